@@ -1,0 +1,19 @@
+"""What all tests share: real data where there is some, one thread, no network."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """Return the folder of real data sets, or skip."""
+    folder = os.environ.get("VEMBED_TEST_DATA")
+    if not folder:
+        pytest.skip("VEMBED_TEST_DATA is not set: it names the folder that holds scifact/ and tldr/")
+    return Path(folder)

@@ -1,0 +1,150 @@
+"""The few types that every room speaks.
+
+Shape legend: Q queries, D documents, P (query, positive document) pairs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
+
+Item: TypeAlias = str
+"""What a query or a document is before a tokenizer sees it."""
+
+Side: TypeAlias = Literal["query", "document"]
+"""Which prompt an item gets, and which tower where a model has two."""
+
+
+def content_id(item: Item) -> int:
+    """Return the identity of an item's content, equal on every machine and in every process.
+
+    Args:
+        item: A text; leading and trailing white space doesn't count.
+
+    Returns:
+        A signed 64-bit integer, the first 8 bytes of the SHA-256 of the text.
+    """
+    return int.from_bytes(hashlib.sha256(item.strip().encode()).digest()[:8], "little", signed=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ContrastiveBatch:
+    """A batch of queries and the flat list of all their positives and hard negatives.
+
+    Any number of documents per query. A document that stands in the batch twice has two rows and one id; the loss masks
+    by id, so that a copy of a positive is never a negative.
+
+    Attributes:
+        queries: Q texts.
+        documents: D texts, positives and hard negatives mixed.
+        positives_P2: Pairs (query row, document row), int64, sorted by query row; every query has at least one.
+        query_ids_Q: `content_id` of each query, int64.
+        document_ids_D: `content_id` of each document, int64.
+        record_ids: Manifest rows that the batch was made of, in batch order: what a report of a bad batch names.
+    """
+
+    queries: tuple[Item, ...]
+    documents: tuple[Item, ...]
+    positives_P2: NDArray[np.int64]
+    query_ids_Q: NDArray[np.int64]
+    document_ids_D: NDArray[np.int64]
+    record_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of unequal length in one flat array: no padding is stored or moved.
+
+    Attributes:
+        values: All rows one after the other.
+        offsets: Row i is `values[offsets[i]:offsets[i + 1]]`; int64, one more entry than there are rows.
+    """
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int] | NDArray[Any]], dtype: type[np.generic] = np.int32) -> Ragged:
+        """Pack rows.
+
+        Args:
+            rows: n sequences of numbers.
+            dtype: Type of the packed values.
+        """
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        values = np.empty(int(offsets[-1]), dtype=dtype)
+        for index, row in enumerate(rows):
+            values[offsets[index] : offsets[index + 1]] = row
+        return cls(values, offsets)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """The length of each row, (n,)."""
+        return np.diff(self.offsets)
+
+    def take(self, rows: NDArray[np.int64]) -> Ragged:
+        """Return the named rows, in that order."""
+        lengths = self.lengths[rows]
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        source = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
+        return Ragged(self.values[source], offsets)
+
+    def padded(self, width: int, fill: float) -> NDArray[Any]:
+        """Return the rows as a rectangle (n, width), short rows filled at the right."""
+        rectangle = np.full((len(self.offsets) - 1, width), fill, dtype=self.values.dtype)
+        rectangle[np.arange(width) < self.lengths[:, None]] = self.values
+        return rectangle
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a tokenizer made of n items: ragged, on the CPU, ready to be cut into chunks.
+
+    Attributes:
+        columns: Encoder inputs by name, one ragged row per item.
+        lengths: Cost of each item in tokens, (n,): what the chunk budget counts.
+        per_row: Further inputs with one entry per item, (n, ...).
+        num_truncated: Items that were longer than the encoder takes and were cut.
+    """
+
+    columns: Mapping[str, Ragged]
+    lengths: NDArray[np.int64]
+    per_row: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    num_truncated: int = 0
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def take(self, rows: NDArray[np.int64]) -> Features:
+        """Return the named rows, in that order."""
+        return Features(
+            columns={name: column.take(rows) for name, column in self.columns.items()},
+            lengths=self.lengths[rows],
+            per_row={name: values[rows] for name, values in self.per_row.items()},
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[Features]) -> Features:
+        """Join features of the same encoder, row after row."""
+        columns = {}
+        for name in parts[0].columns:
+            ragged = [part.columns[name] for part in parts]
+            lengths = np.concatenate([column.lengths for column in ragged])
+            offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+            columns[name] = Ragged(np.concatenate([column.values for column in ragged]), offsets)
+        return Features(
+            columns=columns,
+            lengths=np.concatenate([part.lengths for part in parts]),
+            per_row={name: np.concatenate([part.per_row[name] for part in parts]) for name in parts[0].per_row},
+            num_truncated=sum(part.num_truncated for part in parts),
+        )

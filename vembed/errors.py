@@ -1,0 +1,55 @@
+"""The errors that a user sees, each with the exit code that scripts can act on.
+
+A message says what is wrong, where (file:line, key), why, and the fix. Entrypoints print it without a traceback;
+everything else that escapes is a bug of ours and keeps its traceback.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command."""
+
+    OK = 0
+    CONFIG = 2
+    DATA = 3
+    NON_FINITE = 4
+    ENVIRONMENT = 5
+    PREEMPTED = 75
+    INTERRUPTED = 130
+
+
+class VembedError(Exception):
+    """Base of the errors that are the user's to fix."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class ConfigError(VembedError):
+    """A key, a value or a combination that can't be run; the message lists every problem at once."""
+
+    exit_code = ExitCode.CONFIG
+
+
+class DataError(VembedError):
+    """A missing, broken or inconsistent data file; the message names file:line, column and id."""
+
+    exit_code = ExitCode.DATA
+
+
+class NonFiniteError(VembedError):
+    """A loss, gradient, weight or embedding that is NaN or infinite."""
+
+    exit_code = ExitCode.NON_FINITE
+
+
+class MachineError(VembedError):
+    """The machine or its software can't do it: disk, memory, a missing package, an unreachable hub."""
+
+    exit_code = ExitCode.ENVIRONMENT
+
+
+class PreemptedError(VembedError):
+    """A signal asked the run to stop; what could be saved is saved."""
+
+    exit_code = ExitCode.PREEMPTED

@@ -1,0 +1,89 @@
+"""Encode many items: sorted by length in slices, so that neither padding nor memory grows with the corpus."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vembed.gradcache.chunking import plan_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Item, Side
+    from vembed.gradcache.chunking import ChunkBudget
+    from vembed.models.encoder import Encoder
+
+SLICE_ROWS = 8192
+"""Items that are tokenized and sorted at a time."""
+
+
+def _no_poll() -> None:
+    """Poll nothing."""
+
+
+@dataclass(slots=True)
+class ItemEncoder:
+    """An encoder as evaluation sees it: items in, vectors out.
+
+    Attributes:
+        encoder: The network; it is put into evaluation mode for the call and back afterwards.
+        budget: Limits of one encoder call.
+        device: Where the encoder is.
+        autocast_dtype: Type of mixed precision, or None.
+        poll: Called between encoder calls; may raise to stop.
+        num_truncated: Over-long items seen so far, by side.
+    """
+
+    encoder: Encoder
+    budget: ChunkBudget
+    device: torch.device
+    autocast_dtype: torch.dtype | None = None
+    poll: Callable[[], None] = _no_poll
+    num_truncated: dict[Side, int] = field(default_factory=lambda: {"query": 0, "document": 0})
+
+    def __call__(self, items: Sequence[Item], side: Side) -> NDArray[np.float32]:
+        """Encode items.
+
+        Args:
+            items: n items.
+            side: Whether they are queries or documents.
+
+        Returns:
+            (n, E) float32, in the order of the items.
+        """
+        vectors_NE = np.empty((len(items), self.encoder.dimension), dtype=np.float32)
+        with self._evaluating():
+            for start in range(0, len(items), SLICE_ROWS):
+                stop = min(start + SLICE_ROWS, len(items))
+                self._encode_slice(items[start:stop], side, vectors_NE[start:stop])
+        return vectors_NE
+
+    def _encode_slice(self, items: Sequence[Item], side: Side, out_RE: NDArray[np.float32]) -> None:
+        features = self.encoder.featurize(items, side)
+        self.num_truncated[side] += features.num_truncated
+        for chunk in plan_chunks(features.lengths, self.budget):
+            self.poll()
+            inputs = self.encoder.collate(features, chunk.rows, chunk.width)
+            inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
+            out_RE[chunk.rows] = self.encoder(inputs).float().cpu().numpy()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Switch dropout off and gradients too; leave the mode as it was. No random number is drawn."""
+        was_training = self.encoder.training
+        precision = (
+            nullcontext() if self.autocast_dtype is None else torch.autocast(self.device.type, self.autocast_dtype)
+        )
+        self.encoder.eval()
+        try:
+            with torch.inference_mode(), precision:
+                yield
+        finally:
+            self.encoder.train(was_training)

@@ -1,0 +1,77 @@
+"""Cut the rows of a batch into chunks: sorted by length, packed into rectangles.
+
+A chunk is what one encoder call sees: a rectangle of `rows x width`, where width is the longest of its rows. Rows that
+stand beside rows of their own length cost next to no padding. The order in which rows are encoded can't change a loss
+over the whole batch, so pairs need not stay together; the caller scatters the embeddings back by row.
+
+Longest first: memory peaks in the first chunk, so that a batch that doesn't fit fails at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBudget:
+    """The most that one encoder call may see.
+
+    Attributes:
+        rows: Most rows.
+        tokens: Most padded tokens (rows x width). A single row that is wider is a chunk of its own.
+        width_multiple: Widths are rounded up to a multiple of this (8 suits tensor cores, 1 a CPU).
+    """
+
+    rows: int
+    tokens: int
+    width_multiple: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.tokens, self.width_multiple) < 1:
+            raise ValueError(f"a chunk budget holds positive numbers, got {self}")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One encoder call.
+
+    Attributes:
+        rows: Row numbers into the pool's features, int64.
+        width: Padded length of every row.
+    """
+
+    rows: NDArray[np.int64]
+    width: int
+
+    @property
+    def padded_tokens(self) -> int:
+        """Size of the rectangle."""
+        return len(self.rows) * self.width
+
+
+def plan_chunks(lengths: NDArray[np.int64], budget: ChunkBudget) -> list[Chunk]:
+    """Pack rows into rectangles within the budget.
+
+    Args:
+        lengths: Tokens of each row, (n,).
+        budget: Limits of one chunk.
+
+    Returns:
+        Chunks that hold each row exactly once, widest first; equal lengths keep their order.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    chunks = []
+    start = 0
+    while start < len(order):
+        longest = max(1, int(lengths[order[start]]))
+        width = -(-longest // budget.width_multiple) * budget.width_multiple
+        count = max(1, min(budget.rows, budget.tokens // width))
+        chunks.append(Chunk(rows=order[start : start + count], width=width))
+        start += count
+    return chunks

@@ -1,0 +1,55 @@
+"""The plain step: one graph over the whole batch, one backward. Slow and obvious; tests compare the engine with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vembed.gradcache.chunking import Chunk, ChunkBudget, plan_chunks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from vembed.gradcache.engine import Pool
+    from vembed.losses.base import BatchStructure, ContrastiveLoss
+
+
+def reference_step(
+    pools: Sequence[Pool],
+    structure: BatchStructure,
+    loss: ContrastiveLoss,
+    *,
+    budget: ChunkBudget | None = None,
+) -> Tensor:
+    """Add the gradients of one batch by ordinary autograd and return the loss.
+
+    Args:
+        pools: The rows of the batch, as the engine takes them.
+        structure: Positives and identities.
+        loss: Loss over the embeddings.
+        budget: None encodes each pool in one call. A budget encodes it in the engine's chunks, still in one graph: with
+            dropout, masks depend on how rows are grouped, so only equal chunks draw equal masks.
+
+    Returns:
+        The loss, a scalar.
+    """
+    num_rows = structure.num_queries + structure.num_documents
+    rows: list[Tensor | None] = [None] * num_rows
+    for pool in pools:
+        lengths = pool.features.lengths
+        chunks = (
+            plan_chunks(lengths, budget)
+            if budget is not None
+            else [Chunk(rows=torch.arange(len(lengths)).numpy(), width=int(lengths.max()))]
+        )
+        for chunk in chunks:
+            z = pool.encode(pool.collate(pool.features, chunk.rows, chunk.width))
+            for row, slot in enumerate(pool.slots[chunk.rows]):
+                rows[slot] = z[row]
+    z_NE = torch.stack([row for row in rows if row is not None])
+    value: Tensor = loss(z_NE[: structure.num_queries], z_NE[structure.num_queries :], structure)
+    value.backward()
+    return value.detach()

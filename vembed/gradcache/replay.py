@@ -1,0 +1,51 @@
+"""Replay randomness: the second pass of a chunk must draw the dropout masks of the first."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RngState:
+    """State of the generators that an encoder on `device` draws from.
+
+    Attributes:
+        cpu: State of the CPU generator.
+        accelerator: State of the device's own generator; None on the CPU.
+        device: Where the encoder runs.
+    """
+
+    cpu: Tensor
+    accelerator: Tensor | None
+    device: torch.device
+
+    @classmethod
+    def capture(cls, device: torch.device) -> RngState:
+        """Remember the present state. Costs a copy of 5 kB on the CPU and 16 bytes on a GPU, no synchronisation."""
+        accelerator = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(torch.get_rng_state(), accelerator, device)
+
+    def restore(self) -> None:
+        """Make this the present state."""
+        torch.set_rng_state(self.cpu)
+        if self.accelerator is not None:
+            torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Run the block from this state; afterwards the generators stand where they stood before."""
+        present = RngState.capture(self.device)
+        self.restore()
+        try:
+            yield
+        finally:
+            present.restore()

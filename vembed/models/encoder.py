@@ -1,0 +1,82 @@
+"""What every encoder can do; the rest of the program knows no more than this.
+
+An encoder works in three steps, so that each can run where it is cheapest: `featurize` (CPU, once per item: a
+tokenizer), `collate` (CPU, once per chunk: padding) and `forward` (device: the network).
+
+Shape legend: R rows of a chunk, E embedding dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from vembed.batch import Features, Item, Side
+
+
+class Encoder(nn.Module, ABC):
+    """A network that turns items into embeddings, with everything that it needs around it.
+
+    Attributes:
+        name: What the model was loaded by, for people.
+        dimension: E.
+        max_length: Longest input in tokens, special tokens included; None where there is no limit.
+    """
+
+    name: str
+    dimension: int
+    max_length: int | None
+
+    @abstractmethod
+    def featurize(self, items: Sequence[Item], side: Side) -> Features:
+        """Tokenize items: prompts added, over-long ones cut and counted.
+
+        Args:
+            items: n items.
+            side: Whether they are queries or documents.
+
+        Returns:
+            Ragged features of n rows.
+        """
+
+    @abstractmethod
+    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
+        """Make the inputs of one call to `forward`.
+
+        Args:
+            features: Features of any number of items.
+            rows: The R rows that the call sees.
+            width: Padded length, at least the longest of those rows.
+
+        Returns:
+            Tensors on the CPU, first dimension R unless the encoder packs rows.
+        """
+
+    @abstractmethod
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return embeddings (R, E), at least float32, of unit length unless the model is one for dot products."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the encoder into a folder from which `load_encoder` and the family's own library load it."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, str]:
+        """Return what was decided about this encoder and from which file, for the plan and the report."""
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Recompute activations in backward instead of keeping them.
+
+        Raises:
+            ValueError: When this encoder can't.
+        """
+        raise ValueError(f"{self.name} has no gradient checkpointing; set gradient_checkpointing: false")

@@ -1,0 +1,92 @@
+"""One table that decides how a bare transformer becomes a text encoder.
+
+Tokenizer, features, padding and pooling must fit together: a causal model pooled at its first token gives the same
+vector for every input. So they are decided together, by what the model's own config.json says about its attention, and
+never by its name. A sentence-transformers folder says all of it itself and doesn't come here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import AutoModel, AutoModelForTextEncoding
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedConfig
+
+    from vembed.models.pooling import PoolingMode
+
+
+@dataclass(frozen=True, slots=True)
+class TextFamily:
+    """What members of a family have in common.
+
+    Attributes:
+        name: For the plan.
+        applies: Whether a model with this config belongs here.
+        auto_class: The transformers class that loads the encoder part alone.
+        pooling: The pooling that suits the attention.
+        reason: Why, for the plan.
+    """
+
+    name: str
+    applies: Callable[[PreTrainedConfig], bool]
+    auto_class: type
+    pooling: PoolingMode
+    reason: str
+
+
+def _is_encoder_decoder(config: PreTrainedConfig) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False)) and (
+        config.model_type in MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
+    )
+
+
+def _is_causal(config: PreTrainedConfig) -> bool:
+    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", None) is False:
+        return False
+    if getattr(config, "is_decoder", False):
+        return True
+    return (
+        config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    )
+
+
+FAMILIES: tuple[TextFamily, ...] = (
+    TextFamily(
+        "encoder half",
+        _is_encoder_decoder,
+        AutoModelForTextEncoding,
+        "mean",
+        "an encoder-decoder: its encoder sees both sides of each token, so all tokens are averaged",
+    ),
+    TextFamily(
+        "decoder",
+        _is_causal,
+        AutoModel,
+        "lasttoken",
+        "attention is causal: only the last token has seen the whole text",
+    ),
+    TextFamily(
+        "encoder",
+        lambda config: True,  # noqa: ARG005
+        AutoModel,
+        "mean",
+        "attention is bidirectional: all tokens are averaged",
+    ),
+)
+"""The first family that applies."""
+
+
+def family_of(config: PreTrainedConfig) -> TextFamily:
+    """Return the family of a model by its config."""
+    return next(family for family in FAMILIES if family.applies(config))

@@ -1,0 +1,85 @@
+"""From token embeddings to one embedding per row.
+
+The modes are those of sentence-transformers, by its names, so that its folders mean the same here.
+
+Shape legend: R rows, T tokens, H hidden dim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+
+POOLING_MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
+
+
+def pool(hidden_RTH: Tensor, mask_RT: Tensor, modes: Sequence[PoolingMode]) -> Tensor:
+    """Pool the tokens that the mask names; several modes are concatenated.
+
+    Args:
+        hidden_RTH: Token embeddings, in any floating type.
+        mask_RT: True for the tokens that count. They may be padded left or right; every row has at least one.
+        modes: One mode or several.
+
+    Returns:
+        (R, len(modes) * H), at least float32.
+    """
+    hidden_RTH = hidden_RTH.to(torch.promote_types(hidden_RTH.dtype, torch.float32))
+    return torch.cat([_MODES[mode](hidden_RTH, mask_RT) for mode in modes], dim=-1)
+
+
+def _cls(hidden_RTH: Tensor, mask_RT: Tensor) -> Tensor:
+    """Return the first token that counts."""
+    return _at(hidden_RTH, mask_RT.int().argmax(dim=1))
+
+
+def _last_token(hidden_RTH: Tensor, mask_RT: Tensor) -> Tensor:
+    """Return the last token that counts, whichever side is padded."""
+    positions_T = torch.arange(mask_RT.shape[1], device=mask_RT.device)
+    return _at(hidden_RTH, (positions_T * mask_RT).argmax(dim=1))
+
+
+def _mean(hidden_RTH: Tensor, mask_RT: Tensor) -> Tensor:
+    return _sum(hidden_RTH, mask_RT) / mask_RT.sum(dim=1, keepdim=True).to(hidden_RTH.dtype)
+
+
+def _mean_sqrt_length(hidden_RTH: Tensor, mask_RT: Tensor) -> Tensor:
+    return _sum(hidden_RTH, mask_RT) / mask_RT.sum(dim=1, keepdim=True).to(hidden_RTH.dtype).sqrt()
+
+
+def _max(hidden_RTH: Tensor, mask_RT: Tensor) -> Tensor:
+    return hidden_RTH.masked_fill(~mask_RT.unsqueeze(-1), -torch.inf).amax(dim=1)
+
+
+def _weighted_mean(hidden_RTH: Tensor, mask_RT: Tensor) -> Tensor:
+    """Weight each token by its position, counted from 1 at the start of the row (SGPT, Muennighoff, 2022)."""
+    positions_T = torch.arange(1, mask_RT.shape[1] + 1, device=mask_RT.device, dtype=hidden_RTH.dtype)
+    weights_RT = positions_T * mask_RT
+    total_R1 = weights_RT.sum(dim=1, keepdim=True)
+    return torch.einsum("rth,rt->rh", hidden_RTH, weights_RT) / total_R1
+
+
+def _sum(hidden_RTH: Tensor, mask_RT: Tensor) -> Tensor:
+    return torch.einsum("rth,rt->rh", hidden_RTH, mask_RT.to(hidden_RTH.dtype))
+
+
+def _at(hidden_RTH: Tensor, positions_R: Tensor) -> Tensor:
+    return hidden_RTH[torch.arange(len(hidden_RTH), device=hidden_RTH.device), positions_R]
+
+
+_MODES: dict[PoolingMode, Callable[[Tensor, Tensor], Tensor]] = {
+    "cls": _cls,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len_tokens": _mean_sqrt_length,
+    "weightedmean": _weighted_mean,
+    "lasttoken": _last_token,
+}

@@ -1,0 +1,245 @@
+"""Read and write the folders of sentence-transformers.
+
+The folder names its modules in modules.json: a Transformer, a Pooling, any number of Dense, and Normalize. Those are
+understood, in the present form and in the one of versions 2 to 5; any other module is refused by name, because leaving
+one out would give other vectors. Written is the older form, which every version reads.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+from torch import nn
+
+from vembed.errors import ConfigError
+from vembed.models.pooling import POOLING_MODES, PoolingMode
+from vembed.models.text import Dense
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from vembed.batch import Side
+    from vembed.models.text import TextEncoder
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "torch.nn.modules.activation.Tanh": nn.Tanh,
+    "torch.nn.modules.linear.Identity": nn.Identity,
+    "torch.nn.modules.activation.ReLU": nn.ReLU,
+    "torch.nn.modules.activation.GELU": nn.GELU,
+    "torch.nn.modules.activation.SiLU": nn.SiLU,
+    "torch.nn.modules.activation.Sigmoid": nn.Sigmoid,
+}
+"""Activations by the import path that Dense folders name; nothing else is imported from a file's word."""
+
+LEGACY_POOLING: dict[str, PoolingMode] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+"""The flags of older folders, in the order in which several are concatenated."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceTransformersFolder:
+    """What a folder says.
+
+    Attributes:
+        transformer_path: Subfolder of the transformer, "" for the folder itself.
+        pooling: Pooling modes.
+        include_prompt: Whether prompt tokens are pooled.
+        dense_paths: Subfolders of the Dense layers, in order.
+        normalize: Whether embeddings have unit length: a Normalize module, or a similarity that isn't the dot product.
+        prompts: Prompt of each side.
+        max_length: Of the folder, None when it leaves it to the tokenizer.
+        lower_case: Whether texts are lower-cased first.
+    """
+
+    transformer_path: str
+    pooling: tuple[PoolingMode, ...]
+    include_prompt: bool
+    dense_paths: tuple[str, ...]
+    normalize: bool
+    prompts: dict[Side, str]
+    max_length: int | None
+    lower_case: bool
+
+
+def read_sentence_transformers(read: Callable[[str], Path | None], name: str) -> SentenceTransformersFolder | None:
+    """Read the description of a sentence-transformers model.
+
+    Args:
+        read: Gives the local path of a file of the model by its relative name, or None when the model has no such file.
+        name: The model, for messages.
+
+    Returns:
+        The description, or None when the model has no modules.json.
+
+    Raises:
+        ConfigError: When it has a module or a pooling that isn't understood.
+    """
+    modules_file = read("modules.json")
+    if modules_file is None:
+        return None
+    paths = _module_paths(json.loads(modules_file.read_text("utf-8")), name)
+    transformer_path = paths["Transformer"][0]
+    pooling, include_prompt = _read_pooling(_read_json(read, f"{paths['Pooling'][0]}/config.json"), name)
+    prefix = f"{transformer_path}/" if transformer_path else ""
+    transformer = _read_json(read, f"{prefix}sentence_bert_config.json")
+    general = _read_json(read, "config_sentence_transformers.json")
+    return SentenceTransformersFolder(
+        transformer_path=transformer_path,
+        pooling=pooling,
+        include_prompt=include_prompt,
+        dense_paths=tuple(paths["Dense"]),
+        normalize=bool(paths["Normalize"]) or general.get("similarity_fn_name") not in ("dot", "dot_score"),
+        prompts=_read_prompts(general, name),
+        max_length=transformer.get("max_seq_length"),
+        lower_case=bool(transformer.get("do_lower_case", False)),
+    )
+
+
+def _read_json(read: Callable[[str], Path | None], file: str) -> dict[str, Any]:
+    path = read(file)
+    loaded = {} if path is None else json.loads(path.read_text("utf-8"))
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def _module_paths(modules: list[dict[str, Any]], name: str) -> dict[str, list[str]]:
+    """Return the subfolders by kind of module, in order."""
+    paths: dict[str, list[str]] = {"Transformer": [], "Pooling": [], "Dense": [], "Normalize": []}
+    for module in modules:
+        kind = str(module["type"]).rpartition(".")[2]
+        if kind not in paths or not str(module["type"]).startswith("sentence_transformers."):
+            raise ConfigError(
+                f"{name}: modules.json names {module['type']}, which vembed doesn't run (it runs {', '.join(paths)}). "
+                f"Leaving it out would give other vectors."
+            )
+        paths[kind].append(str(module["path"]))
+    if len(paths["Transformer"]) != 1 or len(paths["Pooling"]) != 1:
+        raise ConfigError(f"{name}: modules.json must name one Transformer and one Pooling")
+    return paths
+
+
+def _read_pooling(config: dict[str, Any], name: str) -> tuple[tuple[PoolingMode, ...], bool]:
+    """Return the pooling modes of either form and whether the prompt is pooled."""
+    named = config.get("pooling_mode")
+    if named is None:
+        flagged = tuple(mode for key, mode in LEGACY_POOLING.items() if config.get(key))
+        return flagged or ("mean",), bool(config.get("include_prompt", True))
+    modes: list[PoolingMode] = [named] if isinstance(named, str) else list(named)  # type: ignore[list-item]
+    unknown = [mode for mode in modes if mode not in POOLING_MODES]
+    if unknown:
+        raise ConfigError(f"{name}: pooling {unknown[0]!r} is none of {', '.join(POOLING_MODES)}")
+    return tuple(modes), bool(config.get("include_prompt", True))
+
+
+def _read_prompts(config: dict[str, Any], name: str) -> dict[Side, str]:
+    """Return each side's prompt: its own, else the model's default one, else none."""
+    prompts = config.get("prompts") or {}
+    default_name = config.get("default_prompt_name")
+    if default_name is not None and default_name not in prompts:
+        raise ConfigError(f"{name}: default_prompt_name {default_name!r} is none of its prompts: {', '.join(prompts)}")
+    default = prompts.get(default_name, "") if default_name is not None else ""
+    return {
+        "query": prompts.get("query") or default,
+        "document": prompts.get("document") or prompts.get("passage") or default,
+    }
+
+
+def load_dense(read: Callable[[str], Path | None], path: str, name: str) -> Dense:
+    """Load a Dense layer with its weights.
+
+    Raises:
+        ConfigError: When its activation or form isn't known, or its weights aren't safetensors.
+    """
+    config = _read_json(read, f"{path}/config.json")
+    activation = ACTIVATIONS.get(str(config.get("activation_function")))
+    if activation is None or config.get("use_residual"):
+        form = "a residual connection" if config.get("use_residual") else f"{config.get('activation_function')}"
+        raise ConfigError(f"{name}: {path} uses {form}; known activations: {', '.join(ACTIVATIONS)}")
+    weights = read(f"{path}/model.safetensors")
+    if weights is None:
+        raise ConfigError(f"{name}: {path} has no model.safetensors; convert its pickled weights first")
+    layer = Dense(config["in_features"], config["out_features"], bias=config["bias"], activation=activation())
+    layer.load_state_dict(safetensors.torch.load_file(weights))
+    return layer
+
+
+def write_sentence_transformers(encoder: TextEncoder, folder: Path) -> None:
+    """Write an encoder as a sentence-transformers folder, which is a transformers folder too."""
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = encoder.spec
+    encoder.backbone.save_pretrained(folder)
+    encoder.tokenizer.save_pretrained(folder)
+    _write_json(
+        folder / "sentence_bert_config.json", {"max_seq_length": encoder.max_length, "do_lower_case": spec.lower_case}
+    )
+    _write_json(
+        folder / "config_sentence_transformers.json",
+        {
+            "prompts": dict(spec.prompts),
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine" if spec.normalize else "dot",
+        },
+    )
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    hidden = encoder.backbone.config.get_text_config().hidden_size
+    _write_json(
+        folder / "1_Pooling" / "config.json",
+        {
+            "word_embedding_dimension": hidden,
+            **_pooling_config(spec.pooling),
+            "include_prompt": spec.include_prompt,
+        },
+    )
+    for layer in encoder.dense:
+        assert isinstance(layer, Dense)
+        path = f"{len(modules)}_Dense"
+        _write_dense(layer, folder / path)
+        modules.append(("Dense", path))
+    if spec.normalize:
+        modules.append(("Normalize", f"{len(modules)}_Normalize"))
+        (folder / modules[-1][1]).mkdir(exist_ok=True)
+    _write_json(
+        folder / "modules.json",
+        [
+            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for index, (kind, path) in enumerate(modules)
+        ],
+    )
+
+
+def _pooling_config(modes: tuple[PoolingMode, ...]) -> dict[str, object]:
+    """Return the older form's flags; they can't say an order, so another order than theirs takes the newer form."""
+    flags = {key: mode in modes for key, mode in LEGACY_POOLING.items()}
+    flagged = tuple(mode for key, mode in LEGACY_POOLING.items() if flags[key])
+    return dict(flags) if flagged == modes else {"pooling_mode": list(modes)}
+
+
+def _write_dense(layer: Dense, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    kind = type(layer.activation)
+    _write_json(
+        folder / "config.json",
+        {
+            "in_features": layer.linear.in_features,
+            "out_features": layer.linear.out_features,
+            "bias": layer.linear.bias is not None,
+            "activation_function": f"{kind.__module__}.{kind.__qualname__}",
+        },
+    )
+    weights = {key: tensor.detach().cpu().contiguous() for key, tensor in layer.state_dict().items()}
+    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -1,0 +1,72 @@
+"""A small BERT from scratch, with a WordPiece tokenizer trained on the data it will see.
+
+It is an ordinary transformers model: what is exported loads anywhere.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+from vembed.models.text import TextEncoder, TextSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+VOCABULARY_SIZE = 8192
+MAX_LENGTH = 128
+
+
+def build_tiny_transformer(texts: Iterable[str], *, name: str, dtype: torch.dtype) -> TextEncoder:
+    """Train a tokenizer and initialise a transformer of 4 layers x 256.
+
+    Args:
+        texts: Training texts; only the tokenizer sees them.
+        name: What it is called.
+        dtype: Type of the weights.
+
+    Returns:
+        An untrained encoder; its weights follow torch's global generator.
+    """
+    tokenizer = _train_tokenizer(texts)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=1024,
+        max_position_embeddings=MAX_LENGTH,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    backbone = BertModel(config, add_pooling_layer=False)
+    origin = {"pooling": "built in", "max_seq_length": "built in"}
+    spec = TextSpec(pooling=("mean",), max_length=MAX_LENGTH, origin=origin)
+    return TextEncoder(name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(dtype)
+
+
+def _train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Train WordPiece on texts, lower-cased, with BERT's special tokens."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=VOCABULARY_SIZE, special_tokens=list(SPECIAL_TOKENS), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=MAX_LENGTH,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+    )

@@ -44,10 +44,9 @@ class TextFamily:
     reason: str
 
 
-def _is_encoder_decoder(config: PreTrainedConfig) -> bool:
-    return bool(getattr(config, "is_encoder_decoder", False)) and (
-        config.model_type in MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES
-    )
+def _has_encoder_half(config: PreTrainedConfig) -> bool:
+    # Not by is_encoder_decoder: the half on its own is saved with false there, under the same model_type.
+    return MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(config.model_type, "").endswith("EncoderModel")
 
 
 def _is_causal(config: PreTrainedConfig) -> bool:
@@ -64,7 +63,7 @@ def _is_causal(config: PreTrainedConfig) -> bool:
 FAMILIES: tuple[TextFamily, ...] = (
     TextFamily(
         "encoder half",
-        _is_encoder_decoder,
+        _has_encoder_half,
         AutoModelForTextEncoding,
         "mean",
         "an encoder-decoder: its encoder sees both sides of each token, so all tokens are averaged",

@@ -6,12 +6,14 @@ pinned revision, pickled weights need `allow_pickle` (and are then read with wei
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForTextEncoding, AutoTokenizer
 from transformers.utils.hub import cached_file
 
 from vembed.errors import ConfigError, MachineError
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from vembed.batch import Side
     from vembed.models.pooling import PoolingMode
     from vembed.models.sentence_transformers_format import SentenceTransformersFolder
+    from vembed.models.text import Dense
 
 FALLBACK_MAX_LENGTH = 512
 """Where neither the tokenizer nor the config of a model names a longest input."""
@@ -77,9 +80,25 @@ def load_text_encoder(options: ModelOptions) -> TextEncoder:
     tokenizer = source.tokenizer(subfolder)
     backbone = source.backbone(subfolder, config)
     spec = _spec(options, described, config, tokenizer)
-    dense = [load_dense(source.read, path, options.name) for path in (described.dense_paths if described else ())]
-    encoder = TextEncoder(options.name, backbone=backbone, tokenizer=tokenizer, spec=spec, dense=dense)
-    return encoder.to(options.dtype)
+    # The backbone has its type from loading; .to would also round the rotary frequencies, which stay float32.
+    dense = [
+        load_dense(source.read, path, options.name).to(options.dtype)
+        for path in (described.dense_paths if described else ())
+    ]
+    _check_dense(dense, backbone, spec, options.name)
+    return TextEncoder(options.name, backbone=backbone, tokenizer=tokenizer, spec=spec, dense=dense)
+
+
+def _check_dense(dense: list[Dense], backbone: PreTrainedModel, spec: TextSpec, name: str) -> None:
+    """Refuse dense layers that don't take what comes before them: pooling_method may have been overridden."""
+    width = int(backbone.config.get_text_config().hidden_size) * len(spec.pooling)
+    for layer in dense:
+        if layer.linear.in_features != width:
+            raise ConfigError(
+                f"{name}: a Dense layer takes {layer.linear.in_features} values, pooling {' + '.join(spec.pooling)} "
+                f"leaves {width}; leave pooling_method out"
+            )
+        width = layer.linear.out_features
 
 
 class _Source:
@@ -120,19 +139,31 @@ class _Source:
     def tokenizer(self, subfolder: str) -> PreTrainedTokenizerBase:
         """Load the tokenizer; it must be able to pad."""
         tokenizer: PreTrainedTokenizerBase = self._load(AutoTokenizer, subfolder)
+        self._refuse_empty(tokenizer, f"{subfolder}/" if subfolder else "")
         if self.options.pad_token is not None:
-            if tokenizer.convert_tokens_to_ids(self.options.pad_token) in (None, tokenizer.unk_token_id):
+            if self.options.pad_token not in tokenizer.get_vocab():
                 raise ConfigError(
                     f"pad_token {self.options.pad_token!r} is not in the vocabulary of {self.options.name}"
                 )
             tokenizer.pad_token = self.options.pad_token
         if tokenizer.pad_token_id is None:
-            suggestion = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
+            named = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
+            suggestion = named or tokenizer.convert_ids_to_tokens(0)
             raise ConfigError(
                 f"the tokenizer of {self.options.name} has no pad token; set pad_token: {suggestion!r} (padding is "
                 f"masked, so any token of its vocabulary will do)"
             )
         return tokenizer
+
+    def _refuse_empty(self, tokenizer: PreTrainedTokenizerBase, prefix: str) -> None:
+        """Refuse a tokenizer that no file describes: transformers makes one that knows special tokens only."""
+        own = tuple(tokenizer.vocab_files_names.values())  # empty where there is no vocabulary, as with bytes
+        usual = ("tokenizer.json", "tokenizer.model", "tekken.json")
+        if own and not any(self.read(prefix + file) for file in (*usual, *own)):
+            raise ConfigError(
+                f"{self.options.name} has no tokenizer: none of {', '.join(dict.fromkeys((*own, *usual)))} is there. "
+                f"Copy the tokenizer's files beside its config.json"
+            )
 
     def backbone(self, subfolder: str, config: PreTrainedConfig) -> PreTrainedModel:
         """Load the transformer in the wanted type and attention."""
@@ -143,11 +174,24 @@ class _Source:
             extra["use_safetensors"] = None  # prefer safetensors, take pickled weights with weights_only otherwise
         if self.options.attn_implementation is not None:
             extra["attn_implementation"] = self.options.attn_implementation
-        backbone: PreTrainedModel = self._load(auto_class, subfolder, config=config, **extra)
+        backbone: PreTrainedModel
+        backbone, loading = self._load(auto_class, subfolder, config=config, output_loading_info=True, **extra)
         pooler = getattr(backbone, "pooler", None)
         if isinstance(pooler, torch.nn.Module):
             pooler.requires_grad_(requires_grad=False)  # a head of pre-training: no part of the embedding
+        self._refuse_missing(backbone, sorted(loading["missing_keys"]))
         return backbone
+
+    def _refuse_missing(self, backbone: PreTrainedModel, missing: list[str]) -> None:
+        """Refuse weights that no file holds and that would be random; a pooler alone is left out."""
+        needed = [key for key in missing if not key.startswith("pooler.")]
+        if needed:
+            raise ConfigError(
+                f"{self.options.name}: {len(needed)} weights of {type(backbone).__name__} are in none of its files, "
+                f"first {needed[0]}; they would be random"
+            )
+        if missing and "add_pooling_layer" in inspect.signature(type(backbone)).parameters:
+            backbone.pooler = None  # as add_pooling_layer=False; else what is saved would hold random numbers
 
     def _refuse_pickle(self, prefix: str) -> None:
         if self.options.allow_pickle:
@@ -171,7 +215,7 @@ class _Source:
             )
         except ImportError as error:
             raise MachineError(f"{self.options.name}: {_first_line(error)}") from error
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> Exception:
@@ -209,6 +253,11 @@ def _spec(
         )
     else:
         family = family_of(config)
+        if getattr(config, "is_encoder_decoder", False) and family.auto_class is not AutoModelForTextEncoding:
+            raise ConfigError(
+                f"{options.name} is an encoder-decoder ({config.model_type}) whose encoder half transformers doesn't "
+                f"load alone; its output would be the decoder's. Take an encoder, a decoder or a T5-like model"
+            )
         spec = TextSpec(pooling=(family.pooling,), max_length=0, origin={"pooling": f"{family.name}: {family.reason}"})
     max_length, length_origin = _max_length(options, described, config, tokenizer)
     origin = {**spec.origin, "max_seq_length": length_origin}
@@ -240,6 +289,8 @@ def _max_length(
             )
         return options.max_length, "max_seq_length"
     if described is not None and described.max_length is not None:
+        if limit is not None and offset and described.max_length > limit:
+            return limit, "config.json"  # the file forgot the positions that this family loses
         return described.max_length, "sentence_bert_config.json"
     candidates = {"tokenizer_config.json": tokenizer.model_max_length, "config.json": limit}
     known = {file: length for file, length in candidates.items() if length is not None and length < 1_000_000}

@@ -45,6 +45,21 @@ LEGACY_POOLING: dict[str, PoolingMode] = {
 }
 """The flags of older folders, in the order in which several are concatenated."""
 
+TRANSFORMER_FILES = tuple(
+    f"sentence_{kind}_config.json"
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+"""Where a Transformer module keeps its settings: the first file that exists. The oldest folders name the family."""
+
+TRANSFORMER_DEFAULTS: dict[str, tuple[object, ...]] = {
+    "transformer_task": (None, "feature-extraction"),
+    "processing_kwargs": (None, {}),
+    "query_length": (None,),
+    "document_length": (None,),
+    "query_expansion": (None,),
+}
+"""Settings of a Transformer module that would change its vectors, with the values that don't."""
+
 
 @dataclass(frozen=True, slots=True)
 class SentenceTransformersFolder:
@@ -91,7 +106,7 @@ def read_sentence_transformers(read: Callable[[str], Path | None], name: str) ->
     transformer_path = paths["Transformer"][0]
     pooling, include_prompt = _read_pooling(_read_json(read, f"{paths['Pooling'][0]}/config.json"), name)
     prefix = f"{transformer_path}/" if transformer_path else ""
-    transformer = _read_json(read, f"{prefix}sentence_bert_config.json")
+    transformer = _read_transformer(read, prefix, name)
     general = _read_json(read, "config_sentence_transformers.json")
     return SentenceTransformersFolder(
         transformer_path=transformer_path,
@@ -112,6 +127,19 @@ def _read_json(read: Callable[[str], Path | None], file: str) -> dict[str, Any]:
     return loaded
 
 
+def _read_transformer(read: Callable[[str], Path | None], prefix: str, name: str) -> dict[str, Any]:
+    """Return the settings of the Transformer module; refuse those that vembed doesn't follow."""
+    file = next((file for file in TRANSFORMER_FILES if read(prefix + file) is not None), TRANSFORMER_FILES[0])
+    config = _read_json(read, prefix + file)
+    for key, harmless in TRANSFORMER_DEFAULTS.items():
+        if config.get(key) not in harmless:
+            raise ConfigError(
+                f"{name}: {prefix}{file} sets {key} to {config[key]!r}, which vembed doesn't follow. Leaving it out "
+                f"would give other vectors."
+            )
+    return config
+
+
 def _module_paths(modules: list[dict[str, Any]], name: str) -> dict[str, list[str]]:
     """Return the subfolders by kind of module, in order."""
     paths: dict[str, list[str]] = {"Transformer": [], "Pooling": [], "Dense": [], "Normalize": []}
@@ -125,6 +153,9 @@ def _module_paths(modules: list[dict[str, Any]], name: str) -> dict[str, list[st
         paths[kind].append(str(module["path"]))
     if len(paths["Transformer"]) != 1 or len(paths["Pooling"]) != 1:
         raise ConfigError(f"{name}: modules.json must name one Transformer and one Pooling")
+    order = [str(module["type"]).rpartition(".")[2] for module in modules]
+    if order != sorted(order, key=list(paths).index):
+        raise ConfigError(f"{name}: modules.json names {', '.join(order)}; vembed runs them as {', '.join(paths)}")
     return paths
 
 
@@ -149,9 +180,15 @@ def _read_prompts(config: dict[str, Any], name: str) -> dict[Side, str]:
         raise ConfigError(f"{name}: default_prompt_name {default_name!r} is none of its prompts: {', '.join(prompts)}")
     default = prompts.get(default_name, "") if default_name is not None else ""
     return {
-        "query": prompts.get("query") or default,
-        "document": prompts.get("document") or prompts.get("passage") or default,
+        "query": _side_prompt(prompts, ("query",), default),
+        "document": _side_prompt(prompts, ("document", "passage", "corpus"), default),
     }
+
+
+def _side_prompt(prompts: dict[str, str], names: tuple[str, ...], default: str) -> str:
+    """Return the first prompt with text; a side that is named only with an empty one wants none, not the default."""
+    named = [prompts[name] for name in names if name in prompts]
+    return next((prompt for prompt in named if prompt), "" if named else default)
 
 
 def load_dense(read: Callable[[str], Path | None], path: str, name: str) -> Dense:
@@ -162,13 +199,16 @@ def load_dense(read: Callable[[str], Path | None], path: str, name: str) -> Dens
     """
     config = _read_json(read, f"{path}/config.json")
     activation = ACTIVATIONS.get(str(config.get("activation_function")))
+    names = (config.get("module_input_name"), config.get("module_output_name"))
+    if not {*names} <= {None, "sentence_embedding"}:
+        raise ConfigError(f"{name}: {path} maps {names[0]} to {names[1]}; only sentence_embedding to itself is known")
     if activation is None or config.get("use_residual"):
         form = "a residual connection" if config.get("use_residual") else f"{config.get('activation_function')}"
         raise ConfigError(f"{name}: {path} uses {form}; known activations: {', '.join(ACTIVATIONS)}")
     weights = read(f"{path}/model.safetensors")
     if weights is None:
         raise ConfigError(f"{name}: {path} has no model.safetensors; convert its pickled weights first")
-    layer = Dense(config["in_features"], config["out_features"], bias=config["bias"], activation=activation())
+    layer = Dense(config["in_features"], config["out_features"], bias=config.get("bias", True), activation=activation())
     layer.load_state_dict(safetensors.torch.load_file(weights))
     return layer
 

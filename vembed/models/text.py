@@ -71,8 +71,9 @@ class Dense(nn.Module):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return activation(W x + b)."""
-        result: Tensor = self.activation(self.linear(x))
+        """Return activation(W x + b) in the type of x, which may be wider than that of the weights."""
+        bias = None if self.linear.bias is None else self.linear.bias.to(x.dtype)
+        result: Tensor = self.activation(F.linear(x, self.linear.weight.to(x.dtype), bias))
         return result
 
 
@@ -124,7 +125,8 @@ class TextEncoder(Encoder):
             return_attention_mask=False,
             return_token_type_ids=False,
         )
-        ids = Ragged.from_rows(encoded["input_ids"])
+        # A tokenizer without special tokens makes nothing of an empty text; a row needs one token to pool.
+        ids = Ragged.from_rows([row or [self._pad_id] for row in encoded["input_ids"]])
         if encoded.encodings is not None:
             num_truncated = sum(bool(encoding.overflowing) for encoding in encoded.encodings)
         else:  # a tokenizer in Python doesn't say what it cut: texts of just the full length count too
@@ -139,14 +141,15 @@ class TextEncoder(Encoder):
         if not prompt:
             return 0
         if prompt not in self._prompt_lengths:
-            ids = self.tokenizer(prompt)["input_ids"]
+            ids = self.tokenizer(prompt.lower() if self.spec.lower_case else prompt)["input_ids"]
             assert isinstance(ids, list)
             ends_special = ids[-1] in self.tokenizer.all_special_ids
             self._prompt_lengths[prompt] = len(ids) - int(ends_special)
         return self._prompt_lengths[prompt]
 
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Pad at the right; the mask is left out when nothing is padded."""
+        """Pad at the right, never past `max_length`; the mask is left out when nothing is padded."""
+        width = min(width, self.max_length)  # a width rounded up could pass the last position embedding
         ids = features.columns["input_ids"].take(rows)
         inputs = {"input_ids": torch.from_numpy(ids.padded(width, self._pad_id)).long()}
         if (ids.lengths < width).any():

@@ -1,0 +1,60 @@
+"""A small run to save: tensors that tell their step, and the folders it leaves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from vembed.checkpoint.format import LoadedCheckpoint
+    from vembed.checkpoint.manager import CheckpointManager, SaveOutcome
+
+STAMP: dict[str, Any] = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1, "model": "tiny"}
+
+
+def tensors_of(step: int, *, rows: int = 4) -> dict[str, dict[str, Tensor]]:
+    """Return the parts of a checkpoint; every value is the step."""
+    return {
+        "model": {"weight": torch.full((rows, 8), float(step)), "half": torch.full((3,), step, dtype=torch.bfloat16)},
+        "optimizer": {"exp_avg/weight": torch.full((rows, 8), step / 7), "step/weight": torch.tensor(float(step))},
+        "rng": {"cpu": torch.full((5,), step % 256, dtype=torch.uint8)},
+    }
+
+
+def save_step(manager: CheckpointManager, step: int, *, best: bool = False, rows: int = 4) -> SaveOutcome:
+    """Save a step of the small run."""
+    return manager.save(
+        step, tensors=tensors_of(step, rows=rows), state={"epoch": step / 10, "skipped": 0}, stamp=STAMP, best=best
+    )
+
+
+def assert_is_step(loaded: LoadedCheckpoint | None, step: int) -> None:
+    """Fail unless a checkpoint is, bit for bit, the one that `save_step` saved."""
+    assert loaded is not None
+    assert loaded.step == step
+    assert loaded.state == {"epoch": step / 10, "skipped": 0}
+    assert loaded.stamp == STAMP
+    expected = tensors_of(step)
+    assert loaded.tensors.keys() == expected.keys()
+    for part, tensors in expected.items():
+        assert loaded.tensors[part].keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert loaded.tensors[part][name].dtype == tensor.dtype
+            assert torch.equal(loaded.tensors[part][name], tensor)
+
+
+def names_in(folder: Path) -> list[str]:
+    """Return everything in a folder, hidden files too."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip_byte(path: Path, position: int) -> None:
+    """Change one bit of a file, size and times of its folder aside."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)

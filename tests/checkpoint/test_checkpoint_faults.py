@@ -1,0 +1,377 @@
+"""Kills, full disks and wrong bytes: the checkpoint before always loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from checkpoint_cases import assert_is_step, flip_byte, names_in, save_step
+
+from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError, validate
+from vembed.checkpoint.manager import CheckpointManager
+from vembed.errors import MachineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Saves step 4 over a copy of the base folder again and again, each time in a forked child that kills itself one write
+# later than the one before, until a child comes through. Files are torn: half of the bytes are written before the kill.
+KILLER = """
+import os, shutil, signal, sys
+from pathlib import Path
+
+import torch
+
+import vembed.checkpoint.format as checkpoint_format
+from checkpoint_cases import save_step
+from vembed.checkpoint.manager import CheckpointManager
+
+base, work = Path(sys.argv[1]), Path(sys.argv[2])
+torch.set_num_threads(1)
+
+
+def arm(fatal_call):
+    calls = 0
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def due():
+        nonlocal calls
+        calls += 1
+        return calls == fatal_call
+
+    def before(call):
+        return lambda *a, **k: die() if due() else call(*a, **k)
+
+    def torn(call, path_of):
+        def wrapper(*a, **k):
+            fatal = due()
+            result = call(*a, **k)
+            if fatal:
+                os.truncate(path_of(*a), os.path.getsize(path_of(*a)) // 2)
+                die()
+            return result
+        return wrapper
+
+    for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir"):
+        setattr(os, name, before(getattr(os, name)))
+    Path.write_text = torn(Path.write_text, lambda path, text: path)
+    checkpoint_format.save_file = torn(checkpoint_format.save_file, lambda tensors, path: path)
+
+
+for fatal_call in range(1, 500):
+    folder = work / f"{fatal_call:03d}"
+    shutil.copytree(base, folder)
+    child = os.fork()
+    if child == 0:
+        arm(fatal_call)
+        os._exit(0 if save_step(CheckpointManager(folder), 4, best=True).saved else 3)
+    status = os.waitpid(child, 0)[1]
+    if not os.WIFSIGNALED(status):
+        sys.exit(os.waitstatus_to_exitcode(status))
+    assert os.WTERMSIG(status) == signal.SIGKILL
+sys.exit("never came through")
+"""
+
+
+@pytest.fixture(scope="module")
+def killed_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return the folders of saves that were killed at every write, in order; the last save came through."""
+    base, work = tmp_path_factory.mktemp("base"), tmp_path_factory.mktemp("killed")
+    manager = CheckpointManager(base)
+    for step in (1, 2, 3):
+        save_step(manager, step, best=step == 1)
+    assert manager.steps() == [1, 2, 3]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    subprocess.run([sys.executable, "-c", KILLER, str(base), str(work)], env=environment, check=True, timeout=120)
+    return sorted(work.iterdir())
+
+
+def test_a_kill_at_any_write_of_a_save_leaves_the_new_checkpoint_whole_or_all_the_old_ones(
+    killed_folders: list[Path],
+) -> None:
+    found = []
+    for folder in killed_folders:
+        manager = CheckpointManager(folder)
+        loaded = manager.load("auto")
+        assert loaded is not None
+        assert_is_step(loaded, loaded.step)
+        found.append(loaded.step)
+        if loaded.step == 3:
+            for step in (1, 2, 3):
+                validate(folder / f"step-{step:08d}")
+    # The step switches once, at the rename, and kills before and after it were tried; the last save was not killed.
+    assert found == sorted(found)
+    assert found.count(3) >= 12
+    assert found.count(4) >= 10
+
+
+def test_a_kill_at_any_write_of_a_save_loses_no_best_checkpoint(killed_folders: list[Path]) -> None:
+    for folder in killed_folders:
+        manager = CheckpointManager(folder)
+        loaded = manager.load("auto")
+        assert loaded is not None
+        best = manager.best()
+        assert best is not None
+        assert best.name == ("step-00000004" if loaded.step == 4 else "step-00000001")
+
+
+def test_what_a_killed_save_left_is_cleared_at_the_next_one_and_not_by_a_reader(killed_folders: list[Path]) -> None:
+    torn = [folder for folder in killed_folders if any(name.startswith(".") for name in names_in(folder))]
+    assert len(torn) >= 12
+    for folder in torn:
+        before = names_in(folder)
+        CheckpointManager(folder).load("auto")
+        assert names_in(folder) == before
+    for folder in killed_folders:
+        copy = folder.with_name(f"next-{folder.name}")
+        shutil.copytree(folder, copy)
+        manager = CheckpointManager(copy)
+        assert save_step(manager, 4, best=True).saved
+        assert save_step(manager, 5).saved
+        assert names_in(copy) == ["BEST", "LATEST", "step-00000004", "step-00000005"]
+
+
+def test_every_file_is_forced_to_disk_the_manifest_last_then_renamed_then_the_parent_then_old_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    save_step(manager, 1)
+    save_step(manager, 2)
+    events: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def record_fsync(descriptor: int) -> None:
+        events.append(f"fsync {Path(f'/proc/self/fd/{descriptor}').readlink().relative_to(tmp_path)}")
+        fsync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        events.append(f"rename {Path(source).name} {Path(target).name}")
+        rename(source, target)
+
+    def record_replace(source: Path, target: Path) -> None:
+        events.append(f"replace {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    monkeypatch.setattr(os, "replace", record_replace)
+    save_step(manager, 3)
+    saving = ".saving-step-00000003"
+    assert events == [
+        f"fsync {saving}/model.safetensors",
+        f"fsync {saving}/optimizer.safetensors",
+        f"fsync {saving}/rng.safetensors",
+        f"fsync {saving}/state.json",
+        f"fsync {saving}/manifest.json",
+        f"fsync {saving}",
+        f"rename {saving} step-00000003",
+        "fsync .",
+        "fsync .LATEST.tmp",
+        "replace LATEST",
+        "fsync .",
+        "rename step-00000001 .deleting-step-00000001",
+    ]
+
+
+def test_only_our_own_leftovers_are_cleared(tmp_path: Path) -> None:
+    for name in (".saving-step-00000009", ".deleting-step-00000001", ".saving-my-notes", "step-notes", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    save_step(CheckpointManager(tmp_path), 1)
+    assert names_in(tmp_path) == [".saving-my-notes", "LATEST", "other", "step-00000001", "step-notes"]
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Let the kernel refuse to make any file larger than this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_refuses_in_the_middle_of_a_file_loses_nothing_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path)
+    save_step(manager, 1)
+    with largest_file(100_000):
+        outcome = save_step(manager, 2, rows=10_000)
+        assert not outcome.saved
+        assert outcome.path is None
+        assert "too large" in outcome.problem
+        assert names_in(tmp_path) == ["LATEST", "step-00000001"]
+        assert_is_step(manager.load("auto"), 1)
+        assert save_step(manager, 3).saved
+    assert "training goes on (failure 1 of 3 in a row)" in caplog.text
+    assert save_step(manager, 4, rows=10_000).saved
+
+
+def test_a_manifest_that_the_disk_refuses_makes_no_checkpoint(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    save_step(manager, 1)
+    manifest_bytes = (tmp_path / "step-00000001" / "manifest.json").stat().st_size
+    with largest_file(manifest_bytes - 1):
+        assert not save_step(manager, 2).saved
+    assert names_in(tmp_path) == ["LATEST", "step-00000001"]
+    with largest_file(manifest_bytes):
+        assert save_step(manager, 2).saved
+
+
+def test_a_save_needs_1_2_times_its_bytes_free(tmp_path: Path) -> None:
+    free = 0
+    manager = CheckpointManager(tmp_path, free_bytes=lambda folder: free)
+    assert save_step(manager, 1, rows=1000).problem.endswith("0.0 MB free")
+    assert names_in(tmp_path) == []
+    tensor_bytes = 2 * 1000 * 8 * 4
+    free = int(1.1 * tensor_bytes)
+    assert not save_step(manager, 1, rows=1000).saved
+    free = int(1.2 * tensor_bytes) + 1000
+    assert save_step(manager, 1, rows=1000).saved
+
+
+def test_the_third_failed_save_in_a_row_stops_the_run_and_a_good_one_between_starts_the_count_anew(
+    tmp_path: Path,
+) -> None:
+    free = 0
+    manager = CheckpointManager(tmp_path, free_bytes=lambda folder: free)
+    assert not save_step(manager, 1).saved
+    assert not save_step(manager, 2).saved
+    free = 10**9
+    assert save_step(manager, 3).saved
+    free = 0
+    assert not save_step(manager, 4).saved
+    assert not save_step(manager, 5).saved
+    with pytest.raises(MachineError, match="3 saves in a row failed") as caught:
+        save_step(manager, 6)
+    assert caught.value.exit_code == 5
+    assert_is_step(manager.load("auto"), 3)
+
+
+def test_a_folder_that_can_not_be_made_is_a_failed_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    manager = CheckpointManager(tmp_path / "file" / "checkpoints")
+    assert not save_step(manager, 1).saved
+    assert not save_step(manager, 2).saved
+    with pytest.raises(MachineError, match="file/checkpoints"):
+        save_step(manager, 3)
+
+
+def test_a_pointer_that_can_not_be_written_does_not_fail_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "LATEST").mkdir(parents=True)
+    (tmp_path / "LATEST" / "full").write_text("so that no file can take its place")
+    manager = CheckpointManager(tmp_path)
+    assert save_step(manager, 1).saved
+    assert "LATEST can't be updated" in caplog.text
+    assert_is_step(manager.load("auto"), 1)
+
+
+def two_steps(folder: Path) -> CheckpointManager:
+    """Return a manager whose folder holds steps 1 and 2."""
+    manager = CheckpointManager(folder)
+    save_step(manager, 1)
+    save_step(manager, 2)
+    return manager
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"])
+def test_one_wrong_bit_anywhere_is_seen(tmp_path: Path, name: str) -> None:
+    two_steps(tmp_path)
+    folder = tmp_path / "step-00000002"
+    validate(folder)
+    size = (folder / name).stat().st_size
+    for position in range(0, size, 3):
+        flip_byte(folder / name, position)
+        with pytest.raises(InvalidCheckpointError):
+            validate(folder)
+        flip_byte(folder / name, position)
+    validate(folder)
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "missing", "no manifest", "empty folder"])
+def test_a_broken_newest_checkpoint_is_skipped_with_one_warning_and_refused_when_named(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = two_steps(tmp_path)
+    newest = tmp_path / "step-00000002"
+    model = newest / "model.safetensors"
+    if damage == "flip":
+        flip_byte(model, model.stat().st_size - 1)
+    elif damage == "truncate":
+        os.truncate(model, model.stat().st_size - 1)
+    elif damage == "empty":
+        os.truncate(model, 0)
+    elif damage == "missing":
+        model.unlink()
+    elif damage == "no manifest":
+        (newest / "manifest.json").unlink()
+    else:
+        shutil.rmtree(newest)
+        newest.mkdir()
+    assert_is_step(manager.load("auto"), 1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "step-00000002 skipped" in caplog.text
+    with pytest.raises(InvalidCheckpointError):
+        manager.load(newest)
+    assert_is_step(manager.load(tmp_path / "step-00000001"), 1)
+
+
+def test_when_every_checkpoint_is_broken_auto_does_not_start_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = two_steps(tmp_path)
+    for step in (1, 2):
+        flip_byte(tmp_path / f"step-{step:08d}" / "model.safetensors", 0)
+    with pytest.raises(InvalidCheckpointError, match="none of its 2 checkpoints is whole"):
+        manager.load("auto")
+    assert len(caplog.records) == 2
+
+
+def set_version(folder: Path, version: int) -> None:
+    """Rewrite a manifest as another format version would, its checksum right."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["checksum"]
+    manifest["format_version"] = version
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    manifest["checksum"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_a_future_version_is_refused_not_skipped_and_the_known_one_loads(tmp_path: Path) -> None:
+    manager = two_steps(tmp_path)
+    newest = tmp_path / "step-00000002"
+    set_version(newest, 2)
+    with pytest.raises(FutureCheckpointError, match="Upgrade vembed"):
+        manager.load("auto")
+    with pytest.raises(FutureCheckpointError, match="Upgrade vembed"):
+        manager.load(newest)
+    with pytest.raises(FutureCheckpointError):
+        save_step(manager, 2)
+    set_version(newest, 1)
+    assert_is_step(manager.load("auto"), 2)
+
+
+def test_a_manifest_that_points_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    manager = two_steps(tmp_path)
+    newest = tmp_path / "step-00000002"
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"]["../step-00000001/model.safetensors"] = manifest["files"].pop("model.safetensors")
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    set_version(newest, 1)
+    with pytest.raises(InvalidCheckpointError, match="names files that no checkpoint has"):
+        manager.load(newest)

@@ -1,0 +1,268 @@
+"""Optimizer state by name: bit for bit, in any order of parameters, refused for any other model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from checkpoint_cases import STAMP
+from torch import nn
+
+from vembed.checkpoint.format import InvalidCheckpointError
+from vembed.checkpoint.manager import CheckpointManager
+from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from vembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+def tiny_model(*, width: int = 8, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 2, bias=False)).to(dtype)
+
+
+def names_of(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    """AdamW with two groups, as training has: no decay for norms and biases."""
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    plain = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3, betas=(0.8, 0.95))
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        inputs = torch.randn(16, 4, generator=generator).to(next(model.parameters()).dtype)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+
+def assert_same_state(left: Optimizer, right: Optimizer, names: dict[Tensor, str], other: dict[Tensor, str]) -> None:
+    left_tensors, left_packed = pack_optimizer(left, names)
+    right_tensors, right_packed = pack_optimizer(right, other)
+    assert json.loads(json.dumps(left_packed)) == json.loads(json.dumps(right_packed))
+    assert left_tensors.keys() == right_tensors.keys()
+    for key, tensor in left_tensors.items():
+        assert tensor.dtype == right_tensors[key].dtype
+        assert torch.equal(tensor, right_tensors[key])
+
+
+MAKERS: list[Callable[[nn.Module], Optimizer]] = [
+    adamw,
+    lambda model: torch.optim.AdamW(model.parameters(), amsgrad=True, foreach=True),
+    lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    lambda model: torch.optim.Adafactor(model.parameters()),
+    lambda model: torch.optim.RMSprop(model.parameters()),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_resumed_optimizer_takes_the_same_steps_as_one_that_never_stopped(
+    tmp_path: Path, make: Callable[[nn.Module], Optimizer]
+) -> None:
+    straight = tiny_model()
+    straight_optimizer = make(straight)
+    train(straight, straight_optimizer, range(3))
+    tensors, packed = pack_optimizer(straight_optimizer, names_of(straight))
+    manager = CheckpointManager(tmp_path)
+    parts = {"model": straight.state_dict(), "optimizer": tensors}
+    manager.save(3, tensors=parts, state={"optimizer": packed}, stamp=STAMP, best=False)
+
+    resumed = tiny_model()
+    resumed_optimizer = make(resumed)
+    train(resumed, resumed_optimizer, range(7, 9))
+    loaded = manager.load("auto")
+    assert loaded is not None
+    resumed.load_state_dict(dict(loaded.tensors["model"]))
+    saved: Any = loaded.state["optimizer"]
+    unpack_optimizer(resumed_optimizer, names_of(resumed), tensors=loaded.tensors["optimizer"], packed=saved)
+    assert_same_state(straight_optimizer, resumed_optimizer, names_of(straight), names_of(resumed))
+
+    before = copy.deepcopy(straight.state_dict())
+    train(straight, straight_optimizer, range(3, 6))
+    train(resumed, resumed_optimizer, range(3, 6))
+    assert_same_state(straight_optimizer, resumed_optimizer, names_of(straight), names_of(resumed))
+    for name, tensor in straight.state_dict().items():
+        assert not torch.equal(tensor, before[name])
+        assert torch.equal(tensor, resumed.state_dict()[name])
+
+
+def test_state_in_another_dtype_than_the_parameters_comes_back_in_its_own() -> None:
+    model = tiny_model(dtype=torch.bfloat16)
+    optimizer = adamw(model)
+    train(model, optimizer, range(2))
+    for state in optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].float() + 1e-6
+    tensors, packed = pack_optimizer(optimizer, names_of(model))
+    fresh_model = tiny_model(dtype=torch.bfloat16)
+    fresh = adamw(fresh_model)
+    unpack_optimizer(fresh, names_of(fresh_model), tensors=tensors, packed=packed)
+    state = fresh.state[next(fresh_model.parameters())]
+    assert (state["exp_avg"].dtype, state["exp_avg_sq"].dtype) == (torch.float32, torch.bfloat16)
+    assert_same_state(optimizer, fresh, names_of(model), names_of(fresh_model))
+
+
+def test_hyper_parameters_come_back_and_those_of_a_scheduler_too() -> None:
+    model = tiny_model()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    train(model, optimizer, range(1))
+    scheduler.step()
+    tensors, packed = pack_optimizer(optimizer, names_of(model))
+    fresh_model = tiny_model()
+    fresh = torch.optim.AdamW(
+        [{"params": [p for p in fresh_model.parameters() if p.dim() > 1]},
+         {"params": [p for p in fresh_model.parameters() if p.dim() == 1]}],
+        lr=9.0,
+    )  # fmt: skip
+    unpack_optimizer(fresh, names_of(fresh_model), tensors=tensors, packed=json.loads(json.dumps(packed)))
+    for group, expected in zip(fresh.param_groups, optimizer.param_groups, strict=True):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        assert settings == {key: value for key, value in expected.items() if key != "params"}
+        assert isinstance(group["betas"], tuple)
+        assert group["lr"] == 1.5e-3
+        assert group["initial_lr"] == 3e-3
+
+
+def test_state_follows_names_when_the_order_of_parameters_changes() -> None:
+    model, turned = tiny_model(), tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer, range(2))
+    tensors, packed = pack_optimizer(optimizer, names_of(model))
+    reversed_optimizer = torch.optim.AdamW(list(turned.parameters())[::-1])
+    unpack_optimizer(reversed_optimizer, names_of(turned), tensors=tensors, packed=packed)
+    for parameter, name in names_of(turned).items():
+        assert torch.equal(reversed_optimizer.state[parameter]["exp_avg"], tensors[f"exp_avg/{name}"])
+
+
+def test_a_parameter_that_never_had_a_gradient_has_no_state_before_or_after() -> None:
+    model, fresh_model = tiny_model(), tiny_model()
+    optimizer, fresh = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(fresh_model.parameters())
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer, range(1))
+    tensors, packed = pack_optimizer(optimizer, names_of(model))
+    assert "exp_avg/0.weight" not in tensors
+    assert "exp_avg/0.bias" in tensors
+    train(fresh_model, fresh, range(1))
+    unpack_optimizer(fresh, names_of(fresh_model), tensors=tensors, packed=packed)
+    assert fresh_model[0].weight not in fresh.state
+    assert fresh_model[0].bias in fresh.state
+
+
+def test_an_optimizer_that_never_stepped_round_trips() -> None:
+    model = tiny_model()
+    tensors, packed = pack_optimizer(adamw(model), names_of(model))
+    assert tensors == {}
+    optimizer = adamw(model)
+    unpack_optimizer(optimizer, names_of(model), tensors=tensors, packed=packed)
+    assert len(optimizer.state) == 0
+
+
+def test_training_on_changes_nothing_in_what_was_unpacked() -> None:
+    model = tiny_model()
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    tensors, packed = pack_optimizer(optimizer, names_of(model))
+    stored = {key: tensor.clone() for key, tensor in tensors.items()}
+    resumed_model = tiny_model()
+    resumed = adamw(resumed_model)
+    unpack_optimizer(resumed, names_of(resumed_model), tensors=stored, packed=packed)
+    train(resumed_model, resumed, range(1, 3))
+    assert all(torch.equal(stored[key], tensors[key]) for key in tensors)
+
+
+def other_shape() -> tuple[nn.Module, Optimizer]:
+    model = tiny_model(width=6)
+    return model, adamw(model)
+
+
+def other_class() -> tuple[nn.Module, Optimizer]:
+    model = tiny_model()
+    return model, torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+def other_groups() -> tuple[nn.Module, Optimizer]:
+    model = tiny_model()
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def fewer_names() -> tuple[nn.Module, Optimizer]:
+    model = tiny_model()
+    model[2].requires_grad_(False)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    return model, torch.optim.AdamW(
+        [{"params": [p for p in trainable if p.dim() > 1]}, {"params": [p for p in trainable if p.dim() == 1]}]
+    )
+
+
+def more_names() -> tuple[nn.Module, Optimizer]:
+    model = nn.Sequential(*tiny_model(), nn.Linear(2, 2))
+    return model, adamw(model)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (other_shape, r"Other shape: 0.weight, 2.weight"),
+        (other_class, r"holds AdamW, this run uses SGD"),
+        (other_groups, r"holds 2 parameter groups, this run has 1"),
+        (fewer_names, r"Only in the checkpoint: 2.weight"),
+        (more_names, r"Only in this run: 3.weight"),
+    ],
+)
+def test_state_of_another_optimizer_is_refused_and_nothing_changes(
+    make: Callable[[], tuple[nn.Module, Optimizer]], message: str
+) -> None:
+    source = tiny_model()
+    optimizer = adamw(source)
+    train(source, optimizer, range(1))
+    tensors, packed = pack_optimizer(optimizer, names_of(source))
+    model, other = make()
+    train(model, other, range(1))
+    before = copy.deepcopy(pack_optimizer(other, names_of(model))[0])
+    with pytest.raises(ConfigError, match=message):
+        unpack_optimizer(other, names_of(model), tensors=tensors, packed=packed)
+    after = pack_optimizer(other, names_of(model))[0]
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    same = tiny_model()
+    unpack_optimizer(adamw(same), names_of(same), tensors=tensors, packed=packed)
+
+
+def test_missing_and_unexpected_tensors_are_refused() -> None:
+    model = tiny_model()
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    tensors, packed = pack_optimizer(optimizer, names_of(model))
+    fewer = {key: tensor for key, tensor in tensors.items() if key != "exp_avg/0.weight"}
+    with pytest.raises(InvalidCheckpointError, match=r"Missing: exp_avg/0.weight"):
+        unpack_optimizer(adamw(model), names_of(model), tensors=fewer, packed=packed)
+    with pytest.raises(InvalidCheckpointError, match=r"Not expected: exp_avg/9.weight"):
+        unpack_optimizer(
+            adamw(model), names_of(model), tensors=tensors | {"exp_avg/9.weight": torch.ones(1)}, packed=packed
+        )
+    unpack_optimizer(adamw(model), names_of(model), tensors=tensors, packed=packed)
+
+
+def test_a_parameter_without_a_name_and_a_value_without_json_are_refused() -> None:
+    model = tiny_model()
+    names = {parameter: name for parameter, name in names_of(model).items() if name != "0.weight"}
+    with pytest.raises(ValueError, match=r"shape \(8, 4\) has no name"):
+        pack_optimizer(adamw(model), names)
+    tensor_lr = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1))
+    with pytest.raises(ValueError, match="lr is a Tensor"):
+        pack_optimizer(tensor_lr, names_of(model))
+    pack_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1), names_of(model))

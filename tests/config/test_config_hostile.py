@@ -1,0 +1,116 @@
+"""Hostile files, in a process with bounded memory: refused in under a second."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+MEMORY_BYTES = 192 * 2**20
+
+_CHILD = textwrap.dedent("""
+    import json, resource, sys, time
+    from pathlib import Path
+    from vembed.config.load import load_config
+    from vembed.errors import ConfigError
+
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 64 * 2**20,) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (10, 10))
+    start = time.process_time()  # other processes may hold the cores
+    try:
+        load_config(Path(sys.argv[1]))
+        message = None
+    except ConfigError as error:
+        message = str(error)
+    seconds = time.process_time() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(json.dumps({"message": message, "seconds": seconds, "peak_bytes": peak}))
+""")
+
+
+def load_bounded(path: Path) -> tuple[str | None, float]:
+    """Load in a process that may take 64 MiB more than it has at start."""
+    done = subprocess.run([sys.executable, "-c", _CHILD, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["peak_bytes"] < MEMORY_BYTES
+    return answer["message"], answer["seconds"]
+
+
+def bomb(levels: int) -> str:
+    lines = ["a0: &a0 [x,x,x,x,x,x,x,x,x]"]
+    lines += [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 9)}]" for i in range(1, levels)]
+    return "\n".join(lines)
+
+
+HOSTILE = {
+    "alias bomb": (bomb(12), "anchors"),
+    "python object": ("model_name: !!python/object/apply:os.system ['touch pwned']", "tags"),
+    "python object in JSON clothes": ('{"model_name": !!python/name:os.system }', "tags"),
+    "deep lists": ("model_name: " + "[" * 500_000, "nested more than"),
+    "deep blocks": (
+        "model_name: m\ndata_path:\n" + "".join(f"{' ' * i}- \n" for i in range(1, 1000)),
+        "nested more than",
+    ),
+    "very many keys": ("".join(f"k{i}: 1\n" for i in range(90_000)), "values; this is no configuration"),
+    "many keys": ("".join(f"learning_ratio{i}: 1\n" for i in range(990)), "unknown key; did you mean learning_rate?"),
+    "long word": ("model_name: m\nbatch_size: " + "x" * 1_000_000, "must be an integer"),
+    "long number": ("model_name: m\nbatch_size: " + "9" * 1_000_000, "must be an integer"),
+    "long key": ("model_name: m\n" + "x" * 1_000_000 + ": 1", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_yaml_is_refused_in_under_a_second_with_bounded_memory(name: str, tmp_path: Path) -> None:
+    text, reason = HOSTILE[name]
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    assert path.stat().st_size < 2**20
+    message, seconds = load_bounded(path)
+    assert message is not None
+    assert reason in message
+    assert len(message) < 20_000
+    assert seconds < 1.0
+    assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 1_000_000,
+        '{"a":' * 200_000,
+        "{" + ",".join(f'"k{i}":1' for i in range(80_000)) + "}",
+        '{"model_name": "m", "column_mapping": ' + '{"a":' * 900 + "1" + "}" * 901,
+    ],
+    ids=["deep lists", "deep objects", "very many keys", "nested mapping"],
+)
+def test_hostile_json_is_refused_in_under_a_second_with_bounded_memory(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    message, seconds = load_bounded(path)
+    assert message is not None
+    assert len(message) < 20_000
+    assert seconds < 1.0
+
+
+@pytest.mark.parametrize("suffix", [".yaml", ".json"])
+def test_a_file_of_50_megabytes_is_refused_from_its_size(suffix: str, tmp_path: Path) -> None:
+    path = (tmp_path / "big").with_suffix(suffix)
+    with path.open("wb") as file:
+        file.write(b"model_name: m\n")
+        file.truncate(50 * 10**6)
+    message, seconds = load_bounded(path)
+    assert message is not None
+    assert "50,000,000 bytes; a configuration has at most 1,048,576" in message
+    assert seconds < 0.1
+
+
+def test_the_bounds_of_these_tests_leave_room_for_a_valid_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model_name: m\nlearning_rate: 1e-5\ncolumn_mapping: {a: query, b: null}\n")
+    message, seconds = load_bounded(path)
+    assert message is None
+    assert seconds < 1.0

@@ -1,0 +1,279 @@
+"""The schema: each bound and each rule between keys, with the valid neighbour of every refused value."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from vembed.config.fields import RULES
+from vembed.config.messages import key_schemas
+from vembed.config.schema import ALIASES, METRICS, SECTIONS, Config, default_of
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+def make(**values: object) -> Config:
+    return Config.model_validate({"model_name": "some/model", **values})
+
+
+def refused(**values: object) -> str:
+    with pytest.raises(ValidationError) as caught:
+        make(**values)
+    return str(caught.value)
+
+
+def test_the_defaults_alone_are_valid() -> None:
+    config = make()
+    assert config.batch_size == 64
+    assert config.learning_rate == 2e-5
+    assert config.eval_strategy == "epoch"
+    assert config.bf16 == "auto"
+
+
+def test_the_model_name_is_required() -> None:
+    with pytest.raises(ValidationError, match="model_name"):
+        Config.model_validate({})
+
+
+@pytest.mark.parametrize(
+    ("key", "bad", "good"),
+    [
+        ("batch_size", True, 2),
+        ("batch_size", "3", 3),
+        ("batch_size", 3.0, 3),
+        ("batch_size", None, 3),
+        ("epochs", 0, 1),
+        ("epochs", 2**31, 2**31 - 1),
+        ("global_batch_size", 0, 2),
+        ("max_steps", 0, None),
+        ("seed", -1, 0),
+        ("seed", 2**32, 2**32 - 1),
+        ("max_seq_length", 3, 4),
+        ("max_seq_length", "Auto", "auto"),
+        ("max_seq_length", True, 512),
+        ("learning_rate", 0, 1),
+        ("learning_rate", True, 1.0),
+        ("learning_rate", "1e-5", 1e-5),
+        ("learning_rate", 10**400, 10),
+        ("temperature", 0.0, 1e-3),
+        ("weight_decay", -0.1, 0),
+        ("adam_beta1", 1.0, 0),
+        ("adam_beta2", -0.1, 0.999),
+        ("adam_epsilon", 0, 1e-12),
+        ("max_grad_norm", 0, None),
+        ("max_grad_norm", -1, 0.5),
+        ("warmup_ratio", 1.01, 1),
+        ("warmup_ratio", -0.01, 0),
+        ("warmup_steps", -1, 0),
+        ("bf16", 1, True),
+        ("bf16", "yes", False),
+        ("fp16", "auto", False),
+        ("bm25", 0, False),
+        ("torch_dtype", "float16", "float64"),
+        ("attn_implementation", "flash", "flash_attention_2"),
+        ("pooling_method", "max", "last_token"),
+        ("loss_type", "triplet", "infonce"),
+        ("scheduler_type", "step", "constant"),
+        ("eval_strategy", False, "no"),
+        ("metric_for_best_model", "ndcg@20", "ndcg@100"),
+        ("metric_for_best_model", "ndcg@10\n", "hit@1"),
+        ("report_to", "wandb", "none"),
+        ("nonfinite_policy", "ignore", "skip"),
+        ("save_total_limit", 1, 2),
+        ("save_minutes", 0, 0.5),
+        ("save_steps", 0, None),
+        ("use_gradient_cache", "true", True),
+        ("gradient_cache_chunk_size", 0, 1),
+        ("gradient_cache_chunk_tokens", 1.5, 4096),
+        ("model_name", " ", "x"),
+        ("output_dir", "", "."),
+        ("data_path", "a\0b", "a b"),
+        ("data_path", "\ud800", "é"),
+        ("data_path", ["a"], "a"),
+        ("query_prompt", 3, ""),
+        ("pad_token", "", "<pad>"),
+        ("column_mapping", ["text"], {}),
+        ("column_mapping", {"text": "querry"}, {"text": "query"}),
+        ("column_mapping", {"text": 3}, {"text": None}),
+        ("column_mapping", {3: "query"}, {"3": "query"}),
+        ("column_mapping", {"": "query"}, {".": "query"}),
+    ],
+)
+def test_a_value_out_of_bounds_or_of_another_type_is_refused(key: str, bad: object, good: object) -> None:
+    refused(**{key: bad})
+    assert getattr(make(**{key: good}), key) == good
+
+
+@pytest.mark.parametrize(
+    "key", [name for name, schema in key_schemas().items() if '"number"' in str(schema).replace("'", '"')]
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_no_float_key_takes_nan_or_infinity(key: str, value: float) -> None:
+    refused(**{key: value})
+    assert getattr(make(**{key: 0.5}), key) == 0.5
+
+
+def test_the_float_keys_of_the_test_above_are_found() -> None:
+    floats = [name for name, schema in key_schemas().items() if "number" in str(schema)]
+    assert {"learning_rate", "temperature", "max_grad_norm", "save_minutes"} <= set(floats)
+
+
+def test_an_integer_becomes_a_float_where_a_float_is_expected() -> None:
+    config = make(learning_rate=1, max_grad_norm=2)
+    assert isinstance(config.learning_rate, float)
+    assert isinstance(config.max_grad_norm, float)
+
+
+RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
+    ({"bf16": True, "fp16": True}, {"bf16": "auto", "fp16": True}, "set fp16 to false"),
+    ({"bf16": True, "torch_dtype": "float64"}, {"bf16": False, "torch_dtype": "float64"}, "bf16 would undo"),
+    ({"fp16": True, "torch_dtype": "float64"}, {"fp16": True, "torch_dtype": "float32"}, "fp16 would undo"),
+    ({"eval_strategy": "steps"}, {"eval_strategy": "steps", "eval_steps": 5}, "needs eval_steps"),
+    ({"eval_steps": 5}, {"eval_strategy": "epoch"}, "eval_steps has no effect with eval_strategy epoch"),
+    (
+        {"early_stopping_patience": 2, "eval_strategy": "no"},
+        {"early_stopping_patience": 2, "eval_strategy": "epoch"},
+        "makes none during training",
+    ),
+    ({"trust_remote_code": True}, {"trust_remote_code": True, "model_revision": COMMIT}, "pin it to a commit"),
+    (
+        {"trust_remote_code": True, "model_revision": "main"},
+        {"trust_remote_code": False, "model_revision": "main"},
+        "pin it to a commit",
+    ),
+    ({"trust_remote_code": True, "model_revision": COMMIT[1:]}, {"model_revision": COMMIT[1:]}, "40 lower-case hex"),
+    ({"batch_size": 1}, {"batch_size": 2}, "no in-batch negatives"),
+    ({"batch_size": 1, "global_batch_size": None}, {"batch_size": 1, "global_batch_size": 8}, "set batch_size to 2"),
+    ({"global_batch_size": 1}, {"global_batch_size": 2}, "set global_batch_size to 2"),
+    (
+        {"use_gradient_cache": False, "gradient_cache_chunk_size": 8},
+        {"use_gradient_cache": True, "gradient_cache_chunk_size": 8},
+        "gradient_cache_chunk_size has no effect",
+    ),
+    (
+        {"use_gradient_cache": False, "gradient_cache_chunk_tokens": 8},
+        {"use_gradient_cache": False, "gradient_cache_chunk_tokens": "auto"},
+        "gradient_cache_chunk_tokens has no effect",
+    ),
+    ({"warmup_steps": 10, "max_steps": 10}, {"warmup_steps": 9, "max_steps": 10}, "set warmup_steps to 9 or less"),
+    ({"data_split": "train"}, {"data_split": "train", "data_path": "d"}, "set data_path"),
+    ({"val_data_split": "dev"}, {"val_data_split": "dev", "val_data_path": "d"}, "set val_data_path"),
+    ({"test_data_split": "test"}, {"test_data_split": "test", "test_data_path": "d"}, "set test_data_path"),
+    (
+        {"max_invalid_records": 5},
+        {"max_invalid_records": 5, "skip_invalid_records": True},
+        "set skip_invalid_records to true",
+    ),
+    ({"max_skipped_steps": 5}, {"max_skipped_steps": 5, "nonfinite_policy": "skip"}, "set nonfinite_policy to skip"),
+]
+
+
+@pytest.mark.parametrize(("bad", "good", "sentence"), RULE_CASES)
+def test_an_impossible_combination_is_refused_with_its_fix(
+    bad: Mapping[str, Any], good: Mapping[str, Any], sentence: str
+) -> None:
+    assert sentence in refused(**bad)
+    make(**good)
+
+
+def test_every_rule_has_a_case_above_and_one_sentence_for_the_reference() -> None:
+    broken = set()
+    for bad, _, _ in RULE_CASES:
+        candidate = Config.model_construct(**{"model_name": "m", **bad})
+        broken |= {rule.summary for rule in RULES if rule.check(candidate) is not None}
+    assert broken == {rule.summary for rule in RULES}
+    assert all(rule.summary.endswith(".") and "\n" not in rule.summary for rule in RULES)
+
+
+def test_a_rule_reads_no_key_that_it_does_not_name() -> None:
+    class Watched:
+        def __init__(self, config: Config) -> None:
+            self.config = config
+            self.read: set[str] = set()
+
+        def __getattr__(self, name: str) -> object:
+            self.read.add(name)
+            return getattr(self.config, name)
+
+    watched_something = False
+    for rule in RULES:
+        for values in [{}, *(bad for bad, _, _ in RULE_CASES)]:
+            watched = Watched(Config.model_construct(**{"model_name": "m", **values}))
+            rule.check(watched)
+            assert watched.read <= set(rule.keys), rule.summary
+            watched_something |= bool(watched.read)
+    assert watched_something
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    message = refused(batch_size=1, bf16=True, fp16=True)
+    assert "in-batch negatives" in message
+    assert "set fp16 to false" in message
+
+
+@pytest.mark.parametrize("alias", sorted(ALIASES))
+def test_an_alias_sets_its_keys_and_is_refused_beside_one(alias: str) -> None:
+    value = {"lr": 1e-3, "per_device_train_batch_size": 8}.get(alias, "text")
+    config = Config.model_validate({**({} if alias == "model_name_or_path" else {"model_name": "m"}), alias: value})
+    for target in ALIASES[alias]:
+        assert getattr(config, target) == value
+        with pytest.raises(ValidationError, match=f"{alias} sets {target}, which is also set"):
+            Config.model_validate({"model_name": "m", target: value, alias: value})
+
+
+def test_aliases_are_no_keys_and_their_targets_are() -> None:
+    assert not set(ALIASES) & set(Config.model_fields)
+    assert {target for targets in ALIASES.values() for target in targets} <= set(Config.model_fields)
+
+
+def test_an_unknown_key_is_refused() -> None:
+    assert "learning_rte" in refused(learning_rte=1)
+    for later in ("use_lora", "sharding_factor", "max_image_size"):
+        refused(**{later: 1})
+
+
+def test_a_config_can_not_be_changed() -> None:
+    config = make()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.batch_size = 3  # type: ignore[misc]
+    assert config.batch_size == 64
+
+
+def test_two_configs_share_no_mapping() -> None:
+    one, two = make(), make()
+    one.column_mapping["text"] = "query"  # type: ignore[index]
+    assert two.column_mapping == {}
+    assert default_of("column_mapping") == {}
+
+
+def test_every_key_is_documented_and_in_one_section() -> None:
+    names = [name for section in SECTIONS.values() for name in section.model_fields]
+    assert names == list(Config.model_fields)
+    assert len(names) == len(set(names))
+    for name, schema in key_schemas().items():
+        assert schema["description"].endswith("."), name
+        assert "\n" not in schema["description"], name
+        assert schema["on_resume"] in ("harmless", "refused"), name
+
+
+def test_every_default_is_a_value_that_its_key_takes() -> None:
+    for name in Config.model_fields:
+        if name != "model_name":
+            assert getattr(make(**{name: default_of(name)}), name) == default_of(name)
+
+
+def test_the_metrics_are_the_ones_that_evaluation_computes() -> None:
+    assert len(METRICS) == 30
+    for metric in METRICS:
+        assert make(metric_for_best_model=metric).metric_for_best_model == metric
+
+
+def test_a_password_is_in_no_message_and_no_repr() -> None:
+    config = make(data_path="https://user:canary@host/data")
+    assert config.data_path == "https://user:canary@host/data"
+    assert "canary" not in repr(config)
+    assert "canary" not in str(config)
+    assert "canary" not in refused(report_to="https://user:canary@host/data")
+    assert "canary" not in refused(data_path="https://user:canary@host/data", batch_size=1)

@@ -1,0 +1,43 @@
+"""Small files for the data tests."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class WriteJsonl(Protocol):
+    def __call__(self, rows: list[Any], name: str = "train.jsonl") -> Path: ...
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> WriteJsonl:
+    """Write rows (objects, or text as it is) one a line, and return the file."""
+
+    def write(rows: list[Any], name: str = "train.jsonl") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def beir_files(tmp_path: Path) -> Path:
+    """A BEIR folder of 3 documents, 3 queries and a train and a test split."""
+    folder = tmp_path / "tiny"
+    (folder / "qrels").mkdir(parents=True)
+    corpus = [("d1", "Red", "a red thing"), ("d2", "", "a blue thing"), ("d3", "Green", "")]
+    lines = [json.dumps({"_id": name, "title": title, "text": text}) for name, title, text in corpus]
+    (folder / "corpus.jsonl").write_text("\n".join(lines) + "\n")
+    queries = [("q1", "which is red"), ("q2", "which is blue"), ("q3", "which is unjudged")]
+    (folder / "queries.jsonl").write_text("".join(json.dumps({"_id": a, "text": b}) + "\n" for a, b in queries))
+    (folder / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nq2\td2\t1\n")
+    (folder / "qrels/train.tsv").write_text("query-id\tcorpus-id\tscore\nq2\td2\t1\n")
+    return folder

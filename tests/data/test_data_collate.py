@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from vembed.batch import content_id
+from vembed.data.collate import collate
+from vembed.data.records import Record
+
+
+def record(
+    name: str, *, positives: int = 1, negatives: int = 0, label: str | int | None = None, text: str = ""
+) -> Record:
+    return Record(
+        f"q{name}",
+        tuple(f"{text}p{name}.{i}" for i in range(positives)),
+        tuple(f"n{name}.{i}" for i in range(negatives)),
+        label,
+        f"t.jsonl:{name}",
+    )
+
+
+def test_documents_stand_record_by_record_positives_first() -> None:
+    batch = collate([record("a", positives=2, negatives=1), record("b"), record("c", negatives=2)], [7, 3, 9])
+    assert batch.queries == ("qa", "qb", "qc")
+    assert batch.documents == ("pa.0", "pa.1", "na.0", "pb.0", "pc.0", "nc.0", "nc.1")
+    assert batch.positives_P2.tolist() == [[0, 0], [0, 1], [1, 3], [2, 4]]
+    assert batch.record_ids == (7, 3, 9)
+
+
+def test_ids_are_content_hashes_so_copies_share_one() -> None:
+    records = [Record("q", ("same",), ("x",), None, "t:1"), Record(" q ", ("same\n",), ("same",), None, "t:2")]
+    batch = collate(records, [0, 1])
+    assert batch.query_ids_Q.tolist() == [content_id("q")] * 2
+    assert batch.document_ids_D.tolist() == [content_id(text) for text in ("same", "x", "same", "same")]
+    assert batch.query_ids_Q.dtype == batch.document_ids_D.dtype == batch.positives_P2.dtype == np.int64
+
+
+def test_records_of_one_label_are_positives_of_each_other() -> None:
+    records = [
+        record("a", positives=2, negatives=1, label="x"),
+        record("b", label=None),
+        record("c", label="x"),
+        record("d", label="y"),
+    ]
+    batch = collate(records, [0, 1, 2, 3])
+    # documents: pa.0 pa.1 na.0 pb.0 pc.0 pd.0
+    assert batch.positives_P2.tolist() == [[0, 0], [0, 1], [0, 4], [1, 3], [2, 0], [2, 1], [2, 4], [3, 5]]
+
+
+def test_rows_without_a_label_are_not_one_class() -> None:
+    batch = collate([record("a"), record("b")], [0, 1])
+    assert batch.positives_P2.tolist() == [[0, 0], [1, 1]]
+
+
+def test_the_number_one_and_the_text_one_are_two_labels() -> None:
+    assert collate([record("a", label=1), record("b", label="1")], [0, 1]).positives_P2.tolist() == [[0, 0], [1, 1]]
+    assert len(collate([record("a", label=1), record("b", label=1)], [0, 1]).positives_P2) == 4
+
+
+def test_positive_pairs_are_sorted_and_unique_for_any_labels() -> None:
+    rng = np.random.default_rng(0)
+    records = [
+        record(str(i), positives=int(rng.integers(1, 4)), negatives=int(rng.integers(0, 3)), label=label)
+        for i, label in enumerate(rng.integers(0, 6, size=50).tolist())
+    ]
+    batch = collate(records, list(range(50)))
+    pairs = [tuple(pair) for pair in batch.positives_P2.tolist()]
+    expected = {
+        (row, batch.documents.index(text))
+        for row, one in enumerate(records)
+        for other in records
+        if other.label == one.label
+        for text in other.positives
+    }
+    assert pairs == sorted(expected)
+
+
+def test_ids_must_match_the_records() -> None:
+    with pytest.raises(ValueError, match="1 records, 2 ids"):
+        collate([record("a")], [0, 1])
+    with pytest.raises(ValueError, match="at least one record"):
+        collate([], [])
+    assert len(collate([record("a")], [0]).queries) == 1

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vembed.data.hold_out import hold_out
+from vembed.data.records import RecordWriter
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.data.records import RecordTable
+
+Row = tuple[str, tuple[str, ...]]
+
+
+def table_of(rows: Sequence[Row]) -> RecordTable:
+    writer = RecordWriter()
+    for line, (query, positives) in enumerate(rows, start=1):
+        writer.add(query, positives=positives, negatives=("shared negative",), file="t.jsonl", line=line)
+    return writer.finish()
+
+
+def tangled_rows(count: int = 2000) -> list[Row]:
+    """Rows a third of which share a query or a positive with others, in chains, with white space that doesn't count."""
+    rng = random.Random(1)
+    rows: list[Row] = []
+    for i in range(count):
+        query = f"query {rng.randrange(count) if i % 3 == 0 else i}"
+        positives = [f"answer {i}" + " " * (i % 2)]
+        if i % 4 == 0:
+            positives.append(f" answer {rng.randrange(count)}")
+        rows.append((query, tuple(positives)))
+    return rows
+
+
+def texts(table: RecordTable, rows: Sequence[int]) -> set[str]:
+    return {text.strip() for record in table.take(rows) for text in (record.query, *record.positives)}
+
+
+def test_no_query_or_positive_is_on_both_sides() -> None:
+    table = table_of(tangled_rows())
+    split = hold_out(table)
+    shared = [text for record in table for text in {record.query, *(text.strip() for text in record.positives)}]
+    assert len(shared) > len(set(shared)), "the rows must share texts for this test to mean anything"
+    assert not texts(table, split.train_rows.tolist()) & texts(table, split.held_out_rows.tolist())
+
+
+def test_the_two_sides_are_all_rows_once() -> None:
+    split = hold_out(table_of(tangled_rows()))
+    assert sorted([*split.train_rows.tolist(), *split.held_out_rows.tolist()]) == list(range(2000))
+    assert split.train_rows.tolist() == sorted(split.train_rows.tolist())
+    assert split.held_out_rows.tolist() == sorted(split.held_out_rows.tolist())
+    assert 0 < len(split.held_out_rows) <= 100
+
+
+def test_the_order_of_rows_does_not_matter() -> None:
+    rows = tangled_rows()
+    shuffled = random.Random(2).sample(rows, len(rows))
+    assert shuffled != rows
+    one, other = table_of(rows), table_of(shuffled)
+    held = [sorted((r.query, r.positives) for r in t.take(hold_out(t).held_out_rows)) for t in (one, other)]
+    assert held[0] == held[1]
+
+
+def test_the_choice_depends_on_content() -> None:
+    rows = [(f"q{i}", (f"p{i}",)) for i in range(200)]
+    renamed = [(f"q{i}", (f"other {i}",)) for i in range(200)]
+    assert hold_out(table_of(rows)).held_out_rows.tolist() != hold_out(table_of(renamed)).held_out_rows.tolist()
+
+
+@pytest.mark.parametrize(
+    ("count", "fraction", "limit", "expected"), [(200, 0.05, 1000, 10), (200, 0.05, 4, 4), (100, 0.29, 50, 29)]
+)
+def test_the_size_is_the_smaller_of_limit_and_fraction(count: int, fraction: float, limit: int, expected: int) -> None:
+    table = table_of([(f"q{i}", (f"p{i}",)) for i in range(count)])
+    split = hold_out(table, fraction=fraction, limit=limit)
+    assert len(split.held_out_rows) == expected
+    assert f"{expected} of {count} rows held out" in split.notes[0]
+
+
+def test_a_component_that_is_too_large_is_passed_over() -> None:
+    rows = [(f"q{i}", ("the same answer",)) for i in range(50)] + [(f"r{i}", (f"p{i}",)) for i in range(50)]
+    table = table_of(rows)
+    held = table.take(hold_out(table).held_out_rows)
+    assert len(held) == 5
+    assert all(record.query.startswith("r") for record in held)
+
+
+def test_chains_stay_together() -> None:
+    chain = [(f"q{i // 2}", (f"p{(i + 1) // 2}",)) for i in range(6)]  # q0-p0 q0-p1 q1-p1 q1-p2 ...
+    table = table_of(chain + [(f"r{i}", (f"s{i}",)) for i in range(6)])
+    split = hold_out(table, fraction=0.5)
+    assert len({row in set(split.held_out_rows.tolist()) for row in range(6)}) == 1
+
+
+def test_too_little_data_says_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"19 records are too few.*val_data_path.*eval_strategy: no"):
+        hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(19)]))
+    assert len(hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(20)])).held_out_rows) == 1
+
+
+def test_data_that_hangs_together_says_what_to_do() -> None:
+    with pytest.raises(DataError, match=r"share a query or a positive.*val_data_path"):
+        hold_out(table_of([(f"q{i}", ("one answer",)) for i in range(100)]))
+
+
+def test_fewer_rows_than_asked_for_are_noted() -> None:
+    table = table_of([(f"q{i // 3}", (f"p{i}",)) for i in range(99)])
+    split = hold_out(table, fraction=0.05)  # 4 rows: one group of 3, and no group of 1
+    assert len(split.held_out_rows) == 3
+    assert "1 fewer than asked for" in split.notes[1]

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vembed.data.records import BLOCK_ROWS, Record, RecordTable, RecordWriter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def make_table(
+    rows: Sequence[tuple[str, tuple[str, ...], tuple[str, ...], str | int | None]], file: str = "a.jsonl"
+) -> RecordTable:
+    writer = RecordWriter()
+    for line, (query, positives, negatives, label) in enumerate(rows, start=1):
+        writer.add(query, positives=positives, negatives=negatives, label=label, file=file, line=line)
+    return writer.finish()
+
+
+ROWS: list[tuple[str, tuple[str, ...], tuple[str, ...], str | int | None]] = [
+    ("q0", ("p0",), (), None),
+    ("q1 é\n", ("p1", "p1b"), ("n1",), 7),
+    ("q2", ("p2",), ("n2", "n2b", "n2c"), "class"),
+]
+
+
+def test_records_come_back_as_they_went_in() -> None:
+    table = make_table(ROWS)
+    assert len(table) == 3
+    assert [table[i] for i in range(3)] == [Record(*row, f"a.jsonl:{i + 1}") for i, row in enumerate(ROWS)]
+    assert list(table) == table.take([0, 1, 2])
+    assert table[-1] == table[2]
+    assert isinstance(table[1].label, int)
+    assert isinstance(table[2].label, str)
+
+
+def test_take_keeps_the_order_asked_for_and_repeats() -> None:
+    table = make_table(ROWS)
+    assert [record.query for record in table.take([2, 0, 2])] == ["q2", "q0", "q2"]
+    assert table.take([]) == []
+
+
+@pytest.mark.parametrize("index", [3, -4])
+def test_a_position_outside_is_an_index_error(index: int) -> None:
+    table = make_table(ROWS)
+    with pytest.raises(IndexError):
+        table[index]
+    with pytest.raises(IndexError):
+        table.take([0, index])
+    with pytest.raises(IndexError):
+        table.subset([index])
+    assert table[2].query == "q2"
+
+
+def test_subset_of_a_subset_counts_in_the_subset() -> None:
+    table = make_table(ROWS)
+    part = table.subset([2, 0])
+    assert [record.query for record in part] == ["q2", "q0"]
+    assert [record.query for record in part.subset([1])] == ["q0"]
+    assert len(part) == 2
+    with pytest.raises(IndexError):
+        part[2]
+
+
+def test_records_survive_the_borders_of_blocks() -> None:
+    count = BLOCK_ROWS * 2 + 3
+    table = make_table([(f"q{i}", (f"p{i}",), (f"n{i}",) * (i % 3), i % 5 or None) for i in range(count)])
+    assert len(table) == count
+    for i in (0, BLOCK_ROWS - 1, BLOCK_ROWS, BLOCK_ROWS * 2, count - 1):
+        assert table[i] == Record(f"q{i}", (f"p{i}",), (f"n{i}",) * (i % 3), i % 5 or None, f"a.jsonl:{i + 1}")
+    assert [record.query for record in table] == [f"q{i}" for i in range(count)]
+
+
+def test_fingerprint_is_of_content_not_of_location() -> None:
+    assert make_table(ROWS).fingerprint == make_table(ROWS, file="elsewhere.jsonl").fingerprint
+    assert make_table(ROWS).subset([0, 1]).fingerprint == make_table(ROWS[:2]).fingerprint
+
+
+def test_fingerprint_changes_with_order_and_every_field() -> None:
+    variants = [
+        ROWS,
+        ROWS[::-1],
+        ROWS[:2],
+        [("q0!", *ROWS[0][1:]), *ROWS[1:]],
+        [("q0", ("p0", "more"), (), None), *ROWS[1:]],
+        [("q0", ("p0",), ("more",), None), *ROWS[1:]],
+        [("q0", ("p0",), (), 0), *ROWS[1:]],
+        [("q0", ("p0",), (), "0"), *ROWS[1:]],
+    ]
+    prints = {make_table(rows).fingerprint for rows in variants}
+    assert len(prints) == len(variants)
+    assert all(len(value) == 64 for value in prints)
+
+
+def test_an_empty_table_has_no_records() -> None:
+    table = make_table([])
+    assert len(table) == 0
+    assert list(table) == []

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vembed.batch import content_id
+from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.sources import SourceOptions
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import WriteJsonl
+
+    from vembed.data.retrieval import RetrievalData
+
+TEST = SourceOptions("test")
+
+
+def relevant_texts(task: RetrievalData) -> dict[str, set[str]]:
+    return {
+        task.queries[query]: {task.documents[document] for document, grade in grades.items() if grade > 0}
+        for query, grades in task.qrels.items()
+    }
+
+
+def test_rows_become_distinct_documents_and_merged_queries(write_jsonl: WriteJsonl) -> None:
+    rows = [
+        {"query": "q1", "positive": ["a", "b"], "negatives": ["c"], "label": 1},
+        {"query": "q2", "positive": "c", "negatives": ["a", "d"], "label": 1},
+        {"query": " q1 ", "positive": "e ", "negatives": ["a"]},
+    ]
+    task = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
+    assert task.name == "test.jsonl"
+    assert sorted(task.documents.values()) == ["a", "b", "c", "d", "e "]
+    assert relevant_texts(task) == {"q1": {"a", "b", "e "}, "q2": {"c"}}
+    assert task.notes == ("1 row merged into an earlier row of the same query.",)
+
+
+def test_ids_are_the_content_hash_in_hexadecimal_and_ignore_row_order(write_jsonl: WriteJsonl) -> None:
+    rows = [{"query": f"q{i}", "positive": f"p{i}"} for i in range(20)]
+    task = load_retrieval(str(write_jsonl(rows, "a.jsonl")), TEST)
+    again = load_retrieval(str(write_jsonl(rows[::-1], "b.jsonl")), TEST)
+    assert (task.queries, task.documents, task.qrels) == (again.queries, again.documents, again.qrels)
+    for name, text in task.documents.items():
+        assert len(name) == 16
+        assert int(name, 16) == content_id(text) % 2**64
+    assert min(content_id(text) for text in task.documents.values()) < 0, "a negative hash must be among them"
+
+
+def test_the_notes_of_reading_are_kept(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl([{"query": "q", "positive": "p", "id": 1}, "{"])
+    task = load_retrieval(str(path), SourceOptions("test", skip_invalid=True, max_invalid=1))
+    assert [note.partition(":")[0] for note in task.notes] == ["1 invalid row dropped", "Ignored columns"]
+
+
+def test_a_beir_folder_is_taken_as_it_is(beir_files: Path) -> None:
+    task = load_retrieval(str(beir_files), TEST)
+    assert set(task.documents) == {"d1", "d2", "d3"}
+    assert task.qrels["q1"] == {"d1": 2, "d2": 0}
+    mapped = load_retrieval(str(beir_files), SourceOptions("test", column_mapping={"x": None}))
+    assert mapped.notes == ("column_mapping has no effect on a BEIR folder.",)

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from vembed.data.sampler import GlobalSampler
+from vembed.errors import DataError
+
+
+def epoch_rows(sampler: GlobalSampler, epoch: int) -> list[int]:
+    first = epoch * sampler.steps_per_epoch
+    steps = range(first, first + sampler.steps_per_epoch)
+    return list(itertools.chain.from_iterable(sampler.rows(step).tolist() for step in steps))
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(
+    ("num_records", "batch_size"), [(2, 1), (2, 5), (10, 5), (11, 5), (12, 5), (14, 5), (1000, 64), (3, 3), (4, 3)]
+)
+def test_every_record_comes_once_per_epoch_but_for_the_stated_tail(
+    num_records: int, batch_size: int, drop_last: bool
+) -> None:
+    sampler = GlobalSampler(num_records, batch_size=batch_size, seed=3, drop_last=drop_last)
+    tail = num_records % batch_size
+    drops = num_records > batch_size and tail > 0 and (drop_last or tail == 1)
+    for epoch in range(3):
+        rows = epoch_rows(sampler, epoch)
+        assert len(rows) == len(set(rows)) == num_records - tail * drops
+        assert set(rows) <= set(range(num_records))
+
+
+def test_rows_are_a_function_of_seed_and_step_alone() -> None:
+    one = GlobalSampler(100, batch_size=8, seed=5)
+    other = GlobalSampler(100, batch_size=8, seed=5)
+    forward = [one.rows(step).tolist() for step in range(60)]
+    backward = [other.rows(step).tolist() for step in reversed(range(60))]
+    assert forward == backward[::-1]
+    assert one.rows(17).tolist() == forward[17]
+
+
+def test_epochs_and_seeds_have_different_orders() -> None:
+    sampler = GlobalSampler(100, batch_size=10, seed=5)
+    assert epoch_rows(sampler, 0) != epoch_rows(sampler, 1)
+    assert epoch_rows(sampler, 0) != epoch_rows(GlobalSampler(100, batch_size=10, seed=6), 0)
+    assert epoch_rows(sampler, 0) != list(range(100))
+
+
+def test_the_order_is_the_stated_generator() -> None:
+    sampler = GlobalSampler(20, batch_size=4, seed=9)
+    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([9, 2]))).permutation(20)
+    assert epoch_rows(sampler, 2) == order.tolist()
+
+
+def test_a_caller_cannot_change_the_order() -> None:
+    sampler = GlobalSampler(20, batch_size=4, seed=9)
+    with pytest.raises(ValueError, match="read-only"):
+        sampler.rows(0)[0] = 1
+    assert sampler.rows(0).dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("num_records", "drop_last", "steps", "words"),
+    [
+        (20, False, 5, None),
+        (20, True, 5, None),
+        (22, False, 6, "2 records instead of 4"),
+        (22, True, 5, "last 2 records"),
+        (21, False, 5, "one record has no in-batch negatives"),
+        (3, False, 1, "fewer than a batch"),
+        (3, True, 1, "fewer than a batch"),
+    ],
+)
+def test_the_rule_that_applies_is_stated(num_records: int, drop_last: bool, steps: int, words: str | None) -> None:
+    sampler = GlobalSampler(num_records, batch_size=4, seed=0, drop_last=drop_last)
+    assert sampler.steps_per_epoch == steps
+    assert len(sampler.notes) == (words is not None)
+    assert words is None or words in sampler.notes[0]
+
+
+@pytest.mark.parametrize("num_records", [0, 1])
+def test_less_than_two_records_are_refused(num_records: int) -> None:
+    with pytest.raises(DataError, match=f"the data has {num_records}"):
+        GlobalSampler(num_records, batch_size=4, seed=0)
+    assert GlobalSampler(2, batch_size=4, seed=0).rows(0).size == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("batch_size", {"batch_size": 0}),
+        ("batch_size", {"batch_size": True}),
+        ("batch_size", {"batch_size": 2.0}),
+        ("seed", {"seed": -1}),
+        ("num_records", {"num_records": -1}),
+    ],
+)
+def test_bad_arguments_are_named(name: str, arguments: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=name):
+        GlobalSampler(**{"num_records": 10, "batch_size": 2, "seed": 0, **arguments})
+    with pytest.raises(ValueError, match="step"):
+        GlobalSampler(10, batch_size=2, seed=0).rows(-1)

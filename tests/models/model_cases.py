@@ -1,0 +1,212 @@
+"""Tiny models of every family, built from their configs and written as ordinary folders."""
+
+from __future__ import annotations
+
+import json
+import string
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import (
+    BertConfig,
+    BertModel,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    GPT2Config,
+    GPT2Model,
+    LlamaConfig,
+    LlamaModel,
+    ModernBertConfig,
+    ModernBertModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3Model,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5EncoderModel,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
+
+from vembed.models.huggingface import ModelOptions
+from vembed.models.registry import load_encoder
+from vembed.models.text import TextEncoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from vembed.batch import Side
+    from vembed.models.encoder import Encoder
+
+POSITIONS = 64
+
+TEXTS = (
+    "sea",
+    "The river runs to the sea.",
+    "how do I sort a list in place? use list.sort",
+    "a b",
+    "Sea",
+)
+"""Of unequal lengths, all under POSITIONS tokens of either tokenizer."""
+
+
+def wordpiece_tokenizer(*, lower_case: bool = True) -> PreTrainedTokenizerFast:
+    """Return a BERT tokenizer whose word pieces are single characters."""
+    characters = [*string.ascii_letters, *string.digits, *string.punctuation]
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *characters, *(f"##{character}" for character in characters)]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=POSITIONS,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    )
+
+
+def byte_tokenizer(*, start: bool = False, end: bool = False, pad: bool = True, **extra: Any) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer without merges.
+
+    Args:
+        start: Whether <s> (id 0) is put before each text.
+        end: Whether </s> (id 2) is put behind each text.
+        pad: Whether it names <pad> (id 1) as its pad token.
+        extra: Further arguments of PreTrainedTokenizerFast.
+    """
+    specials = ["<s>", "<pad>", "</s>"]
+    vocabulary = {piece: index for index, piece in enumerate([*specials, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if start or end:
+        template = " ".join(["<s>"] * start + ["$A"] + ["</s>"] * end)
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 0), ("</s>", 2)]
+        )
+    named = {"bos_token": "<s>", "eos_token": "</s>", **({"pad_token": "<pad>"} if pad else {}), **extra}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **named)
+
+
+_SHAPE: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "initializer_range": 0.3,  # the usual 0.02 gives all texts nearly the same vector
+}
+_WORDPIECE_SHAPE = {**_SHAPE, "vocab_size": 192, "max_position_embeddings": POSITIONS, "pad_token_id": 0}
+_BYTE_SHAPE = {**_SHAPE, "vocab_size": 259, "bos_token_id": 0, "pad_token_id": 1, "eos_token_id": 2}
+_DECODER_SHAPE = {**_BYTE_SHAPE, "max_position_embeddings": POSITIONS, "num_key_value_heads": 1, "head_dim": 16}
+
+
+def _bert() -> tuple[Any, Any]:
+    return BertModel(BertConfig(**_WORDPIECE_SHAPE)), wordpiece_tokenizer()
+
+
+def _roberta() -> tuple[Any, Any]:
+    config = RobertaConfig(**_BYTE_SHAPE, max_position_embeddings=POSITIONS + 2)
+    return RobertaModel(config), byte_tokenizer(start=True, end=True)
+
+
+def _xlm_roberta() -> tuple[Any, Any]:
+    config = XLMRobertaConfig(**_BYTE_SHAPE, max_position_embeddings=POSITIONS + 2)
+    return XLMRobertaModel(config), byte_tokenizer(start=True, end=True)
+
+
+def _modernbert() -> tuple[Any, Any]:
+    config = ModernBertConfig(**_WORDPIECE_SHAPE, cls_token_id=2, sep_token_id=3, bos_token_id=2, eos_token_id=3)
+    return ModernBertModel(config), wordpiece_tokenizer()
+
+
+def _qwen3() -> tuple[Any, Any]:
+    return Qwen3Model(Qwen3Config(**_DECODER_SHAPE)), byte_tokenizer(end=True, padding_side="left")
+
+
+def _llama() -> tuple[Any, Any]:
+    return LlamaModel(LlamaConfig(**_DECODER_SHAPE)), byte_tokenizer(start=True)
+
+
+def _gpt2() -> tuple[Any, Any]:
+    config = GPT2Config(
+        vocab_size=259, n_embd=32, n_layer=2, n_head=2, n_positions=POSITIONS, initializer_range=0.3, bos_token_id=0,
+        eos_token_id=2,
+    )  # fmt: skip
+    return GPT2Model(config), byte_tokenizer()
+
+
+def _t5() -> tuple[Any, Any]:
+    config = T5Config(
+        vocab_size=259, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, pad_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    return T5EncoderModel(config), byte_tokenizer(end=True)
+
+
+def _bidirectional_gemma3() -> tuple[Any, Any]:
+    config = Gemma3TextConfig(**_DECODER_SHAPE, use_bidirectional_attention=True)
+    return Gemma3TextModel(config), byte_tokenizer(start=True, end=True)
+
+
+FAMILY_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "bert": _bert,
+    "roberta": _roberta,
+    "xlm-roberta": _xlm_roberta,
+    "modernbert": _modernbert,
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "gpt2": _gpt2,
+    "t5": _t5,
+    "bidirectional gemma3": _bidirectional_gemma3,
+}
+
+POOLING = {
+    **dict.fromkeys(FAMILY_BUILDERS, "mean"),
+    **dict.fromkeys(("qwen3", "llama", "gpt2"), "lasttoken"),
+}
+"""What each family is pooled with."""
+
+
+def write_model(folder: Path, kind: str, *, tokenizer: Any = None) -> Path:
+    """Write a bare transformers folder with seeded weights.
+
+    Args:
+        folder: Where to.
+        kind: A key of FAMILY_BUILDERS.
+        tokenizer: Instead of the family's.
+    """
+    torch.manual_seed(0)
+    model, own_tokenizer = FAMILY_BUILDERS[kind]()
+    model.save_pretrained(folder)
+    (own_tokenizer if tokenizer is None else tokenizer).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path | str, **options: Any) -> TextEncoder:
+    """Load a text encoder without dropout."""
+    encoder = load_encoder(ModelOptions(str(folder), **options))
+    assert isinstance(encoder, TextEncoder)
+    return encoder.eval()
+
+
+@torch.no_grad()
+def embed(encoder: Encoder, texts: Sequence[str] = TEXTS, *, side: Side = "query", width: int | None = None) -> Any:
+    """Encode texts in one chunk, padded to the longest or to a width."""
+    features = encoder.featurize(texts, side)
+    longest = max(1, int(features.lengths.max()))
+    return encoder(encoder.collate(features, np.arange(len(texts)), width or longest))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None removes one."""
+    content = json.loads(path.read_text("utf-8")) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}), "utf-8")

@@ -1,0 +1,294 @@
+"""Signals in real processes, and numbers that are not finite."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+import vembed.checkpoint.format as checkpoint_format
+from vembed.checkpoint.files import fsync_path
+from vembed.checkpoint.manager import CheckpointManager
+from vembed.errors import NonFiniteError, PreemptedError
+from vembed.training.guards import NonFiniteGuard, StepFacts, StopSignal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from vembed.checkpoint.format import JSON
+
+# Prints "ready", then loops in the way that a trainer does. Exit 10: left by the flag; 11: left by poll, with its code.
+LOOP = """
+import sys, time
+from vembed.errors import PreemptedError
+from vembed.training.guards import StopSignal
+
+mode = sys.argv[1]
+with StopSignal() as stop:
+    print("ready", flush=True)
+    for _ in range(2000):
+        time.sleep(0.01)
+        if mode == "flag" and stop.requested:
+            sys.exit(10)
+        if mode == "poll":
+            try:
+                stop.poll()
+            except PreemptedError as error:
+                print(error, flush=True)
+                sys.exit(error.exit_code)
+        if mode == "deaf" and stop.requested:
+            print("first", flush=True)
+            mode = "deaf for good"
+"""
+
+
+def start(mode: str) -> subprocess.Popen[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP, mode], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_sets_a_flag_and_the_loop_ends_by_itself(number: signal.Signals) -> None:
+    process = start("flag")
+    process.send_signal(number)
+    assert process.wait(timeout=10) == 10
+
+
+def test_poll_leaves_a_long_loop_with_the_exit_code_of_a_preemption() -> None:
+    process = start("poll")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 75
+    assert "SIGTERM" in output
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "code"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, 75),
+        (signal.SIGINT, signal.SIGINT, 130),
+        (signal.SIGTERM, signal.SIGINT, 130),
+    ],
+)
+def test_the_second_signal_leaves_at_once(first: signal.Signals, second: signal.Signals, code: int) -> None:
+    process = start("deaf")
+    process.send_signal(first)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "first\n"
+    sent = time.monotonic()
+    process.send_signal(second)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == code
+    assert time.monotonic() - sent < 2
+    assert f"{second.name} again" in errors
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+
+def test_handlers_are_restored_when_the_context_ends_even_by_an_exception() -> None:
+    before = handlers()
+
+    def body() -> None:
+        with StopSignal():
+            assert handlers() != before
+            raise RuntimeError("something else")
+
+    with pytest.raises(RuntimeError, match="something else"):
+        body()
+    assert handlers() == before
+
+
+def test_without_a_signal_nothing_is_requested_and_the_flag_stays_once_set() -> None:
+    with StopSignal() as stop:
+        assert not stop.requested
+        stop.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested
+        assert stop.requested
+        with pytest.raises(PreemptedError, match="SIGTERM") as caught:
+            stop.poll()
+    assert caught.value.exit_code == 75
+    assert stop.requested
+
+
+def test_a_signal_in_the_middle_of_a_save_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    signalled: list[Path] = []
+
+    def signal_and_sync(path: Path) -> None:
+        if not signalled:  # a second one would leave at once
+            os.kill(os.getpid(), signal.SIGTERM)
+        signalled.append(path)
+        fsync_path(path)
+
+    monkeypatch.setattr(checkpoint_format, "fsync_path", signal_and_sync)
+    manager = CheckpointManager(tmp_path)
+    stamp: dict[str, JSON] = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1}
+    with StopSignal() as stop:
+        outcome = manager.save(4, tensors={}, state={"epoch": 1}, stamp=stamp, best=False)
+        assert stop.requested
+    assert signalled
+    assert outcome.saved
+    loaded = manager.load("auto")
+    assert loaded is not None
+    assert loaded.state == {"epoch": 1}
+
+
+def test_a_signal_to_any_rank_stops_all() -> None:
+    asked: list[bool] = []
+
+    def other_rank_was_signalled(ok: bool) -> bool:
+        asked.append(ok)
+        return False
+
+    with StopSignal(agree=other_rank_was_signalled) as stop:
+        assert stop.requested
+        with pytest.raises(PreemptedError, match="another process"):
+            stop.poll()
+    assert asked == [True, True]
+
+
+def test_outside_the_main_thread_it_does_nothing_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen: list[bool] = []
+
+    def body() -> None:
+        with StopSignal() as stop:
+            seen.append(stop.requested)
+            stop.poll()
+
+    with caplog.at_level("INFO"):
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+    assert seen == [False]
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "Not in the main thread" in caplog.text
+
+
+def test_a_forked_worker_leaves_ctrl_c_to_its_parent_and_dies_of_sigterm() -> None:
+    with StopSignal() as stop:
+        read_end, write_end = os.pipe()
+        worker = os.fork()
+        if worker == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.write(write_end, b"alive")
+            time.sleep(20)
+            os._exit(0)
+        os.close(write_end)  # or a worker that died would leave the read waiting
+        assert os.read(read_end, 5) == b"alive"
+        os.kill(worker, signal.SIGTERM)
+        assert os.WTERMSIG(os.waitpid(worker, 0)[1]) == signal.SIGTERM
+        assert not stop.requested
+
+
+def facts(
+    step: int = 7,
+    *,
+    loss: float = 0.5,
+    grad_norm: float = 1.0,
+    module_norms: Callable[[], dict[str, float]] = lambda: {"encoder.layer.0": 1.0, "head": float("nan")},
+) -> StepFacts:
+    return StepFacts(
+        step=step, loss=loss, grad_norm=grad_norm, record_ids=(3, 1, 2), temperature=0.05, module_norms=module_norms
+    )
+
+
+BAD = [(math.nan, 1.0), (0.5, math.inf), (-math.inf, math.nan)]
+
+
+def test_a_finite_step_is_accepted_without_computing_norms_or_writing(tmp_path: Path) -> None:
+    def never() -> dict[str, float]:
+        raise AssertionError("costly, and not needed")
+
+    guard = NonFiniteGuard("stop", limit=0, folder=tmp_path / "run")
+    assert guard.accepts(facts(loss=1e30, grad_norm=0.0, module_norms=never))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("loss", "grad_norm"), BAD)
+def test_stop_raises_and_leaves_a_report_that_any_json_reader_reads(
+    tmp_path: Path, loss: float, grad_norm: float
+) -> None:
+    guard = NonFiniteGuard("stop", limit=10, folder=tmp_path / "run")
+    with pytest.raises(NonFiniteError) as caught:
+        guard.accepts(facts(loss=loss, grad_norm=grad_norm))
+    message = str(caught.value)
+    path = tmp_path / "run" / "nonfinite-step-7.json"
+    assert caught.value.exit_code == 4
+    for part in ("step 7", "not finite in head", "learning_rate", "max_grad_norm", "temperature", str(path)):
+        assert part in message
+    assert ("the loss is" in message) == (not math.isfinite(loss))
+    assert ("the gradient norm is" in message) == (not math.isfinite(grad_norm))
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse) == {
+        "step": 7,
+        "loss": loss if math.isfinite(loss) else str(loss),
+        "grad_norm": grad_norm if math.isfinite(grad_norm) else str(grad_norm),
+        "temperature": 0.05,
+        "module_grad_norms": {"encoder.layer.0": 1.0, "head": "nan"},
+        "record_ids": [3, 1, 2],
+    }
+
+
+def test_skip_refuses_up_to_the_limit_in_the_whole_run_and_then_stops(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = NonFiniteGuard("skip", limit=2, folder=tmp_path)
+    assert not guard.accepts(facts(1, loss=math.nan))
+    assert guard.accepts(facts(2))
+    assert not guard.accepts(facts(3, grad_norm=math.inf))
+    assert guard.accepts(facts(4))
+    assert guard.skipped == 2
+    assert "step skipped (2 of at most 2)" in caplog.text
+    with pytest.raises(NonFiniteError, match="2 steps were skipped before, all that max_skipped_steps allows"):
+        guard.accepts(facts(5, loss=math.nan))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"nonfinite-step-{step}.json" for step in (1, 3, 5)]
+
+
+def test_the_skipped_count_goes_on_after_a_resume(tmp_path: Path) -> None:
+    guard = NonFiniteGuard("skip", limit=2, folder=tmp_path, skipped=1)
+    assert not guard.accepts(facts(1, loss=math.nan))
+    with pytest.raises(NonFiniteError):
+        guard.accepts(facts(2, loss=math.nan))
+
+
+def test_all_ranks_refuse_a_step_that_is_not_finite_on_one(tmp_path: Path) -> None:
+    asked: list[bool] = []
+
+    def other_rank_has_nan(ok: bool) -> bool:
+        asked.append(ok)
+        return False
+
+    guard = NonFiniteGuard("stop", limit=0, folder=tmp_path, agree=other_rank_has_nan)
+    with pytest.raises(NonFiniteError, match="another process"):
+        guard.accepts(facts(module_norms=lambda: {"head": 1.0}))
+    assert asked == [True]
+
+
+def test_a_report_that_can_not_be_written_does_not_hide_the_numbers_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(NonFiniteError, match="the loss is nan"):
+        NonFiniteGuard("stop", limit=0, folder=tmp_path / "file").accepts(facts(loss=math.nan))
+    assert "can't be written" in caplog.text

@@ -1,0 +1,277 @@
+"""Trackers: each step once in metrics.jsonl, and no tracker that stops a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from vembed.errors import MachineError
+from vembed.training.trackers.base import GuardedTracker
+from vembed.training.trackers.jsonl import JsonlTracker
+from vembed.training.trackers.tensorboard import TensorBoardTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from vembed.training.trackers.base import Tracker
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def steps_of(path: Path) -> list[int]:
+    return [row["step"] for row in rows_of(path)]
+
+
+def test_each_step_is_one_row_that_is_on_disk_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {"loss": 0.5, "learning_rate": 1e-5})
+    assert rows_of(path) == [{"step": 1, "loss": 0.5, "learning_rate": 1e-5}]
+    tracker.log(2, {"loss": 1 / 3})
+    assert rows_of(path)[1]["loss"] == 1 / 3
+    tracker.close()
+
+
+def test_numbers_that_are_not_finite_become_null_and_the_file_stays_json(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"loss": float("nan"), "grad_norm": float("-inf"), "epoch": 0.0})
+    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": None, "grad_norm": None, "epoch": 0.0}]
+
+
+def test_a_step_is_never_logged_twice(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(5, {"loss": 1.0})
+    for step in (5, 4):
+        with pytest.raises(ValueError, match="logged once"):
+            tracker.log(step, {"loss": 2.0})
+    with pytest.raises(ValueError, match="has its step"):
+        tracker.log(6, {"step": 2.0})
+    tracker.log(6, {"loss": 3.0})
+    assert steps_of(tmp_path / "metrics.jsonl") == [5, 6]
+
+
+def written(path: Path, steps: range) -> Path:
+    tracker = JsonlTracker(path)
+    for step in steps:
+        tracker.log(step, {"loss": step / 2})
+    tracker.close()
+    return path
+
+
+def test_cut_back_keeps_the_rows_up_to_the_checkpoint_byte_for_byte(tmp_path: Path) -> None:
+    path = written(tmp_path / "metrics.jsonl", range(1, 11))
+    kept = b"".join(path.read_bytes().splitlines(keepends=True)[:6])
+    tracker = JsonlTracker(path)
+    assert tracker.cut_back(6) == 4
+    assert path.read_bytes() == kept
+    tracker.log(7, {"loss": 9.0})
+    assert steps_of(path) == list(range(1, 8))
+    assert rows_of(path)[-1]["loss"] == 9.0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 4, "lo', b'{"step": 4', b"\x00\x00\x00", b'{"step": 4, "loss": 2.0\xff'])
+def test_a_torn_last_line_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = written(tmp_path / "metrics.jsonl", range(1, 4))
+    path.write_bytes(path.read_bytes() + torn)
+    tracker = JsonlTracker(path)
+    assert tracker.cut_back(10) == 1
+    tracker.log(4, {"loss": 1.0})
+    assert steps_of(path) == [1, 2, 3, 4]
+
+
+def test_a_whole_last_row_without_its_line_end_is_kept(tmp_path: Path) -> None:
+    path = written(tmp_path / "metrics.jsonl", range(1, 4))
+    os.truncate(path, path.stat().st_size - 1)
+    tracker = JsonlTracker(path)
+    assert tracker.cut_back(3) == 0
+    tracker.log(4, {"loss": 1.0})
+    assert steps_of(path) == [1, 2, 3, 4]
+
+
+def test_cutting_back_nothing_leaves_the_file_alone(tmp_path: Path) -> None:
+    path = written(tmp_path / "metrics.jsonl", range(1, 4))
+    inode = path.stat().st_ino
+    assert JsonlTracker(path).cut_back(3) == 0
+    assert path.stat().st_ino == inode
+    assert JsonlTracker(tmp_path / "none" / "metrics.jsonl").cut_back(3) == 0
+
+
+def test_a_run_that_starts_over_or_forgets_to_cut_back_still_has_each_step_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "metrics.jsonl", range(1, 10))
+    tracker = JsonlTracker(path)
+    tracker.log(4, {"loss": 7.0})
+    assert steps_of(path) == [1, 2, 3, 4]
+    tracker.close()
+    JsonlTracker(path).log(1, {"loss": 8.0})
+    assert rows_of(path) == [{"step": 1, "loss": 8.0}]
+
+
+def test_an_evaluation_adds_no_row(tmp_path: Path) -> None:
+    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
+    tracker.log(1, {"loss": 1.0})
+    tracker.log_evaluation(1, {"ndcg@10": 0.5})
+    tracker.log(2, {"loss": 1.0})
+    assert steps_of(tmp_path / "metrics.jsonl") == [1, 2]
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    """Let the kernel refuse to make any file larger than this."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_refuses_a_row_stops_the_run_and_the_torn_row_is_gone_after_the_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tracker = JsonlTracker(path)
+    tracker.log(1, {"loss": 1.0})
+    with largest_file(path.stat().st_size + 5), pytest.raises(MachineError, match=r"metrics\.jsonl: can't be written"):
+        tracker.log(2, {"loss": 1.0})
+    assert len(path.read_bytes().splitlines()) == 2
+    resumed = JsonlTracker(path)
+    assert resumed.cut_back(1) == 1
+    resumed.log(2, {"loss": 1.0})
+    assert steps_of(path) == [1, 2]
+
+
+def test_a_killed_process_loses_no_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    child = os.fork()
+    if child == 0:
+        tracker = JsonlTracker(path)
+        for step in range(1, 21):
+            tracker.log(step, {"loss": 1.0})
+        os.kill(os.getpid(), 9)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == 9
+    assert steps_of(path) == list(range(1, 21))
+
+
+class FlakyTracker:
+    """A tracker that counts its calls and fails from the n-th on."""
+
+    def __init__(self, *, fails_from: int) -> None:
+        self.calls: list[str] = []
+        self._fails_from = fails_from
+
+    def _called(self, name: str) -> None:
+        self.calls.append(name)
+        if len(self.calls) >= self._fails_from:
+            raise ConnectionError("the tracking server is down")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._called(f"log {step} {dict(values)}")
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._called(f"evaluation {step} {dict(metrics)}")
+
+    def close(self) -> None:
+        self._called("close")
+
+
+def drive(tracker: Tracker) -> None:
+    tracker.log(1, {"loss": 1.0})
+    tracker.log_evaluation(1, {"ndcg@10": 0.5})
+    tracker.log(2, {"loss": 0.5})
+    tracker.close()
+
+
+ALL_CALLS = ["log 1 {'loss': 1.0}", "evaluation 1 {'ndcg@10': 0.5}", "log 2 {'loss': 0.5}", "close"]
+
+
+@pytest.mark.parametrize("fails_from", [1, 2, 3, 4])
+def test_a_failing_tracker_is_dropped_with_one_warning_and_never_raises(
+    fails_from: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    flaky = FlakyTracker(fails_from=fails_from)
+    with pytest.raises(ConnectionError):
+        drive(FlakyTracker(fails_from=fails_from))
+    drive(GuardedTracker(flaky, name="flaky"))
+    assert flaky.calls == ALL_CALLS[:fails_from]
+    assert len(caplog.records) == 1
+    assert "Tracker flaky failed" in caplog.text
+    assert "ConnectionError: the tracking server is down" in caplog.text
+
+
+def test_a_guarded_tracker_that_works_gets_every_call(caplog: pytest.LogCaptureFixture) -> None:
+    flaky = FlakyTracker(fails_from=99)
+    drive(GuardedTracker(flaky, name="flaky"))
+    assert flaky.calls == ALL_CALLS
+    assert caplog.records == []
+
+
+def test_the_guard_lets_ctrl_c_through() -> None:
+    class Interrupted(FlakyTracker):
+        def log(self, step: int, values: Mapping[str, float]) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        drive(GuardedTracker(Interrupted(fails_from=99), name="flaky"))
+
+
+def scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return what TensorBoard shows of a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    shown = EventAccumulator(str(folder))
+    shown.Reload()
+    return {tag: [(e.step, e.value) for e in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
+
+
+def test_tensorboard_shows_training_and_evaluation_and_each_step_once_after_a_resume(tmp_path: Path) -> None:
+    first = TensorBoardTracker(tmp_path / "tensorboard")
+    assert not (tmp_path / "tensorboard").exists()
+    for step in (1, 2, 3, 4):
+        first.log(step, {"loss": 1.0})
+    first.log_evaluation(2, {"ndcg@10": 0.5})
+    first.close()
+    resumed = TensorBoardTracker(tmp_path / "tensorboard", resume_step=2)
+    for step in (3, 4, 5):
+        resumed.log(step, {"loss": 2.0})
+    resumed.close()
+    assert scalars_in(tmp_path / "tensorboard") == {
+        "train/loss": [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)],
+        "evaluation/ndcg@10": [(2, 0.5)],
+    }
+
+
+def test_tensorboard_on_a_folder_that_can_not_be_made_does_not_stop_a_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    drive(GuardedTracker(TensorBoardTracker(tmp_path / "file" / "tensorboard"), name="tensorboard"))
+    assert "Tracker tensorboard failed" in caplog.text
+
+
+def test_a_missing_tensorboard_is_said_before_training_with_the_key_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        with pytest.raises(MachineError, match="report_to: none"):
+            TensorBoardTracker(None)  # type: ignore[arg-type]
+    TensorBoardTracker(None)  # type: ignore[arg-type]
+
+
+def test_importing_the_trackers_does_not_import_tensorboard() -> None:
+    code = (
+        "import sys, vembed.training.trackers.tensorboard as t; import vembed.training.trackers.jsonl;"
+        "sys.exit(any(name.split('.')[0] == 'tensorboard' for name in sys.modules))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0

@@ -1,0 +1,47 @@
+"""Files that survive a crash: forced to disk, replaced in one step, identified by their content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file's bytes, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a UTF-8 file and force it to disk; the caller makes its name durable."""
+    path.write_text(text, encoding="utf-8")
+    fsync_path(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replace a file in one step: a reader, or a crash, sees the old text or the new one and nothing between.
+
+    Raises:
+        OSError: The disk refused; the old file is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        write_durably(temporary, text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file as 64 hex digits, read in blocks."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,168 @@
+"""Optimizer state as named tensors and JSON, so that it is stored without pickle and outlives parameter order.
+
+torch numbers parameters by position and casts state to the parameter's dtype when it loads; here every tensor goes by
+its parameter's name ("exp_avg/encoder.weight") and comes back bit for bit in the dtype that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from vembed.checkpoint.format import JSON, InvalidCheckpointError
+from vembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+
+def pack_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+    """Return everything that an optimizer remembers.
+
+    Args:
+        optimizer: Any whose state per parameter is tensors, numbers, bools, strings and None: AdamW, SGD, Adafactor ...
+        names: Parameter -> name, e.g. turned round from `model.named_parameters()`; may hold more than are optimized.
+
+    Returns:
+        Tensors by "state key/parameter name", not copied; and JSON with the optimizer's class, the groups
+        (hyper-parameters, names), the shape of each parameter, the state that isn't tensors, and the tensors' keys.
+
+    Raises:
+        ValueError: A parameter has no name, or a value has a type that can't be stored.
+    """
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, JSON] = {}
+    groups: list[dict[str, JSON]] = []
+    shapes: dict[str, JSON] = {}
+    for group in optimizer.param_groups:
+        members = [_name_of(parameter, names) for parameter in group["params"]]
+        settings = {key: _storable(value, where=key) for key, value in group.items() if key != "params"}
+        groups.append({"names": members, "settings": settings})
+        for parameter, name in zip(group["params"], members, strict=True):
+            shapes[name] = list(parameter.shape)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{key}/{name}"] = value.detach()
+                else:
+                    scalars[f"{key}/{name}"] = _storable(value, where=f"{key}/{name}")
+    packed: dict[str, JSON] = {
+        "class": type(optimizer).__name__,
+        "groups": groups,
+        "shapes": shapes,
+        "scalars": scalars,
+        "tensor_keys": sorted(tensors),
+    }
+    return tensors, packed
+
+
+def unpack_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], *, tensors: Mapping[str, Tensor], packed: Mapping[str, JSON]
+) -> None:
+    """Give an optimizer back what `pack_optimizer` took; whatever it remembers now is forgotten.
+
+    Everything is checked before anything changes. Each tensor goes to its parameter's device, but a step counter stays
+    on the CPU where torch wants it there.
+
+    Args:
+        optimizer: Of the same class, with the same parameters in the same groups; their order may differ.
+        names: Parameter -> name.
+        tensors: The tensors that were packed.
+        packed: The JSON that was packed.
+
+    Raises:
+        ConfigError: Another class, other groups, names or shapes than this optimizer's.
+        InvalidCheckpointError: Tensors are missing or don't belong.
+    """
+    saved_groups = cast("Sequence[Mapping[str, JSON]]", packed["groups"])
+    _check_same(optimizer, names, packed=packed, saved_groups=saved_groups)
+    _check_keys(tensors, cast("Sequence[str]", packed["tensor_keys"]))
+    state: dict[str, dict[str, object]] = {}
+    for entries in (tensors, cast("Mapping[str, JSON]", packed["scalars"])):
+        for entry, value in entries.items():
+            key, name = entry.split("/", 1)
+            state.setdefault(name, {})[key] = value
+    optimizer.state.clear()
+    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
+        for key, value in cast("Mapping[str, JSON]", saved["settings"]).items():
+            # JSON has one kind of sequence; torch's own are tuples (betas).
+            group[key] = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+        for parameter in group["params"]:
+            remembered = state.get(names[parameter])
+            if remembered is not None:
+                optimizer.state[parameter] = {
+                    key: _placed(value, key=key, parameter=parameter, group=group) for key, value in remembered.items()
+                }
+
+
+def _placed(value: object, *, key: str, parameter: Tensor, group: Mapping[str, object]) -> object:
+    """Return a copy of a state value where the optimizer wants it."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    on_cpu = key == "step" and not group.get("capturable") and not group.get("fused")
+    return value.to("cpu" if on_cpu else parameter.device, copy=True)
+
+
+def _check_same(
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str],
+    *,
+    packed: Mapping[str, JSON],
+    saved_groups: Sequence[Mapping[str, JSON]],
+) -> None:
+    """Refuse state of another optimizer, with what differs."""
+    if packed["class"] != type(optimizer).__name__:
+        raise ConfigError(
+            f"optimizer: the checkpoint holds {packed['class']}, this run uses {type(optimizer).__name__}"
+        )
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise ConfigError(
+            f"optimizer: the checkpoint holds {len(saved_groups)} parameter groups, "
+            f"this run has {len(optimizer.param_groups)}"
+        )
+    shapes = cast("Mapping[str, Sequence[int]]", packed["shapes"])
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        here = {_name_of(parameter, names): list(parameter.shape) for parameter in group["params"]}
+        there = {name: list(shapes[name]) for name in cast("Sequence[str]", saved["names"])}
+        if here != there:
+            differing = [name for name in here if name in there and here[name] != there[name]]
+            raise ConfigError(
+                f"optimizer: parameter group {number} differs. {_listed('Only in the checkpoint', there.keys() - here)}"
+                f"{_listed('Only in this run', here.keys() - there)}{_listed('Other shape', differing)}"
+                "Resume with the model, trainable and LoRA settings of the checkpoint, or set resume: never."
+            )
+
+
+def _check_keys(tensors: Mapping[str, Tensor], expected: Sequence[str]) -> None:
+    """Refuse tensors that are not exactly those that were packed."""
+    if set(tensors) != set(expected):
+        raise InvalidCheckpointError(
+            f"optimizer state: {_listed('Missing', set(expected) - set(tensors))}"
+            f"{_listed('Not expected', set(tensors) - set(expected))}"
+        )
+
+
+def _listed(what: str, names: Sequence[str] | set[str]) -> str:
+    """Return "what: a, b, c and 4 more. ", or nothing when there are no names."""
+    first = sorted(names)
+    if not first:
+        return ""
+    return f"{what}: {', '.join(first[:3])}{f' and {len(first) - 3} more' if len(first) > 3 else ''}. "
+
+
+def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:
+    """Return a parameter's name."""
+    if parameter not in names:
+        raise ValueError(f"an optimized parameter of shape {tuple(parameter.shape)} has no name")
+    return names[parameter]
+
+
+def _storable(value: object, *, where: str) -> JSON:
+    """Return a hyper-parameter or a scalar of the state as JSON."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple):
+        return [_storable(item, where=where) for item in value]
+    raise ValueError(f"optimizer: {where} is a {type(value).__name__}; only numbers, strings and tuples can be stored")

@@ -1,0 +1,57 @@
+"""What a run keeps of its configuration: the file in the output folder, and one hash."""
+
+import hashlib
+import json
+
+from vembed.config.redact import redact_value
+from vembed.config.schema import SECTIONS, Config
+from vembed.config.yaml_text import write_mapping
+
+
+def plain_values(config: Config) -> dict[str, object]:
+    """Return every key with its value as YAML and JSON know it, redacted, in the order of the sections.
+
+    Args:
+        config: A checked configuration.
+
+    Returns:
+        Scalars, and mappings sorted by name.
+    """
+    values: dict[str, object] = {}
+    for name, value in config.model_dump().items():
+        plain = redact_value(value)
+        values[name] = dict(sorted(plain.items())) if isinstance(plain, dict) else plain
+    return values
+
+
+def dump_config(config: Config) -> str:
+    """Write a configuration as the YAML that loads as an equal one.
+
+    `auto` stays `auto`. Equal configurations have equal bytes. A secret in a URL is written as `***`.
+
+    Args:
+        config: A checked configuration.
+
+    Returns:
+        All keys, by section.
+    """
+    values = plain_values(config)
+    sections = [
+        f"# {title}\n{write_mapping({name: values[name] for name in section.model_fields})}"
+        for title, section in SECTIONS.items()
+    ]
+    return "\n".join(sections)
+
+
+def config_hash(config: Config) -> str:
+    """Hash the keys that decide the result of a run.
+
+    Args:
+        config: A checked configuration.
+
+    Returns:
+        SHA-256, 64 hex digits; equal for configurations that differ in `Config.NOT_HASHED` or in a URL's secret only.
+    """
+    values = {name: value for name, value in plain_values(config).items() if name not in Config.NOT_HASHED}
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()

@@ -1,0 +1,256 @@
+"""From a file and overrides to one checked `Config`, or to every problem at once with the place it stands.
+
+1. The file and the overrides are read, each by itself: syntax, unknown keys, an alias beside its key.
+2. Overrides are laid over the file.
+3. The schema judges the result; the rules between keys are judged even where other keys are wrong.
+"""
+
+import difflib
+import stat
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from vembed.config import json_text, yaml_text
+from vembed.config.fields import BrokenRules
+from vembed.config.messages import explain, unknown_key
+from vembed.config.overrides import parse_overrides
+from vembed.config.redact import printable, shown
+from vembed.config.schema import ALIASES, Config
+from vembed.config.sources import Entry, Place, Problem, Refused, raise_problems
+
+MAX_FILE_BYTES = 2**20
+
+_READERS = {".yaml": yaml_text.read_mapping, ".yml": yaml_text.read_mapping, ".json": json_text.read_mapping}
+_MAPPING_KEYS = frozenset(key for key, info in Config.model_fields.items() if isinstance(info.default, Mapping))
+_PLACEHOLDER_MODEL = "builtin:none"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedConfig:
+    """A checked configuration and where each value comes from.
+
+    Attributes:
+        config: Every key with its value.
+        sources: Key -> `configs/a.yaml:3` or "override"; a key that isn't there has its default.
+        path: The file, if there is one.
+    """
+
+    config: Config
+    sources: Mapping[str, str]
+    path: Path | None
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """Read a configuration file and lay overrides over it.
+
+    Args:
+        path: A `.yaml`, `.yml` or `.json` file of at most 1 MiB; None when overrides say everything.
+        overrides: `key=value` texts; they win over the file.
+
+    Returns:
+        The checked configuration.
+
+    Raises:
+        ConfigError: One line for each problem of the file, of the overrides and of their combination.
+    """
+    file_entries: list[Entry] | None = []
+    problems: list[Problem] = []
+    if path is not None:
+        file_entries, problems = _read_file(path)
+    override_entries, override_problems = parse_overrides(overrides)
+    problems += override_problems
+
+    base, base_problems = _settle(file_entries or [])
+    top, top_problems = _settle(override_entries)
+    settings = _lay_over(base, top)
+    problems += base_problems + top_problems
+
+    start = Place(0, 0, "configuration" if path is None else printable(str(path)))
+    config, schema_problems = _validate(settings, start, complete=file_entries is not None)
+    raise_problems(problems + schema_problems)
+    assert config is not None  # a Config is missing only beside a problem
+    return LoadedConfig(config, {key: setting.place.source for key, setting in settings.items()}, path)
+
+
+def _read_file(path: Path) -> tuple[list[Entry] | None, list[Problem]]:
+    """Return the entries of a file, or None when it can't be read as a whole."""
+    label = printable(str(path))
+    try:
+        items, refused = _READERS[_checked_suffix(path)](_read_text(path))
+    except Refused as error:
+        return None, [Problem(_line_place(label, error.line), error.text)]
+    entries = [
+        Entry(
+            item.name,
+            item.value,
+            _line_place(label, item.line),
+            part_places={part: _line_place(label, line) for part, line in item.part_lines.items()},
+        )
+        for item in items
+    ]
+    return entries, [Problem(_line_place(label, each.line), each.text) for each in refused]
+
+
+def _line_place(label: str, line: int) -> Place:
+    return Place(0, line, f"{label}:{line}" if line else label)
+
+
+def _checked_suffix(path: Path) -> str:
+    if path.suffix.lower() not in _READERS:
+        raise Refused(0, f"a configuration ends in {', '.join(_READERS)}; rename the file to match what it holds")
+    return path.suffix.lower()
+
+
+def _read_text(path: Path) -> str:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise Refused(0, "not a regular file; name a configuration file")
+        if status.st_size > MAX_FILE_BYTES:
+            raise Refused(0, f"{status.st_size:,} bytes; a configuration has at most {MAX_FILE_BYTES:,} (1 MiB)")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError as error:
+        raise Refused(0, f"no such file{_nearest_file(path)}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise Refused(0, f"can't be read: {getattr(error, 'strerror', None) or error}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise Refused(0, f"grew over {MAX_FILE_BYTES:,} bytes (1 MiB) while it was read")
+    if b"\0" in content:
+        raise Refused(content.count(b"\n", 0, content.index(b"\0")) + 1, "there is a NUL byte; this is no text file")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise Refused(line, "not valid UTF-8; save the file as UTF-8") from error
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return "; its folder does not exist either"
+    names = [each.name for each in path.parent.iterdir() if each.suffix.lower() in _READERS]
+    nearest = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {printable(str(path.with_name(nearest[0])))}?" if nearest else ""
+
+
+def _settle(entries: Iterable[Entry]) -> tuple[dict[str, Entry], list[Problem]]:
+    """Resolve the aliases of one layer; parts stand under `key.part`."""
+    settled: dict[str, Entry] = {}
+    problems = []
+    for entry in entries:
+        targets = ALIASES.get(entry.name, (entry.name,))
+        unknown = [target for target in targets if target not in Config.model_fields]
+        if unknown:
+            problems.append(Problem(entry.place, unknown_key(entry.name), shown(entry.name)))
+            continue
+        for target in targets:
+            if entry.part is not None and target not in _MAPPING_KEYS:
+                text = f"{target} is one value and has no parts; write {target}=VALUE"
+                problems.append(Problem(entry.place, text, entry.name))
+                break
+            name = target if entry.part is None else f"{target}.{entry.part}"
+            clash = _clash(settled, target, name)
+            if clash is not None:
+                problems.append(Problem(entry.place, _told_twice(entry, clash, target), entry.name))
+                break
+            settled[name] = entry
+    return settled, problems
+
+
+def _clash(settled: Mapping[str, Entry], target: str, name: str) -> Entry | None:
+    """Find an earlier entry that sets the same key, the whole of this part, or a part of this whole."""
+    for other, entry in settled.items():
+        if other in (name, target) or (name == target and other.startswith(f"{target}.")):
+            return entry
+    return None
+
+
+def _told_twice(entry: Entry, earlier: Entry, target: str) -> str:
+    if entry.name != earlier.name:
+        return f"{entry.name} and {earlier.name} both set {target} (see {earlier.place.label}); keep one of them"
+    return f"{target} is already set (see {earlier.place.label}); keep one of them"
+
+
+def _lay_over(base: Mapping[str, Entry], top: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Lay one layer over another; `key.part` merges into a mapping."""
+    settings = dict(base)
+    for name, entry in top.items():
+        key = name.partition(".")[0]
+        if entry.part is None:
+            settings[key] = entry
+            continue
+        under = settings.get(key)
+        whole = {} if under is None else under.value
+        if not isinstance(whole, dict):
+            continue  # the schema refuses what the file says; a part can't mend it
+        part_places = {**(under.part_places if under else {}), entry.part: entry.place}
+        settings[key] = replace(entry, value={**whole, entry.part: entry.value}, part_places=part_places)
+    return settings
+
+
+def _validate(settings: Mapping[str, Entry], start: Place, *, complete: bool) -> tuple[Config | None, list[Problem]]:
+    """Judge the values; an incomplete set (its file could not be read) only key by key."""
+    values = {key: setting.value for key, setting in settings.items()}
+    if not complete:
+        values.setdefault("model_name", _PLACEHOLDER_MODEL)
+    config, errors = _try_config(values)
+    field_errors = [error for error in errors if error["loc"]]
+    problems = _field_problems(field_errors, settings, start)
+    if not complete:
+        return None, problems
+    wrong = {str(error["loc"][0]) for error in field_errors}
+    if wrong:  # judge the rules between the other keys
+        sound = {key: value for key, value in values.items() if key not in wrong}
+        _, errors = _try_config({"model_name": _PLACEHOLDER_MODEL, **sound})
+    return config, problems + _rule_problems(errors, settings, wrong)
+
+
+def _try_config(values: Mapping[str, object]) -> tuple[Config | None, list[ErrorDetails]]:
+    try:
+        return Config.model_validate(values), []
+    except ValidationError as error:
+        return None, error.errors(include_url=False)
+
+
+def _field_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry], start: Place) -> list[Problem]:
+    grouped: dict[tuple[str, Any], list[ErrorDetails]] = {}
+    for error in errors:
+        key = str(error["loc"][0])
+        part = error["loc"][1] if key in _MAPPING_KEYS and len(error["loc"]) > 1 else None
+        grouped.setdefault((key, part), []).append(error)
+    problems = []
+    for (key, part), group in grouped.items():
+        setting = settings.get(key)
+        if setting is None:
+            problems.append(Problem(start, explain(key, group, None), key))
+            continue
+        value: object = setting.value
+        place = setting.place
+        subject = setting.name
+        if part is not None:
+            value = part if "[key]" in group[0]["loc"] else setting.value[part]  # type: ignore[index]
+            place = setting.part_places.get(str(part), place)
+            subject = shown(f"{key}.{part}")
+        problems.append(Problem(place, explain(key, group, value), subject))
+    return problems
+
+
+def _rule_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry], wrong: set[str]) -> list[Problem]:
+    problems = []
+    for error in errors:
+        broken = error.get("ctx", {}).get("error")
+        if not isinstance(broken, BrokenRules):
+            continue
+        for keys, sentence in broken.broken:
+            given = [key for key in keys if key in settings]
+            if not wrong.isdisjoint(keys):
+                continue
+            others = [f"{key} is set at {settings[key].place.label}" for key in given[1:]]
+            text = f"{sentence} ({', '.join(others)})" if others else sentence
+            problems.append(Problem(settings[given[0]].place, text, settings[given[0]].name))
+    return problems

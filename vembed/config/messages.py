@@ -1,0 +1,174 @@
+"""Sentences about keys and values: what a key expects, what was given, and the nearest thing that works."""
+
+import difflib
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from vembed.config.fields import LARGEST_COUNT
+from vembed.config.redact import redact_value, shown
+from vembed.config.schema import ALIASES, Config
+
+_NUMBER = re.compile(r"\s*[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\s*")
+_BOOLEAN_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+_BOUND_ERRORS = {"greater_than": ">", "greater_than_equal": ">=", "less_than": "<", "less_than_equal": "<="}
+_BOUND_NAMES = {">": "gt", ">=": "ge", "<": "lt", "<=": "le"}
+
+
+def show_value(value: object) -> str:
+    """Show a value as a configuration file would write it.
+
+    Args:
+        value: Scalars, lists and mappings.
+
+    Returns:
+        `true`, `null`, `-1`, `'a text'`, `[1, 2]`; redacted and cut as in `shown`.
+    """
+    if isinstance(value, str):
+        return shown(f"'{value}'")
+    if isinstance(value, float):
+        return repr(value)
+    return shown(json.dumps(redact_value(value), ensure_ascii=False))
+
+
+@functools.cache
+def key_schemas() -> Mapping[str, Mapping[str, Any]]:
+    """Return the JSON schema of every key, in the order of the sections."""
+    properties: dict[str, dict[str, Any]] = Config.model_json_schema()["properties"]
+    return properties
+
+
+def expectation(schema: Mapping[str, Any]) -> str:
+    """Say which values a key takes.
+
+    Args:
+        schema: JSON schema of the key.
+
+    Returns:
+        For example "auto or an integer >= 1".
+    """
+    return _either(_alternatives(schema))
+
+
+def unknown_key(name: str) -> str:
+    """Say that a key is unknown, with the nearest key or alias.
+
+    Args:
+        name: The key as written.
+
+    Returns:
+        A sentence.
+    """
+    known = [*key_schemas(), *ALIASES]
+    nearest = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
+    return (
+        f"unknown key; did you mean {nearest[0]}?" if nearest else "unknown key; docs/configuration.md lists every key"
+    )
+
+
+def explain(name: str, errors: Sequence[ErrorDetails], value: object) -> str:
+    """Turn pydantic's errors about one value into a sentence.
+
+    Args:
+        name: The key.
+        errors: All errors at one place of it; several for a key of several types.
+        value: What was given.
+
+    Returns:
+        What must be, what is, and the fix where one is near.
+    """
+    schema = key_schemas()[name]
+    kinds = {error["type"] for error in errors}
+    if "missing" in kinds:
+        return f"a required key is missing; set it, such as {name}: NAME ({schema['description']})"
+    if len(errors[0]["loc"]) > 1 and "additionalProperties" in schema:
+        if "[key]" in errors[0]["loc"]:
+            return f"a column name must be a text that is not blank, got {show_value(value)}"
+        schema = schema["additionalProperties"]
+    if len(errors) == 1 and kinds <= {*_BOUND_ERRORS, "value_error", "finite_number"}:
+        return f"{_single(errors[0])}, got {show_value(value)}"
+    return f"must be {expectation(schema)}, got {show_value(value)}{_fix(schema, value)}"
+
+
+def _single(error: ErrorDetails) -> str:
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "finite_number":
+        return "must be a finite number"
+    sign = _BOUND_ERRORS[error["type"]]
+    return f"must be {sign} {error['ctx'][_BOUND_NAMES[sign]]:.10g}"
+
+
+def _fix(schema: Mapping[str, Any], value: object) -> str:
+    kinds = _kinds(schema)
+    if isinstance(value, str):
+        if kinds & {"integer", "number"} and _NUMBER.fullmatch(value):
+            return "; remove the quotes"
+        if "boolean" in kinds and value.lower() in _BOOLEAN_WORDS:
+            return f"; write {_BOOLEAN_WORDS[value.lower()]}"
+        nearest = difflib.get_close_matches(value.lower(), _choices(schema), n=1)
+        return f"; did you mean {nearest[0]}?" if nearest else ""
+    if isinstance(value, float) and "integer" in kinds and value.is_integer():
+        return f"; write {int(value)}"
+    if "text" in kinds and isinstance(value, int | float):
+        return "; put it in quotes"
+    return ""
+
+
+def _members(schema: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    members: Sequence[Mapping[str, Any]] = schema.get("anyOf", (schema,))
+    return members
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str]:
+    found: list[str] = list(schema.get("choices", ()))
+    for member in _members(schema):
+        found += member.get("enum", ()) or ([member["const"]] if "const" in member else ())
+    return found
+
+
+def _kinds(schema: Mapping[str, Any]) -> set[str]:
+    closed = ("enum", "const", "choices")
+    return {
+        "text"
+        if member.get("type") == "string" and not any(each in member for each in closed)
+        else str(member.get("type"))
+        for member in _members(schema)
+    }
+
+
+def _alternatives(schema: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for member in _members(schema):
+        kind = member.get("type")
+        if "const" in member or "enum" in member:
+            found += _choices(member)
+        elif "form" in member:
+            found.append(member["form"])
+        elif kind == "boolean":
+            found += ["true", "false"]
+        elif kind in ("integer", "number"):
+            found.append(_number(member, "an integer" if kind == "integer" else "a number"))
+        elif kind == "object":
+            found.append(f"a mapping of column names to {expectation(member['additionalProperties'])}")
+        else:
+            found.append({"string": "a text", "null": "null"}[str(kind)])
+    return found
+
+
+def _number(member: Mapping[str, Any], noun: str) -> str:
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    bounds = [
+        f"{sign} {member[name]:.10g}"
+        for name, sign in signs.items()
+        if name in member and member[name] != LARGEST_COUNT
+    ]
+    return " ".join([noun, " and ".join(bounds)]).strip()
+
+
+def _either(words: Sequence[str]) -> str:
+    return " or ".join(each for each in (", ".join(words[:-1]), words[-1]) if each)

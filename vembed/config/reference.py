@@ -1,0 +1,109 @@
+"""Write the reference of the configuration from the schema.
+
+`python -m vembed.config.reference > docs/configuration.md`
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from vembed.config.fields import LARGEST_COUNT, RULES
+from vembed.config.load import MAX_FILE_BYTES
+from vembed.config.messages import expectation, key_schemas
+from vembed.config.schema import ALIASES, SECTIONS
+from vembed.config.yaml_text import write_mapping
+
+_INTRODUCTION = f"""# Configuration
+
+<!-- Written by `python -m vembed.config.reference`; change the schema, not this file. -->
+
+A run is described by one YAML file (`.yaml`, `.yml`) or JSON file (`.json`): flat keys, each with one default. Only
+`model_name` is required.
+
+```yaml
+model_name: sentence-transformers/all-MiniLM-L6-v2
+data_path: builtin:stdlib-code
+learning_rate: 1e-4
+```
+
+`vembed train CONFIG --validate` checks a file without training. Every problem is listed at once, with its line and its
+fix.
+
+## Precedence
+
+An override wins over the file, the file over the default, and `auto` is decided by the plan, which says why. The
+`config.yaml` in the output folder holds every key and keeps `auto`.
+
+## Overrides
+
+`--config_override key=value [key=value ...]`
+
+- The value is everything after the first `=`: `output_dir=a=b` sets `a=b`.
+- `null`, `true`, `false` and numbers are read as in the file; `[a, b]`, `{{a: b}}` and quoted texts as in YAML.
+  Anything else is a text, taken as it stands: `"query_prompt=query: "`.
+- `key=''` sets an empty text and `key=null` sets null; `key=` is an error.
+- `column_mapping.title=query` sets one entry of a mapping and keeps the others.
+- The same key twice, also by an alias, is an error.
+
+## What a file may hold
+
+UTF-8, at most {MAX_FILE_BYTES // 2**20} MiB, one mapping. Refused: unknown and duplicate keys, YAML anchors, aliases
+and tags, several documents, NUL characters, NaN and infinity. Types are strict: `"3"` and `true` are no integers; an
+integer is fine for a number. Integers go up to {LARGEST_COUNT:,} unless the table says otherwise. Words are read as in
+YAML 1.2: `1e-5` is a number, `no` and `on` are texts, booleans are `true` and `false`.
+
+User names, passwords and tokens in URLs are replaced by `***` in messages and in the `config.yaml` of the output
+folder.
+
+## Resuming
+
+The last column says what a changed value means when a run is resumed: *harmless* keys may change, as they touch neither
+the weights nor the order of the samples; a change of any other key is *refused*, and the error shows the difference.
+"""
+
+
+def render_reference() -> str:
+    """Return the text of docs/configuration.md."""
+    return "\n".join([_INTRODUCTION, *(_section(title) for title in SECTIONS), _aliases(), _rules()])
+
+
+def _section(title: str) -> str:
+    section = SECTIONS[title]
+    lines = [f"## {title}", "", (section.__doc__ or "").strip(), ""]
+    lines += ["| Key | Values | Default | Unit | Meaning | Aliases | On resume |", "|---|---|---|---|---|---|---|"]
+    lines += [_row(name, key_schemas()[name]) for name in section.model_fields]
+    return "\n".join([*lines, ""])
+
+
+def _row(name: str, schema: Mapping[str, Any]) -> str:
+    cells = [
+        f"`{name}`",
+        expectation(schema),
+        f"`{_yaml(schema['default'])}`" if "default" in schema else "required",
+        schema.get("unit", ""),
+        schema["description"],
+        ", ".join(f"`{alias}`" for alias, targets in ALIASES.items() if name in targets),
+        schema["on_resume"],
+    ]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _yaml(value: object) -> str:
+    return write_mapping({"value": value}).removeprefix("value: ").strip()
+
+
+def _aliases() -> str:
+    lines = ["## Aliases", "", "An alias beside a key that it sets is an error.", "", "| Alias | Sets |", "|---|---|"]
+    lines += [
+        f"| `{alias}` | {' and '.join(f'`{target}`' for target in targets)} |" for alias, targets in ALIASES.items()
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _rules() -> str:
+    lines = ["## Rules between keys", "", *(f"- {each.summary}" for each in RULES)]
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_reference())

@@ -1,0 +1,63 @@
+"""What a changed configuration means for a run that is resumed."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from vembed.config.dump import plain_values
+from vembed.config.fields import OnResume
+from vembed.config.redact import redact_value
+from vembed.config.schema import Config, default_of
+
+
+class ResumeDifference(NamedTuple):
+    """A key whose value isn't the one that the run began with.
+
+    Attributes:
+        key: The key.
+        old: The value in the checkpoint.
+        new: The value now; None where the key no longer exists.
+        kind: "harmless" when it touches neither the weights nor the order of the samples, else "refused".
+    """
+
+    key: str
+    old: object
+    new: object
+    kind: OnResume
+
+
+def on_resume(key: str) -> OnResume:
+    """Return what a change of a key means for a resumed run, as its field says.
+
+    Args:
+        key: A key of the schema.
+
+    Returns:
+        "harmless" or "refused".
+    """
+    extra = Config.model_fields[key].json_schema_extra
+    assert isinstance(extra, dict)  # every key is made by fields.key
+    return "harmless" if extra["on_resume"] == "harmless" else "refused"
+
+
+def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDifference]:
+    """Compare the configuration of a checkpoint with the present one.
+
+    Args:
+        old: Key -> value as they were saved; a key that isn't there had its default.
+        new: The present configuration.
+
+    Returns:
+        The differences in the order of the sections; then saved keys that no longer exist, which are refused.
+    """
+    differences = []
+    for key, value in plain_values(new).items():
+        before = redact_value(old[key]) if key in old else default_of(key)
+        if not _same(before, value):
+            differences.append(ResumeDifference(key, before, value, on_resume(key)))
+    gone = [key for key in old if key not in Config.model_fields]
+    return differences + [ResumeDifference(key, redact_value(old[key]), None, "refused") for key in gone]
+
+
+def _same(old: object, new: object) -> bool:
+    """Compare values, keeping True apart from 1."""
+    return old == new and isinstance(old, bool) == isinstance(new, bool)

@@ -1,0 +1,289 @@
+"""Read the BEIR layout: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv.
+
+Source: Thakur et al. 2021, "BEIR: A Heterogeneous Benchmark for Zero-shot Evaluation of Information Retrieval Models".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vembed.data.columns import closest, listing
+from vembed.data.files import iter_rows
+from vembed.data.problems import InvalidPolicy, ProblemLog, plural
+from vembed.data.retrieval import RetrievalData
+from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, is_for_evaluation, split_for
+from vembed.data.validate import encoding_fault, text_fault
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+HEADER_CELLS = frozenset({"query-id", "query_id", "qid", "query"})
+MAX_ID_LIST = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BeirSplit:
+    """One split of a BEIR folder, with what an error about one of its queries needs.
+
+    Attributes:
+        data: The retrieval task.
+        query_lines: Query id -> line of queries.jsonl.
+        query_file: Name of the queries file.
+    """
+
+    data: RetrievalData
+    query_lines: dict[str, int]
+    query_file: str
+
+
+@dataclass(slots=True)
+class _Qrels:
+    grades: dict[str, dict[str, int]] = field(default_factory=dict)
+    num_repeated: int = 0
+    num_negative: int = 0
+
+
+def is_beir(folder: Path) -> bool:
+    """Return whether a folder has the BEIR layout."""
+    return (folder / "qrels").is_dir() or all(_find(folder, name) for name in ("corpus", "queries"))
+
+
+def read_beir(folder: Path, split: str | None, role: Role) -> RetrievalData:
+    """Read one split of a BEIR folder as a retrieval task.
+
+    Args:
+        folder: Holds corpus.jsonl, queries.jsonl and qrels/, the first two possibly as .gz.
+        split: The qrels file, by name without `.tsv`; None chooses by role.
+        role: What the task is for.
+
+    Returns:
+        All documents, the judged queries, and their judgements. A judged document that the corpus lacks is left out.
+
+    Raises:
+        DataError: A file is missing or broken, ids repeat, or nothing that is judged exists.
+    """
+    return read_beir_split(folder, split, role).data
+
+
+def read_beir_split(folder: Path, split: str | None, role: Role) -> BeirSplit:
+    """Read one split as `read_beir` does, and keep where its queries stand."""
+    split, notes = find_split(folder, split, role)
+    corpus_file, query_file = _part(folder, "corpus"), _part(folder, "queries")
+    log = ProblemLog(InvalidPolicy())
+    qrels = _read_qrels(folder / "qrels" / f"{split}.tsv", log)
+    queries, query_lines = _read_queries(query_file, set(qrels.grades), log)
+    documents, num_empty = _read_corpus(corpus_file, log)
+    if log.refused:
+        raise DataError(log.listing(str(folder)))
+    grades, missing_notes = _existing(qrels.grades, queries, documents, f"{folder.name}/qrels/{split}.tsv")
+    counts = [
+        (num_empty, "document has neither a title nor a text", "documents have neither a title nor a text"),
+        (qrels.num_repeated, "judgement stands twice in the qrels", "judgements stand twice in the qrels"),
+        (qrels.num_negative, "negative grade counts as 0", "negative grades count as 0"),
+    ]
+    data = RetrievalData(
+        name=f"{folder.resolve().name}/{split}",
+        queries={name: text for name, text in queries.items() if name in grades},
+        documents=documents,
+        qrels=grades,
+        notes=(*notes, *missing_notes, *(f"{plural(n, one, many)}." for n, one, many in counts if n)),
+    )
+    return BeirSplit(data, query_lines, query_file.name)
+
+
+def find_split(folder: Path, split: str | None, role: Role) -> tuple[str, tuple[str, ...]]:
+    """Return which qrels file to read, and what is unusual about the choice.
+
+    A split that the user names must exist. Otherwise the role decides: train; dev, val or validation; test. A folder's
+    only qrels file serves any role, except that evaluation judgements are never taken for training unasked.
+
+    Args:
+        folder: The BEIR folder.
+        split: The user's choice, or None.
+        role: What the data is for.
+
+    Raises:
+        DataError: There is no such split; the message lists those that exist.
+    """
+    available = sorted(path.stem for path in (folder / "qrels").glob("*.tsv"))
+    if not available:
+        msg = f"{folder} has no judgements: expected qrels/{SPLIT_NAMES[role][0]}.tsv"
+        raise DataError(msg)
+    chosen = split_for(available, split, role)
+    if chosen is not None:
+        return chosen, ()
+    if split is None and len(available) == 1 and not (role == "train" and is_for_evaluation(available[0])):
+        return available[0], (f"{folder.name} has one split only: {available[0]!r} serves as the {role} data.",)
+    names = (split,) if split is not None else SPLIT_NAMES[role]
+    rows = folder / "train.jsonl"
+    hint = f", or train on its rows: {PATH_KEYS[role]}: {rows}" if role == "train" and rows.is_file() else ""
+    msg = (
+        f"{folder} has no split {' or '.join(repr(name) for name in names)}{closest(names[0], available)}; "
+        f"it has: {', '.join(available)}. Choose one with {SPLIT_KEYS[role]}{hint}"
+    )
+    raise DataError(msg)
+
+
+def beir_rows(part: BeirSplit) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield one row per query with a relevant document, with the query's line.
+
+    All its relevant documents are positives; documents judged not relevant are negatives.
+    """
+    documents = part.data.documents
+    for query_id, grades in part.data.qrels.items():
+        positives = [documents[name] for name, grade in grades.items() if grade > 0]
+        negatives = [documents[name] for name, grade in grades.items() if grade == 0]
+        if positives:
+            row = {"query": part.data.queries[query_id], "positive": positives, "negatives": negatives}
+            yield part.query_lines[query_id], row
+
+
+def _read_corpus(path: Path, log: ProblemLog) -> tuple[dict[str, str], int]:
+    """Return document id -> text, and how many are empty."""
+    documents: dict[str, str] = {}
+    num_empty = 0
+    for where, name, row in _identified(path, log, known=documents):
+        title, text = row.get("title"), row.get("text")
+        fault = _part_fault(title, "title", needed=False) or _part_fault(text, "text", needed=True)
+        if fault:
+            log.add(where, fault)
+            continue
+        documents[name] = f"{title or ''} {text or ''}".strip()
+        num_empty += not documents[name]
+    if not documents and not log.count:
+        msg = f"{path} holds no documents"
+        raise DataError(msg)
+    return documents, num_empty
+
+
+def _read_queries(path: Path, judged: set[str], log: ProblemLog) -> tuple[dict[str, str], dict[str, int]]:
+    """Return query id -> text and query id -> line, both of all queries; only the judged ones must be usable."""
+    queries: dict[str, str] = {}
+    lines: dict[str, int] = {}
+    for where, name, row in _identified(path, log, known=queries):
+        text = row.get("text")
+        reason = text_fault(text) if name in judged else None
+        if reason:
+            log.add(where, reason if "text" in row else "missing", column="text")
+        queries[name] = text if isinstance(text, str) else ""
+        lines[name] = int(where.rpartition(":")[2])
+    return queries, lines
+
+
+def _identified(path: Path, log: ProblemLog, *, known: dict[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield (file:line, id, row) of each row with a usable new id."""
+    for line, row in iter_rows(path, lambda names: names):
+        where = f"{path.name}:{line}"
+        if isinstance(row, str):
+            log.add(where, row)
+            continue
+        if row.get("image"):
+            msg = f"{where}: column 'image' holds a picture, and this version's corpora are text only"
+            raise DataError(msg)
+        name = row.get("_id", row.get("id"))
+        if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
+            log.add(where, "missing, or neither a text nor a whole number", column="_id")
+        elif encoding_fault(str(name)):
+            log.add(where, encoding_fault(str(name)) or "", column="_id")
+        elif str(name) in known:
+            log.add(where, f"{str(name)!r} stands twice", column="_id")
+        else:
+            yield where, str(name), row
+
+
+def _part_fault(value: object, column: str, *, needed: bool) -> str | None:
+    if value is None:
+        return f"{column}: missing" if needed else None
+    if not isinstance(value, str):
+        return f"{column}: expected text, got {type(value).__name__}"
+    fault = encoding_fault(value)
+    return f"{column}: {fault}" if fault else None
+
+
+def _read_qrels(path: Path, log: ProblemLog) -> _Qrels:
+    """Read `query-id, corpus-id, score` with or without a header, or TREC's four columns."""
+    qrels = _Qrels()
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline=None) as handle:
+        first = True
+        for number, line in enumerate(handle, start=1):
+            if not line.strip():
+                continue
+            cells = [cell.strip() for cell in (line.split("\t") if "\t" in line else line.split())]
+            if first and cells[0].lower() in HEADER_CELLS:
+                first = False
+                continue
+            first = False
+            where = f"{path.name}:{number}"
+            reason = _add_judgement(qrels, cells)
+            if reason:
+                log.add(where, reason)
+    if not qrels.grades and not log.count:
+        msg = f"{path} holds no judgements"
+        raise DataError(msg)
+    return qrels
+
+
+def _add_judgement(qrels: _Qrels, cells: list[str]) -> str | None:
+    """Add one line's judgement; return why it can't be, or None."""
+    if len(cells) not in {3, 4}:
+        return f"{len(cells)} columns; expected query-id, corpus-id, score (or TREC's query-id, 0, corpus-id, score)"
+    query_id, document_id, score = cells[0], cells[-2], cells[-1]
+    if not query_id or not document_id:
+        return "an empty id"
+    fault = encoding_fault(query_id + document_id)
+    if fault:
+        return fault
+    try:
+        grade = int(score)
+    except ValueError:
+        return f"score {score!r} is not a whole number"
+    qrels.num_negative += grade < 0
+    grade = max(grade, 0)
+    grades = qrels.grades.setdefault(query_id, {})
+    before = grades.get(document_id)
+    if before not in {None, grade}:
+        return f"query {query_id!r} judges document {document_id!r} twice, with grades {before} and {grade}"
+    qrels.num_repeated += before is not None
+    grades[document_id] = grade
+    return None
+
+
+def _existing(
+    grades: dict[str, dict[str, int]], queries: dict[str, str], documents: dict[str, str], source: str
+) -> tuple[dict[str, dict[str, int]], tuple[str, ...]]:
+    """Return the judgements whose query and document exist, and sentences about the others."""
+    lost_queries = [name for name in grades if name not in queries]
+    lost_documents = list(dict.fromkeys(name for per in grades.values() for name in per if name not in documents))
+    kept = {
+        query_id: {name: grade for name, grade in grades[query_id].items() if name in documents}
+        for query_id in queries
+        if query_id in grades
+    }
+    kept = {query_id: per for query_id, per in kept.items() if per}
+    notes = tuple(
+        f"{plural(len(ids), f'judged {noun}', f'judged {many}')} missing from {file}: {listing(ids, MAX_ID_LIST)}."
+        for ids, noun, many, file in (
+            (lost_queries, "query is", "queries are", "the queries"),
+            (lost_documents, "document is", "documents are", "the corpus"),
+        )
+        if ids
+    )
+    if not kept:
+        msg = f"no judgement of {source} has both its query and its document: {' '.join(notes)} Are the ids the same?"
+        raise DataError(msg)
+    return kept, notes
+
+
+def _find(folder: Path, part: str) -> Path | None:
+    return next((path for end in (".jsonl", ".jsonl.gz") if (path := folder / f"{part}{end}").is_file()), None)
+
+
+def _part(folder: Path, part: str) -> Path:
+    path = _find(folder, part)
+    if path is None:
+        msg = f"{folder} has no {part}.jsonl: a BEIR folder holds corpus.jsonl, queries.jsonl and qrels/"
+        raise DataError(msg)
+    return path

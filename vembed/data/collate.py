@@ -1,0 +1,69 @@
+"""Records of one global batch become a `ContrastiveBatch`.
+
+Documents stand record by record, positives before negatives. Records of one class (an equal label) are positives of
+each other: each one's query has the positives of all of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vembed.batch import ContrastiveBatch, content_id
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.data.records import Record
+
+
+def collate(records: Sequence[Record], record_ids: Sequence[int]) -> ContrastiveBatch:
+    """Flatten records into queries, documents and their positive pairs.
+
+    Args:
+        records: The records of one batch, in batch order.
+        record_ids: Manifest row of each record, what a report of a bad batch names.
+
+    Returns:
+        A batch of `len(records)` queries; `positives_P2` is sorted by query row, then document row, without repeats.
+
+    Raises:
+        ValueError: There are no records, or not one id per record.
+    """
+    if not records or len(records) != len(record_ids):
+        msg = f"a batch needs at least one record and one id each: {len(records)} records, {len(record_ids)} ids"
+        raise ValueError(msg)
+    documents: list[str] = []
+    own_positives: list[range] = []
+    rows_by_label: defaultdict[str | int, list[int]] = defaultdict(list)
+    for row, record in enumerate(records):
+        own_positives.append(range(len(documents), len(documents) + len(record.positives)))
+        documents += record.positives
+        documents += record.negatives
+        if record.label is not None:
+            rows_by_label[record.label].append(row)
+
+    # Rows of a class are in batch order, and so are their documents: the pairs come out sorted.
+    by_label = {
+        label: np.array([document for row in rows for document in own_positives[row]], dtype=np.int64)
+        for label, rows in rows_by_label.items()
+    }
+    positives_of = [
+        np.array(own_positives[row], dtype=np.int64) if record.label is None else by_label[record.label]
+        for row, record in enumerate(records)
+    ]
+    query_rows = np.repeat(np.arange(len(records)), [len(rows) for rows in positives_of])
+
+    digest = cache(content_id)  # hard negatives and class texts repeat within a batch
+    queries = tuple(record.query for record in records)
+    return ContrastiveBatch(
+        queries=queries,
+        documents=tuple(documents),
+        positives_P2=np.stack([query_rows, np.concatenate(positives_of)], axis=1),
+        query_ids_Q=np.array([digest(query) for query in queries], dtype=np.int64),
+        document_ids_D=np.array([digest(document) for document in documents], dtype=np.int64),
+        record_ids=tuple(int(record_id) for record_id in record_ids),
+    )

@@ -1,0 +1,212 @@
+"""Which column of a row is the query, which the positive: names, aliases and the user's `column_mapping`.
+
+A shape is the tuple of a row's column names. Each shape is resolved once, so that a million rows of one shape cost one
+resolution and a million look-ups.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from vembed.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "query": ("anchor", "caption", "sentence1", "question"),
+    "positive": ("pos", "text", "passage", "document", "sentence2", "answer", "positive_passages"),
+    "negatives": ("negative", "neg", "hard_negatives", "negative_passages"),
+    "label": ("score",),
+}
+"""Our column names, each with its other names; `negative_1`, `negative_2`, ... together stand for `negatives`."""
+
+IMAGE_COLUMNS = frozenset({"image", "images", "query_image", "positive_image", "negative_image", "negative_images"})
+NUMBERED_NEGATIVE = re.compile(r"negative_(\d+)", re.ASCII)
+MAX_SHAPES = 10_000
+"""Shapes and ignored names kept: bounds the memory that a file with random column names can take."""
+
+_CANONICAL = {alias: name for name, aliases in COLUMNS.items() for alias in (name, *aliases)}
+
+
+@dataclass(frozen=True, slots=True)
+class RowShape:
+    """The source columns of one shape of row.
+
+    Attributes:
+        query: Column that holds the query, None when there is none.
+        positive: Column that holds the positives, None when there is none.
+        negatives: Columns that hold negatives, `negative_2` before `negative_10`.
+        label: Column that holds the label, None when there is none.
+    """
+
+    query: str | None
+    positive: str | None
+    negatives: tuple[str, ...]
+    label: str | None
+
+
+class ColumnResolver:
+    """Resolve the shapes of one data source.
+
+    Args:
+        column_mapping: Source column -> our name or one of its aliases; None drops the column.
+
+    Raises:
+        ConfigError: The mapping names a target that records don't have, or one target twice.
+    """
+
+    def __init__(self, column_mapping: Mapping[str, str | None]) -> None:
+        _check_targets(column_mapping)
+        self._mapping = dict(column_mapping)
+        self._shapes: dict[tuple[str, ...], RowShape] = {}
+        self._seen: dict[str, None] = {}  # an ordered set
+        self._ignored: dict[str, None] = {}
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Every column name met so far, in order."""
+        return tuple(self._seen)
+
+    def shape(self, names: tuple[str, ...], *, where: str) -> RowShape:
+        """Return which of a row's columns is what.
+
+        Args:
+            names: The row's column names.
+            where: `file:line` of the row, for the error.
+
+        Raises:
+            DataError: Two columns stand for one, or a column holds images.
+        """
+        shape = self._shapes.get(names)
+        if shape is None:
+            if len(self._shapes) >= MAX_SHAPES:
+                self._shapes.clear()
+            shape = self._shapes[names] = self._resolve(names, where=where)
+        return shape
+
+    def wanted(self, names: Sequence[str], *, where: str) -> list[str]:
+        """Return the columns that a columnar source need read, and remember the others as seen or ignored."""
+        shape = self.shape(tuple(names), where=where)
+        used = {shape.query, shape.positive, shape.label, *shape.negatives}
+        return [name for name in names if name in used]
+
+    def check_mapping(self, source: str, *, drops_may_miss: bool = False) -> None:
+        """Refuse a mapping of a column that no row had; to be called after the last row.
+
+        Args:
+            source: What was read, for the error.
+            drops_may_miss: Accept that a column to drop isn't there.
+
+        Raises:
+            DataError: A mapped column was never seen.
+        """
+        for name, target in self._mapping.items():
+            if name not in self._seen and not (drops_may_miss and target is None):
+                msg = (
+                    f"column_mapping names {name!r}, but no row of {source} has that column"
+                    f"{closest(name, self._seen)}; columns: {listing(self._seen)}"
+                )
+                raise DataError(msg)
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a sentence that names the ignored columns, or nothing."""
+        return (f"Ignored columns: {listing(self._ignored)}.",) if self._ignored else ()
+
+    def missing(self, column: str, names: Iterable[str]) -> str:
+        """Return why a row without a column is refused, with the nearest name that it has.
+
+        Args:
+            column: Our name of the missing column.
+            names: The row's column names.
+        """
+        names = [name for name in names if name not in self._mapping]
+        near = _nearest_of(names, (column, *COLUMNS[column]))
+        fix = f"; if {near!r} is meant: column_mapping: {{{near}: {column}}}" if near else ""
+        return f"missing (nor any of {', '.join(COLUMNS[column])}); the row has {listing(names)}{fix}"
+
+    def _resolve(self, names: tuple[str, ...], *, where: str) -> RowShape:
+        found: dict[str, list[str]] = {column: [] for column in COLUMNS}
+        numbered: list[tuple[int, str]] = []
+        ignored = []
+        for name in names:
+            target = self._mapping.get(name, name)
+            if target is None:
+                continue
+            number = NUMBERED_NEGATIVE.fullmatch(target)
+            if target in IMAGE_COLUMNS:
+                raise DataError(_image_message(name, where))
+            if number:
+                numbered.append((int(number[1]), name))
+            elif target in _CANONICAL:
+                found[_CANONICAL[target]].append(name)
+            else:
+                ignored.append(name)
+        for column, sources in found.items():
+            rivals = sources + [name for _, name in sorted(numbered)] * (column == "negatives" and bool(sources))
+            if len(rivals) > 1:
+                raise DataError(self._rivals_message(column, rivals, where))
+        self._remember(names, ignored)
+        single = {column: sources[0] if sources else None for column, sources in found.items()}
+        negatives = (single["negatives"],) if single["negatives"] else tuple(name for _, name in sorted(numbered))
+        return RowShape(single["query"], single["positive"], negatives, single["label"])
+
+    def _remember(self, names: Iterable[str], ignored: Iterable[str]) -> None:
+        for known, new in ((self._seen, names), (self._ignored, ignored)):
+            if len(known) < MAX_SHAPES:
+                known.update(dict.fromkeys(new))
+
+    def _rivals_message(self, column: str, rivals: Sequence[str], where: str) -> str:
+        mapped = [
+            f"{name!r} (mapped to {self._mapping[name]!r})" if name in self._mapping else repr(name) for name in rivals
+        ]
+        return (
+            f"{where}: columns {' and '.join(mapped[:2])} both stand for {column!r}: keep one, and drop the other with "
+            f"column_mapping: {{{rivals[-1]}: null}}"
+        )
+
+
+def closest(name: str, names: Iterable[str]) -> str:
+    """Return ` (did you mean 'x'?)` for the nearest of some names, or an empty string."""
+    near = get_close_matches(name, list(names), n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def listing(names: Iterable[str], limit: int = 20) -> str:
+    """Return names for a sentence, the first `limit` of them, or "none"."""
+    names = list(names)
+    more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
+    return (", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in names[:limit]) or "none") + more
+
+
+def _nearest_of(names: Sequence[str], wanted: Sequence[str]) -> str | None:
+    return next((near[0] for target in wanted if (near := get_close_matches(target, names, n=1))), None)
+
+
+def _check_targets(mapping: Mapping[str, str | None]) -> None:
+    taken: dict[str, str] = {}
+    for source, target in mapping.items():
+        if target is None:
+            continue
+        if target not in _CANONICAL and not NUMBERED_NEGATIVE.fullmatch(target):
+            msg = (
+                f"column_mapping: {{{source}: {target}}}: records have no column {target!r}"
+                f"{closest(target, _CANONICAL)}; they have {', '.join(COLUMNS)} and negative_1, negative_2, ...; "
+                "null drops a column"
+            )
+            raise ConfigError(msg)
+        name = _CANONICAL.get(target, target)
+        if name in taken:
+            msg = f"column_mapping sends both {taken[name]!r} and {source!r} to {name!r}: keep one of them"
+            raise ConfigError(msg)
+        taken[name] = source
+
+
+def _image_message(name: str, where: str) -> str:
+    return (
+        f"{where}: column {name!r} holds images, and this version's records are text only; "
+        f"drop it with column_mapping: {{{name}: null}}"
+    )

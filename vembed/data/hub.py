@@ -1,0 +1,88 @@
+"""Read a data set of the Hugging Face hub as rows. Code of a data set is never run."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from vembed.data.columns import closest
+from vembed.data.splits import SPLIT_KEYS, SPLIT_NAMES, Role, split_for
+from vembed.errors import DataError, MachineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from vembed.data.files import RawRow
+
+HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?", re.ASCII)
+BATCH_ROWS = 1000
+
+
+def hub_split(hub_id: str, split: str | None, role: Role) -> tuple[str, Any]:
+    """Return the name and the rows of one split.
+
+    Args:
+        hub_id: `owner/name` or `owner/name:config`.
+        split: The user's choice, or None to choose by role.
+        role: What the data is for.
+
+    Returns:
+        The split's name and a `datasets.Dataset`.
+
+    Raises:
+        DataError: The data set, its config or the split doesn't exist, or it needs code of its own to be read.
+        MachineError: The hub can't be reached and the data set is not in the local cache.
+    """
+    match = HUB_ID.fullmatch(hub_id)
+    assert match is not None, hub_id
+    splits = _load(match["name"], match["config"])
+    chosen = split_for(splits, split, role)
+    if chosen is None:
+        names = (split,) if split is not None else SPLIT_NAMES[role]
+        msg = (
+            f"{hub_id} has no split {' or '.join(repr(name) for name in names)}{closest(names[0], splits)}; "
+            f"it has: {', '.join(splits)}. Choose one with {SPLIT_KEYS[role]}"
+        )
+        raise DataError(msg)
+    return chosen, splits[chosen]
+
+
+def hub_rows(dataset: Any, wanted: Callable[[Sequence[str]], Sequence[str]]) -> Iterator[RawRow]:
+    """Yield the rows of a `datasets.Dataset`, counted from 1; columns that nobody wants are not read.
+
+    Args:
+        dataset: One split.
+        wanted: Given its columns, says which to read.
+    """
+    names = list(wanted(dataset.column_names))
+    number = 0
+    for batch in dataset.select_columns(names).iter(batch_size=BATCH_ROWS) if names else [{}] * bool(len(dataset)):
+        for cells in zip(*(batch[name] for name in names), strict=True) if names else [()] * len(dataset):
+            number += 1
+            yield number, dict(zip(names, cells, strict=True))
+
+
+def _load(name: str, config: str | None) -> Any:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, config)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        msg = (
+            f"no data set {name!r} on the hub, and no such local file or folder; if it is private or gated, log in "
+            f"with `hf auth login`: {_first_line(error)}"
+        )
+        raise DataError(msg) from error
+    except (ConnectionError, TimeoutError, OSError) as error:
+        msg = (
+            f"the data set {name!r} is not in the local cache and the hub can't be reached: {_first_line(error)}. "
+            f"Download it where there is a network (`hf download {name} --repo-type dataset`), or give a local file"
+        )
+        raise MachineError(msg) from error
+    except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        msg = f"the data set {name!r} can't be read: {_first_line(error)}"
+        raise DataError(msg) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,96 @@
+"""What happens to invalid rows: collect them all, then refuse the file or drop them within a budget.
+
+Policy `error`: any invalid row refuses the source, after all of it was read. Policy `skip`: up to `max_invalid` rows
+are dropped, counted and named; one more refuses the source.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vembed.errors import DataError
+
+MAX_LISTED = 20
+MAX_LISTED_IN_NOTE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidPolicy:
+    """What to do with invalid rows.
+
+    Attributes:
+        skip: Drop them, instead of refusing the source.
+        max_invalid: Most rows that `skip` drops.
+    """
+
+    skip: bool = False
+    max_invalid: int = 0
+
+    @property
+    def budget(self) -> int:
+        """Invalid rows that may be dropped."""
+        return self.max_invalid if self.skip else 0
+
+
+class ProblemLog:
+    """Count the invalid rows of one source; keep the first few.
+
+    Args:
+        policy: What to do with them.
+    """
+
+    def __init__(self, policy: InvalidPolicy) -> None:
+        self._policy = policy
+        self._listed: list[str] = []
+        self.count = 0
+
+    @property
+    def refused(self) -> bool:
+        """Whether the source is lost already, so that its valid rows need not be kept."""
+        return self.count > self._policy.budget
+
+    def add(self, where: str, reason: str, *, column: str | None = None) -> None:
+        """Note one invalid row.
+
+        Args:
+            where: `file:line`.
+            reason: Why it is invalid.
+            column: The column at fault, None for the row as a whole.
+        """
+        self.count += 1
+        if len(self._listed) < MAX_LISTED:
+            self._listed.append(f"{where}: {column + ': ' if column else ''}{reason}")
+
+    def check(self, source: str) -> None:
+        """Refuse the source when its invalid rows are over the budget.
+
+        Raises:
+            DataError: With the first problems and how many there are.
+        """
+        if self.refused:
+            raise DataError(f"{self.listing(source)}\n{self._fix()}")
+
+    def notes(self) -> tuple[str, ...]:
+        """Return a sentence about the rows that were dropped, or nothing."""
+        if not self.count:
+            return ()
+        rest = "; ..." if self.count > MAX_LISTED_IN_NOTE else ""
+        return (f"{plural(self.count, 'invalid row')} dropped: {'; '.join(self._listed[:MAX_LISTED_IN_NOTE])}{rest}.",)
+
+    def listing(self, source: str) -> str:
+        """Return the first problems, one a line, and how many there are."""
+        lines = [f"{plural(self.count, 'invalid row')} in {source}:"]
+        lines += [f"  {problem}" for problem in self._listed]
+        if self.count > len(self._listed):
+            lines.append(f"  ... and {self.count - len(self._listed):,} more")
+        return "\n".join(lines)
+
+    def _fix(self) -> str:
+        if self._policy.skip:
+            return f"That is more than max_invalid_records: {self._policy.max_invalid}; fix the rows or raise it."
+        return f"Fix the rows, or drop them with skip_invalid_records: true, max_invalid_records: {self.count}"
+
+
+def plural(count: int, noun: str, many: str | None = None) -> str:
+    """Return a count with its noun: "1 row", "2,000 rows"."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"

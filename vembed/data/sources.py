@@ -1,0 +1,257 @@
+"""Turn what `data_path` names into checked records: a file, a folder, a glob, a hub id or a built-in set.
+
+1. Read rows one by one (`files.py`, `beir.py`, `hub.py`, `builtin/`).
+2. Resolve each row's columns (`columns.py`) and check every value (`validate.py`).
+3. Append what is valid to an Arrow table; count the rest (`problems.py`).
+
+The whole source is read and checked before anything trains. Memory is the table plus a few thousand rows.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
+from vembed.data.builtin import load_builtin
+from vembed.data.columns import COLUMNS, ColumnResolver, closest
+from vembed.data.files import ROW_SUFFIXES, RawRow, holds_text_cells, iter_rows, suffix_of
+from vembed.data.hub import HUB_ID, hub_rows, hub_split
+from vembed.data.problems import InvalidPolicy, ProblemLog, plural
+from vembed.data.records import LoadedRecords, RecordWriter
+from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, split_for
+from vembed.data.validate import Fault, check_row
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+__all__ = ["BUILTIN_PREFIX", "LoadedRecords", "SourceOptions", "beir_folder", "load_records"]
+
+BUILTIN_PREFIX = "builtin:"
+SHARD = re.compile(r"(?P<split>.+?)([-_.]\d+(-of-\d+)?)?")
+"""The file names of a split: `train`, `train-00000-of-00004`, `train_7`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """How to read a data source.
+
+    Attributes:
+        role: What the data is for; chooses the split where there are several.
+        split: The split to read instead; None leaves it to the role.
+        column_mapping: Source column -> our name; None drops the column.
+        skip_invalid: Drop invalid rows instead of refusing the source.
+        max_invalid: Most invalid rows that may be dropped.
+    """
+
+    role: Role
+    split: str | None = None
+    column_mapping: Mapping[str, str | None] = field(default_factory=dict)
+    skip_invalid: bool = False
+    max_invalid: int = 0
+
+
+def load_records(path: str, options: SourceOptions) -> LoadedRecords:
+    """Read, check and collect the records of a data source.
+
+    Args:
+        path: A .jsonl, .json, .csv, .tsv (each possibly .gz) or .parquet file; a folder or glob of such files, read in
+            order of their names; a BEIR folder; `builtin:NAME`; or a hub id `owner/name[:config]`.
+        options: Role, split, columns and what to do with invalid rows.
+
+    Returns:
+        At least one record, and notes on what was skipped or ignored.
+
+    Raises:
+        ConfigError: `column_mapping` names a column that records don't have.
+        DataError: The source is missing, broken or inconsistent; the message names file:line and column.
+        MachineError: The hub can't be reached, or the system refuses to read a file.
+    """
+    loader = _Loader(options)
+    if path.startswith(BUILTIN_PREFIX):
+        split = options.split or SPLIT_NAMES[options.role][0]
+        loaded = load_builtin(path.removeprefix(BUILTIN_PREFIX), split)
+        return LoadedRecords(loaded.table, (*loaded.notes, *loader.unmapped("a built-in set")))
+    if folder := beir_folder(path):
+        return loader.read_beir(read_beir_split(folder, options.split, options.role), folder)
+    files, notes = _row_files(path, options)
+    if files:
+        for file in files:
+            wanted = partial(loader.columns.wanted, where=f"{file.name}:1")
+            loader.read(iter_rows(file, wanted), file=file.name, cells_are_text=holds_text_cells(file))
+        return loader.finish(path, notes)
+    split, dataset = hub_split(path, options.split, options.role)
+    name = f"{path}/{split}"
+    loader.read(hub_rows(dataset, partial(loader.columns.wanted, where=f"{name}:1")), file=name)
+    return loader.finish(path, notes)
+
+
+def beir_folder(path: str) -> Path | None:
+    """Return the BEIR folder that a path names, or None when it names something else."""
+    folder = Path(path).expanduser()
+    return folder if folder.is_dir() and is_beir(folder) else None
+
+
+class _Loader:
+    """Collect the rows of one source under the options' policy."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self.columns = ColumnResolver(options.column_mapping)
+        self._policy = InvalidPolicy(options.skip_invalid, options.max_invalid)
+        self._log = ProblemLog(self._policy)
+        self._writer = RecordWriter()
+        self._mapping = options.column_mapping
+        self._role = options.role
+        self._num_rows = 0
+        self._has_header = False
+        self._num_missing = dict.fromkeys(COLUMNS, 0)
+
+    def read(self, rows: Iterable[RawRow], *, file: str, cells_are_text: bool = False) -> None:
+        """Check the rows of one file and keep the valid ones."""
+        columns, writer, log = self.columns, self._writer, self._log
+        self._has_header = cells_are_text
+        for line, row in rows:
+            self._num_rows += 1
+            if isinstance(row, str):
+                log.add(f"{file}:{line}", row)
+                continue
+            shape = columns.shape(tuple(row), where=f"{file}:{line}")
+            try:
+                fields = check_row(row, shape, cells_are_text=cells_are_text)
+            except Fault as fault:
+                self._refuse(fault, row, f"{file}:{line}")
+                continue
+            if not log.refused:
+                writer.add(
+                    fields.query,
+                    positives=fields.positives,
+                    negatives=fields.negatives,
+                    label=fields.label,
+                    file=file,
+                    line=line,
+                )
+
+    def read_beir(self, part: BeirSplit, folder: Path) -> LoadedRecords:
+        """Return a record per query of a BEIR split that has a relevant document."""
+        self.columns = ColumnResolver({})  # the layout fixes the columns
+        self.read(beir_rows(part), file=part.query_file)
+        irrelevant = len(part.data.queries) - self._num_rows
+        notes = [*part.data.notes, *self.unmapped("a BEIR folder")]
+        if irrelevant:
+            verb = "has no relevant document and is" if irrelevant == 1 else "have no relevant document and are"
+            notes.append(f"{plural(irrelevant, 'query', 'queries')} {verb} left out.")
+        return self.finish(f"{folder} ({part.data.name})", notes)
+
+    def unmapped(self, source: str) -> tuple[str, ...]:
+        """Return a sentence that column_mapping has no effect on a source whose columns are fixed."""
+        return (f"column_mapping has no effect on {source}.",) if self._mapping else ()
+
+    def finish(self, source: str, notes: Sequence[str]) -> LoadedRecords:
+        """Return what was kept, or refuse the source."""
+        if not self._num_rows:
+            msg = f"{source} holds no rows"
+            raise DataError(msg)
+        # One mapping serves all sets: a column that training drops need not stand in the others.
+        self.columns.check_mapping(source, drops_may_miss=self._role != "train")
+        for column, count in self._num_missing.items():
+            if count == self._num_rows:
+                reason = self.columns.missing(column, self.columns.seen)
+                header = "; the first line of a CSV or TSV file names its columns" if self._has_header else ""
+                msg = f"no row of {source} has a column {column!r}: {reason}{header}"
+                raise DataError(msg)
+        self._log.check(source)
+        if not len(self._writer):
+            msg = f"all {plural(self._num_rows, 'row')} of {source} are invalid: {self._log.notes()[0]}"
+            raise DataError(msg)
+        kept = (*notes, *self._log.notes(), *self.columns.notes())
+        return LoadedRecords(self._writer.finish(), kept, self._log.count)
+
+    def _refuse(self, fault: Fault, row: Mapping[str, object], where: str) -> None:
+        if fault.missing:
+            self._num_missing[fault.column] += 1
+        reason = self.columns.missing(fault.column, row) if fault.missing else fault.reason
+        self._log.add(where, reason, column=fault.column)
+
+
+def _row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the local files that a path names, and notes; no files when it is a hub id."""
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return _folder_files(local, options)
+    if local.is_file():
+        found = [local]
+    elif glob.has_magic(path):
+        found = sorted(Path(name) for name in glob.glob(str(local)) if Path(name).is_file())  # noqa: PTH207 - any pattern
+        if not found:
+            msg = f"{PATH_KEYS[options.role]}: no file matches {path}"
+            raise DataError(msg)
+    elif _may_be_hub_id(path):
+        return [], ()
+    else:
+        raise DataError(_missing_message(path, options.role))
+    if options.split is not None:
+        msg = f"{path} has no splits: remove {SPLIT_KEYS[options.role]}: {options.split}, or name a folder or hub id"
+        raise DataError(msg)
+    return _of_one_kind(found, path), ()
+
+
+def _folder_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the row files of a folder: those of the wanted split where the names tell splits apart, else all."""
+    found = sorted(path for path in folder.iterdir() if path.is_file() and suffix_of(path) and path.name[0] != ".")
+    if not found:
+        msg = f"{folder} holds no data files; expected {', '.join(ROW_SUFFIXES)}, or the BEIR layout"
+        raise DataError(msg)
+    splits = {path: _split_name(path) for path in found}
+    known = {name for names in SPLIT_NAMES.values() for name in names}
+    if options.split is None and not known & set(splits.values()):
+        return _of_one_kind(found, str(folder)), ()
+    chosen = split_for(set(splits.values()), options.split, options.role)
+    if chosen is None:
+        names = SPLIT_NAMES[options.role] if options.split is None else (options.split,)
+        msg = (
+            f"{folder} has no file of split {' or '.join(repr(name) for name in names)}"
+            f"{closest(names[0], splits.values())}; it has: {', '.join(path.name for path in found)}. Choose one "
+            f"with {SPLIT_KEYS[options.role]}, or name the file in {PATH_KEYS[options.role]}"
+        )
+        raise DataError(msg)
+    files = _of_one_kind([path for path, split in splits.items() if split == chosen], f"{folder} ({chosen})")
+    others = len(found) - len(files)
+    note = f"Read split {chosen!r} of {folder}: {plural(len(files), 'file')}, {others} of other splits not read."
+    return files, (note,)
+
+
+def _split_name(path: Path) -> str:
+    match = SHARD.fullmatch(path.name[: -len(suffix_of(path) or "")])
+    return match["split"] if match else path.name
+
+
+def _of_one_kind(files: Sequence[Path], source: str) -> list[Path]:
+    """Refuse a mixture, such as train.jsonl beside its own train.csv, and files of unknown kinds."""
+    unknown = next((path for path in files if suffix_of(path) is None), None)
+    if unknown is not None:
+        msg = f"{unknown}: unknown kind of file; expected {', '.join(ROW_SUFFIXES)}"
+        raise DataError(msg)
+    kinds = {(suffix_of(path) or "").removesuffix(".gz") for path in files}
+    if len(kinds) > 1:
+        msg = f"{source} mixes {' and '.join(sorted(kinds))} files: name one kind, e.g. *{min(kinds)}"
+        raise DataError(msg)
+    return list(files)
+
+
+def _may_be_hub_id(path: str) -> bool:
+    return bool(HUB_ID.fullmatch(path)) and suffix_of(Path(path)) is None and not Path(path).parent.is_dir()
+
+
+def _missing_message(path: str, role: Role) -> str:
+    key = PATH_KEYS[role]
+    if "://" in path:  # not echoed: an address may hold a password
+        return f"{key} is an address; download it and name the local file, or give a hub id owner/name"
+    local = Path(path).expanduser()
+    if not local.parent.is_dir():
+        return f"{key}: {path} doesn't exist, nor does its folder {local.parent}"
+    return f"{key}: {path} doesn't exist{closest(local.name, (entry.name for entry in local.parent.iterdir()))}"

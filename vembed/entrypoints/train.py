@@ -1,0 +1,97 @@
+"""`python run.py CONFIG`, `vembed train CONFIG` and `accelerate launch vembed/entrypoints/train.py CONFIG`: train."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if not __package__:  # started as a file: Python put this folder on the path, where the package's parent belongs
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from vembed.config.load import load_config
+from vembed.config.redact import redact
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.config.load import LoadedConfig
+    from vembed.training.build import Mode
+
+DESCRIPTION = "Train an embedding model from one configuration file, and judge it against what it was before."
+
+
+def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
+    """Parse the command line of a training run.
+
+    Args:
+        arguments: Words behind the program's name.
+        program: How the program was called, for its help.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML or JSON file")
+    parser.add_argument("--config", dest="config_option", type=Path, metavar="CONFIG", help="the same, as an option")
+    parser.add_argument(
+        "--config_override",
+        "--config-override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings that win over the file, e.g. batch_size=32 learning_rate=1e-5",
+    )
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="the same as the key resume")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--validate", action="store_true", help="check the configuration and stop")
+    only.add_argument("--plan", action="store_true", help="print the plan, write plan.json and stop")
+    only.add_argument("--dry-run", action="store_true", help="load everything, do one step, write nothing and stop")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train") -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        arguments: Words behind the program's name; None takes the process's own.
+        program: How the program was called, for its help.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    parsed = parse_arguments(words, program=program)
+    return run_command(lambda: _run(parsed, command=shlex.join([*program.split(), *words])))
+
+
+def _run(parsed: argparse.Namespace, *, command: str) -> int:
+    loaded = _load(parsed)
+    if parsed.validate:
+        _say_valid(loaded)
+        return ExitCode.OK
+    from vembed.training.build import run_from_config  # imports torch, which --validate must not wait for
+
+    quiet_libraries()
+    mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
+    run_from_config(loaded.config, mode=mode, command=redact(command))
+    return ExitCode.OK
+
+
+def _load(parsed: argparse.Namespace) -> LoadedConfig:
+    if parsed.config is not None and parsed.config_option is not None:
+        raise ConfigError(f"the configuration is given twice: {parsed.config} and --config {parsed.config_option}")
+    overrides = list(parsed.config_override)
+    if parsed.resume is not None:
+        overrides.append(f"resume={parsed.resume}")
+    return load_config(parsed.config or parsed.config_option, overrides)
+
+
+def _say_valid(loaded: LoadedConfig) -> None:
+    where = str(loaded.path) if loaded.path is not None else "the overrides"
+    print(f"{redact(where)}: valid, {len(loaded.sources)} keys set, the others have their defaults")
+    if loaded.config.data_path is None:
+        print("warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)")
+
+
+if __name__ == "__main__":
+    sys.exit(main(program="accelerate launch vembed/entrypoints/train.py"))

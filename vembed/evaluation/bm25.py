@@ -1,0 +1,109 @@
+"""BM25: what plain word matching finds, the line that an embedding model should be above.
+
+One form, stated so that it can be compared: lower-cased words of two or more letters or digits, English stop words
+left out, no stemming, Lucene's BM25 with k1 = 0.9 and b = 0.4. A document that shares no word with the query is not
+found.
+Source: Robertson & Zaragoza (2009); parameters of Anserini, which BEIR's BM25 numbers use; Lu, BM25S (2024).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import bm25s
+import numpy as np
+
+from vembed.evaluation.metrics import DEFAULT_KS
+from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder, counted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vembed.batch import Item
+    from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.result import EvaluationResult
+
+SYSTEM = "BM25"
+K1 = 0.9
+B = 0.4
+
+POLL_QUERIES = 256
+"""Queries between two polls: under a second on a corpus of 100,000 documents."""
+
+# bm25s sets its own logger to DEBUG when it is imported, which would fill a run's log.
+logging.getLogger("bm25s").setLevel(logging.WARNING)
+
+
+def evaluate_bm25(
+    task: RetrievalData,
+    ks: Sequence[int] = DEFAULT_KS,
+    *,
+    depth: int = DEFAULT_DEPTH,
+    poll: Callable[[], None] | None = None,
+) -> EvaluationResult:
+    """Evaluate BM25 on one task, under the same rules as an encoder.
+
+    Args:
+        task: Queries, documents and judgements.
+        ks: Cut-offs of the metrics.
+        depth: Documents kept per query; at least the largest cut-off.
+        poll: Called between batches of queries; it may raise, e.g. `PreemptedError`.
+
+    Returns:
+        Metrics, per-query values and the run; a query without a known word has an empty list and scores 0.
+
+    Raises:
+        DataError: The task has nothing to search or to score.
+        ValueError: A cut-off is over the depth.
+    """
+    builder = RunBuilder(task, ks=ks, depth=depth)
+    started = time.perf_counter()
+    document_ids = list(task.documents)
+    index = _index(list(task.documents.values()))
+    words = _words([task.queries[query_id] for query_id in builder.query_ids])
+    nothing_found = 0
+    for position, (query_id, query_words) in enumerate(zip(builder.query_ids, words, strict=True)):
+        if poll is not None and position % POLL_QUERIES == 0:
+            poll()
+        hits = _hits(index, query_words, wanted=builder.hits_wanted)
+        nothing_found += not hits
+        builder.add(query_id, ((document_ids[row], score) for row, score in hits))
+    seconds = time.perf_counter() - started
+    notes = []
+    if nothing_found:
+        notes.append(
+            f"{counted(nothing_found, 'query shares', 'queries share')} no word with the corpus: nothing found."
+        )
+    return builder.result(SYSTEM, seconds=seconds, notes=notes)
+
+
+def _words(texts: Sequence[Item]) -> list[list[str]]:
+    """Return the words of each text that count, in order."""
+    words: list[list[str]] = bm25s.tokenize(
+        list(texts), lower=True, stopwords="english", stemmer=None, return_ids=False, show_progress=False
+    )
+    return words
+
+
+def _index(texts: Sequence[Item]) -> bm25s.BM25 | None:
+    """Return the index, or None where the corpus has no word at all (emoji, single letters)."""
+    words = _words(texts)
+    if not any(words):
+        return None
+    index = bm25s.BM25(k1=K1, b=B, method="lucene", backend="numpy")
+    index.index(words, show_progress=False)
+    return index
+
+
+def _hits(index: bm25s.BM25 | None, words: list[str], *, wanted: int) -> list[tuple[int, float]]:
+    """Return (row, score) of the best documents, in any order: `wanted` of them, and all that tie with the last."""
+    if index is None or not words:
+        return []
+    scores_D = index.get_scores(words)
+    rows = np.flatnonzero(scores_D > 0)
+    if len(rows) > wanted:
+        worst_kept = np.partition(scores_D[rows], -wanted)[-wanted]
+        rows = rows[scores_D[rows] >= worst_kept]
+    return list(zip(rows.tolist(), scores_D[rows].tolist(), strict=True))

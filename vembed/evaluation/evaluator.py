@@ -1,0 +1,101 @@
+"""Evaluate an encoder on a retrieval task: encode, search, score.
+
+The same vectors give the same result, bit for bit: nothing here draws a random number. Among documents whose scores tie
+exactly at the end of the list, the index decides which are kept; those kept stand in trec_eval's order.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from vembed.evaluation.index import search
+from vembed.evaluation.metrics import DEFAULT_KS
+from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from vembed.batch import Item, Side
+    from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.result import EvaluationResult
+
+    Encode: TypeAlias = Callable[[Sequence[Item], Side], NDArray[np.float32]]
+
+EXACT = "Flat"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationOptions:
+    """How to search and what to score.
+
+    Attributes:
+        system: Name of what is evaluated, for people.
+        ks: Cut-offs of the metrics.
+        depth: Documents kept per query; at least the largest cut-off.
+        index_factory: FAISS index string; "Flat" is exact.
+        poll: Called between batches of queries; it may raise, e.g. `PreemptedError`.
+    """
+
+    system: str
+    ks: tuple[int, ...] = DEFAULT_KS
+    depth: int = DEFAULT_DEPTH
+    index_factory: str = EXACT
+    poll: Callable[[], None] | None = None
+
+
+def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) -> EvaluationResult:
+    """Evaluate an encoder on one task.
+
+    Args:
+        encode: Turns texts of one side into vectors (rows, dim), float32, a row for each text in the given order;
+            normalised where cosine similarity is meant.
+        task: Queries, documents and judgements.
+        options: How to search and what to score.
+
+    Returns:
+        Metrics, per-query values and the run.
+
+    Raises:
+        DataError: The task has nothing to search or to score.
+        NonFiniteError: An embedding holds NaN or infinity.
+        ConfigError: FAISS can't build the index.
+        ValueError: The encoder returned another number of rows than it got texts, or a cut-off is over the depth.
+    """
+    builder = RunBuilder(task, ks=options.ks, depth=options.depth)
+    started = time.perf_counter()
+    document_ids = list(task.documents)
+    document_vectors_DE = _encode(encode, list(task.documents.values()), "document")
+    query_vectors_QE = _encode(encode, [task.queries[query_id] for query_id in builder.query_ids], "query")
+    scores_Qk, rows_Qk = search(
+        document_vectors_DE,
+        query_vectors_QE,
+        k=builder.hits_wanted,
+        factory=options.index_factory,
+        poll=options.poll,
+    )
+    seconds = time.perf_counter() - started
+    for query_id, scores_k, rows_k in zip(builder.query_ids, scores_Qk, rows_Qk, strict=True):
+        # Row -1 is an approximate index's way of saying that it found fewer.
+        found_k = rows_k >= 0
+        hits = zip(rows_k[found_k].tolist(), scores_k[found_k].tolist(), strict=True)
+        builder.add(query_id, ((document_ids[row], score) for row, score in hits))
+    notes = []
+    if options.index_factory != EXACT:
+        notes.append(f'Searched with the FAISS index "{options.index_factory}", which may miss documents.')
+    return builder.result(options.system, seconds=seconds, notes=notes)
+
+
+def _encode(encode: Encode, texts: Sequence[Item], side: Side) -> NDArray[np.float32]:
+    """Return the vectors of the texts, (rows, dim)."""
+    vectors_NE = encode(texts, side)
+    if vectors_NE.ndim != 2 or len(vectors_NE) != len(texts):
+        raise ValueError(
+            f"the encoder returned shape {vectors_NE.shape} for {len(texts)} {side} texts; "
+            f"it must return ({len(texts)}, dim): one row for each text."
+        )
+    return vectors_NE

@@ -1,0 +1,122 @@
+"""Find the nearest documents of every query with FAISS, by inner product.
+
+Vectors are taken as they come: cosine similarity is the inner product of vectors that the encoder has normalised.
+Memory: the index holds a second copy of the document vectors (D * E * 4 bytes for "Flat"); everything else is slices.
+Shape legend: D documents, Q queries, E embedding dim, k hits per query.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import faiss
+import numpy as np
+
+from vembed.errors import ConfigError, NonFiniteError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+SLICE_ROWS = 16_384
+"""Rows checked or added at a time: 50 MB at 768 dimensions."""
+
+TRAIN_ROWS = 262_144
+"""Most rows that an index is trained on; FAISS itself samples 256 per cluster."""
+
+SHOWN_ROWS = 5
+"""Rows that an error names."""
+
+
+def search(
+    document_vectors_DE: NDArray[np.float32],
+    query_vectors_QE: NDArray[np.float32],
+    *,
+    k: int,
+    factory: str = "Flat",
+    query_batch: int = 1024,
+    poll: Callable[[], None] | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the k documents with the largest inner product for each query, best first.
+
+    Args:
+        document_vectors_DE: Document embeddings, (D, E), float32.
+        query_vectors_QE: Query embeddings, (Q, E), float32.
+        k: Hits per query; clipped to D.
+        factory: FAISS index string: "Flat" is exact, others ("HNSW32", "IVF64,Flat") are approximate and searched with
+            FAISS's own defaults.
+        query_batch: Queries per FAISS call.
+        poll: Called before each batch of queries; it may raise, e.g. `PreemptedError`.
+
+    Returns:
+        Scores (Q, k) float32 and document rows (Q, k) int64. An approximate index that finds fewer than k documents
+        fills up with row -1.
+
+    Raises:
+        NonFiniteError: A vector holds NaN or infinity.
+        ConfigError: FAISS can't build the index for these documents.
+        ValueError: The shapes don't fit, or k or query_batch is below 1.
+    """
+    _check_shapes(document_vectors_DE, query_vectors_QE)
+    if k < 1 or query_batch < 1:
+        raise ValueError(f"k is {k} and query_batch is {query_batch}; both are at least 1.")
+    _check_finite(document_vectors_DE, "document")
+    _check_finite(query_vectors_QE, "query")
+    k = min(k, len(document_vectors_DE))
+    index = _build(document_vectors_DE, factory)
+    num_queries = len(query_vectors_QE)
+    scores_Qk = np.empty((num_queries, k), dtype=np.float32)
+    rows_Qk = np.empty((num_queries, k), dtype=np.int64)
+    for start in range(0, num_queries, query_batch):
+        if poll is not None:
+            poll()
+        part = slice(start, min(start + query_batch, num_queries))
+        scores_Qk[part], rows_Qk[part] = index.search(query_vectors_QE[part], k)
+    return scores_Qk, rows_Qk
+
+
+def _build(vectors_DE: NDArray[np.float32], factory: str) -> Any:
+    """Return a FAISS index that holds the vectors, row i under id i."""
+    num_documents, dim = vectors_DE.shape
+    try:
+        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+        if not index.is_trained:
+            # Evenly spaced rows: the same at every run, and from all parts of a corpus that is sorted by topic.
+            step = -(-num_documents // TRAIN_ROWS)
+            index.train(vectors_DE[::step])
+        for start in range(0, num_documents, SLICE_ROWS):
+            index.add(vectors_DE[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous
+    except RuntimeError as error:
+        reason = str(error).rsplit(": ", 1)[-1]
+        raise ConfigError(
+            f"FAISS can't build the index {factory!r} for {num_documents} documents of {dim} dimensions: {reason}. "
+            'Use "Flat" (exact), or e.g. "HNSW32" or "IVF64,Flat" for a large corpus.'
+        ) from error
+    return index
+
+
+def _check_shapes(documents_DE: NDArray[np.float32], queries_QE: NDArray[np.float32]) -> None:
+    """Refuse arrays that aren't two tables of the same width, and an empty corpus."""
+    if documents_DE.ndim != 2 or queries_QE.ndim != 2 or documents_DE.shape[1] != queries_QE.shape[1]:
+        raise ValueError(
+            f"document vectors have shape {documents_DE.shape} and query vectors {queries_QE.shape}; "
+            "both are (rows, dim) with the same dim."
+        )
+    if documents_DE.size == 0:
+        raise ValueError(f"document vectors have shape {documents_DE.shape}: there is nothing to search.")
+
+
+def _check_finite(vectors_NE: NDArray[np.float32], what: str) -> None:
+    """Refuse NaN and infinity: FAISS would rank them somewhere, without a word."""
+    bad: list[int] = []
+    for start in range(0, len(vectors_NE), SLICE_ROWS):
+        finite_N = np.isfinite(vectors_NE[start : start + SLICE_ROWS]).all(axis=1)
+        bad.extend((np.flatnonzero(~finite_N) + start).tolist())
+    if bad:
+        shown = ", ".join(str(row) for row in bad[:SHOWN_ROWS])
+        more = ", ..." if len(bad) > SHOWN_ROWS else ""
+        raise NonFiniteError(
+            f"{len(bad)} of {len(vectors_NE)} {what} vectors hold NaN or infinity (rows {shown}{more}): the weights "
+            "are damaged, or half precision overflowed. Encode in float32, or go back to an earlier checkpoint."
+        )

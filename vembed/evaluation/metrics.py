@@ -1,0 +1,107 @@
+"""Score a run with trec_eval, so that every number can be compared with BEIR's, MTEB's and a paper's.
+
+| name        | trec_eval        | meaning                                                                             |
+|-------------|------------------|-------------------------------------------------------------------------------------|
+| ndcg@k      | ndcg_cut         | graded; the gain is the grade itself, the discount log2(rank + 1)                   |
+| recall@k    | recall           | share of the relevant documents among the first k                                   |
+| precision@k | P                | share of the first k that is relevant; divides by k even where fewer were found     |
+| mrr@k       | recip_rank       | 1 / rank of the first relevant document, 0 where it is not among the first k        |
+| map@k       | map_cut          | average precision of the first k, divided by the number of all relevant documents   |
+| hit@k       | success          | 1 where a relevant document is among the first k                                    |
+
+Relevant means grade 1 or more. A relevant document that was not found counts as missed, in the corpus or not.
+"""
+
+from __future__ import annotations
+
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytrec_eval
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+HEADLINE = ("ndcg@10", "recall@1", "mrr@10", "map@100")
+"""The metrics that a report leads with."""
+
+DEFAULT_KS = (1, 3, 5, 10, 100)
+"""Cut-offs that metrics are computed at."""
+
+_CUT_MEASURES = {"ndcg": "ndcg_cut", "recall": "recall", "precision": "P", "map": "map_cut", "hit": "success"}
+
+
+def trec_order(scored: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+    """Return one query's documents in the order that trec_eval ranks them, whatever order a file has.
+
+    Scores are compared as float32, largest first; equal scores by document id, last one first. Python compares ids by
+    code point and trec_eval by UTF-8 byte, which is the same order.
+
+    Args:
+        scored: (document id, score) pairs in any order.
+
+    Returns:
+        The same pairs, best first.
+
+    Source:
+        trec_eval 9, form_res_rels.c, comp_sim_docno.
+    """
+    pairs = tuple(scored)
+    single = np.asarray([score for _, score in pairs], dtype=np.float32).tolist()
+    keyed = sorted(
+        ((score, document_id, pair) for score, (document_id, _), pair in zip(single, pairs, pairs, strict=True)),
+        key=itemgetter(0, 1),
+        reverse=True,
+    )
+    return tuple(pair for _, _, pair in keyed)
+
+
+def with_relevant(qrels: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
+    """Return the queries that have a relevant document: the ones that a mean can be over.
+
+    Args:
+        qrels: Query id -> document id -> grade.
+
+    Returns:
+        The same without the queries whose grades are all 0 or below.
+    """
+    return {query_id: grades for query_id, grades in qrels.items() if any(grade > 0 for grade in grades.values())}
+
+
+def score_run(
+    run: Mapping[str, Sequence[tuple[str, float]]],
+    qrels: Mapping[str, Mapping[str, int]],
+    ks: Sequence[int] = DEFAULT_KS,
+) -> dict[str, dict[str, float]]:
+    """Score each query that has a relevant document.
+
+    Args:
+        run: Query id -> (document id, score) in any order. A query that is missing here found nothing and scores 0.
+        qrels: Query id -> document id -> grade.
+        ks: Cut-offs, each at least 1.
+
+    Returns:
+        Metric name ("ndcg@10") -> query id -> value between 0 and 1; the same queries for every metric.
+
+    Raises:
+        ValueError: A cut-off is below 1, or there is none.
+    """
+    cuts = sorted(set(ks))
+    if not cuts or cuts[0] < 1:
+        raise ValueError(f"ks is {tuple(ks)}; give at least one cut-off, each 1 or more, e.g. {DEFAULT_KS}.")
+    judged = with_relevant(qrels)
+    joined = ",".join(str(cut) for cut in cuts)
+    measures = {f"{measure}.{joined}" for measure in _CUT_MEASURES.values()} | {"recip_rank"}
+    evaluator = pytrec_eval.RelevanceEvaluator(judged, measures)
+    scored = evaluator.evaluate({query_id: dict(run.get(query_id, ())) for query_id in judged})
+    per_query = {
+        f"{name}@{cut}": {query_id: float(scored[query_id][f"{measure}_{cut}"]) for query_id in judged}
+        for name, measure in _CUT_MEASURES.items()
+        for cut in cuts
+    }
+    for cut in cuts:
+        # The reciprocal rank is that of the first relevant document: cutting the run at k keeps it or makes it 0.
+        ranks = {query_id: float(scored[query_id]["recip_rank"]) for query_id in judged}
+        per_query[f"mrr@{cut}"] = {query_id: rank if rank >= 1.0 / cut else 0.0 for query_id, rank in ranks.items()}
+    return per_query

@@ -1,0 +1,239 @@
+"""Draw curves as inline SVG that takes its colours from the page, so that one drawing serves light and dark.
+
+matplotlib draws in placeholder colours; each is then replaced by a CSS variable of the page. Nothing that a user wrote
+enters a drawing: titles and names stand in the HTML around it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from vembed.evaluation.report.markup import Html, element
+from vembed.evaluation.report.text import number_text, signed_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from matplotlib.axes import Axes
+
+    from vembed.evaluation.report.content import MetricRow
+    from vembed.evaluation.report.curves import Curve
+
+INK, LINE, SERIES, BETTER, WORSE = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
+PAGE_COLOURS = {
+    INK: "currentColor",
+    LINE: "var(--line)",
+    SERIES: "var(--series)",
+    BETTER: "var(--better)",
+    WORSE: "var(--worse)",
+}
+CURVE_INCHES, HISTOGRAM_INCHES = (3.9, 2.1), (5.2, 2.5)
+"""Width and height, such that labels are about as large as small print where the drawing stands."""
+
+LOG_RANGE = 50.0
+"""Ratio of highest to lowest value from which a positive curve gets a logarithmic axis."""
+
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vembed",
+    "text.parse_math": False,
+    "axes.unicode_minus": True,
+    "font.size": 9.5,
+    "font.family": "DejaVu Sans",
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": LINE,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.axisbelow": True,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.major.size": 3.0,
+    "ytick.major.size": 0.0,
+    "ytick.minor.size": 0.0,
+    "grid.color": LINE,
+    "grid.linewidth": 0.8,
+    "figure.facecolor": "none",
+    "lines.linewidth": 1.6,
+}
+
+MAX_MARKS = 40
+"""Most points of a curve that each have a mark."""
+
+BARS = 40
+"""Bars of the histogram over the whole range."""
+
+
+def draw_curve(curve: Curve, *, name: str, label: str, marks: bool = False) -> Html:
+    """Draw one curve over the steps.
+
+    Args:
+        curve: What to draw.
+        name: Prefix of the ids in the drawing: a word of ours, another one for each drawing of a page.
+        label: What a screen reader says in place of the drawing.
+        marks: Draw a mark at each point, unless there are too many, and a large one at the highest.
+
+    Returns:
+        An `svg` element as wide as what it stands in.
+    """
+    with _axes(CURVE_INCHES) as (figure, axes):
+        values_N = curve.values_N / curve.spec.divisor
+        lone = len(values_N) == 1
+        faint = curve.mean_N is not None
+        axes.plot(
+            curve.steps_N,
+            values_N,
+            color=SERIES,
+            alpha=0.35 if faint else 1.0,
+            linewidth=0.9 if faint else 1.6,
+            marker="o" if lone or (marks and len(values_N) <= MAX_MARKS) else "",
+            markersize=4.0,
+        )
+        if curve.mean_N is not None:
+            axes.plot(curve.steps_N, curve.mean_N / curve.spec.divisor, color=SERIES)
+        if marks and not lone:
+            best = int(values_N.argmax())
+            axes.plot(curve.steps_N[best], values_N[best], color=BETTER, marker="o", markersize=7.0)
+        _scale(axes, values_N)
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.grid(axis="y")
+        return _svg(figure, name=name, label=label)
+
+
+def _scale(axes: Axes, values_N: np.ndarray) -> None:
+    """Choose a logarithmic axis for positive values of a wide range; give a constant curve some room."""
+    low, high = float(values_N.min()), float(values_N.max())
+    if low > 0 and high / low > LOG_RANGE and len(values_N) > 2:
+        axes.set_yscale("log")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        if high - low <= 1e-9 * max(abs(low), abs(high)):
+            room = abs(high) * 0.5 or 1.0
+            axes.set_ylim(low - room, high + room)
+    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _tick(value: float, _: int | None = None) -> str:
+    """Return the label of a tick."""
+    return number_text(float(f"{value:.10g}"))
+
+
+def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
+    """Draw how many queries changed by how much; queries that didn't change are left out.
+
+    Args:
+        gains: Final minus baseline of each query, at least one of them not 0.
+        label: What a screen reader says in place of the drawing.
+
+    Returns:
+        An `svg` element as wide as what it stands in.
+    """
+    changed_N = np.array([gain for gain in gains if gain], dtype=np.float64)
+    reach = float(np.abs(changed_N).max())
+    edges = np.linspace(-reach, reach, BARS + 1)
+    counts, _ = np.histogram(changed_N, bins=edges)
+    with _axes(HISTOGRAM_INCHES) as (figure, axes):
+        width = edges[1] - edges[0]
+        half = BARS // 2
+        axes.bar(edges[:half], counts[:half], width * 0.86, align="edge", color=WORSE, linewidth=0)
+        axes.bar(edges[half:-1] + width * 0.14, counts[half:], width * 0.86, align="edge", color=BETTER, linewidth=0)
+        axes.axvline(0.0, color=INK, linewidth=0.8)
+        axes.set_xlim(-reach * 1.03, reach * 1.03)
+        axes.set_xlabel("final minus baseline")
+        axes.set_ylabel("queries")
+        axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed_text(value, 2)))
+        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.grid(axis="y")
+        return _svg(figure, name="histogram", label=label)
+
+
+@contextmanager
+def _axes(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
+    """Yield a figure with one pair of axes in our settings, whatever the user's own matplotlibrc says."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(SETTINGS)
+        figure = Figure(figsize=inches, layout="constrained")
+        FigureCanvasSVG(figure)
+        yield figure, figure.add_subplot()
+
+
+def _svg(figure: Figure, *, name: str, label: str) -> Html:
+    """Return the figure as an inline element: no size, no metadata, page colours, ids of its own.
+
+    Its style sheet goes too: inside a page it would match every element of the page.
+    """
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    drawing = buffer.getvalue()
+    drawing = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", drawing[drawing.index("<svg") :], flags=re.DOTALL
+    )
+    opening, body = drawing.split(">", 1)
+    view_box = re.search(r'viewBox="([^"]+)"', opening)
+    assert view_box is not None
+    body = body.rsplit("</svg>", 1)[0].replace("xlink:href", "href")
+    body = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", body)
+    for placeholder, colour in PAGE_COLOURS.items():
+        body = body.replace(placeholder, colour)
+    body = re.sub(r"\n\s*", "\n", body)
+    return element("svg", Html(body), viewBox=view_box.group(1), role="img", aria_label=label, class_="chart")
+
+
+def draw_interval(row: MetricRow, *, reach: float) -> Html:
+    """Draw the interval of a difference as a bar around zero; the numbers stand beside it, so it is decoration.
+
+    Args:
+        row: The metric.
+        reach: Difference at the right end of the drawing; minus it at the left.
+
+    Returns:
+        An `svg` element, empty of anything but the zero line where there is no finite interval.
+    """
+    zero = element("line", x1=50, x2=50, y1=1, y2=15, class_="zero")
+    marks = [zero]
+    if row.verdict is not None and reach > 0:
+        comparison = row.verdict.comparison
+        x = [50 + 46 * value / reach for value in (comparison.low, comparison.difference, comparison.high)]
+        if all(math.isfinite(place) for place in x):
+            marks.append(element("line", x1=f"{x[0]:.2f}", x2=f"{x[2]:.2f}", y1=8, y2=8, class_="span"))
+            marks.append(element("circle", cx=f"{x[1]:.2f}", cy=8, r=3.2))
+    word = row.verdict.word.replace(" ", "-") if row.verdict else "none"
+    return element("svg", *marks, viewBox="0 0 100 16", class_=f"interval {word}", aria_hidden="true")
+
+
+def draw_shares(counts: Sequence[tuple[str, int]], *, label: str) -> Html:
+    """Draw counts as parts of one bar.
+
+    Args:
+        counts: (class of the part, count).
+        label: What a screen reader says in place of the drawing.
+    """
+    total = sum(count for _, count in counts)
+    parts, start = [], 0.0
+    for name, count in counts:
+        width = 100 * count / total if total else 0.0
+        parts.append(element("rect", x=f"{start:.3f}", y=0, width=f"{width:.3f}", height=8, class_=name))
+        start += width
+    return element(
+        "svg", *parts, viewBox="0 0 100 8", preserveAspectRatio="none", role="img", aria_label=label, class_="shares"
+    )

@@ -1,0 +1,62 @@
+"""What a run report is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.significance import Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """Everything that a report shows. Values are shown as they are: secrets must be gone before they come here.
+
+    Attributes:
+        title: Name of the run.
+        verdict: What the run came to; its metric is the one that queries are compared by.
+        task: Texts and judgements of the evaluated set.
+        baseline: The model before training, on `task`.
+        final: The trained model, on `task`.
+        bm25: Lexical search on `task`, for orientation.
+        steps: Rows of metrics.jsonl, in order. A key that a row lacks is left out of its curve.
+        evaluations: (step, metrics on the dev set) in order.
+        plan: The plan; its "reasons" are shown first.
+        config: The settings as they were given.
+        environment: Versions, machine, cores, device.
+        data_facts: (label, value): records, duplicates, truncated, skipped.
+        command: The command that gives this run again.
+        dev_task: Name of the set that `evaluations` are on, where it isn't `task`. Left empty, they are on `task`, and
+            the baseline is their step 0; else step 0 is there only if `evaluations` has it.
+    """
+
+    title: str
+    verdict: Verdict
+    task: RetrievalData
+    baseline: EvaluationResult
+    final: EvaluationResult
+    bm25: EvaluationResult | None
+    steps: Sequence[Mapping[str, float]]
+    evaluations: Sequence[tuple[int, Mapping[str, float]]]
+    plan: Mapping[str, object]
+    config: Mapping[str, object]
+    environment: Mapping[str, str]
+    data_facts: Sequence[tuple[str, str]]
+    command: str
+    dev_task: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse a report whose verdict speaks of a metric that the results don't have."""
+        metric = self.verdict.comparison.metric
+        for result in (self.baseline, self.final):
+            if metric not in result.per_query:
+                known = ", ".join(result.per_query) or "none"
+                raise ValueError(
+                    f"The verdict is on {metric!r}, which {result.system} on {result.task} has no values of by query; "
+                    f"it has: {known}."
+                )

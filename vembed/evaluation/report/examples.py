@@ -1,0 +1,166 @@
+"""Choosing the queries that tell most about a run: improved most, got worst, and still lowest.
+
+A query stands in one group only. Order and choice depend on values and ids alone, never on the order of a file.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.result import EvaluationResult
+
+GROUP_QUERIES = 5
+TOP_DOCUMENTS = 5
+MISSED_DOCUMENTS = 2
+
+GroupKind: TypeAlias = Literal["improved", "worse", "lowest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A document in or missing from a result list.
+
+    Attributes:
+        document_id: Its id.
+        text: Its text, or None where the task doesn't have it.
+        is_relevant: Judged relevant (grade above 0).
+        score: Score that the trained model gave; None where it isn't retrieved.
+        rank: Rank from 1 in the trained model's list; None where it isn't retrieved.
+        baseline_rank: The same in the baseline's list.
+    """
+
+    document_id: str
+    text: str | None
+    is_relevant: bool
+    score: float | None
+    rank: int | None
+    baseline_rank: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One query with what was found for it.
+
+    Attributes:
+        query_id: Its id.
+        text: Its text, or None where the task doesn't have it.
+        baseline: Metric before training.
+        final: Metric after training.
+        hits: The first documents of the trained model's list, best first.
+        missed: Relevant documents that aren't among `hits`, best ranked first, at most `MISSED_DOCUMENTS`.
+        num_missed: How many there are in all.
+    """
+
+    query_id: str
+    text: str | None
+    baseline: float
+    final: float
+    hits: tuple[Hit, ...]
+    missed: tuple[Hit, ...]
+    num_missed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Examples of one kind.
+
+    Attributes:
+        kind: What they have in common.
+        examples: Most telling first.
+        num_queries: Queries of that kind, shown or not; for "lowest" those that no other group shows.
+    """
+
+    kind: GroupKind
+    examples: tuple[Example, ...]
+    num_queries: int
+
+
+def choose_examples(
+    task: RetrievalData, baseline: EvaluationResult, final: EvaluationResult, metric: str
+) -> tuple[Group, ...]:
+    """Choose the queries to show.
+
+    Args:
+        task: Texts and judgements.
+        baseline: Results before training.
+        final: Results after training.
+        metric: What queries are compared by.
+
+    Returns:
+        Three groups in the order improved, worse, lowest; a group may be empty.
+    """
+    pairs = paired_values(baseline, final, metric)
+    gains = {query_id: after - before for query_id, (before, after) in pairs.items()}
+    improved = sorted((i for i in gains if gains[i] > 0), key=lambda i: (-gains[i], i))
+    worse = sorted((i for i in gains if gains[i] < 0), key=lambda i: (gains[i], i))
+    shown = {*improved[:GROUP_QUERIES], *worse[:GROUP_QUERIES]}
+    lowest = sorted((i for i in pairs if i not in shown), key=lambda i: (pairs[i][1], i))
+
+    def group(kind: GroupKind, ids: Sequence[str]) -> Group:
+        examples = tuple(_example(i, task, (baseline, final), pairs[i]) for i in ids[:GROUP_QUERIES])
+        return Group(kind, examples, len(ids))
+
+    return group("improved", improved), group("worse", worse), group("lowest", lowest)
+
+
+def paired_values(baseline: EvaluationResult, final: EvaluationResult, metric: str) -> dict[str, tuple[float, float]]:
+    """Return (before, after) of each query that has a finite value in both results, by query id in order."""
+    before, after = baseline.per_query[metric], final.per_query[metric]
+    return {
+        query_id: (float(before[query_id]), float(after[query_id]))
+        for query_id in sorted(before.keys() & after.keys())
+        if math.isfinite(before[query_id]) and math.isfinite(after[query_id])
+    }
+
+
+def _example(
+    query_id: str,
+    task: RetrievalData,
+    results: tuple[EvaluationResult, EvaluationResult],
+    values: tuple[float, float],
+) -> Example:
+    """Collect what is shown of one query."""
+    baseline, final = results
+    ranked = final.run.get(query_id, ())
+    judged = task.qrels.get(query_id, {})
+    ranks, baseline_ranks = _ranks(ranked), _ranks(baseline.run.get(query_id, ()))
+    scores = dict(ranked)
+
+    def hits(document_ids: Iterable[str]) -> tuple[Hit, ...]:
+        return tuple(
+            Hit(
+                document_id=document_id,
+                text=task.documents.get(document_id),
+                is_relevant=judged.get(document_id, 0) > 0,
+                score=scores.get(document_id),
+                rank=ranks.get(document_id),
+                baseline_rank=baseline_ranks.get(document_id),
+            )
+            for document_id in document_ids
+        )
+
+    top = [document_id for document_id, _ in ranked[:TOP_DOCUMENTS]]
+    missed = sorted(
+        (document_id for document_id, grade in judged.items() if grade > 0 and document_id not in top),
+        key=lambda document_id: (ranks.get(document_id, math.inf), document_id),
+    )
+    return Example(
+        query_id=query_id,
+        text=task.queries.get(query_id),
+        baseline=values[0],
+        final=values[1],
+        hits=hits(top),
+        missed=hits(missed[:MISSED_DOCUMENTS]),
+        num_missed=len(missed),
+    )
+
+
+def _ranks(ranked: Sequence[tuple[str, float]]) -> Mapping[str, int]:
+    """Return the rank of each document from 1."""
+    return {document_id: rank for rank, (document_id, _) in enumerate(ranked, start=1)}

@@ -1,0 +1,269 @@
+"""The report as Markdown: the same facts for terminals, pull requests and diffs.
+
+A user's text must neither become markup nor break a table: `escape` leaves no character that Markdown, its GitHub
+dialect or the HTML inside it acts on.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from vembed.evaluation.report.content import (
+    SYMBOLS,
+    TITLES,
+    dev_metric_names,
+    dev_note,
+    evaluation_cell,
+    evaluation_rows,
+    interval_text,
+    notes,
+    row_decimals,
+    scope_text,
+)
+from vembed.evaluation.report.curves import sparkline
+from vembed.evaluation.report.settings import columns, plan_parts
+from vembed.evaluation.report.text import (
+    clip,
+    count_text,
+    id_text,
+    metric_text,
+    one_line,
+    plural,
+    signed_text,
+    value_text,
+    visible,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vembed.evaluation.report.content import Content, MetricRow
+    from vembed.evaluation.report.curves import Curve
+    from vembed.evaluation.report.examples import Example, Hit
+    from vembed.evaluation.report.settings import Record
+
+TEXT_CHARACTERS = 300
+VALUE_CHARACTERS = 500
+
+_ENTITIES = {"&": "&amp;", "<": "&lt;", "|": "&#124;", "`": "&#96;", "\\": "&#92;", "$": "&#36;"}
+_ACTIVE = re.compile(
+    r"[&<|`\\$*\[\]~#]"
+    r"|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"  # inside a word an underscore is only a letter
+    r"|:(?=//)|(?i:(?<=www)\.)|@(?!\d+(?![\w.]))"  # GitHub's bare links and mentions; not ndcg@10
+)
+_BLOCK_START = re.compile(r"^(?:[-+](?=[ -]|$)|[=>]|\d{1,9}(?=[.)](?: |$)))")
+
+
+def escape(text: str) -> str:
+    """Return a text on one line that Markdown shows as it is: no link, code, HTML, math, cell, list, heading."""
+    line = _ACTIVE.sub(lambda match: _inert(match.group()), one_line(text))
+    start = _BLOCK_START.match(line)
+    if start is None:
+        return line
+    place = start.end() if start.group().isdigit() else 0
+    return f"{line[:place]}&#{ord(line[place])};{line[place + 1 :]}"
+
+
+def _inert(character: str) -> str:
+    """Return one active character in a form that is only shown."""
+    if character in _ENTITIES:
+        return _ENTITIES[character]
+    if character == "@":
+        return "@<!-- -->"  # addresses are linked after entities are decoded: only a break in the text keeps them apart
+    return f"&#{ord(character)};" if character in ":." else f"\\{character}"
+
+
+def render_markdown(content: Content) -> str:
+    """Return the document."""
+    blocks = [
+        *_head(content),
+        *_metrics(content),
+        *_curves(content),
+        *_queries(content),
+        *_data(content),
+        *_plan(content),
+        *_reproduce(content),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _head(content: Content) -> list[str]:
+    """Return title and verdict."""
+    verdict = content.report.verdict
+    return [
+        f"# {escape(content.report.title)}",
+        f"**{SYMBOLS[verdict.word]} {verdict.word.upper()}**",
+        escape(verdict.sentence),
+        f"Evaluated on {escape(scope_text(content.report))}. Model: {escape(content.report.final.system)}.",
+        "Drawings and full texts: [report.html](report.html).",
+    ]
+
+
+def _metrics(content: Content) -> list[str]:
+    """Return the metric table; the metrics beyond the headline follow in one of their own."""
+    headline = [row for row in content.metrics if row.is_headline]
+    rest = [row for row in content.metrics if not row.is_headline]
+    blocks = ["## Metrics", _metric_table(content, headline)]
+    if rest:
+        blocks += ["### Further metrics", _metric_table(content, rest)]
+    return blocks
+
+
+def _metric_table(content: Content, rows: Sequence[MetricRow]) -> str:
+    """Return one table of metrics."""
+    share = f"{100 * content.report.verdict.comparison.confidence:g}%"
+    bm25 = content.report.bm25 is not None
+    heads = ["Metric", "Baseline", "Final", "Difference", f"{share} interval", "Reading", *(["BM25"] if bm25 else [])]
+    body = []
+    for row in rows:
+        decimals = row_decimals(row)
+        cells = [escape(row.name), metric_text(row.baseline, decimals), metric_text(row.final, decimals)]
+        if row.verdict is None:
+            cells += [metric_text(None), metric_text(None), "not compared"]
+        else:
+            comparison = row.verdict.comparison
+            cells += [signed_text(comparison.difference, decimals), interval_text(comparison, decimals)]
+            cells += [f"{SYMBOLS[row.verdict.word]} {row.verdict.word}"]
+        body.append([*cells, *([metric_text(row.bm25)] if bm25 else [])])
+    return _table(heads, body, numeric={1, 2, 3, 4, 6})
+
+
+def _curves(content: Content) -> list[str]:
+    """Return each curve as a line of blocks and a sentence, then the dev metrics by step."""
+    body = [_curve_cells(curve.spec.title, curve) for curve in content.curves]
+    if content.dev is not None and content.dev_metric is not None:
+        body.insert(0, _curve_cells(f"Dev {escape(content.dev_metric)}", content.dev))
+    blocks = ["## Curves"]
+    if body:
+        blocks.append(_table(["Curve", "Shape", "In words"], body))
+    missing = [*content.not_logged, *([] if content.dev else ["Dev metrics"])]
+    if missing:
+        blocks.append(f"Not logged: {', '.join(missing)}.")
+    if content.evaluations:
+        names, rows = dev_metric_names(content), evaluation_rows(content)
+        cells = [[count_text(step), *(evaluation_cell(metrics, name) for name in names)] for step, metrics in rows]
+        note = escape(dev_note(content))
+        if len(rows) < len(content.evaluations):
+            note += f" {len(rows)} of {count_text(len(content.evaluations))} evaluations, evenly spread."
+        heads = ["Step", *(escape(name) for name in names)]
+        blocks += ["### Dev metrics by step", note, _table(heads, cells, numeric=range(len(heads)))]
+    return blocks
+
+
+def _curve_cells(title: str, curve: Curve) -> list[str]:
+    """Return one row of the table of curves."""
+    return [title, sparkline(curve), escape(curve.summary)]
+
+
+def _queries(content: Content) -> list[str]:
+    """Return how the queries moved, and the examples."""
+    blocks = ["## Query by query", escape(content.changes.summary)]
+    for group in content.groups:
+        blocks.append(f"### {TITLES[group.kind]}")
+        if not group.examples:
+            blocks.append("No query.")
+            continue
+        count = f"{len(group.examples)} of {plural(group.num_queries, 'query', 'queries')}."
+        blocks.append(f"{count} Those shown above are left out." if group.kind == "lowest" else count)
+        metric = escape(content.report.verdict.comparison.metric)
+        blocks += [_example(example, metric) for example in group.examples]
+    return blocks
+
+
+def _example(example: Example, metric: str) -> str:
+    """Return one query with its results as a list."""
+    scores = (
+        f"{metric} {metric_text(example.baseline)} → {metric_text(example.final)} "
+        f"({signed_text(example.final - example.baseline)}), query {escape(id_text(example.query_id))}"
+    )
+    lines = [f"**Query:** {_text(example.text)}  ", scores, ""]
+    lines += [f"{hit.rank}. {_hit(hit)}" for hit in example.hits] or ["Nothing was retrieved."]
+    if example.missed:
+        lines += ["", "Relevant, but further down or missing:", ""]
+        lines += [
+            f"- ○ {'lower' if hit.rank else 'missed'}: {_text(hit.text)} ({_place(hit)})" for hit in example.missed
+        ]
+    more = example.num_missed - len(example.missed)
+    if more:
+        lines.append(f"- and {count_text(more)} more")
+    return "\n".join(lines)
+
+
+def _hit(hit: Hit) -> str:
+    """Return one document of a result list."""
+    mark = "✓ right" if hit.is_relevant else "✗ wrong"
+    return f"{mark}: {_text(hit.text)} ({_place(hit)})"
+
+
+def _place(hit: Hit) -> str:
+    """Return id, score and ranks of a document."""
+    rank = f"rank {count_text(hit.rank)}" if hit.rank else "not retrieved"
+    before = f"baseline rank {count_text(hit.baseline_rank)}" if hit.baseline_rank else "baseline: not retrieved"
+    score = [f"score {metric_text(hit.score)}"] if hit.score is not None else []
+    return ", ".join([f"document {escape(id_text(hit.document_id))}", *score, rank, before])
+
+
+def _text(text: str | None) -> str:
+    """Return a text of the set, clipped."""
+    return "(the set has no text for this id)" if text is None else escape(clip(text, TEXT_CHARACTERS).short)
+
+
+def _data(content: Content) -> list[str]:
+    """Return the data facts and what was left out."""
+    facts = content.report.data_facts
+    blocks = ["## Data", _pairs(facts) if facts else "No data facts were given."]
+    found = notes(content.report)
+    return [*blocks, "\n".join(f"- {escape(note)}" for note in found)] if found else blocks
+
+
+def _plan(content: Content) -> list[str]:
+    """Return the plan, its reasons first."""
+    reasons, settings, tables = plan_parts(content.report.plan)
+    blocks = ["## Plan"]
+    if reasons:
+        blocks.append("\n".join(f"{number}. {escape(reason)}" for number, reason in enumerate(reasons, start=1)))
+    if settings:
+        blocks.append(_pairs(settings))
+    for name, records in tables:
+        blocks += [f"### {escape(name.replace('_', ' ').capitalize())}", _records(records)]
+    return blocks if len(blocks) > 1 else [*blocks, "No plan was given."]
+
+
+def _reproduce(content: Content) -> list[str]:
+    """Return command, environment and config."""
+    report = content.report
+    config = [(key, value_text(key, value)) for key, value in report.config.items()]
+    blocks = ["## Reproduce", _fenced(report.command)]
+    if report.environment:
+        blocks += ["### Environment", _pairs(list(report.environment.items()))]
+    return [*blocks, "### Configuration", _pairs(config)] if config else blocks
+
+
+def _fenced(text: str) -> str:
+    """Return a text as a code block whose fence is longer than any run of backticks in it."""
+    shown = visible(text)
+    longest = max((len(run) for run in re.findall("`+", shown)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{shown}\n{fence}"
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
+    """Return a table of names and values."""
+    return _table(
+        ["Name", "Value"], [[escape(name), escape(clip(value, VALUE_CHARACTERS).short)] for name, value in pairs]
+    )
+
+
+def _records(records: Sequence[Record]) -> str:
+    """Return a table of records."""
+    names = columns(records)
+    body = [[escape(clip(record.get(name, ""), VALUE_CHARACTERS).short) for name in names] for record in records]
+    return _table([escape(name.replace("_", " ")) for name in names], body)
+
+
+def _table(heads: Sequence[str], body: Iterable[Sequence[str]], *, numeric: Iterable[int] = ()) -> str:
+    """Return a table of cells that are escaped already; columns of numbers are aligned right."""
+    right = set(numeric)
+    rule = ["---:" if column in right else "---" for column in range(len(heads))]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, rule, *body))

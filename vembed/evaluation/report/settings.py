@@ -1,0 +1,70 @@
+"""A plan taken apart for people: reasons, single settings, and lists of records as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from vembed.evaluation.report.text import value_text
+
+Record: TypeAlias = Mapping[str, str]
+
+
+def plan_parts(
+    plan: Mapping[str, object],
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[tuple[str, tuple[Record, ...]], ...]]:
+    """Split a plan into what is shown in three ways.
+
+    Args:
+        plan: The plan; "reasons" is a text or a list of texts.
+
+    Returns:
+        The reasons; (key, value) of single settings; (key, records) of lists of mappings, such as the candidates.
+    """
+    reasons: tuple[str, ...] = ()
+    settings, tables = [], []
+    for key, value in plan.items():
+        if key == "reasons":
+            reasons = (value,) if isinstance(value, str) else _texts(value)
+        elif _is_records(value):
+            assert isinstance(value, Sequence)
+            tables.append((key, tuple(_flat(record) for record in value)))
+        else:
+            settings.append((key, value_text(key, value)))
+    return reasons, tuple(settings), tuple(tables)
+
+
+def columns(records: Sequence[Record]) -> tuple[str, ...]:
+    """Return the columns of a table of records, in the order in which they first appear."""
+    return tuple(dict.fromkeys(key for record in records for key in record))
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    """Return the entries of a list as texts."""
+    if isinstance(value, Sequence):
+        return tuple(value_text("", entry) for entry in value)
+    return (value_text("", value),)
+
+
+def _is_records(value: object) -> bool:
+    """Return whether a value is a list of mappings."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
+    return is_list and all(isinstance(entry, Mapping) for entry in value)  # type: ignore[attr-defined]
+
+
+def _cell(key: str, value: object) -> str:
+    """Return a value of a record; in a table of many, a yes is easier to find than a true."""
+    return ("yes" if value else "no") if isinstance(value, bool) else value_text(key, value)
+
+
+def _flat(record: Mapping[str, object]) -> Record:
+    """Return a record with nested mappings spread over columns; parts of a "bytes..." mapping are bytes."""
+    cells: dict[str, str] = {}
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            is_bytes = "bytes" in str(key)
+            for inner, entry in value.items():
+                cells[str(inner)] = value_text("bytes" if is_bytes else str(inner), entry)
+        else:
+            cells[str(key)] = _cell(str(key), value)
+    return cells

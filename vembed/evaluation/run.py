@@ -1,0 +1,141 @@
+"""Turn the hits of any system into an evaluation result, under one set of rules.
+
+1. The queries are those that have a text and at least one relevant document; the others are counted in the notes.
+2. A document whose id equals the query's id is the query itself and is dropped, unless the judgements name that pair.
+3. Hits stand in trec_eval's order and are cut to the depth; metrics are of the cut run.
+4. Means are over all those queries; one that found nothing counts with 0.
+
+A system asks for one hit more than the depth, so that dropping the query itself leaves the run full.
+"""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from vembed.errors import DataError
+from vembed.evaluation.metrics import DEFAULT_KS, score_run, trec_order, with_relevant
+from vembed.evaluation.result import EvaluationResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from vembed.data.retrieval import RetrievalData
+
+DEFAULT_DEPTH = 100
+"""Documents kept per query."""
+
+
+class RunBuilder:
+    """Collect the hits of one system on one task, query by query.
+
+    Args:
+        task: Queries, documents and judgements.
+        ks: Cut-offs of the metrics.
+        depth: Documents kept per query; at least the largest cut-off.
+
+    Attributes:
+        query_ids: The queries to search, in the order of the task.
+        hits_wanted: Hits per query that a system should offer to `add`.
+
+    Raises:
+        DataError: The task has no documents, or no query with a text and a relevant document.
+        ValueError: A cut-off is larger than the depth.
+    """
+
+    def __init__(self, task: RetrievalData, *, ks: Sequence[int] = DEFAULT_KS, depth: int = DEFAULT_DEPTH) -> None:
+        if not ks or min(ks) < 1 or max(ks) > depth:
+            raise ValueError(
+                f"ks is {tuple(ks)} and depth is {depth}; each cut-off lies between 1 and the depth: "
+                f"set depth to {max(ks, default=DEFAULT_DEPTH)} or leave out the larger cut-offs."
+            )
+        judged = with_relevant(task.qrels)
+        self.query_ids = [query_id for query_id in task.queries if query_id in judged]
+        if not task.documents:
+            raise DataError(f"{task.name}: the corpus has no documents; there is nothing to search.")
+        if not self.query_ids:
+            raise DataError(
+                f"{task.name}: none of the {len(task.queries)} queries has a relevant document (grade 1 or more) among "
+                f"the judgements of {len(task.qrels)} queries; check that both use the same query ids."
+            )
+        self.hits_wanted = depth + 1
+        self._task = task
+        self._ks = ks
+        self._depth = depth
+        self._qrels = {query_id: judged[query_id] for query_id in self.query_ids}
+        self._no_text = sum(query_id not in task.queries for query_id in judged)
+        self._run: dict[str, tuple[tuple[str, float], ...]] = {}
+        self._self_matches = 0
+
+    def add(self, query_id: str, hits: Iterable[tuple[str, float]]) -> None:
+        """Keep the best hits of one query.
+
+        Args:
+            query_id: One of `query_ids`.
+            hits: (document id, score) in any order.
+        """
+        ranked = trec_order(hits)
+        if query_id not in self._qrels[query_id]:
+            others = tuple(hit for hit in ranked if hit[0] != query_id)
+            self._self_matches += len(ranked) - len(others)
+            ranked = others
+        self._run[query_id] = ranked[: self._depth]
+
+    def result(self, system: str, *, seconds: float, notes: Sequence[str] = ()) -> EvaluationResult:
+        """Score what was added.
+
+        Args:
+            system: What was evaluated.
+            seconds: Wall time of encoding and searching.
+            notes: What the system itself has to say, one sentence each; they follow the notes of the task.
+
+        Returns:
+            Metrics, run and notes.
+        """
+        per_query = score_run(self._run, self._qrels, self._ks)
+        return EvaluationResult(
+            task=self._task.name,
+            system=system,
+            metrics={metric: fmean(values.values()) for metric, values in per_query.items()},
+            per_query=per_query,
+            run=self._run,
+            num_queries=len(self.query_ids),
+            num_documents=len(self._task.documents),
+            notes=(*self._task.notes, *notes, *self._notes()),
+            seconds=seconds,
+        )
+
+    def _notes(self) -> list[str]:
+        """Return one sentence for each rule that left something out."""
+        num_documents = len(self._task.documents)
+        irrelevant = sum(query_id not in self._qrels for query_id in self._task.queries)
+        judged = {document_id for grades in self._qrels.values() for document_id in grades}
+        absent = sum(document_id not in self._task.documents for document_id in judged)
+        notes = []
+        if irrelevant:
+            notes.append(f"{counted(irrelevant, 'query has', 'queries have')} no relevant document: left out.")
+        if self._no_text:
+            notes.append(f"{counted(self._no_text, 'judged query has', 'judged queries have')} no text: left out.")
+        if absent:
+            notes.append(
+                f"{counted(absent, 'judged document is', 'judged documents are')} not in the corpus: "
+                "what is relevant there counts as missed."
+            )
+        if max(self._ks) > num_documents:
+            notes.append(
+                f"k = {max(self._ks)} is over the size of the corpus: at most {num_documents} documents are ranked."
+            )
+        if self._self_matches:
+            notes.append(f"{counted(self._self_matches, 'hit is', 'hits are')} the query itself (same id): dropped.")
+        return notes
+
+
+def counted(number: int, one: str, many: str) -> str:
+    """Return the number and the words that agree with it.
+
+    Args:
+        number: How many.
+        one: The words after 1, e.g. "query has".
+        many: The words after any other number, e.g. "queries have".
+    """
+    return f"{number} {one if number == 1 else many}"

@@ -1,0 +1,203 @@
+"""Write an evaluation as three files that people and other tools read, and read it back exactly.
+
+    metrics.json     task, system, metrics, counts, notes, seconds
+    per_query.json   metric -> query id -> value
+    run.trec         TREC format, a line for each hit: query id, Q0, document id, rank, score, system
+
+Given run.trec and the judgements, trec_eval finds the numbers of metrics.json: scores have as many digits as they need
+to be read back exactly, and lines stand in trec_eval's own order.
+A TREC file separates its columns by white space. Where an id or the system's name holds white space, a control
+character, or a "%" that two hexadecimal digits follow, that character is percent-encoded as in a URL ("doc 7" becomes
+"doc%207"); all other ids stand as they are. The JSON files hold every id as it is. Judgements for trec_eval then need
+the same encoding, under which exact ties may fall in another order; `read_evaluation` decodes and keeps the order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from vembed.errors import DataError, MachineError
+from vembed.evaluation.result import EvaluationResult
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+METRICS_FILE = "metrics.json"
+PER_QUERY_FILE = "per_query.json"
+RUN_FILE = "run.trec"
+
+_UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]|%(?=[0-9A-Fa-f]{2})")
+
+
+def write_evaluation(folder: Path, result: EvaluationResult) -> None:
+    """Write the result into a folder that appears complete or not at all.
+
+    The files are written into a temporary folder beside it, which then takes its name. An earlier evaluation there is
+    replaced as a whole; a crash between the two renames leaves it beside as `.NAME.old`.
+
+    Args:
+        folder: Where to write; its parents are made.
+        result: What to write.
+
+    Raises:
+        MachineError: The folder holds something that isn't an evaluation, or can't be written.
+        ValueError: An id is empty, or a metric is NaN or infinite.
+    """
+    files = {
+        METRICS_FILE: _metrics_text(result),
+        PER_QUERY_FILE: _json_text(result.per_query),
+        RUN_FILE: "".join(_run_lines(result)),
+    }
+    try:
+        _replace_folder(folder, files)
+    except OSError as error:
+        raise MachineError(
+            f"{folder}: the evaluation can't be written: {error}. Free some space, or choose another output folder."
+        ) from error
+
+
+def read_evaluation(folder: Path) -> EvaluationResult:
+    """Read what `write_evaluation` wrote.
+
+    Args:
+        folder: The folder that was written.
+
+    Returns:
+        A result equal to the one that was written.
+
+    Raises:
+        DataError: A file is missing or broken.
+    """
+    summary = _read_json(folder / METRICS_FILE)
+    per_query = _read_json(folder / PER_QUERY_FILE)
+    try:
+        run = _read_run(folder / RUN_FILE, num_hits=summary["num_hits"])
+        run |= dict.fromkeys(summary["queries_without_hits"], ())
+        return EvaluationResult(
+            task=summary["task"],
+            system=summary["system"],
+            metrics=summary["metrics"],
+            per_query=per_query,
+            run=run,
+            num_queries=summary["num_queries"],
+            num_documents=summary["num_documents"],
+            notes=tuple(summary["notes"]),
+            seconds=summary["seconds"],
+        )
+    except KeyError as error:
+        raise DataError(f"{folder / METRICS_FILE}: the key {error} is missing; evaluate again to write it.") from error
+
+
+def _metrics_text(result: EvaluationResult) -> str:
+    """Return metrics.json: everything but the per-query values and the hits."""
+    return _json_text(
+        {
+            "task": result.task,
+            "system": result.system,
+            "metrics": dict(result.metrics),
+            "num_queries": result.num_queries,
+            "num_documents": result.num_documents,
+            "notes": list(result.notes),
+            "seconds": result.seconds,
+            "num_hits": sum(len(hits) for hits in result.run.values()),
+            "queries_without_hits": [query_id for query_id, hits in result.run.items() if not hits],
+        }
+    )
+
+
+def _json_text(value: object) -> str:
+    """Return JSON that any reader takes: no NaN, real characters, one key on a line."""
+    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _run_lines(result: EvaluationResult) -> Iterator[str]:
+    """Yield the lines of run.trec; ranks count from 1."""
+    system = _encode_id(result.system)
+    for query_id, hits in result.run.items():
+        for rank, (document_id, score) in enumerate(hits, start=1):
+            yield f"{_encode_id(query_id)} Q0 {_encode_id(document_id)} {rank} {float(score)!r} {system}\n"
+
+
+def _encode_id(name: str) -> str:
+    """Return the name as one column of a TREC file."""
+    if not name:
+        raise ValueError("an empty id or system name can't stand in a TREC file; give it a name.")
+    return _UNSAFE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match.group().encode()), name)
+
+
+def _replace_folder(folder: Path, files: dict[str, str]) -> None:
+    """Write the files beside the folder, then let them take its name; on failure the folder is as it was."""
+    if folder.exists() and not (folder / METRICS_FILE).is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"it holds other files and no {METRICS_FILE}")
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
+    try:
+        temporary.mkdir(parents=True)
+        for name, text in files.items():
+            _write_synced(temporary / name, text)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.replace(old)  # no system renames a folder over one that holds files
+        temporary.replace(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not folder.exists():
+            old.replace(folder)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    """Write a file whose bytes are on the disk before any rename is."""
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_text(path: Path) -> str:
+    """Return the text of one of the three files."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"{path}: can't be read: {error}. A folder with an evaluation holds "
+            f"{METRICS_FILE}, {PER_QUERY_FILE} and {RUN_FILE}."
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    try:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}; evaluate again to write it.") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: holds a {type(value).__name__} instead of an object; evaluate again to write it.")
+    return value
+
+
+def _read_run(path: Path, *, num_hits: int) -> dict[str, tuple[tuple[str, float], ...]]:
+    """Return the hits of each query in the order of the file, which must have all its lines, the last one whole."""
+    run: dict[str, list[tuple[str, float]]] = {}
+    *lines, rest = _read_text(path).split("\n")
+    if rest or len(lines) != num_hits:
+        raise DataError(
+            f"{path}:{len(lines) + 1}: the file ends here, but {METRICS_FILE} counts {num_hits} lines; "
+            "evaluate again to write it."
+        )
+    for number, line in enumerate(lines, start=1):
+        try:
+            query_id, _, document_id, _, score, _ = line.split()
+            run.setdefault(unquote(query_id), []).append((unquote(document_id), float(score)))
+        except ValueError as error:
+            raise DataError(
+                f"{path}:{number}: expected 6 columns (query Q0 document rank score system), found {line[:80]!r}."
+            ) from error
+    return {query_id: tuple(hits) for query_id, hits in run.items()}

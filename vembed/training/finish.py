@@ -1,0 +1,140 @@
+"""The end of a run: the kept model is exported and evaluated, and a verdict and a report are left."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import traceback
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from vembed.evaluation.report.data import RunReport
+from vembed.evaluation.report.write import write_report
+from vembed.evaluation.significance import Verdict, verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from vembed.evaluation.result import EvaluationResult
+    from vembed.plan.plan import Plan
+    from vembed.training.evaluations import Evaluations
+    from vembed.training.output import OutputFolder
+    from vembed.training.saving import RunCheckpoints
+    from vembed.training.state import RunState
+
+_log = logging.getLogger(__name__)
+
+PACKAGES = ("vembed", "torch", "transformers", "accelerate", "numpy", "faiss-cpu", "datasets")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run came to.
+
+    Attributes:
+        verdict: Whether the model got better.
+        baseline: The model before training.
+        final: The kept model.
+        bm25: BM25 on the same set, if asked for.
+        output: The output folder.
+    """
+
+    verdict: Verdict
+    baseline: EvaluationResult
+    final: EvaluationResult
+    bm25: EvaluationResult | None
+    output: Path
+
+
+@dataclass(frozen=True, slots=True)
+class FinishParts:
+    """What the end of a run works with.
+
+    Attributes:
+        output: Where everything goes.
+        evaluations: Evaluates the kept model.
+        checkpoints: Has the best one.
+        plan: For the report.
+        config: Key -> value, for the report.
+        data_facts: (label, value) of the data, for the report.
+        device_name: For the report.
+        command: The command that repeats the run.
+    """
+
+    output: OutputFolder
+    evaluations: Evaluations
+    checkpoints: RunCheckpoints
+    plan: Plan
+    config: Mapping[str, object]
+    data_facts: Sequence[tuple[str, str]]
+    device_name: str
+    command: str
+
+
+def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) -> RunResult:
+    """Export the best model, evaluate it, judge it, report it.
+
+    Args:
+        parts: What it works with.
+        state: Where training ended.
+        baseline: The result of the untrained model.
+    """
+    if parts.checkpoints.load_best():
+        _log.info("the best checkpoint is of step %d", state.best_step)
+    elif state.best_metric is not None:
+        _log.warning("no evaluation was better than that of the untrained model; model/ holds the last step's weights")
+    parts.checkpoints.encoder.save(parts.output.model)
+    final = parts.evaluations.final()
+    bm25 = parts.evaluations.bm25()
+    result = RunResult(verdict(baseline, final, parts.evaluations.metric), baseline, final, bm25, parts.output.path)
+    _write_report(parts, state, result)
+    _log.info("model   %s", parts.output.model)
+    _log.info("report  %s", parts.output.path / "report" / "report.html")
+    _log.info("%s", result.verdict.sentence)
+    return result
+
+
+def _write_report(parts: FinishParts, state: RunState, result: RunResult) -> None:
+    """Write the report. The model is saved by now: a report that fails must not make the run look lost."""
+    dev = parts.evaluations.dev
+    report = RunReport(
+        title=parts.output.path.name,
+        verdict=result.verdict,
+        task=parts.evaluations.verdict_task,
+        baseline=result.baseline,
+        final=result.final,
+        bm25=result.bm25,
+        steps=_read_rows(parts.output.path / "metrics.jsonl"),
+        evaluations=state.evaluations,
+        plan=parts.plan.to_json(),
+        config=parts.config,
+        environment=environment(parts.device_name, parts.plan),
+        data_facts=[*parts.data_facts, ("over-long training texts cut", str(state.num_truncated))],
+        command=parts.command,
+        dev_task=dev.name if dev is not None and parts.evaluations.test is not None else "",
+    )
+    try:
+        write_report(parts.output.path / "report", report)
+    except Exception:  # noqa: BLE001 - whatever it is, the model stands; the log has the traceback
+        _log.error("the report could not be written; the model is complete\n%s", traceback.format_exc())
+
+
+def _read_rows(path: Path) -> list[dict[str, float]]:
+    """Read metrics.jsonl; a number that wasn't finite stands there as null and is left out of its row."""
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
+    return [{key: value for key, value in row.items() if value is not None} for row in rows]
+
+
+def environment(device_name: str, plan: Plan) -> dict[str, str]:
+    """Return what a reader needs to judge the numbers: versions, machine, precision."""
+    return {
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device_name,
+        "processes": str(plan.world_size),
+        "dtype": plan.dtype,
+    }

@@ -1,0 +1,218 @@
+"""What may stop a run: a signal, or numbers that are not finite."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Self
+
+from vembed.checkpoint.agreement import alone
+from vembed.checkpoint.files import replace_text
+from vembed.errors import ExitCode, NonFiniteError, PreemptedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+    from types import FrameType, TracebackType
+
+    from vembed.checkpoint.agreement import Agree
+
+_log = logging.getLogger(__name__)
+
+_LEAVE_CODES: Final = {signal.SIGTERM: ExitCode.PREEMPTED, signal.SIGINT: ExitCode.INTERRUPTED}
+
+
+class StopSignal:
+    """Turn SIGTERM and SIGINT into a flag that the loop looks at; a second signal leaves at once.
+
+    The handler only sets the flag, so a signal during a save or a step breaks nothing. The second signal ends the
+    process without any clean-up, with exit code 75 after SIGTERM and 130 after SIGINT; Python sees it when the torch
+    call that is running returns. Processes forked inside the context (data workers) die of SIGTERM as usual; SIGINT,
+    which a terminal sends to all of them, they leave to the process that made this object.
+
+    Use as a context manager, in the main thread: Python delivers signals nowhere else, so in another thread it does
+    nothing but say so once.
+
+    Args:
+        agree: Returns True when every rank passes True. `requested` and `poll` call it, so with several ranks all must
+            reach them at the same points.
+    """
+
+    def __init__(self, *, agree: Agree = alone) -> None:
+        self._agree = agree
+        self._received: signal.Signals | None = None
+        self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            _log.info("Not in the main thread: SIGTERM and SIGINT keep the effect that they have")
+            return self
+        self._process = os.getpid()
+        for number in _LEAVE_CODES:
+            self._previous[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, previous in self._previous.items():
+            # None: the handler was installed by C code, which Python can't put back.
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous.clear()
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal asked any rank to stop."""
+        return not self._agree(self._received is None)
+
+    def poll(self) -> None:
+        """Leave a long loop (evaluation, encoding, mining) when a signal asked to.
+
+        Raises:
+            PreemptedError: A signal asked any rank to stop.
+        """
+        if self.requested:
+            name = self._received.name if self._received is not None else "a signal to another process"
+            raise PreemptedError(f"stopped by {name}; resume goes on from the last checkpoint")
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature that signal calls
+        """Set the flag, or leave; nothing here may take a lock that the interrupted code holds, so no logging."""
+        received = signal.Signals(number)
+        if os.getpid() != self._process:
+            if received == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self._received is not None:
+            os.write(2, f"\n{received.name} again: leaving at once\n".encode())
+            os._exit(_LEAVE_CODES[received])
+        self._received = received
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What is known of a step before its gradients change any weight.
+
+    Attributes:
+        step: Its number, 1 for the first.
+        loss: Of the global batch.
+        grad_norm: L2 norm over all gradients, before clipping.
+        record_ids: Manifest rows of the batch.
+        temperature: Of the loss; None when it has none.
+        module_norms: Returns module -> L2 norm of its gradients; called only when something isn't finite.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    record_ids: Sequence[int]
+    temperature: float | None
+    module_norms: Callable[[], Mapping[str, float]]
+
+
+class NonFiniteGuard:
+    """Keep NaN and infinity out of the weights.
+
+    A step whose loss or gradient norm isn't finite leaves `nonfinite-step-N.json` (batch ids, loss, temperature,
+    gradient norm per module) and then stops the run, or is skipped and counted.
+
+    Args:
+        policy: "stop", or "skip" for up to `limit` steps of the whole run.
+        limit: Steps that may be skipped; one more stops the run. Unused with "stop".
+        folder: Where the reports go; made when there is one.
+        skipped: Steps skipped before a resume.
+        agree: Returns True when every rank passes True; called once per step, so that all ranks skip the same steps.
+
+    Attributes:
+        skipped: Steps skipped so far; belongs into the checkpoint's state.
+    """
+
+    def __init__(
+        self,
+        policy: Literal["stop", "skip"],
+        *,
+        limit: int,
+        folder: Path,
+        skipped: int = 0,
+        agree: Agree = alone,
+    ) -> None:
+        self._policy = policy
+        self._limit = limit
+        self._folder = folder
+        self.skipped = skipped
+        self._agree = agree
+
+    def accepts(self, facts: StepFacts) -> bool:
+        """Return whether the step's gradients may change the weights.
+
+        Returns:
+            False when the step is to be skipped.
+
+        Raises:
+            NonFiniteError: The policy is "stop", or the limit is used up.
+        """
+        if self._agree(math.isfinite(facts.loss) and math.isfinite(facts.grad_norm)):
+            return True
+        norms = facts.module_norms()
+        report = self._report(facts, norms)
+        what = _describe(facts, norms)
+        if self._policy == "stop":
+            raise NonFiniteError(f"{what}. No weight was changed. {_advice(report)}")
+        if self.skipped >= self._limit:
+            raise NonFiniteError(
+                f"{what}, and {self.skipped} steps were skipped before, all that max_skipped_steps allows. "
+                f"No weight was changed. {_advice(report)}"
+            )
+        self.skipped += 1
+        _log.warning("%s; step skipped (%d of at most %d), see %s", what, self.skipped, self._limit, report)
+        return False
+
+    def _report(self, facts: StepFacts, norms: Mapping[str, float]) -> Path:
+        """Write what is known of the step; a disk that refuses must not hide the numbers' own error."""
+        path = self._folder / f"nonfinite-step-{facts.step}.json"
+        content = {
+            "step": facts.step,
+            "loss": _number(facts.loss),
+            "grad_norm": _number(facts.grad_norm),
+            "temperature": None if facts.temperature is None else _number(facts.temperature),
+            "module_grad_norms": {name: _number(norm) for name, norm in norms.items()},
+            "record_ids": list(facts.record_ids),
+        }
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            replace_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        except OSError as error:
+            _log.warning("%s can't be written: %s", path, error)
+        return path
+
+
+def _describe(facts: StepFacts, norms: Mapping[str, float]) -> str:
+    """Say which numbers of a step are not finite."""
+    parts = [
+        f"{name} is {_number(value)}"
+        for name, value in (("the loss", facts.loss), ("the gradient norm", facts.grad_norm))
+        if not math.isfinite(value)
+    ] or ["another process has a loss or gradient that is not finite"]
+    modules = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    if modules:
+        rest = f" and {len(modules) - 3} more modules" if len(modules) > 3 else ""
+        parts.append(f"with gradients that are not finite in {', '.join(modules[:3])}{rest}")
+    return f"step {facts.step}: {', '.join(parts)}"
+
+
+def _advice(report: Path) -> str:
+    return (
+        f"The batch is in {report}. Lower learning_rate or max_grad_norm, or raise temperature; "
+        "if the same rows come up again, look at them; or set nonfinite_policy: skip."
+    )
+
+
+def _number(value: float) -> float | str:
+    """Return a number as JSON can hold it: "nan", "inf" and "-inf" as strings."""
+    return value if math.isfinite(value) else str(value)

@@ -1,0 +1,171 @@
+"""From accumulated gradients to new weights: learning rate, clipping, loss scaling, AdamW."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vembed.checkpoint.format import JSON
+    from vembed.losses.base import ContrastiveLoss
+    from vembed.models.encoder import Encoder
+
+LEAST_LOSS_SCALE = 1.0
+"""Below this, float16 gradients overflow without any scaling: the run is broken, not merely badly scaled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate as a pure function of the step: nothing to save, nothing to restore.
+
+    Attributes:
+        peak: Learning rate after the warmup.
+        kind: What follows: a half cosine or a line down to 0, or nothing.
+        warmup_steps: Steps over which the rate rises linearly.
+        steps: Steps of the run.
+    """
+
+    peak: float
+    kind: Literal["cosine", "linear", "constant"]
+    warmup_steps: int
+    steps: int
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of a step.
+
+        Args:
+            step: Steps done before it, 0 for the first. As with transformers' schedulers, the rate of the first step of
+                a warmup is 0.
+        """
+        if step < self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        if self.kind == "constant":
+            return self.peak
+        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        if self.kind == "linear":
+            return self.peak * (1 - progress)
+        return self.peak * (1 + math.cos(math.pi * progress)) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerOptions:
+    """AdamW and what stands around it.
+
+    Attributes:
+        weight_decay: Decoupled decay of matrices; biases, norms and the logit scale don't decay.
+        betas: Decay of the two moments.
+        epsilon: Added to the denominator.
+        max_grad_norm: Global norm that gradients are clipped to, or None.
+        loss_scaling: Whether float16 training scales its gradients.
+    """
+
+    weight_decay: float
+    betas: tuple[float, float]
+    epsilon: float
+    max_grad_norm: float | None
+    loss_scaling: bool
+
+
+class Updater:
+    """Owns the optimizer of an encoder and a loss.
+
+    Args:
+        encoder: Its trainable parameters are optimized.
+        loss: Its own parameters too.
+        schedule: The learning rate.
+        options: AdamW's settings.
+    """
+
+    def __init__(self, encoder: Encoder, loss: ContrastiveLoss, schedule: Schedule, options: OptimizerOptions) -> None:
+        self.schedule = schedule
+        self.options = options
+        self._loss = loss
+        self._names: dict[Tensor, str] = {
+            **{parameter: f"encoder.{name}" for name, parameter in encoder.named_parameters()},
+            **{parameter: f"loss.{name}" for name, parameter in loss.named_parameters()},
+        }
+        trainable = [parameter for parameter in self._names if parameter.requires_grad]
+        decayed = [parameter for parameter in trainable if parameter.ndim >= 2]
+        plain = [parameter for parameter in trainable if parameter.ndim < 2]
+        self.parameters = trainable
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": options.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=schedule.peak,
+            betas=options.betas,
+            eps=options.epsilon,
+            fused=True,
+        )
+        self._scaler = torch.amp.GradScaler(trainable[0].device.type, enabled=options.loss_scaling)
+        if options.loss_scaling:
+            self._scaler.scale(torch.ones((), device=trainable[0].device))  # it makes its state at the first use
+
+    @property
+    def gradient_scale(self) -> float:
+        """Factor that the engine puts on all gradients; 1.0 without loss scaling."""
+        return float(self._scaler.get_scale())
+
+    def gradient_norm(self) -> float:
+        """Take the scale off the gradients, clip them, and return their global L2 norm before clipping.
+
+        Gradients whose norm isn't finite stay as they are: clipping would make all of them NaN, and the report of the
+        step could no longer say which module was at fault.
+        """
+        self._scaler.unscale_(self.optimizer)
+        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        value = norm.item()
+        if self.options.max_grad_norm is not None and math.isfinite(value):
+            nn.utils.clip_grads_with_norm_(self.parameters, self.options.max_grad_norm, norm)
+        return value
+
+    def overflowed(self, grad_norm: float) -> bool:
+        """Return whether a non-finite norm is float16's overflow at the present scale, which halving it cures."""
+        return self.options.loss_scaling and not math.isfinite(grad_norm) and self.gradient_scale > LEAST_LOSS_SCALE
+
+    def update(self, step: int) -> None:
+        """Change the weights (unless the scaler saw an overflow), and let go of the gradients.
+
+        Args:
+            step: Steps done before this one.
+        """
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule.learning_rate(step)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+        self._loss.constrain()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def discard(self) -> None:
+        """Let go of the gradients without using them."""
+        self._scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def module_norms(self) -> Mapping[str, float]:
+        """Return the L2 norm of the gradients of each module, for the report of a bad step."""
+        squares: dict[str, float] = {}
+        for parameter, name in self._names.items():
+            if parameter.grad is not None:
+                module = name.rpartition(".")[0]
+                squares[module] = squares.get(module, 0.0) + parameter.grad.double().pow(2).sum().item()
+        return {module: math.sqrt(value) for module, value in squares.items()}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+        """Return everything to save: tensors and JSON."""
+        tensors, packed = pack_optimizer(self.optimizer, self._names)
+        return tensors, {"optimizer": packed, "scaler": self._scaler.state_dict()}
+
+    def restore(self, tensors: Mapping[str, Tensor], packed: Mapping[str, JSON]) -> None:
+        """Go on from what `state` returned."""
+        optimizer, scaler = packed["optimizer"], packed["scaler"]
+        assert isinstance(optimizer, dict)
+        assert isinstance(scaler, dict)
+        unpack_optimizer(self.optimizer, self._names, tensors=tensors, packed=optimizer)
+        if self.options.loss_scaling:
+            self._scaler.load_state_dict(dict(scaler))

@@ -1,0 +1,109 @@
+"""The output folder: what a run writes, and whose it is."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vembed.checkpoint.files import replace_text
+from vembed.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OWN_NAMES = (
+    "config.yaml",
+    "plan.json",
+    "metrics.jsonl",
+    "checkpoints",
+    "initial_model",
+    "model",
+    "evaluation",
+    "report",
+    "tensorboard",
+    "train.log",
+)
+"""Everything that a run writes, beside its `nonfinite-step-N.json`; nothing else in the folder is ever touched. The
+log is deleted last: what a kill leaves of a folder can still be told from other people's files."""
+
+MARKS = ("plan.json", "train.log")
+"""A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFolder:
+    """Paths of a run.
+
+    Attributes:
+        path: The folder.
+    """
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def initial_model(self) -> Path:
+        """An encoder built from scratch, before training: its tokenizer must outlive the process that trained it."""
+        return self.path / "initial_model"
+
+    @property
+    def model(self) -> Path:
+        """The exported model."""
+        return self.path / "model"
+
+    def refuse_other_files(self) -> None:
+        """Refuse a folder whose files have the names of a run's, but were not written by one.
+
+        Raises:
+            ConfigError: They would be replaced.
+        """
+        found = [name for name in OWN_NAMES if (self.path / name).exists()]
+        if found and not any(name in MARKS for name in found):
+            raise ConfigError(
+                f"output_dir {self.path} holds {', '.join(found)}, which no run wrote and a run would replace; choose "
+                f"an output_dir of its own, such as {self.path / 'run'}"
+            )
+
+    def start_fresh(self, *, overwrite: bool) -> None:
+        """Make the folder ready for a run from step 0.
+
+        Args:
+            overwrite: Whether another run's files may be deleted. Files of a run that was killed before its first
+                checkpoint are deleted in any case: nothing of it can be used.
+
+        Raises:
+            ConfigError: The folder holds another run, or files that no run wrote.
+            MachineError: The folder can't be written.
+        """
+        self.refuse_other_files()
+        if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()) and not overwrite:
+            raise ConfigError(
+                f"output_dir {self.path} holds another run. Go on with it (resume=auto), choose another output_dir, or "
+                f"delete it with overwrite_output_dir=true"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            for entry in [*self.path.glob("nonfinite-step-*.json"), *(self.path / name for name in OWN_NAMES)]:
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink(missing_ok=True)
+        except OSError as error:
+            raise MachineError(f"output_dir {self.path} can't be written: {error}") from error
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file whole or not at all.
+
+        Raises:
+            MachineError: The folder can't be written.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            replace_text(self.path / name, text)
+        except OSError as error:
+            raise MachineError(f"{self.path / name} can't be written: {error}") from error

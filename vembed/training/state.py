@@ -1,0 +1,66 @@
+"""What a run knows of itself between two steps: all of it is in every checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(slots=True)
+class RunState:
+    """The counters of a run.
+
+    Randomness isn't among them: order, dropout and initialisation are functions of (seed, step), so there is no
+    generator to restore.
+
+    Attributes:
+        step: Optimizer steps done; skipped ones count.
+        best_metric: Best dev metric so far, None before the first evaluation.
+        best_step: Step that it was reached at.
+        stale_evaluations: Evaluations since then.
+        evaluated_step: Step of the last evaluation: a run that was stopped in one does it again.
+        skipped_steps: Steps whose numbers weren't finite.
+        num_truncated: Over-long texts that training has cut.
+        evaluations: (step, dev metrics), in order.
+    """
+
+    step: int = 0
+    best_metric: float | None = None
+    best_step: int = 0
+    stale_evaluations: int = 0
+    evaluated_step: int = -1
+    skipped_steps: int = 0
+    num_truncated: int = 0
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def record(self, metrics: Mapping[str, float], metric: str) -> bool:
+        """Take in an evaluation of the present step.
+
+        Args:
+            metrics: All metrics.
+            metric: The one that decides; higher is better. A tie keeps the earlier step.
+
+        Returns:
+            Whether the present weights are the best so far.
+        """
+        self.evaluated_step = self.step
+        self.evaluations.append((self.step, dict(metrics)))
+        if self.best_metric is None or metrics[metric] > self.best_metric:
+            self.best_metric, self.best_step, self.stale_evaluations = metrics[metric], self.step, 0
+            return True
+        self.stale_evaluations += 1
+        return False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """Return what `to_json` wrote."""
+        values = {name: content[name] for name in cls.__dataclass_fields__}
+        values["evaluations"] = [(int(step), dict(metrics)) for step, metrics in content["evaluations"]]
+        return cls(**values)

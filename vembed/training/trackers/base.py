@@ -1,0 +1,74 @@
+"""What a tracker is, and the guard around those that a run can do without."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_log = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """A place that the numbers of a run are sent to."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the numbers of a training step.
+
+        Args:
+            step: Optimizer steps done, 1 after the first.
+            values: Name -> number, e.g. `{"loss": 0.7, "learning_rate": 2e-5}`; NaN and infinity are allowed.
+        """
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an evaluation.
+
+        Args:
+            step: Optimizer steps done, 0 for the baseline.
+            metrics: Name -> number, e.g. `{"ndcg@10": 0.645}`.
+        """
+
+    def close(self) -> None:
+        """Write what is still held back; nothing is logged afterwards."""
+
+
+class GuardedTracker:
+    """Pass everything to another tracker until it fails; then warn once and go on without it.
+
+    Args:
+        tracker: The one that may fail.
+        name: What the warning calls it.
+    """
+
+    def __init__(self, tracker: Tracker, *, name: str) -> None:
+        self._tracker: Tracker | None = tracker
+        self._name = name
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the numbers of a training step while the tracker works."""
+        if self._tracker is not None:
+            self._try(self._tracker.log, step, values)
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an evaluation while the tracker works."""
+        if self._tracker is not None:
+            self._try(self._tracker.log_evaluation, step, metrics)
+
+    def close(self) -> None:
+        """Close the tracker if it still works."""
+        if self._tracker is not None:
+            self._try(self._tracker.close)
+            self._tracker = None
+
+    def _try(self, call: Callable[..., None], *arguments: object) -> None:
+        """Call, and drop the tracker when it fails."""
+        try:
+            call(*arguments)
+        except Exception as error:  # noqa: BLE001 - a tracker is third-party code that may fail in any way
+            self._tracker = None
+            _log.warning(
+                "Tracker %s failed and is switched off; training goes on and metrics.jsonl has everything: %s: %s",
+                self._name, type(error).__name__, error,
+            )  # fmt: skip

@@ -1,0 +1,60 @@
+"""TensorBoard: the same numbers as curves."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vembed.errors import MachineError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+
+class TensorBoardTracker:
+    """Write scalars that TensorBoard shows: `train/loss` ..., `evaluation/ndcg@10` ...
+
+    TensorBoard is imported here, not with the module, and the folder is made at the first number, so that a full disk
+    fails inside the guard and a missing package before training.
+
+    Args:
+        folder: Where the event files lie.
+        resume_step: Step of the checkpoint that the run goes on from: TensorBoard hides what older event files hold of
+            later steps. 0 for a run from the start, which hides all that a killed one left.
+
+    Raises:
+        MachineError: The package is missing.
+    """
+
+    def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
+        try:
+            self._writer_class: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
+        except ImportError as error:
+            raise MachineError(
+                f"the tracker tensorboard needs a package that is missing ({error}): "
+                "pip install tensorboard, or set report_to: none"
+            ) from error
+        self._folder = folder
+        self._purge_step = resume_step + 1
+        self._writer: Any = None
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Record the numbers of a training step under `train/`."""
+        self._add("train", step, values)
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an evaluation under `evaluation/`."""
+        self._add("evaluation", step, metrics)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _add(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            self._writer = self._writer_class(str(self._folder), purge_step=self._purge_step)
+        for name, value in values.items():
+            self._writer.add_scalar(f"{group}/{name}", value, step)

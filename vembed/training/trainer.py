@@ -1,0 +1,232 @@
+"""The loop: train from the present step to the last one, and leave a model, a verdict and a report."""
+
+from __future__ import annotations
+
+import logging
+import math
+import resource
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm import tqdm
+
+from vembed.errors import PreemptedError
+from vembed.training.guards import StepFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vembed.evaluation.result import EvaluationResult
+    from vembed.gradcache.engine import GradCacheEngine, StepResult
+    from vembed.plan.plan import Plan
+    from vembed.training.batches import BatchSource, PreparedBatch
+    from vembed.training.evaluations import Evaluations
+    from vembed.training.guards import NonFiniteGuard, StopSignal
+    from vembed.training.optimizer import Updater
+    from vembed.training.saving import RunCheckpoints
+    from vembed.training.state import RunState
+    from vembed.training.trackers.base import Tracker
+
+_log = logging.getLogger(__name__)
+
+SEED_STRIDE = 1_000_003
+"""Steps of runs with neighbouring seeds must not share a generator seed: a prime beyond any number of steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """What the loop itself must know.
+
+    Attributes:
+        seed: Seed of the run.
+        metric: Dev metric that chooses the best checkpoint.
+        patience: Evaluations without improvement before the run stops early, or None.
+        save_steps: Steps from one checkpoint to the next, or None.
+        save_seconds: Seconds from one checkpoint to the next, or None.
+        logging_steps: Steps from one log line to the next.
+    """
+
+    seed: int
+    metric: str
+    patience: int | None
+    save_steps: int | None
+    save_seconds: float | None
+    logging_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerParts:
+    """What the loop works with; `build` puts them together."""
+
+    plan: Plan
+    source: BatchSource
+    engine: GradCacheEngine
+    updater: Updater
+    evaluations: Evaluations
+    checkpoints: RunCheckpoints
+    trackers: Sequence[Tracker]
+    guard: NonFiniteGuard
+    stop: StopSignal
+
+
+class Trainer:
+    """Runs the steps of a plan.
+
+    Args:
+        parts: What it works with.
+        state: Where the run stands.
+        options: Intervals and the seed.
+    """
+
+    def __init__(self, parts: TrainerParts, state: RunState, options: TrainerOptions) -> None:
+        self.parts = parts
+        self.state = state
+        self.options = options
+        self._last_save = time.monotonic()
+
+    def run(self) -> EvaluationResult:
+        """Train from the present step to the last one.
+
+        Returns:
+            The result of the untrained model on the verdict's set.
+
+        Raises:
+            PreemptedError: A signal came; a checkpoint of the present step is saved.
+            NonFiniteError: The numbers went bad, and the policy is to stop.
+        """
+        parts, state = self.parts, self.state
+        try:
+            baseline = parts.evaluations.baseline()
+            if self._evaluate_if_due() and state.step > 0:  # the evaluation that the run was stopped in
+                self._save(best=True)
+            for step in self._steps():
+                self._log(self._train_step(step))
+                is_best = self._evaluate_if_due()
+                if self._saves_at(state.step) or is_best:
+                    self._save(best=is_best)
+                parts.stop.poll()
+                if self._stops_early():
+                    break
+        except PreemptedError:
+            self._save(best=False)
+            raise
+        self._save(best=False)
+        return baseline
+
+    def _steps(self) -> tqdm[int]:
+        """Return the steps still to do, counted from 0, with a progress bar on a terminal."""
+        first = self.state.step if not self._stops_early() else self.parts.plan.steps
+        steps = range(first, self.parts.plan.steps)
+        total = self.parts.plan.steps
+        return tqdm(steps, initial=first, total=total, unit="step", disable=not sys.stderr.isatty())
+
+    def _train_step(self, step: int) -> Mapping[str, float]:
+        """Do one step, tokenizing included, whatever becomes of its gradients, and return what it measured."""
+        started = time.perf_counter()
+        parts, state = self.parts, self.state
+        batch = parts.source.batch(step)
+        torch.manual_seed(self.options.seed * SEED_STRIDE + step)
+        result = parts.engine.step(batch.pools, batch.structure, gradient_scale=parts.updater.gradient_scale)
+        grad_norm = parts.updater.gradient_norm()
+        learning_rate = parts.updater.schedule.learning_rate(step)
+        facts = StepFacts(
+            step + 1,
+            result.loss,
+            grad_norm,
+            batch.batch.record_ids,
+            parts.engine.loss.temperature,
+            parts.updater.module_norms,
+        )
+        if math.isfinite(result.loss) and parts.updater.overflowed(grad_norm):
+            _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, parts.updater.gradient_scale)
+            parts.updater.discard()
+        elif parts.guard.accepts(facts):
+            parts.updater.update(step)
+        else:
+            parts.updater.discard()
+        state.step = step + 1
+        state.skipped_steps = parts.guard.skipped
+        state.num_truncated += batch.num_truncated
+        return self._measured(result, batch, grad_norm, learning_rate, time.perf_counter() - started)
+
+    def _measured(
+        self, result: StepResult, batch: PreparedBatch, grad_norm: float, learning_rate: float, seconds: float
+    ) -> Mapping[str, float]:
+        """Return the row of metrics.jsonl."""
+        temperature = self.parts.engine.loss.temperature
+        return {
+            "epoch": self.state.step / self.parts.plan.steps_per_epoch,
+            "loss": result.loss,
+            "learning_rate": learning_rate,
+            "grad_norm": grad_norm,
+            "samples_per_second": len(batch.batch.queries) / seconds,
+            "tokens_per_second": result.tokens / seconds,
+            "peak_memory_bytes": peak_memory_bytes(self.parts.source.device),
+            "padding_ratio": result.padding_ratio,
+            "replay_drift": result.replay_drift,
+            "num_chunks": result.num_chunks,
+            **({} if temperature is None else {"temperature": temperature}),
+        }
+
+    def _log(self, metrics: Mapping[str, float]) -> None:
+        """Send the numbers of the present step to the trackers and, now and then, to the log."""
+        step = self.state.step
+        for tracker in self.parts.trackers:
+            tracker.log(step, metrics)
+        if step % self.options.logging_steps == 0 or step in (1, self.parts.plan.steps):
+            _log.info(
+                "step %d/%d  epoch %.2f  loss %.4f  grad norm %.3g  lr %.3g  %.1f samples/s",
+                step,
+                self.parts.plan.steps,
+                metrics["epoch"],
+                metrics["loss"],
+                metrics["grad_norm"],
+                metrics["learning_rate"],
+                metrics["samples_per_second"],
+            )
+
+    def _evaluate_if_due(self) -> bool:
+        """Evaluate on the dev set when the plan says so and it isn't done; return whether it was the best so far."""
+        state, every = self.state, self.parts.plan.eval_every
+        if every is None or state.evaluated_step == state.step:
+            return False
+        if state.step % every != 0 and state.step != self.parts.plan.steps:
+            return False
+        result = self.parts.evaluations.at_step(state.step)
+        for tracker in self.parts.trackers:
+            tracker.log_evaluation(state.step, result.metrics)
+        return state.record(result.metrics, self.options.metric)
+
+    def _stops_early(self) -> bool:
+        """Return whether the dev metric has stood still for as long as the user would wait."""
+        patience = self.options.patience
+        if patience is None or self.state.stale_evaluations < patience:
+            return False
+        _log.info(
+            "stopped early: %d evaluations without a better %s than %.4f at step %d",
+            patience,
+            self.options.metric,
+            self.state.best_metric,
+            self.state.best_step,
+        )
+        return True
+
+    def _saves_at(self, step: int) -> bool:
+        every, seconds = self.options.save_steps, self.options.save_seconds
+        by_steps = every is not None and step % every == 0
+        return by_steps or (seconds is not None and time.monotonic() - self._last_save >= seconds)
+
+    def _save(self, *, best: bool) -> None:
+        self.parts.checkpoints.save(self.state, best=best)
+        self._last_save = time.monotonic()
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that was in use so far: allocated on an accelerator, resident on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024

@@ -74,7 +74,9 @@ def wordpiece_tokenizer(*, lower_case: bool = True) -> PreTrainedTokenizerFast:
     )
 
 
-def byte_tokenizer(*, start: bool = False, end: bool = False, pad: bool = True, **extra: Any) -> PreTrainedTokenizerFast:
+def byte_tokenizer(
+    *, start: bool = False, end: bool = False, pad: bool = True, **extra: Any
+) -> PreTrainedTokenizerFast:
     """Return a byte-level tokenizer without merges.
 
     Args:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -191,7 +192,8 @@ class _Source:
                 f"first {needed[0]}; they would be random"
             )
         if missing and "add_pooling_layer" in inspect.signature(type(backbone)).parameters:
-            backbone.pooler = None  # as add_pooling_layer=False; else what is saved would hold random numbers
+            # As add_pooling_layer=False: otherwise random numbers would be saved with the model.
+            backbone.pooler = None  # type: ignore[assignment]
 
     def _refuse_pickle(self, prefix: str) -> None:
         if self.options.allow_pickle:
@@ -215,7 +217,7 @@ class _Source:
             )
         except ImportError as error:
             raise MachineError(f"{self.options.name}: {_first_line(error)}") from error
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
             raise self._explain(error) from error
 
     def _explain(self, error: Exception) -> Exception:
@@ -224,6 +226,11 @@ class _Source:
             return ConfigError(
                 f"{self.options.name} brings code of its own that would run on this machine; read it, then set "
                 f"trust_remote_code: true and model_revision to the commit that you read"
+            )
+        if isinstance(error, UnpicklingError):  # the library's own text advises to switch the protection off
+            return ConfigError(
+                f"{self.options.name}: its pickled weights hold something else than tensors, which could run code; "
+                f"convert them to safetensors"
             )
         if self.local is None and isinstance(error, OSError):
             return self._unreachable(error)
@@ -302,7 +309,10 @@ def _max_length(
 
 def _position_offset(config: PreTrainedConfig) -> int:
     """Return how many positions RoBERTa-like models lose: theirs start behind the padding id."""
-    roberta_like = {"roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "mpnet", "longformer", "data2vec-text"}
+    roberta_like = {
+        *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod"),
+        *("mpnet", "longformer", "data2vec-text", "ibert", "luke"),
+    }
     if config.model_type not in roberta_like:
         return 0
     pad = getattr(config, "pad_token_id", None)

@@ -149,7 +149,7 @@ class TextEncoder(Encoder):
 
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
         """Pad at the right, never past `max_length`; the mask is left out when nothing is padded."""
-        width = min(width, self.max_length)  # a width rounded up could pass the last position embedding
+        width = min(width, self.spec.max_length)  # a width rounded up could pass the last position embedding
         ids = features.columns["input_ids"].take(rows)
         inputs = {"input_ids": torch.from_numpy(ids.padded(width, self._pad_id)).long()}
         if (ids.lengths < width).any():

@@ -1,6 +1,8 @@
-"""A small BERT from scratch, with a WordPiece tokenizer trained on the data it will see.
+"""A small BERT from scratch, with a tokenizer trained on the data it will see.
 
-It is an ordinary transformers model: what is exported loads anywhere.
+It is an ordinary transformers model: what is exported loads anywhere. The tokenizer is a byte-level BPE: no text holds
+an unknown token, and the same texts always give the same vocabulary. (The library's WordPiece trainer numbers the
+pieces inside of words in the order of a randomly seeded hash table, and breaks ties by those numbers.)
 """
 
 from __future__ import annotations
@@ -50,13 +52,16 @@ def build_tiny_transformer(texts: Iterable[str], *, name: str, dtype: torch.dtyp
 
 
 def _train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train WordPiece on texts, lower-cased, with BERT's special tokens."""
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    """Train a byte-level BPE on texts, lower-cased, with BERT's special tokens."""
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=VOCABULARY_SIZE, special_tokens=list(SPECIAL_TOKENS), show_progress=False
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, dump_config, plain_values
@@ -22,7 +20,7 @@ from vembed.config.resume import resume_differences
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import SourceOptions
 from vembed.distributed.runtime import start_runtime
-from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
+from vembed.errors import ConfigError, DataError
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -33,6 +31,7 @@ from vembed.models.registry import is_builtin, load_encoder
 from vembed.plan.explain import explain
 from vembed.plan.plan import DataSize, Plan, make_plan
 from vembed.training.batches import BatchSource
+from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_weights
 from vembed.training.evaluations import Evaluations
 from vembed.training.finish import FinishParts, RunResult, finish_run
 from vembed.training.guards import NonFiniteGuard, StopSignal
@@ -44,7 +43,7 @@ from vembed.training.state import RunState
 from vembed.training.trackers.base import GuardedTracker, Tracker
 from vembed.training.trackers.jsonl import JsonlTracker
 from vembed.training.trackers.tensorboard import TensorBoardTracker
-from vembed.training.trainer import Trainer, TrainerOptions, TrainerParts, peak_memory_bytes
+from vembed.training.trainer import Trainer, TrainerOptions, TrainerParts
 
 if TYPE_CHECKING:
     from vembed.batch import Side
@@ -107,12 +106,13 @@ def run_from_config(config: Config, *, mode: Mode = "train", command: str = "") 
         output.refuse_other_files()
     with ExitStack() as stack:
         if mode == "train":
-            stack.enter_context(_log_file(output))
+            stack.enter_context(output.log_file())
         run = _assemble(config, runtime, output, data, checkpoint, mode)
         facts = {"model": config.model_name, **run.encoder.describe(), "device": runtime.machine.device_name}
         _log.info("%s", explain(run.plan, facts=facts))
         if mode == "dry-run":
-            _dry_run(run)
+            source = BatchSource(data.records, run.sampler, run.encoder, runtime.device)
+            dry_run(source, _engine(run), run.encoder)
             return None
         output.write("plan.json", json.dumps(run.plan.to_json(), indent=2) + "\n")
         output.write("config.yaml", dump_config(config))
@@ -130,7 +130,9 @@ def _assemble(
     """Build the encoder, the loss and the plan."""
     torch.manual_seed(config.seed)
     encoder = _encoder(config, output, data, keep=mode == "train")
-    _check_encoder(encoder, config)
+    refuse_nonfinite_weights(encoder)
+    if config.use_gradient_cache is not False:
+        refuse_batch_norm(encoder)
     encoder.to(runtime.device)
     loss = _loss(config).to(runtime.device)
     batch_size = config.global_batch_size or config.batch_size
@@ -228,18 +230,6 @@ def _encoder(config: Config, output: OutputFolder, data: RunData, *, keep: bool)
     if keep:
         encoder.save(output.initial_model)
     return encoder
-
-
-def _check_encoder(encoder: Encoder, config: Config) -> None:
-    """Refuse an encoder that would train wrongly."""
-    if config.use_gradient_cache is not False and any(isinstance(m, _BatchNorm) for m in encoder.modules()):
-        raise ConfigError(
-            f"{config.model_name} has batch normalisation, whose statistics depend on the chunk: gradient caching "
-            f"can't compute its gradients. Set use_gradient_cache: false, or use a model with another normalisation"
-        )
-    bad = [name for name, parameter in encoder.named_parameters() if not parameter.isfinite().all()]
-    if bad:
-        raise NonFiniteError(f"{config.model_name}: {len(bad)} weights are NaN or infinite as loaded, first {bad[0]}")
 
 
 def _loss(config: Config) -> ContrastiveLoss:
@@ -394,57 +384,8 @@ def _train(run: _Run, command: str) -> RunResult:
             checkpoints=checkpoints,
             plan=run.plan,
             config=plain_values(config),
-            data_facts=_data_facts(run.data),
+            data_facts=run.data.facts(),
             device_name=run.runtime.machine.device_name,
             command=command,
         )
         return finish_run(finish, state, baseline)
-
-
-def _data_facts(data: RunData) -> list[tuple[str, str]]:
-    counts = data.counts
-    facts = [
-        ("training records", str(counts.num_records)),
-        ("documents in them", str(counts.num_documents)),
-        ("hard negatives among those", str(counts.num_negatives)),
-        ("records whose query stands in another record too", str(counts.repeated_queries)),
-        ("positives that stand in another record too", str(counts.repeated_positives)),
-    ]
-    for label, task in (("dev set", data.dev), ("test set", data.test)):
-        if task is not None:
-            facts.append((label, f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"))
-    return [*facts, *(("note", note) for note in data.notes)]
-
-
-def _dry_run(run: _Run) -> None:
-    """Do one step on the first batch and say what it took; no weight changes, nothing is written."""
-    started = time.perf_counter()
-    run.encoder.train()
-    batch = BatchSource(run.data.records, run.sampler, run.encoder, run.runtime.device).batch(0)
-    result = _engine(run).step(batch.pools, batch.structure)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in run.encoder.parameters() if p.grad is not None])
-    _log.info(
-        "dry run: one step of %d queries in %.2f s, %d chunks, loss %.4f, gradient norm %.3g, peak memory %.2f GiB; "
-        "nothing was written",
-        len(batch.batch.queries),
-        time.perf_counter() - started,
-        result.num_chunks,
-        result.loss,
-        norm.item(),
-        peak_memory_bytes(run.runtime.device) / (1 << 30),
-    )
-
-
-def _log_file(output: OutputFolder) -> ExitStack:
-    """Write the log into the output folder too, until the stack is closed."""
-    stack = ExitStack()
-    try:
-        output.path.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(output.path / "train.log", encoding="utf-8")
-    except OSError as error:
-        raise MachineError(f"{output.path / 'train.log'} can't be written: {error}") from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger("vembed").addHandler(handler)
-    stack.callback(handler.close)
-    stack.callback(logging.getLogger("vembed").removeHandler, handler)
-    return stack

@@ -87,6 +87,7 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
     elif state.best_metric is not None:
         _log.warning("no evaluation was better than that of the untrained model; model/ holds the last step's weights")
     parts.checkpoints.encoder.save(parts.output.model)
+    parts.output.share(parts.output.model)
     final = parts.evaluations.final()
     bm25 = parts.evaluations.bm25()
     result = RunResult(verdict(baseline, final, parts.evaluations.metric), baseline, final, bm25, parts.output.path)

@@ -57,6 +57,21 @@ class RunData:
     counts: RecordCounts
     fingerprint: str
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Return (label, value) for the report."""
+        counts = self.counts
+        facts = [
+            ("training records", str(counts.num_records)),
+            ("documents in them", str(counts.num_documents)),
+            ("hard negatives among those", str(counts.num_negatives)),
+            ("records whose query another record before has", str(counts.repeated_queries)),
+            ("positives that another record before has", str(counts.repeated_positives)),
+        ]
+        for label, task in (("dev set", self.dev), ("test set", self.test)):
+            if task is not None:
+                facts.append((label, f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"))
+        return [*facts, *(("note", note) for note in self.notes)]
+
 
 @dataclass(frozen=True, slots=True)
 class RecordCounts:

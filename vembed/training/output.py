@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,6 +12,7 @@ from vembed.checkpoint.files import replace_text
 from vembed.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 OWN_NAMES = (
@@ -95,6 +98,32 @@ class OutputFolder:
                     entry.unlink(missing_ok=True)
         except OSError as error:
             raise MachineError(f"output_dir {self.path} can't be written: {error}") from error
+
+    @contextmanager
+    def log_file(self) -> Iterator[None]:
+        """Write the program's log into train.log too, for as long as the block lasts.
+
+        Raises:
+            MachineError: The file can't be written.
+        """
+        try:
+            handler = logging.FileHandler(self.path / "train.log", encoding="utf-8")
+        except OSError as error:
+            raise MachineError(f"{self.path / 'train.log'} can't be written: {error}") from error
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        logger = logging.getLogger("vembed")
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            handler.close()
+
+    def share(self, folder: Path) -> None:
+        """Give the files of a folder the permissions that the folder has: safetensors writes for the owner alone."""
+        for path in folder.rglob("*"):
+            if path.is_file():
+                path.chmod(folder.stat().st_mode & 0o666)
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all.

@@ -18,7 +18,8 @@ class RunState:
 
     Attributes:
         step: Optimizer steps done; skipped ones count.
-        best_metric: Best dev metric so far, None before the first evaluation.
+        best_metric: Best dev metric of a trained model so far, None before the first one. The untrained model doesn't
+            count: a run that only makes it worse must say so, and not hand it back.
         best_step: Step that it was reached at.
         stale_evaluations: Evaluations since then.
         evaluated_step: Step of the last evaluation: a run that was stopped in one does it again.
@@ -44,10 +45,12 @@ class RunState:
             metric: The one that decides; higher is better. A tie keeps the earlier step.
 
         Returns:
-            Whether the present weights are the best so far.
+            Whether the present weights are the best trained ones so far.
         """
         self.evaluated_step = self.step
         self.evaluations.append((self.step, dict(metrics)))
+        if self.step == 0:
+            return False
         if self.best_metric is None or metrics[metric] > self.best_metric:
             self.best_metric, self.best_step, self.stale_evaluations = metrics[metric], self.step, 0
             return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import resource
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from tqdm import tqdm
 
 from vembed.errors import PreemptedError
 from vembed.training.guards import StepFacts
+from vembed.training.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -222,11 +222,3 @@ class Trainer:
     def _save(self, *, best: bool) -> None:
         self.parts.checkpoints.save(self.state, best=best)
         self._last_save = time.monotonic()
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that was in use so far: allocated on an accelerator, resident on the CPU."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return usage if sys.platform == "darwin" else usage * 1024

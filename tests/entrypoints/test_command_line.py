@@ -1,0 +1,180 @@
+"""The command line itself: what only looks, what refuses, and that every way of starting is the same run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from command_cases import ROOT, RUN, Site, environment, run_here, run_keys, write_config
+
+from vembed.entrypoints.train import main
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pyarrow")
+
+
+def test_validate_is_quick_and_imports_nothing_heavy(site: Site, tmp_path: Path) -> None:
+    config = write_config(tmp_path, site.keys())
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-X", "importtime", str(RUN), str(config), "--validate"],
+            capture_output=True, text=True, cwd=tmp_path, env=environment(), check=False,
+        )  # fmt: skip
+        seconds.append(time.perf_counter() - started)
+    assert done.returncode == 0
+    assert f"{config}: valid, " in done.stdout
+    modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pydantic" in modules, "the list of imports must be one"
+    assert not modules & set(HEAVY)
+    assert min(seconds) < 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_validate_refuses_what_training_would_refuse_and_warns_of_missing_data(site: Site, tmp_path: Path) -> None:
+    wrong = run_keys(tmp_path, site.keys(batch_size=1), "--validate")
+    assert wrong.code == 2
+    assert "batch_size" in wrong.err
+    right = run_keys(tmp_path, {"model_name": "builtin:ngram-bag"}, "--validate")
+    assert right.code == 0
+    assert "warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)" in right.out
+
+
+def test_plan_writes_the_plan_and_trains_nothing(site: Site, tmp_path: Path) -> None:
+    planned = run_keys(tmp_path, site.keys(), "--plan")
+    assert planned.code == 0, planned.err
+    assert {path.name for path in planned.folder.iterdir()} == {"config.yaml", "plan.json"}
+    assert planned.out.startswith("plan\n")
+    assert "step 1/" not in planned.out
+    before = json.loads((planned.folder / "plan.json").read_text())
+    trained = run_keys(tmp_path, site.keys())
+    assert trained.code == 0, "a folder that holds a plan only is free for the run"
+    assert json.loads((trained.folder / "plan.json").read_text()) == before
+
+
+def test_dry_run_does_one_step_and_writes_nothing(site: Site, tmp_path: Path) -> None:
+    config = write_config(tmp_path, site.keys())
+    before = sorted(tmp_path.rglob("*"))
+    tried = run_here(config, "--dry-run")
+    assert tried.code == 0, tried.err
+    assert "dry run: one step of 16 queries" in tried.out
+    assert "nothing was written" in tried.out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_dry_run_does_the_first_step_of_the_run(site: Site, tmp_path: Path) -> None:
+    keys = site.keys(model_name=str(site.bert_without_dropout), max_steps=1, eval_steps=1)
+    tried = run_keys(tmp_path, keys, "--dry-run")
+    (first,) = run_keys(tmp_path, keys).rows
+    assert f"loss {first['loss']:.4f}, gradient norm {first['grad_norm']:.3g}" in tried.out
+
+
+def test_only_one_of_the_three_looks_at_a_time(site: Site, tmp_path: Path) -> None:
+    refused = run_keys(tmp_path, site.keys(), "--plan", "--dry-run")
+    assert refused.code == 2
+    assert "not allowed with argument" in refused.err
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"], program="python run.py")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "usage: python run.py" in text
+    for option in ("CONFIG", "--config", "--config_override", "--resume", "--plan", "--validate", "--dry-run"):
+        assert option in text
+
+
+def test_a_json_configuration_is_the_same_run(site: Site, tmp_path: Path) -> None:
+    keys = site.keys() | {"output_dir": str(tmp_path / "out")}
+    yaml_run = run_here(write_config(tmp_path, keys), "--plan")
+    plan = (tmp_path / "out/config.yaml").read_bytes()
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(keys))
+    json_run = run_here(path, "--plan")
+    assert (yaml_run.code, json_run.code) == (0, 0)
+    assert (tmp_path / "out/config.yaml").read_bytes() == plan
+
+
+def test_the_configuration_may_be_an_option_but_not_given_twice(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, site.keys())
+    assert main(["--config", str(config), "--validate"]) == 0
+    assert main([str(config), "--config", str(config), "--validate"]) == 2
+    assert "the configuration is given twice" in capsys.readouterr().err
+
+
+def test_without_any_configuration_the_missing_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "model_name" in capsys.readouterr().err
+    assert main(["--config_override", "model_name=builtin:ngram-bag", "--validate"]) == 0
+
+
+def test_overrides_win_over_the_file_and_resume_is_a_key_too(site: Site, tmp_path: Path) -> None:
+    config = write_config(tmp_path, site.keys())
+    planned = run_here(config, "--plan", "--config_override", "batch_size=8", "--config-override", "max_steps=3")
+    assert planned.code == 0
+    plan = json.loads((planned.folder / "plan.json").read_text())
+    assert (plan["batch_size"], plan["steps"]) == (8, 3)
+    twice = run_here(config, "--plan", "--resume", "never", "--config_override", "resume=auto")
+    assert twice.code == 2
+    assert "resume" in twice.err
+
+
+def test_accelerate_launch_from_another_folder_is_the_same_run(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = site.keys(max_steps=2, eval_steps=2) | {"output_dir": "out"}
+    here, there = tmp_path / "here", tmp_path / "there"
+    configs = [write_config(folder, keys) for folder in (here, there)]
+    launch = [
+        sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu",
+        str(ROOT / "vembed/entrypoints/train.py"), str(configs[1]),
+    ]  # fmt: skip
+    done = subprocess.run(launch, cwd=there, env=environment(), text=True, capture_output=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(here)
+    assert run_here(configs[0]).code == 0
+    for name in ("config.yaml", "plan.json"):
+        assert (here / "out" / name).read_bytes() == (there / "out" / name).read_bytes(), name
+    assert (here / "out/model/model.safetensors").read_bytes() == (there / "out/model/model.safetensors").read_bytes()
+
+
+def test_one_of_several_processes_is_refused_as_this_version_trains_in_one(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused = run_keys(tmp_path, site.keys(), "--plan")
+    assert refused.code == 5
+    assert "--num_processes 1" in refused.err
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert run_keys(tmp_path, site.keys(), "--plan").code == 0
+
+
+def test_the_module_starts_as_well(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vembed.entrypoints.train", "--validate", "--config_override", "model_name=x"],
+        capture_output=True, text=True, cwd=tmp_path, env=environment(), check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_leaves_the_callers_logging_alone(site: Site, tmp_path: Path, caplog: pytest.LogCaptureFixture)\
+        -> None:  # fmt: skip
+    import logging
+
+    logger = logging.getLogger("vembed")
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    assert run_keys(tmp_path, site.keys(), "--plan").code == 0
+    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+    with caplog.at_level("INFO", logger="vembed"):
+        logger.info("still heard")
+    assert "still heard" in caplog.text

@@ -1,0 +1,259 @@
+"""What one run leaves: the files of the contract and nothing else, a verdict, a model that gives its numbers again."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import yaml
+from command_cases import Site, evaluation, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
+
+import vembed.training.build
+import vembed.training.finish
+from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.sources import SourceOptions
+from vembed.evaluation.encode import ItemEncoder
+from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.models.huggingface import ModelOptions
+from vembed.models.registry import load_encoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from command_cases import Outcome
+
+METRIC_KEYS = {
+    "step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second",
+    "peak_memory_bytes", "padding_ratio", "replay_drift",
+}  # fmt: skip
+PLAN_KEYS = {
+    "strategy", "reasons", "world_size", "batch_size", "global_batch_size", "gradient_cache_chunk_size",
+    "gradient_cache_chunk_tokens", "retain", "dtype", "steps", "candidates",
+}  # fmt: skip
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_the_run_ends_well_and_its_last_line_is_the_verdict(finished: Outcome) -> None:
+    assert finished.code == 0, finished.err
+    assert finished.last_line.startswith("improved: ndcg@10 ")
+    assert "Traceback" not in finished.out + finished.err
+    report = json.loads((finished.folder / "report" / "report.json").read_text())
+    assert finished.last_line in json.dumps(report, ensure_ascii=False)
+
+
+def test_the_output_folder_holds_the_files_of_the_contract_and_nothing_else(finished: Outcome) -> None:
+    folder = finished.folder
+    assert names(folder) == {
+        "config.yaml", "plan.json", "metrics.jsonl", "train.log", "checkpoints", "model", "evaluation", "report"
+    }  # fmt: skip
+    assert names(folder / "evaluation") == {"baseline", "final", "step-0", "step-8", "step-16"}
+    for name in names(folder / "evaluation"):
+        assert names(folder / "evaluation" / name) == {"metrics.json", "per_query.json", "run.trec"}
+    assert names(folder / "report") == {"report.html", "report.md", "report.json"}
+    assert names(folder / "checkpoints") == {"BEST", "LATEST", "step-00000008", "step-00000016"}
+
+
+def test_what_is_written_beside_the_contract_belongs_to_an_option(site: Site, tmp_path: Path) -> None:
+    keys = site.keys(model_name="builtin:tiny-transformer", max_steps=1, eval_steps=1, report_to="tensorboard")
+    assert run_keys(tmp_path, keys | {"bm25": True}).code == 0
+    extra = names(tmp_path / "out") - {
+        "config.yaml", "plan.json", "metrics.jsonl", "train.log", "checkpoints", "model", "evaluation", "report"
+    }  # fmt: skip
+    assert extra == {"initial_model", "tensorboard"}
+    assert "bm25" in names(tmp_path / "out" / "evaluation")
+
+
+def test_metrics_hold_each_step_once_with_the_keys_of_the_contract(finished: Outcome) -> None:
+    rows = finished.rows
+    assert [row["step"] for row in rows] == list(range(1, 17))
+    for row in rows:
+        assert row.keys() >= METRIC_KEYS
+        assert all(math.isfinite(value) for value in row.values())
+    assert rows[5]["epoch"] == 1.0
+    assert rows[0]["learning_rate"] == 0
+    assert max(row["learning_rate"] for row in rows) == pytest.approx(3e-3)
+    assert rows[0]["temperature"] == pytest.approx(0.1)
+    assert rows[-1]["temperature"] != rows[1]["temperature"]
+    assert all(row["padding_ratio"] >= 1 for row in rows)
+
+
+def test_the_loss_falls(finished: Outcome) -> None:
+    full = [row["loss"] for row in finished.rows if row["epoch"] % 1]  # the last batch of an epoch is smaller
+    assert full[-1] < 0.7 * full[0]
+
+
+def test_plan_has_the_keys_of_the_contract(finished: Outcome) -> None:
+    plan = json.loads((finished.folder / "plan.json").read_text())
+    assert plan.keys() >= PLAN_KEYS
+    assert (plan["strategy"], plan["world_size"], plan["steps"]) == ("single", 1, 16)
+    assert (plan["batch_size"], plan["global_batch_size"]) == (16, 16)
+    assert plan["dtype"] == "float32"
+    (candidate,) = plan["candidates"]
+    assert candidate.keys() == {"strategy", "bytes_per_device", "fits", "relative_speed", "estimated"}
+    parts = candidate["bytes_per_device"]
+    assert parts.keys() == {"parameters", "gradients", "optimizer", "activations", "loss", "total"}
+    assert parts["total"] == sum(count for part, count in parts.items() if part != "total")
+    for reason in plan["reasons"]:
+        assert f"- {reason}" in finished.out
+    assert "The last batch of each epoch has 4 records instead of 16." in plan["reasons"]
+
+
+def test_config_keeps_auto_and_the_plan_what_became_of_it(finished: Outcome) -> None:
+    config = yaml.safe_load((finished.folder / "config.yaml").read_text())
+    plan = json.loads((finished.folder / "plan.json").read_text())
+    assert config["gradient_cache_chunk_tokens"] == "auto"
+    assert plan["gradient_cache_chunk_tokens"] > 0
+    assert config["learning_rate"] == 3e-3
+
+
+def test_the_log_file_holds_what_was_printed(finished: Outcome) -> None:
+    log = (finished.folder / "train.log").read_text()
+    for line in finished.out.splitlines():
+        assert line.removeprefix("warning: ") in log
+
+
+def test_the_model_reloads_and_gives_the_final_metrics_again(finished: Outcome, site: Site) -> None:
+    encoder = load_encoder(ModelOptions(name=str(finished.folder / "model")))
+    task = load_retrieval(str(site.test), SourceOptions(role="test"))
+    encode = ItemEncoder(encoder, ChunkBudget(256, 10**6), torch.device("cpu"))
+    again = evaluate(encode, task, EvaluationOptions(system="again"))
+    assert dict(again.metrics) == evaluation(finished.folder, "final")["metrics"]
+    untrained = ItemEncoder(
+        load_encoder(ModelOptions(name=str(site.bert))), ChunkBudget(256, 10**6), torch.device("cpu")
+    )
+    assert dict(evaluate(untrained, task, EvaluationOptions(system="untrained")).metrics) != dict(again.metrics)
+
+
+def test_the_model_is_the_checkpoint_that_the_dev_set_chose(site: Site, tmp_path: Path) -> None:
+    outcome = run_keys(tmp_path, site.keys(max_steps=12, eval_steps=2, learning_rate=2e-2, scheduler_type="constant"))
+    assert outcome.code == 0
+    scores = {step: evaluation(outcome.folder, f"step-{step}")["metrics"]["ndcg@10"] for step in range(0, 13, 2)}
+    best = max(scores, key=lambda step: (scores[step], -step))
+    assert 0 < best < 12, "the learning rate must be so high that the last step isn't the best"
+    assert f"the best checkpoint is of step {best}" in outcome.out
+    assert best in steps_saved(outcome.folder)
+    kept = load_encoder(ModelOptions(name=str(outcome.folder / "model")))
+    task = load_retrieval(str(site.dev), SourceOptions(role="validation"))
+    encode = ItemEncoder(kept, ChunkBudget(256, 10**6), torch.device("cpu"))
+    assert evaluate(encode, task, EvaluationOptions(system="kept")).metrics["ndcg@10"] == scores[best]
+
+
+def test_when_nothing_beats_the_untrained_model_the_run_says_what_it_keeps(site: Site, tmp_path: Path) -> None:
+    outcome = run_keys(tmp_path, site.keys(learning_rate=1e-12, max_steps=2, eval_steps=1))
+    assert outcome.code == 0
+    assert "warning: no evaluation was better than that of the untrained model" in outcome.out
+    assert "the best checkpoint" not in outcome.out
+    assert outcome.last_line.startswith("within noise")
+
+
+def test_running_a_finished_run_again_trains_nothing_and_ends_the_same(site: Site, tmp_path: Path) -> None:
+    config = write_config(tmp_path, site.keys())
+    first = run_here(config)
+    weights = (first.folder / "model/model.safetensors").read_bytes()
+    second = run_here(config)
+    assert (second.code, second.last_line) == (0, first.last_line)
+    assert second.rows == first.rows
+    assert (second.folder / "model/model.safetensors").read_bytes() == weights
+    assert "resume: going on from" in second.out
+
+
+def test_early_stopping_ends_the_run_and_a_second_start_does_not_go_on(site: Site, tmp_path: Path) -> None:
+    keys = site.keys(learning_rate=1e-12, max_steps=20, eval_steps=2, early_stopping_patience=2)
+    config = write_config(tmp_path, keys)
+    first = run_here(config)
+    assert first.code == 0
+    assert [row["step"] for row in first.rows] == [1, 2, 3, 4]
+    assert "stopped early: 2 evaluations without a better ndcg@10" in first.out
+    second = run_here(config)
+    assert second.code == 0
+    assert second.rows == first.rows
+
+
+def test_a_report_that_fails_leaves_the_model_the_verdict_and_exit_code_0(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(vembed.training.finish, "write_report", fail)
+    outcome = run_keys(tmp_path, site.keys())
+    assert outcome.code == 0
+    assert "error: the report could not be written; the model is complete" in outcome.out
+    assert "no ink" in outcome.out
+    assert outcome.last_line.startswith("improved")
+    assert load_encoder(ModelOptions(name=str(outcome.folder / "model"))).dimension == 32
+    assert not (outcome.folder / "report").exists()
+
+
+def test_a_tracker_that_fails_does_not_stop_the_run(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing:
+        def __init__(self, folder: Path, *, resume_step: int) -> None:
+            self.calls = 0
+
+        def log(self, step: int, values: object) -> None:
+            raise ConnectionError("nobody listens")
+
+        log_evaluation = log
+
+        def close(self) -> None:
+            raise ConnectionError("nobody listens")
+
+    monkeypatch.setattr(vembed.training.build, "TensorBoardTracker", Failing)
+    outcome = run_keys(tmp_path, site.keys(report_to="tensorboard"))
+    assert outcome.code == 0
+    assert outcome.out.count("nobody listens") == 1
+    assert "warning: Tracker tensorboard failed and is switched off" in outcome.out
+    assert len(outcome.rows) == 8
+
+
+def test_a_secret_of_the_environment_is_nowhere(finished: Outcome) -> None:
+    canary = b"hf_canary0123456789secret"
+    files = [path for path in finished.folder.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    for path in files:
+        assert canary not in path.read_bytes(), path
+    assert canary.decode() not in finished.out + finished.err
+
+
+class Elements(HTMLParser):
+    """Collects what a browser would act on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.handlers: list[str] = []
+        self.text: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_markup_in_the_data_stays_text_in_the_report(site: Site, tmp_path: Path) -> None:
+    attack = "</script><img src=x onerror=alert(1)>"
+    rows: list[Any] = [{key: f"{text} {attack}" for key, text in row.items()} for row in word_pairs()[-20:]]
+    test = write_rows(tmp_path / f"{'x' * 3}<img src=y onerror=alert(2)>.jsonl", rows)
+    outcome = run_keys(tmp_path, site.keys(test_data_path=str(test)))
+    assert outcome.code == 0, outcome.err
+    page = (outcome.folder / "report/report.html").read_text()
+    parser = Elements()
+    parser.feed(page)
+    assert any(attack in text for text in parser.text), "the attack must be shown, as text"
+    assert "img" not in parser.tags
+    assert parser.handlers == []
+    parser_of_raw = Elements()
+    parser_of_raw.feed(f"<p>{attack}</p>")
+    assert parser_of_raw.tags == ["p", "img"], "the check itself sees the attack"

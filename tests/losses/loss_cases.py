@@ -1,0 +1,130 @@
+"""Batches whose structure is written out, and the loss by the slow loops of its definition."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vembed.batch import ContrastiveBatch, content_id
+from vembed.losses.base import BatchStructure
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """A batch by its texts, with float64 embeddings of unit length."""
+
+    queries: tuple[str, ...]
+    documents: tuple[str, ...]
+    positives: tuple[tuple[int, int], ...]
+
+    @property
+    def batch(self) -> ContrastiveBatch:
+        return ContrastiveBatch(
+            queries=self.queries,
+            documents=self.documents,
+            positives_P2=np.array(self.positives, dtype=np.int64),
+            query_ids_Q=np.array([content_id(query) for query in self.queries]),
+            document_ids_D=np.array([content_id(document) for document in self.documents]),
+            record_ids=tuple(range(len(self.queries))),
+        )
+
+    @property
+    def structure(self) -> BatchStructure:
+        return BatchStructure.of(self.batch)
+
+    def embeddings(self, seed: int = 0) -> tuple[Tensor, Tensor]:
+        """Return leaf tensors (Q, 5) and (D, 5)."""
+        generator = torch.Generator().manual_seed(seed)
+        q, d = (
+            torch.randn(len(rows), 5, generator=generator, dtype=torch.float64)
+            for rows in (self.queries, self.documents)
+        )
+        q, d = (torch.nn.functional.normalize(each, dim=-1) for each in (q, d))
+        return q.requires_grad_(), d.requires_grad_()
+
+
+def plain(num_queries: int, num_documents: int) -> LossCase:
+    """One positive for each query, the further documents hard negatives, every text its own."""
+    return LossCase(
+        tuple(f"q{i}" for i in range(num_queries)),
+        tuple(f"d{j}" for j in range(num_documents)),
+        tuple((i, i) for i in range(num_queries)),
+    )
+
+
+CASES = {
+    "one positive": plain(4, 4),
+    "hard negatives": plain(3, 8),
+    "one query": plain(1, 3),
+    "several positives": LossCase(
+        ("q0", "q1", "q2"), ("a", "b", "hard", "c", "d", "e"), ((0, 0), (0, 1), (1, 3), (2, 4), (2, 5))
+    ),
+    "a document that two queries share": LossCase(("q0", "q1", "q2"), ("a", "b", "hard"), ((0, 0), (1, 0), (2, 1))),
+    "a positive text that stands twice": LossCase(("q0", "q1", "q2"), ("a", " a ", "b"), ((0, 0), (1, 1), (2, 2))),
+    "a query that stands twice": LossCase(("q0", "q0", "q1"), ("a", "b", "c", "hard"), ((0, 0), (1, 1), (2, 2))),
+    "a document equal to a query": LossCase(("q0", "q1", "q2"), ("a", "b", "q0", "hard"), ((0, 0), (1, 1), (2, 2))),
+    "a query that is its own positive": LossCase(("q0", "q1"), ("q0", "b", "hard"), ((0, 0), (1, 1))),
+    "a hard negative that repeats a positive": LossCase(("q0", "q1"), ("a", "b", "a", "b", "c"), ((0, 0), (1, 1))),
+    "a positive known by way of the other row": LossCase(
+        ("same", "same", "q"), ("a", "b", "b", "c", "hard"), ((0, 0), (1, 1), (2, 3))
+    ),
+}
+
+MASKED = tuple(CASES)[5:]
+"""Cases that hold false negatives to mask. (A query that is its own positive holds none: a positive isn't masked.)"""
+
+
+def masked_cells(case: LossCase) -> set[tuple[int, int]]:
+    """Return the false negatives by brute force over texts."""
+    cells = set()
+    for i, query in enumerate(case.queries):
+        for j, document in enumerate(case.documents):
+            if (i, j) in case.positives:
+                continue
+            known = any(
+                case.queries[a].strip() == query.strip() and case.documents[b].strip() == document.strip()
+                for a, b in case.positives
+            )
+            if known or query.strip() == document.strip():
+                cells.add((i, j))
+    return cells
+
+
+def slow_infonce(
+    case: LossCase, q_QE: Tensor, d_DE: Tensor, scale: Tensor, *, bidirectional: bool, mask: bool
+) -> Tensor:
+    """Return InfoNCE cell by cell: exp and sum, no matrix product, no log-sum-exp."""
+    masked = masked_cells(case) if mask else set()
+    cells = {
+        (i, j): (scale * sum(q_QE[i, e] * d_DE[j, e] for e in range(q_QE.shape[1]))).exp()
+        for i in range(len(case.queries))
+        for j in range(len(case.documents))
+        if (i, j) not in masked
+    }
+
+    def direction(groups: Sequence[list[tuple[int, int]]]) -> Tensor:
+        terms = []
+        for group in groups:
+            wanted = [cells[cell] for cell in group if cell in case.positives]
+            everything = [cells[cell] for cell in group]
+            terms.append(-torch.log(torch.stack(wanted).sum() / torch.stack(everything).sum()))
+        return torch.stack(terms).sum() / len(terms)
+
+    loss = direction([[cell for cell in cells if cell[0] == i] for i in range(len(case.queries))])
+    if not bidirectional:
+        return loss
+    columns = sorted({document for _, document in case.positives})
+    return (loss + direction([[cell for cell in cells if cell[1] == j] for j in columns])) / 2
+
+
+def log_scale(temperature: float) -> float:
+    """Return what a learned temperature is stored as."""
+    return math.log(1 / temperature)

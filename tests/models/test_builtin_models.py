@@ -1,0 +1,118 @@
+"""Encoders from scratch: reproducible, padded or packed alike, and able to tell texts apart."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from model_cases import TEXTS, embed
+
+from vembed.errors import ConfigError
+from vembed.models.huggingface import ModelOptions
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.registry import BUILTIN_MODELS, load_encoder
+
+CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in range(60) for text in TEXTS]
+
+BUILD_SCRIPT = """
+import hashlib, sys
+from vembed.models.tiny_transformer import _train_tokenizer
+tokenizer = _train_tokenizer(sys.stdin.read().splitlines())
+print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
+"""
+
+
+def tiny_transformer(texts: list[str] = CORPUS) -> Any:
+    """Build one after seeding torch."""
+    torch.manual_seed(7)
+    return load_encoder(ModelOptions("builtin:tiny-transformer"), texts)
+
+
+def test_the_same_texts_and_seed_build_the_same_tiny_transformer() -> None:
+    first, second = tiny_transformer(), tiny_transformer()
+    assert first.tokenizer.backend_tokenizer.to_str() == second.tokenizer.backend_tokenizer.to_str()
+    for (name, ours), theirs in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+    other = tiny_transformer(["a b", "b c"])
+    assert other.tokenizer.backend_tokenizer.to_str() != first.tokenizer.backend_tokenizer.to_str()
+
+
+@pytest.mark.slow
+def test_another_process_trains_the_same_tokenizer() -> None:
+    built = [
+        subprocess.run(
+            [sys.executable, "-c", BUILD_SCRIPT], input="\n".join(CORPUS), capture_output=True, text=True, check=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert built[0] == built[1] != ""
+
+
+def test_the_seed_decides_the_weights() -> None:
+    name = "backbone.embeddings.word_embeddings.weight"
+    first = tiny_transformer().state_dict()[name]
+    torch.manual_seed(8)
+    assert not torch.equal(first, load_encoder(ModelOptions("builtin:tiny-transformer"), CORPUS).state_dict()[name])
+
+
+def test_a_tiny_transformer_knows_every_character_and_no_capitals() -> None:
+    tokenizer = tiny_transformer().tokenizer
+    ids = tokenizer("Sea 日本 😀")["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    assert tokenizer.decode(ids, skip_special_tokens=True).split() == ["sea", "日", "本", "😀"]
+
+
+@pytest.mark.parametrize("name", BUILTIN_MODELS)
+def test_a_text_has_one_vector_alone_and_among_others(name: str) -> None:
+    torch.manual_seed(0)
+    encoder = load_encoder(ModelOptions(f"builtin:{name}", dtype=torch.float64), CORPUS).eval()
+    together = embed(encoder)
+    assert together.dtype == torch.float64
+    assert torch.allclose(together, torch.cat([embed(encoder, [text]) for text in TEXTS]), atol=1e-12)
+    assert torch.allclose(together.norm(dim=-1), torch.ones(len(TEXTS), dtype=torch.float64))
+    assert (together[0] - together[1]).abs().max() > 1e-3
+
+
+@pytest.fixture(scope="module")
+def bag() -> NgramBag:
+    torch.manual_seed(0)
+    bag = NgramBag(NgramBagConfig(dimension=16, buckets=4096, max_words=4)).double()
+    torch.nn.init.normal_(bag.weight.weight)
+    return bag
+
+
+def test_a_bag_is_the_weighted_mean_of_its_ngrams(bag: NgramBag) -> None:
+    features = bag.featurize(["the big seaTurtle"], "query")
+    grams = torch.from_numpy(features.columns["grams"].values).long()
+    weights = bag.weight.weight[grams, 0].exp()
+    expected = (bag.table.weight[grams] * weights[:, None]).sum(0)
+    assert torch.allclose(embed(bag, ["the big seaTurtle"])[0], expected / expected.norm())
+
+
+def test_a_bag_cuts_identifiers_into_their_parts(bag: NgramBag) -> None:
+    def words(text: str) -> set[int]:
+        return set(bag.featurize([text], "query").columns["grams"].values.tolist())
+
+    assert words("parse") < words("parse_httpHeader")
+    assert words("http") < words("parse_httpHeader")
+    assert words("header") < words("parse_httpHeader")
+
+
+def test_a_bag_counts_texts_over_its_words(bag: NgramBag) -> None:
+    features = bag.featurize(["one two three four", "one two three four five", ""], "query")
+    assert features.num_truncated == 1
+    cut, whole = (features.take(np.array([row])).columns["grams"].values for row in (1, 0))
+    assert np.array_equal(cut, whole)
+    assert features.lengths[2] == 1
+
+
+def test_a_bag_refuses_gradient_checkpointing_and_the_transformer_takes_it() -> None:
+    with pytest.raises(ConfigError, match=r"builtin:ngram-bag has no gradient checkpointing; set .*: false"):
+        load_encoder(ModelOptions("builtin:ngram-bag", gradient_checkpointing=True))
+    encoder = load_encoder(ModelOptions("builtin:tiny-transformer", gradient_checkpointing=True), CORPUS)
+    assert any(getattr(module, "gradient_checkpointing", False) for module in encoder.modules())

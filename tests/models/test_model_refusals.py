@@ -1,0 +1,225 @@
+"""What a model may not do or lacks is refused with the key to set, and the valid neighbour loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from model_cases import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, write_model
+from safetensors.torch import load_file, save_file
+
+from vembed.errors import ConfigError, ExitCode, MachineError
+from vembed.models.huggingface import ModelOptions
+from vembed.models.registry import load_encoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CUSTOM_CODE = """
+from pathlib import Path
+from transformers import BertConfig, BertModel
+Path({marker!r}).write_text("this code has run")
+class CustomConfig(BertConfig):
+    model_type = "custom-thing"
+class CustomModel(BertModel):
+    config_class = CustomConfig
+"""
+
+
+@pytest.fixture
+def bert_folder(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "bert", "bert")
+
+
+def refused(name: Path | str, message: str, **options: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(name, **options)
+
+
+def test_code_that_a_model_brings_along_runs_only_when_trusted(
+    bert_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    marker = tmp_path / "marker"
+    (bert_folder / "custom.py").write_text(CUSTOM_CODE.format(marker=str(marker)))
+    classes = {"AutoConfig": "custom.CustomConfig", "AutoModel": "custom.CustomModel"}
+    edit_json(bert_folder / "config.json", model_type="custom-thing", auto_map=classes, architectures=["CustomModel"])
+    refused(bert_folder, "set trust_remote_code: true and model_revision")
+    assert not marker.exists()
+    assert embed(load(bert_folder, trust_remote_code=True)).isfinite().all()
+    assert marker.exists()
+
+
+def test_pickled_weights_are_read_only_when_allowed(bert_folder: Path) -> None:
+    expected = embed(load(bert_folder))
+    torch.save(load_file(bert_folder / "model.safetensors"), bert_folder / "pytorch_model.bin")
+    assert torch.equal(embed(load(bert_folder)), expected)  # safetensors beside a pickle need no leave
+    (bert_folder / "model.safetensors").unlink()
+    refused(bert_folder, "only as a pickle.*set allow_pickle: true")
+    assert torch.equal(embed(load(bert_folder, allow_pickle=True)), expected)
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.marker),))
+
+
+def test_an_allowed_pickle_still_runs_no_code(bert_folder: Path, tmp_path: Path) -> None:
+    weights = load_file(bert_folder / "model.safetensors")
+    (bert_folder / "model.safetensors").unlink()
+    torch.save({**weights, "bomb": Bomb(tmp_path / "marker")}, bert_folder / "pytorch_model.bin")
+    refused(bert_folder, "something else than tensors.*convert them to safetensors", allow_pickle=True)
+    assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(
+    ("specials", "suggested"),
+    [({}, "</s>"), ({"eos_token": None, "unk_token": "<s>"}, "<s>"), ({"eos_token": None, "bos_token": None}, "<s>")],
+)
+def test_a_tokenizer_without_a_pad_token_says_which_to_set(
+    tmp_path: Path, specials: dict[str, Any], suggested: str
+) -> None:
+    folder = write_model(tmp_path, "gpt2", tokenizer=byte_tokenizer(pad=False, **specials))
+    refused(folder, f"no pad token; set pad_token: '{suggested}'")
+    encoder = load(folder, pad_token=suggested)
+    assert encoder.tokenizer.pad_token == suggested
+    assert torch.allclose(embed(encoder)[0], embed(encoder, TEXTS[:1])[0], atol=1e-5)
+    encoder.save(tmp_path / "saved")
+    assert torch.equal(embed(load(tmp_path / "saved")), embed(encoder))  # the export needs no setting any more
+
+
+def test_a_pad_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, "gpt2", tokenizer=byte_tokenizer(pad=False))
+    refused(folder, "pad_token '<nothing>' is not in the vocabulary", pad_token="<nothing>")
+    load(folder, pad_token="<pad>")
+
+
+def test_a_model_without_its_tokenizer_is_refused(bert_folder: Path) -> None:
+    tokenizer = (bert_folder / "tokenizer.json").read_bytes()
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (bert_folder / file).unlink()
+    refused(bert_folder, r"has no tokenizer: none of vocab.txt, tokenizer.json")
+    (bert_folder / "tokenizer.json").write_bytes(tokenizer)
+    load(bert_folder, pad_token="[PAD]")
+
+
+def test_weights_that_no_file_holds_are_refused_instead_of_random(bert_folder: Path) -> None:
+    weights = load_file(bert_folder / "model.safetensors")
+    without_pooler = {key: tensor for key, tensor in weights.items() if not key.startswith("pooler.")}
+    save_file(without_pooler, bert_folder / "model.safetensors", metadata={"format": "pt"})
+    load(bert_folder)
+    del without_pooler["encoder.layer.1.output.dense.weight"]
+    save_file(without_pooler, bert_folder / "model.safetensors", metadata={"format": "pt"})
+    refused(bert_folder, r"1 weights of BertModel are in none of its files, first encoder.layer.1.output.dense.weight")
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_truncated_file_is_refused(bert_folder: Path, file: str) -> None:
+    load(bert_folder)
+    content = (bert_folder / file).read_bytes()
+    (bert_folder / file).write_bytes(content[: len(content) // 2])
+    refused(bert_folder, "bert could not be loaded")
+
+
+def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
+    refused(tmp_path, "could not be loaded")
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "gpt2"])
+def test_a_length_over_the_positions_is_refused(tmp_path: Path, kind: str) -> None:
+    folder = write_model(tmp_path, kind)
+    message = f"max_seq_length {POSITIONS + 1} is over the {POSITIONS} positions"
+    refused(folder, message, max_length=POSITIONS + 1)
+    assert load(folder, max_length=POSITIONS).max_length == POSITIONS
+
+
+@pytest.mark.parametrize("name", ["no-owner/no-such-model", "./no/such/folder"])
+def test_a_model_that_is_nowhere_is_the_machines_fault(name: str) -> None:
+    with pytest.raises(MachineError, match=name) as caught:
+        load(name)
+    assert caught.value.exit_code == ExitCode.ENVIRONMENT == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"), [("ngrambag", "ngram-bag"), ("tiny-transfomer", "tiny-transformer"), ("tiny", "tiny-transf")]
+)
+def test_a_misspelt_builtin_names_the_closest(name: str, closest: str) -> None:
+    refused(f"builtin:{name}", f"no built-in model 'builtin:{name}'; did you mean builtin:{closest}")
+
+
+UNUSED = {
+    "attn_implementation": {"attn_implementation": "eager"},
+    "pooling_method": {"pooling": "cls"},
+    "max_seq_length": {"max_length": 32},
+    "query_prompt or document_prompt": {"prompts": {"query": "q: "}},
+    "pad_token": {"pad_token": "[PAD]"},
+    "model_revision": {"revision": "main"},
+}
+
+
+@pytest.mark.parametrize("key", UNUSED)
+@pytest.mark.parametrize("name", ["builtin:ngram-bag", "builtin:tiny-transformer"])
+def test_an_option_that_a_builtin_has_no_use_for_is_refused(name: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} has no use for {key}; leave it out"):
+        load_encoder(ModelOptions(name, **UNUSED[key]), TEXTS)  # type: ignore[arg-type]
+
+
+def test_a_builtin_takes_empty_prompts_and_its_own_folder_refuses_options_too(tmp_path: Path) -> None:
+    load_encoder(ModelOptions("builtin:ngram-bag", prompts={})).save(tmp_path)
+    load_encoder(ModelOptions(str(tmp_path)))
+    with pytest.raises(ConfigError, match="no use for pooling_method"):
+        load_encoder(ModelOptions(str(tmp_path), pooling="cls"))
+
+
+OFFLINE_SCRIPT = """
+import json, sys, warnings
+from vembed.errors import VembedError
+from vembed.models.huggingface import ModelOptions
+from vembed.models.registry import load_encoder
+answers = {}
+for name in sys.argv[1:]:
+    try:
+        encoder = load_encoder(ModelOptions(name))
+        answers[name] = [encoder.describe()["pooling"], encoder.spec.prompts["query"]]
+    except VembedError as error:
+        answers[name] = [type(error).__name__, int(error.exit_code), str(error)]
+print("ANSWERS", json.dumps(answers))
+"""
+
+
+def cache_model(cache: Path, name: str, folder: Path) -> None:
+    """Lay a folder out as the hub's cache does."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+
+
+def test_a_cached_hub_model_works_offline_and_another_is_named(bert_folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "hub"
+    load(bert_folder, pooling="cls", prompts={"query": "q: "}).save(tmp_path / "described")
+    cache_model(cache, "owner/described", tmp_path / "described")
+    cache_model(cache, "owner/bare", bert_folder)
+    names = ["owner/described", "owner/bare", "owner/absent"]
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE_SCRIPT, *names], env=environment, capture_output=True, text=True, check=True
+    )
+    answers = json.loads(done.stdout.partition("ANSWERS ")[2])
+    assert answers["owner/described"] == ["cls (modules.json)", "q: "]
+    assert answers["owner/bare"][0].startswith("mean (encoder")
+    kind, code, message = answers["owner/absent"]
+    assert (kind, code) == ("MachineError", 5)
+    assert "'owner/absent'" in message

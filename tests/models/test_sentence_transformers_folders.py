@@ -1,0 +1,267 @@
+"""A folder that sentence-transformers wrote gives its own vectors here."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from model_cases import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, wordpiece_tokenizer, write_model
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+
+from vembed.errors import ConfigError
+from vembed.models.pooling import POOLING_MODES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+PROMPTS = {"query": "find this: ", "document": "text: "}
+LONG = (*TEXTS, "word " * 80)
+
+
+@pytest.fixture(scope="module")
+def transformers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("bert"), "bert")
+
+
+def written(folder: Path, modules: Sequence[torch.nn.Module], **general: Any) -> SentenceTransformer:
+    """Let sentence-transformers write a model, and load it back as its users do."""
+    SentenceTransformer(modules=list(modules), device="cpu", **general).save(str(folder))
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+def pooled(transformers_folder: Path, modes: str | tuple[str, ...] = "mean", **options: Any) -> list[torch.nn.Module]:
+    return [Transformer(str(transformers_folder)), Pooling(32, modes, **options)]  # type: ignore[arg-type]
+
+
+def assert_same_vectors(theirs: SentenceTransformer, folder: Path, *, normalized: bool = True) -> None:
+    """Compare both sides; vembed adds the normalisation that cosine similarity implies."""
+    ours = load(folder)
+    for side, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
+        expected = encode(list(LONG), convert_to_tensor=True)
+        if normalized:
+            expected = torch.nn.functional.normalize(expected, dim=-1)
+        found = embed(ours, LONG, side=side)  # type: ignore[arg-type]
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("mode", POOLING_MODES)
+def test_every_pooling_mode(transformers_folder: Path, tmp_path: Path, mode: str) -> None:
+    theirs = written(tmp_path / "model", [*pooled(transformers_folder, mode), Normalize()])
+    assert_same_vectors(theirs, tmp_path / "model")
+
+
+@pytest.mark.parametrize("modes", [("mean", "cls"), ("cls", "mean"), ("max", "lasttoken", "weightedmean")])
+def test_several_modes_are_concatenated_in_their_order(
+    transformers_folder: Path, tmp_path: Path, modes: tuple[str, ...]
+) -> None:
+    theirs = written(tmp_path / "model", [*pooled(transformers_folder, modes), Normalize()])
+    assert_same_vectors(theirs, tmp_path / "model")
+    assert load(tmp_path / "model").dimension == 32 * len(modes)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", [torch.nn.Tanh(), torch.nn.Identity()])
+def test_dense_layers(transformers_folder: Path, tmp_path: Path, activation: torch.nn.Module, bias: bool) -> None:
+    torch.manual_seed(1)
+    layers = [Dense(32, 24, bias=bias, activation_function=activation), Dense(24, 8, bias=bias)]
+    theirs = written(tmp_path / "model", [*pooled(transformers_folder), *layers, Normalize()])
+    assert_same_vectors(theirs, tmp_path / "model")
+    assert load(tmp_path / "model").dimension == 8
+
+
+def test_dense_layers_run_in_float32_behind_a_narrow_backbone(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), Dense(32, 8)])
+    narrow = load(tmp_path / "model", dtype=torch.bfloat16)
+    found = embed(narrow)
+    assert found.dtype == torch.float32
+    assert (found - embed(load(tmp_path / "model"))).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("include_prompt", [True, False])
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_prompts_pooled_or_not(tmp_path: Path, kind: str, include_prompt: bool) -> None:
+    transformers_folder = write_model(tmp_path / "bare", kind)
+    modules = [*pooled(transformers_folder, include_prompt=include_prompt), Normalize()]
+    theirs = written(tmp_path / "model", modules, prompts=PROMPTS)
+    assert_same_vectors(theirs, tmp_path / "model")
+    ours = load(tmp_path / "model")
+    assert ours.spec.prompts == PROMPTS
+    assert not torch.allclose(embed(ours, side="query"), embed(ours, side="document"), atol=1e-3)
+
+
+def test_leaving_the_prompt_out_of_the_pooling_changes_the_vector(transformers_folder: Path, tmp_path: Path) -> None:
+    for include in (True, False):
+        written(tmp_path / str(include), pooled(transformers_folder, include_prompt=include), prompts=PROMPTS)
+    assert (embed(load(tmp_path / "True")) - embed(load(tmp_path / "False"))).abs().max() > 1e-2
+
+
+def test_the_maximum_length_truncates_alike(transformers_folder: Path, tmp_path: Path) -> None:
+    modules = pooled(transformers_folder)
+    modules[0].max_seq_length = 12  # type: ignore[assignment]
+    theirs = written(tmp_path / "model", [*modules, Normalize()])
+    assert theirs.max_seq_length == load(tmp_path / "model").max_length == 12
+    assert_same_vectors(theirs, tmp_path / "model")
+
+
+@pytest.mark.parametrize("file", ["sentence_bert_config.json", "sentence_roberta_config.json"])
+def test_the_older_files_are_read_too(transformers_folder: Path, tmp_path: Path, file: str) -> None:
+    folder = tmp_path / "model"
+    written(folder, [*pooled(transformers_folder, ("cls", "mean")), Normalize()])
+    (folder / "sentence_bert_config.json").unlink()
+    (folder / file).write_text('{"max_seq_length": 10, "do_lower_case": false}')
+    flags = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": False}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, **flags}))
+    modules = (folder / "modules.json").read_text().replace("sentence_transformers.base.modules.transformer", "X")
+    (folder / "modules.json").write_text(modules.replace('"X.', '"sentence_transformers.models.'))
+    assert load(folder).max_length == 10
+    assert load(folder).spec.pooling == ("cls", "mean")
+    assert_same_vectors(SentenceTransformer(str(folder), device="cpu"), folder)
+
+
+@pytest.mark.parametrize("written_by", ["this version", "older ones"])
+def test_lower_casing(tmp_path: Path, written_by: str) -> None:
+    bare = write_model(tmp_path / "bare", "bert", tokenizer=wordpiece_tokenizer(lower_case=False))
+    old = written_by == "older ones"
+    modules = [Transformer(str(bare), do_lower_case=not old), Pooling(32)]
+    theirs = written(tmp_path / "model", modules)
+    cased = load(tmp_path / "model")
+    if old:
+        assert not torch.equal(embed(cased, ["Sea"]), embed(cased, ["sea"]))
+        edit_json(tmp_path / "model" / "sentence_bert_config.json", do_lower_case=True)
+        theirs = SentenceTransformer(str(tmp_path / "model"), device="cpu")
+    assert_same_vectors(theirs, tmp_path / "model")
+    ours = load(tmp_path / "model")
+    assert torch.equal(embed(ours, ["Sea"]), embed(ours, ["sea"]))
+
+
+def test_a_model_for_dot_products_is_not_normalised(transformers_folder: Path, tmp_path: Path) -> None:
+    theirs = written(tmp_path / "dot", pooled(transformers_folder), similarity_fn_name="dot")
+    assert_same_vectors(theirs, tmp_path / "dot", normalized=False)
+    assert load(tmp_path / "dot").describe()["similarity"].startswith("dot product")
+    assert embed(load(tmp_path / "dot")).norm(dim=-1).max() > 1.5
+    written(tmp_path / "cosine", pooled(transformers_folder))
+    assert torch.allclose(embed(load(tmp_path / "cosine")).norm(dim=-1), torch.ones(len(TEXTS)))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "default", "query", "document"),
+    [
+        ({"query": "q: ", "passage": "p: "}, None, "q: ", "p: "),
+        ({"query": "q: ", "corpus": "c: "}, None, "q: ", "c: "),
+        ({"instruct": "i: "}, "instruct", "i: ", "i: "),
+        ({"instruct": "i: ", "query": "", "document": ""}, "instruct", "", ""),
+        ({"query": "q: ", "document": ""}, "query", "q: ", ""),
+        ({}, None, "", ""),
+    ],
+)
+def test_each_side_takes_the_prompt_that_is_named_for_it(
+    transformers_folder: Path, tmp_path: Path, prompts: dict[str, str], default: str | None, query: str, document: str
+) -> None:
+    written(tmp_path / "model", pooled(transformers_folder))
+    general = {"prompts": prompts, "default_prompt_name": default}
+    (tmp_path / "model" / "config_sentence_transformers.json").write_text(json.dumps(general))
+    assert load(tmp_path / "model").spec.prompts == {"query": query, "document": document}
+
+
+def test_the_users_word_comes_before_the_folder(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "model", pooled(transformers_folder), prompts=PROMPTS)
+    encoder = load(tmp_path / "model", pooling="cls", max_length=9, prompts={"query": "mine: "})
+    assert encoder.spec.pooling == ("cls",)
+    assert encoder.max_length == 9
+    assert encoder.spec.prompts == {"query": "mine: ", "document": "text: "}
+    assert "pooling_method" in encoder.describe()["pooling"]
+
+
+def test_a_transformer_in_a_subfolder_is_found(transformers_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    expected = written(folder, [*pooled(transformers_folder), Normalize()]).encode(list(TEXTS), convert_to_tensor=True)
+    (folder / "0_Transformer").mkdir()
+    for file in [path for path in folder.iterdir() if path.is_file()]:
+        if file.name not in ("modules.json", "config_sentence_transformers.json"):
+            file.rename(folder / "0_Transformer" / file.name)
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (folder / "modules.json").write_text(json.dumps(modules))
+    assert (embed(load(folder)) - expected).abs().max() <= 1e-5
+
+
+def test_a_length_that_forgets_the_positions_which_roberta_loses_is_shortened(tmp_path: Path) -> None:
+    bare = write_model(tmp_path / "bare", "roberta", tokenizer=byte_tokenizer(start=True, end=True))
+    written(tmp_path / "model", pooled(bare))
+    edit_json(tmp_path / "model" / "sentence_bert_config.json", max_seq_length=POSITIONS + 2)
+    encoder = load(tmp_path / "model")
+    assert encoder.max_length == POSITIONS
+    assert embed(encoder, ["a " * 200]).isfinite().all()
+
+
+def refused(folder: Path, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+def test_an_unknown_module_is_refused_by_name(transformers_folder: Path, tmp_path: Path) -> None:
+    from sentence_transformers.sentence_transformer.modules import LayerNorm
+
+    written(tmp_path / "model", [*pooled(transformers_folder), LayerNorm(32)])
+    refused(tmp_path / "model", r"LayerNorm, which vembed doesn't run \(it runs Transformer, Pooling, Dense, Normal")
+    written(tmp_path / "neighbour", [*pooled(transformers_folder), Dense(32, 32)])
+    load(tmp_path / "neighbour")
+
+
+def test_modules_in_an_order_of_their_own_are_refused(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), Normalize(), Dense(32, 8)])
+    refused(tmp_path / "model", "Normalize, Dense; vembed runs them as")
+
+
+def test_an_unknown_activation_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder), Dense(32, 8)])
+    load(tmp_path / "model")
+    config = tmp_path / "model" / "2_Dense" / "config.json"
+    edit_json(config, activation_function="os.system")
+    refused(tmp_path / "model", "2_Dense uses os.system; known activations: torch.nn.modules.activation.Tanh")
+
+
+def test_a_dense_layer_of_another_form_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "residual", [*pooled(transformers_folder), Dense(32, 32, use_residual=True)])
+    refused(tmp_path / "residual", "a residual connection")
+    written(tmp_path / "tokens", [*pooled(transformers_folder), Dense(32, 32)])
+    edit_json(tmp_path / "tokens" / "2_Dense" / "config.json", module_input_name="token_embeddings")
+    refused(tmp_path / "tokens", "maps token_embeddings")
+    written(tmp_path / "pickled", [*pooled(transformers_folder), Dense(32, 32)])
+    (tmp_path / "pickled" / "2_Dense" / "model.safetensors").unlink()
+    refused(tmp_path / "pickled", "2_Dense has no model.safetensors")
+
+
+def test_a_pooling_that_the_dense_layer_does_not_take_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "model", [*pooled(transformers_folder, ("cls", "mean")), Dense(64, 8)])
+    load(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"takes 64 values, pooling cls leaves 32; leave pooling_method out"):
+        load(tmp_path / "model", pooling="cls")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("transformer_task", "fill-mask"), ("query_length", 32), ("processing_kwargs", {"text": {"max_length": 3}})],
+)
+def test_a_setting_of_the_transformer_that_changes_vectors_is_refused(
+    transformers_folder: Path, tmp_path: Path, key: str, value: object
+) -> None:
+    written(tmp_path / "model", pooled(transformers_folder))
+    load(tmp_path / "model")
+    edit_json(tmp_path / "model" / "sentence_bert_config.json", **{key: value})
+    refused(tmp_path / "model", f"sentence_bert_config.json sets {key}")
+
+
+def test_an_unknown_pooling_or_default_prompt_is_refused(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "model", pooled(transformers_folder))
+    edit_json(tmp_path / "model" / "config_sentence_transformers.json", default_prompt_name="nobody")
+    refused(tmp_path / "model", "default_prompt_name 'nobody' is none of its prompts: ")
+    edit_json(tmp_path / "model" / "config_sentence_transformers.json", default_prompt_name=None)
+    load(tmp_path / "model")
+    edit_json(tmp_path / "model" / "1_Pooling" / "config.json", pooling_mode="median")
+    refused(tmp_path / "model", "pooling 'median' is none of cls, max")

@@ -22,7 +22,6 @@ from command_cases import (
     metric_rows,
     run_here,
     run_keys,
-    run_process,
     start_process,
     steps_saved,
     write_config,
@@ -30,7 +29,7 @@ from command_cases import (
 )
 from safetensors.torch import load_file
 
-import vembed.evaluation.evaluator
+import vembed.training.evaluations as room
 from vembed.gradcache.engine import GradCacheEngine
 from vembed.training.evaluations import Evaluations
 from vembed.training.trainer import Trainer
@@ -103,7 +102,7 @@ def test_a_run_killed_after_a_step_and_resumed_is_the_run_that_was_never_stopped
     kill(process)
     assert steps_saved(tmp_path / "out"), "killed after a checkpoint"
     assert not (tmp_path / "out/model").exists(), "killed before the end"
-    resumed = run_process(config)
+    resumed = run_here(config)
     assert resumed.code == 0, resumed.err
     assert "resume: going on from" in resumed.out
     assert_same_run(whole, resumed.folder)
@@ -169,14 +168,15 @@ def test_sigterm_in_training_saves_that_step_exits_75_and_resumes_equal(
     assert_same_run(whole, resumed.folder)
 
 
-@pytest.mark.parametrize("name", ["baseline", "step-0", "step-5", "final", "bm25"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("step-0", "bm25")]
+
+
+@pytest.mark.parametrize("name", ["baseline", "step-5", "final", *SLOW])
 def test_sigterm_in_an_evaluation_exits_75_and_resumes_equal(
     site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     config = write_config(tmp_path, site.keys(**BERT) | {"bm25": True})
     if name == "bm25":
-        import vembed.training.evaluations as room
-
         search = room.evaluate_bm25
 
         def stop_and_search(*words: Any, **options: Any) -> Any:
@@ -228,7 +228,8 @@ def test_the_best_checkpoint_is_found_again_when_its_evaluation_was_interrupted(
     assert_same_run(whole.folder, resumed.folder)
 
 
-def test_sigint_once_saves_and_twice_leaves_at_once(site: Site, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_sigint_twice_leaves_a_long_step_at_once(site: Site, tmp_path: Path) -> None:
     """A step that takes for ever stands for the long one that a user doesn't want to wait for."""
     config = write_config(tmp_path, site.keys())
     slow = (
@@ -452,4 +453,3 @@ def test_the_comparison_of_runs_can_fail(whole_bert: Path, tmp_path: Path) -> No
     with pytest.raises(AssertionError, match="optimizer"):
         assert_same_run(whole_bert, copy)
     assert evaluation(whole_bert, "baseline") != evaluation(whole_bert, "final")
-    assert vembed.evaluation.evaluator.EXACT == "Flat"

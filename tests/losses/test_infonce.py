@@ -42,7 +42,7 @@ def test_value_and_gradients_equal_the_slow_definition(name: str, bidirectional:
         assert torch.allclose(ours, reference, rtol=1e-10, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", [name for name in MASKED if name != "a query that is its own positive"])
+@pytest.mark.parametrize("name", MASKED)
 def test_the_mask_changes_value_and_gradient_where_there_are_false_negatives(name: str) -> None:
     case = CASES[name]
     q_QE, d_DE = case.embeddings()
@@ -174,7 +174,7 @@ def test_the_order_of_rows_does_not_matter(name: str, bidirectional: bool) -> No
         assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-13)
 
 
-def test_a_repeated_positive_document_row_is_one_positive_as_the_order_of_pairs_is_free() -> None:
+def test_the_order_of_the_pairs_does_not_matter() -> None:
     case = CASES["several positives"]
     shuffled = replace(case, positives=tuple(reversed(case.positives)))
     assert torch.equal(infonce()(*case.embeddings(), case.structure), infonce()(*case.embeddings(), shuffled.structure))

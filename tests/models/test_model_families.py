@@ -140,7 +140,7 @@ def test_an_encoder_decoder_without_a_half_of_its_own_is_refused(tmp_path: Path)
     BartModel(BartConfig(vocab_size=259, d_model=32, max_position_embeddings=POSITIONS, **shape)).save_pretrained(
         folder
     )
-    with pytest.raises(ConfigError, match="bart.* is an encoder-decoder"):
+    with pytest.raises(ConfigError, match=r"bart.* is an encoder-decoder"):
         load(folder)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from model_cases import FAMILY_BUILDERS, TEXTS, load, write_model
+from model_cases import FAMILY_BUILDERS, TEXTS, embed, load, write_model
 
 from vembed.batch import ContrastiveBatch, Features, content_id
 from vembed.gradcache.chunking import ChunkBudget
@@ -17,6 +18,7 @@ from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.profile import model_size
+from vembed.models.text import Dense, TextEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -108,6 +110,20 @@ def test_under_autocast_embeddings_are_float32_and_gradients_flow(folders: dict[
     assert (z.norm(dim=-1) - 1).abs().max() < 1e-5  # normalised in float32: bfloat16 would miss by 1e-3
     ours, reference = (torch.cat([g.flatten() for g in each.values()]) for each in (found, expected))
     assert 0 < (ours - reference).norm() < 0.2 * reference.norm()
+
+
+def test_dense_layers_run_in_float32_under_autocast(folders: dict[str, Path]) -> None:
+    bare = load(folders["bert"])
+    torch.manual_seed(0)
+    layer = Dense(32, 8, bias=True, activation=torch.nn.Tanh())
+    spec = replace(bare.spec, normalize=False)
+    before = TextEncoder("x", backbone=bare.backbone, tokenizer=bare.tokenizer, spec=spec).eval()
+    behind = TextEncoder("x", backbone=bare.backbone, tokenizer=bare.tokenizer, spec=spec, dense=[layer]).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        x, z = embed(before), embed(behind)
+    with torch.no_grad():
+        assert torch.equal(z, layer(x))
+    assert not torch.equal(x, embed(before))
 
 
 def make_batch(num_queries: int) -> ContrastiveBatch:

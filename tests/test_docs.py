@@ -1,0 +1,79 @@
+"""The documents are true: links resolve, commands parse, files that they name exist."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from vembed.__main__ import COMMANDS
+from vembed.config.load import load_config
+from vembed.config.schema import Config
+from vembed.entrypoints import evaluate, train
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+def commands_in(document: Path) -> list[list[str]]:
+    """Return the commands of a document's bash blocks, word by word, comments dropped."""
+    blocks = re.findall(r"```bash\n(.*?)```", document.read_text("utf-8"), flags=re.DOTALL)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_leads_to_a_file(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text("utf-8")):
+        if "://" not in target:
+            assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_command_is_one_that_the_program_takes(document: Path) -> None:
+    for words in commands_in(document):
+        if words[:2] == ["python", "run.py"]:
+            parsed = train.parse_arguments(words[2:], program="run.py")
+            load_config(ROOT / parsed.config, parsed.config_override)
+        elif words[0] == "vembed":
+            assert words[1] in COMMANDS
+            if words[1] == "evaluate":
+                evaluate.parse_arguments(words[2:], program="vembed evaluate")
+        elif words[0] == "make":
+            assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()
+        elif words[:1] == ["python"]:
+            assert words[1] == "-m" or (ROOT / words[1]).is_file(), words
+
+
+def test_readme_has_the_two_commands_that_the_continuous_integration_runs() -> None:
+    readme = (ROOT / "README.md").read_text("utf-8")
+    script = (ROOT / ".ci" / "run").read_text("utf-8")
+    for name in ("install", "test"):
+        assert f"<!-- {name} -->\n```bash\n" in readme
+        assert f"command_of {name}" in script
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_configuration_is_valid(config: Path) -> None:
+    load_config(config)
+
+
+def test_coverage_and_reliability_name_only_tests_that_exist() -> None:
+    for document in ("coverage.md", "reliability.md"):
+        text = (ROOT / "docs" / document).read_text("utf-8")
+        named = re.findall(r"`((?:tests|vembed|configs)/[\w./-]+)`", text)
+        assert named
+        for path in named:
+            assert (ROOT / path).exists(), f"{document} names {path}"
+
+
+def test_architecture_names_every_room() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    rooms = {path.parent.name for path in (ROOT / "vembed").glob("*/__init__.py")}
+    assert rooms == set(re.findall(r"^\| `(\w+)/` \|", text, flags=re.MULTILINE))
+
+
+def test_the_documented_keys_are_those_of_the_schema() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text("utf-8")
+    assert all(f"`{key}`" in text for key in Config.model_fields)

@@ -1,0 +1,231 @@
+"""The optimizer and what stands around it: schedule, decay, clipping, loss scaling, and going on from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from vembed.losses.infonce import InfoNCE
+from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+
+OPTIONS = OptimizerOptions(
+    weight_decay=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_grad_norm=None, loss_scaling=False
+)
+CONSTANT = Schedule(0.01, "constant", 0, 100)
+
+
+class Network(nn.Module):
+    """A matrix, two vectors, and a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+        self.norm = nn.LayerNorm(3)
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+
+
+def make(
+    options: OptimizerOptions = OPTIONS, schedule: Schedule = CONSTANT, *, learn_temperature: bool = True
+) -> tuple[Network, InfoNCE, Updater]:
+    network, loss = Network(), InfoNCE(temperature=0.1, learn_temperature=learn_temperature)
+    encoder: Any = network
+    return network, loss, Updater(encoder, loss, schedule, options)
+
+
+def give_gradients(updater: Updater, value: float = 1.0) -> None:
+    for parameter in updater.parameters:
+        parameter.grad = torch.full_like(parameter, value)
+
+
+@pytest.mark.parametrize(("kind", "theirs"), [("cosine", "cosine"), ("linear", "linear"),
+                                             ("constant", "constant_with_warmup")])  # fmt: skip
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 7), (3, 20), (10, 10), (1, 1)])
+def test_the_schedule_is_that_of_transformers(
+    kind: Literal["cosine", "linear", "constant"], theirs: str, warmup: int, steps: int
+) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = get_scheduler(theirs, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    schedule = Schedule(0.3, kind, warmup, steps)
+    for step in range(steps):
+        assert schedule.learning_rate(step) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-15), step
+        optimizer.step()
+        scheduler.step()
+
+
+def test_the_schedule_rises_to_its_peak_and_falls_to_nothing() -> None:
+    rates = [Schedule(1.0, "cosine", 4, 100).learning_rate(step) for step in range(100)]
+    assert rates[:5] == [0, 0.25, 0.5, 0.75, 1.0]
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert 0 < rates[-1] < 0.001
+
+
+def test_update_sets_the_rate_of_the_step() -> None:
+    _, _, updater = make(schedule=Schedule(1.0, "linear", 2, 6))
+    for step, expected in enumerate([0, 0.5, 1.0, 0.75, 0.5, 0.25]):
+        give_gradients(updater)
+        updater.update(step)
+        assert [group["lr"] for group in updater.optimizer.param_groups] == [expected] * 2
+
+
+def test_weight_decay_acts_on_matrices_alone() -> None:
+    network, loss, updater = make(schedule=Schedule(0.5, "constant", 0, 10))
+    before = {name: value.clone() for name, value in network.named_parameters()}
+    scale = loss.log_scale.clone()
+    give_gradients(updater, 0.0)
+    updater.update(0)
+    torch.testing.assert_close(network.layer.weight, before["layer.weight"] * (1 - 0.5 * 0.1))
+    assert torch.equal(network.layer.bias, before["layer.bias"])
+    assert torch.equal(network.norm.weight, before["norm.weight"])
+    assert torch.equal(network.frozen, before["frozen"])
+    assert torch.equal(loss.log_scale, scale)
+
+
+def test_the_temperature_is_trained_when_it_is_learned_and_kept_within_bounds() -> None:
+    _, loss, updater = make(schedule=Schedule(100.0, "constant", 0, 10))
+    give_gradients(updater, -1.0)
+    updater.update(0)
+    assert loss.temperature == pytest.approx(0.01)
+    _, fixed, updater = make(learn_temperature=False)
+    assert len(updater.parameters) == 4
+    give_gradients(updater, -1.0)
+    updater.update(0)
+    assert fixed.temperature == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e6, None])
+def test_clipping_brings_the_global_norm_down_and_returns_that_before(limit: float | None) -> None:
+    _, _, updater = make(replace(OPTIONS, max_grad_norm=limit))
+    give_gradients(updater, 2.0)
+    count = sum(parameter.numel() for parameter in updater.parameters)
+    norm = updater.gradient_norm()
+    assert norm == pytest.approx(2.0 * math.sqrt(count))
+    after = math.sqrt(sum(p.grad.pow(2).sum().item() for p in updater.parameters if p.grad is not None))
+    assert after == pytest.approx(min(norm, limit or math.inf), rel=1e-5)
+
+
+def test_clipping_is_that_of_torch_bit_for_bit() -> None:
+    network, loss, updater = make(replace(OPTIONS, max_grad_norm=0.7))
+    twin, other_loss, _ = make()
+    torch.manual_seed(3)
+    for parameter, other in zip(
+        [*network.parameters(), *loss.parameters()], [*twin.parameters(), *other_loss.parameters()], strict=True
+    ):
+        if parameter.requires_grad:
+            parameter.grad = torch.randn_like(parameter)
+            other.grad = parameter.grad.clone()
+    expected = nn.utils.clip_grad_norm_([*twin.parameters(), *other_loss.parameters()], 0.7)
+    assert updater.gradient_norm() == expected.item()
+    assert network.layer.weight.grad is not None
+    assert twin.layer.weight.grad is not None
+    assert torch.equal(network.layer.weight.grad, twin.layer.weight.grad)
+
+
+def test_module_norms_are_of_each_module_and_of_the_loss() -> None:
+    network, _, updater = make()
+    assert updater.module_norms() == {}
+    give_gradients(updater, 1.0)
+    network.norm.bias.grad = None
+    assert updater.module_norms() == pytest.approx(
+        {"encoder.layer": math.sqrt(15), "encoder.norm": math.sqrt(3), "loss": 1.0}
+    )
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_bad_gradient_is_still_seen_in_its_own_module_after_the_norm_was_taken(bad: float) -> None:
+    network, _, updater = make(replace(OPTIONS, max_grad_norm=1.0))
+    give_gradients(updater, 1.0)
+    assert network.norm.weight.grad is not None
+    network.norm.weight.grad[1] = bad
+    assert not math.isfinite(updater.gradient_norm())
+    norms = updater.module_norms()
+    assert norms.pop("encoder.norm") == pytest.approx(bad, nan_ok=True)
+    assert norms == pytest.approx({"encoder.layer": math.sqrt(15), "loss": 1.0})
+
+
+def test_without_loss_scaling_there_is_no_scale_and_no_overflow() -> None:
+    _, _, updater = make()
+    assert updater.gradient_scale == 1.0
+    assert not updater.overflowed(math.inf)
+
+
+def test_with_loss_scaling_the_step_is_that_of_unscaled_gradients() -> None:
+    plain, _, updater = make(replace(OPTIONS, max_grad_norm=0.3))
+    scaled, _, scaling = make(replace(OPTIONS, max_grad_norm=0.3, loss_scaling=True))
+    assert scaling.gradient_scale == 2.0**16
+    give_gradients(updater, 0.25)
+    give_gradients(scaling, 0.25 * scaling.gradient_scale)
+    assert scaling.gradient_norm() == updater.gradient_norm()
+    updater.update(0)
+    scaling.update(0)
+    assert torch.equal(plain.layer.weight, scaled.layer.weight)
+
+
+def test_an_overflow_halves_the_scale_until_it_is_no_longer_the_scales_fault() -> None:
+    network, _, updater = make(replace(OPTIONS, loss_scaling=True))
+    before = network.layer.weight.clone()
+    scales = []
+    for _ in range(40):
+        give_gradients(updater, math.inf)
+        norm = updater.gradient_norm()
+        assert not math.isfinite(norm)
+        if not updater.overflowed(norm):
+            break
+        scales.append(updater.gradient_scale)
+        updater.discard()
+        assert network.layer.weight.grad is None
+    assert scales == [2.0**power for power in range(16, 0, -1)]
+    assert updater.gradient_scale == 1.0
+    assert torch.equal(network.layer.weight, before)
+    assert not updater.overflowed(1.0)
+
+
+@pytest.mark.parametrize("loss_scaling", [False, True])
+def test_restored_state_goes_on_bit_for_bit(loss_scaling: bool) -> None:
+    options = replace(OPTIONS, loss_scaling=loss_scaling, max_grad_norm=0.5)
+    schedule = Schedule(0.05, "cosine", 2, 12)
+
+    def train(network: Network, updater: Updater, steps: range) -> None:
+        for step in steps:
+            torch.manual_seed(step)
+            for parameter in updater.parameters:
+                parameter.grad = torch.randn_like(parameter) * (math.inf if step == 2 and loss_scaling else 1.0)
+            norm = updater.gradient_norm()
+            if updater.overflowed(norm):
+                updater.discard()
+            else:
+                updater.update(step)
+
+    whole, whole_loss, updater = make(options, schedule)
+    train(whole, updater, range(12))
+
+    first, first_loss, updater = make(options, schedule)
+    train(first, updater, range(6))
+    tensors, packed = updater.state()
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    packed = json.loads(json.dumps(packed))
+
+    second, second_loss, resumed = make(options, schedule)
+    second.load_state_dict(first.state_dict())
+    second_loss.load_state_dict(first_loss.state_dict())
+    resumed.restore(tensors, packed)
+    train(second, resumed, range(6, 12))
+    assert resumed.gradient_scale == (2.0**15 if loss_scaling else 1.0)
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+    assert torch.equal(whole_loss.log_scale, second_loss.log_scale)
+    for name, tensor in updater.state()[0].items():
+        assert resumed.state()[0][name].shape == tensor.shape
+
+    forgotten, forgotten_loss, fresh = make(options, schedule)
+    forgotten.load_state_dict(first.state_dict())
+    forgotten_loss.load_state_dict(first_loss.state_dict())
+    train(forgotten, fresh, range(6, 12))
+    assert not torch.equal(whole.layer.weight, forgotten.layer.weight), "without its state the optimizer goes elsewhere"

@@ -139,7 +139,9 @@ def test_accelerate_launch_from_another_folder_is_the_same_run(
         sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu",
         str(ROOT / "vembed/entrypoints/train.py"), str(configs[1]),
     ]  # fmt: skip
-    done = subprocess.run(launch, cwd=there, env=environment(), text=True, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(
+        launch, cwd=there, env=environment(), text=True, capture_output=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     monkeypatch.chdir(here)
     assert run_here(configs[0]).code == 0

@@ -43,7 +43,16 @@ def test_several_errors_are_reported_at_once(site: Site, tmp_path: Path) -> None
     keys = site.keys(batch_size=0, learning_rate=-1, eval_strategy="sometimes", warmup_ratio=float("nan"), fp16=1)
     refused = run_keys(tmp_path, keys, "--config_override", "seed=true", "foo", "=1", "max_steps=")
     assert refused.code == 2
-    for part in ("batch_size", "learning_rate", "eval_strategy", "warmup_ratio", "fp16", "seed", "'='", "no key before"):
+    for part in (
+        "batch_size",
+        "learning_rate",
+        "eval_strategy",
+        "warmup_ratio",
+        "fp16",
+        "seed",
+        "'='",
+        "no key before",
+    ):
         assert part in refused.err, part
     assert "no value after '='" in refused.err
     assert "Traceback" not in refused.err
@@ -170,7 +179,9 @@ def test_data_smaller_than_a_batch_is_one_batch(site: Site, tmp_path: Path) -> N
     assert "at least 2 records" in refused.err
 
 
-@pytest.mark.parametrize(("count", "steps", "drop_last"), [(33, 2, False), (34, 3, False), (34, 2, True), (32, 2, False)])
+@pytest.mark.parametrize(
+    ("count", "steps", "drop_last"), [(33, 2, False), (34, 3, False), (34, 2, True), (32, 2, False)]
+)
 def test_an_uneven_tail_is_a_smaller_batch_unless_it_is_one_record(
     site: Site, tmp_path: Path, count: int, steps: int, drop_last: bool
 ) -> None:
@@ -277,7 +288,10 @@ def test_bad_steps_may_be_skipped_up_to_a_limit(site: Site, tmp_path: Path, monk
     assert skipped.code == 0, skipped.err
     assert [row["loss"] is None for row in skipped.rows] == [step in (2, 5) for step in range(1, 9)]
     assert "step skipped (2 of at most 2)" in skipped.out
-    assert {path.name for path in skipped.folder.glob("nonfinite*")} == {"nonfinite-step-2.json", "nonfinite-step-5.json"}
+    assert {path.name for path in skipped.folder.glob("nonfinite*")} == {
+        "nonfinite-step-2.json",
+        "nonfinite-step-5.json",
+    }
     with monkeypatch.context() as patch:
         poison(patch, {2, 5, 6})
         stopped = run_keys(tmp_path / "three", keys)
@@ -402,5 +416,3 @@ def test_a_bug_keeps_its_traceback(site: Site, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(vembed.training.build, "make_plan", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         run_keys(tmp_path, site.keys(), "--plan")
-
-

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
@@ -135,9 +136,9 @@ def test_the_model_reloads_and_gives_the_final_metrics_again(finished: Outcome, 
 def test_the_model_is_the_checkpoint_that_the_dev_set_chose(site: Site, tmp_path: Path) -> None:
     outcome = run_keys(tmp_path, site.keys(max_steps=12, eval_steps=2, learning_rate=2e-2, scheduler_type="constant"))
     assert outcome.code == 0
-    scores = {step: evaluation(outcome.folder, f"step-{step}")["metrics"]["ndcg@10"] for step in range(0, 13, 2)}
+    scores = {step: evaluation(outcome.folder, f"step-{step}")["metrics"]["ndcg@10"] for step in range(2, 13, 2)}
     best = max(scores, key=lambda step: (scores[step], -step))
-    assert 0 < best < 12, "the learning rate must be so high that the last step isn't the best"
+    assert best < 12, "the learning rate must be so high that the last step isn't the best"
     assert f"the best checkpoint is of step {best}" in outcome.out
     assert best in steps_saved(outcome.folder)
     kept = load_encoder(ModelOptions(name=str(outcome.folder / "model")))
@@ -146,12 +147,13 @@ def test_the_model_is_the_checkpoint_that_the_dev_set_chose(site: Site, tmp_path
     assert evaluate(encode, task, EvaluationOptions(system="kept")).metrics["ndcg@10"] == scores[best]
 
 
-def test_when_nothing_beats_the_untrained_model_the_run_says_what_it_keeps(site: Site, tmp_path: Path) -> None:
-    outcome = run_keys(tmp_path, site.keys(learning_rate=1e-12, max_steps=2, eval_steps=1))
-    assert outcome.code == 0
-    assert "warning: no evaluation was better than that of the untrained model" in outcome.out
-    assert "the best checkpoint" not in outcome.out
-    assert outcome.last_line.startswith("within noise")
+def test_a_run_that_makes_its_model_worse_keeps_a_trained_one_and_says_so(site: Site, tmp_path: Path) -> None:
+    good = run_keys(tmp_path / "good", site.keys(max_steps=16, eval_steps=8))
+    keys = site.keys(model_name=str(good.folder / "model"), learning_rate=0.5, max_steps=4, eval_steps=2)
+    spoilt = run_keys(tmp_path / "spoilt", keys)
+    assert spoilt.code == 0, spoilt.err
+    assert spoilt.last_line.startswith("worse: ndcg@10")
+    assert re.search("the best checkpoint is of step [24]", spoilt.out)
 
 
 def test_running_a_finished_run_again_trains_nothing_and_ends_the_same(site: Site, tmp_path: Path) -> None:
@@ -170,7 +172,7 @@ def test_early_stopping_ends_the_run_and_a_second_start_does_not_go_on(site: Sit
     config = write_config(tmp_path, keys)
     first = run_here(config)
     assert first.code == 0
-    assert [row["step"] for row in first.rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in first.rows] == [1, 2, 3, 4, 5, 6]
     assert "stopped early: 2 evaluations without a better ndcg@10" in first.out
     second = run_here(config)
     assert second.code == 0

@@ -265,3 +265,24 @@ def test_an_unknown_pooling_or_default_prompt_is_refused(transformers_folder: Pa
     load(tmp_path / "model")
     edit_json(tmp_path / "model" / "1_Pooling" / "config.json", pooling_mode="median")
     refused(tmp_path / "model", "pooling 'median' is none of cls, max")
+
+
+def test_a_similarity_that_is_neither_cosine_nor_dot_is_refused_unless_vectors_are_normalised(
+    transformers_folder: Path, tmp_path: Path
+) -> None:
+    written(tmp_path / "bare", pooled(transformers_folder), similarity_fn_name="dot")
+    edit_json(tmp_path / "bare" / "config_sentence_transformers.json", similarity_fn_name="manhattan")
+    with pytest.raises(ConfigError, match="manhattan"):
+        load(tmp_path / "bare")
+    edit_json(tmp_path / "bare" / "config_sentence_transformers.json", similarity_fn_name="cosine")
+    assert load(tmp_path / "bare").spec.normalize
+
+
+def test_a_broken_description_is_named(transformers_folder: Path, tmp_path: Path) -> None:
+    written(tmp_path / "bare", pooled(transformers_folder), similarity_fn_name="dot")
+    whole = (tmp_path / "bare" / "modules.json").read_text()
+    (tmp_path / "bare" / "modules.json").write_text(whole[:-5])
+    with pytest.raises(ConfigError, match="modules.json is broken"):
+        load(tmp_path / "bare")
+    (tmp_path / "bare" / "modules.json").write_text(whole)
+    assert load(tmp_path / "bare").spec.pooling == ("mean",)

@@ -15,9 +15,7 @@ from transformers import get_scheduler
 from vembed.losses.infonce import InfoNCE
 from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
 
-OPTIONS = OptimizerOptions(
-    weight_decay=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_grad_norm=None, loss_scaling=False
-)
+OPTIONS = OptimizerOptions(weight_decay=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_grad_norm=None, loss_scaling=False)
 CONSTANT = Schedule(0.01, "constant", 0, 100)
 
 

@@ -181,6 +181,8 @@ class _Source:
         if isinstance(pooler, torch.nn.Module):
             pooler.requires_grad_(requires_grad=False)  # a head of pre-training: no part of the embedding
         self._refuse_missing(backbone, sorted(loading["missing_keys"]))
+        if getattr(backbone.config, "use_cache", False):
+            backbone.config.use_cache = False  # keys and values of past tokens: nothing here generates text
         return backbone
 
     def _refuse_missing(self, backbone: PreTrainedModel, missing: list[str]) -> None:

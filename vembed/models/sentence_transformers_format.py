@@ -102,7 +102,7 @@ def read_sentence_transformers(read: Callable[[str], Path | None], name: str) ->
     modules_file = read("modules.json")
     if modules_file is None:
         return None
-    paths = _module_paths(json.loads(modules_file.read_text("utf-8")), name)
+    paths = _module_paths(_parse_json(modules_file), name)
     transformer_path = paths["Transformer"][0]
     pooling, include_prompt = _read_pooling(_read_json(read, f"{paths['Pooling'][0]}/config.json"), name)
     prefix = f"{transformer_path}/" if transformer_path else ""
@@ -113,7 +113,7 @@ def read_sentence_transformers(read: Callable[[str], Path | None], name: str) ->
         pooling=pooling,
         include_prompt=include_prompt,
         dense_paths=tuple(paths["Dense"]),
-        normalize=bool(paths["Normalize"]) or general.get("similarity_fn_name") not in ("dot", "dot_score"),
+        normalize=bool(paths["Normalize"]) or _is_cosine(general, name),
         prompts=_read_prompts(general, name),
         max_length=transformer.get("max_seq_length"),
         lower_case=bool(transformer.get("do_lower_case", False)),
@@ -122,9 +122,27 @@ def read_sentence_transformers(read: Callable[[str], Path | None], name: str) ->
 
 def _read_json(read: Callable[[str], Path | None], file: str) -> dict[str, Any]:
     path = read(file)
-    loaded = {} if path is None else json.loads(path.read_text("utf-8"))
-    assert isinstance(loaded, dict)
+    loaded = {} if path is None else _parse_json(path)
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{path} must hold an object, and holds a {type(loaded).__name__}")
     return loaded
+
+
+def _parse_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is broken: {error}") from error
+
+
+def _is_cosine(config: dict[str, Any], name: str) -> bool:
+    """Return whether embeddings that no Normalize module normalises are compared by their angle."""
+    similarity = config.get("similarity_fn_name") or "cosine"
+    if similarity in ("dot", "dot_score"):
+        return False
+    if similarity == "cosine":
+        return True
+    raise ConfigError(f"{name} is compared by {similarity} distance; vembed knows cosine and the dot product")
 
 
 def _read_transformer(read: Callable[[str], Path | None], prefix: str, name: str) -> dict[str, Any]:

@@ -84,8 +84,6 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
     """
     if parts.checkpoints.load_best():
         _log.info("the best checkpoint is of step %d", state.best_step)
-    elif state.best_metric is not None:
-        _log.warning("no evaluation was better than that of the untrained model; model/ holds the last step's weights")
     parts.checkpoints.encoder.save(parts.output.model)
     parts.output.share(parts.output.model)
     final = parts.evaluations.final()

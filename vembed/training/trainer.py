@@ -100,7 +100,7 @@ class Trainer:
         parts, state = self.parts, self.state
         try:
             baseline = parts.evaluations.baseline()
-            if self._evaluate_if_due() and state.step > 0:  # the evaluation that the run was stopped in
+            if self._evaluate_if_due():  # the one that the run was stopped in
                 self._save(best=True)
             for step in self._steps():
                 self._log(self._train_step(step))

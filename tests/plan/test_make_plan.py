@@ -1,0 +1,228 @@
+"""The plan as a pure function: numbers in, decisions and their reasons out."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from vembed.config.load import load_config
+from vembed.plan import hardware
+from vembed.plan.explain import explain
+from vembed.plan.hardware import GIB, Machine, cpu_cores, cpu_memory_bytes
+from vembed.plan.memory import ModelSize, show_bytes, step_bytes
+from vembed.plan.plan import CPU_CHUNK_BYTES, LEAST_CHUNK_TOKENS, MOST_CHUNK_ROWS, DataSize, Plan, make_plan
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
+GPU = Machine("cuda", "NVIDIA H200", 139 * GIB, 16, fast_bf16=True)
+MINILM = ModelSize(
+    num_parameters=22_000_000, num_trainable=21_000_000, bytes_per_value=4, dimension=384, max_length=256,
+    activation_bytes_per_token=100_000,
+)  # fmt: skip
+DATA = DataSize(num_records=1000, steps_per_epoch=16, documents_per_query=2.5)
+
+
+def plan(*overrides: str, machine: Machine = CPU, model: ModelSize = MINILM, data: DataSize = DATA) -> Plan:
+    batch = [] if any(each.startswith("batch_size=") for each in overrides) else ["batch_size=64"]
+    config = load_config(None, ["model_name=m", *batch, *overrides]).config
+    return make_plan(config, machine, model, data)
+
+
+def reason(of: Plan, start: str) -> str:
+    (found,) = [each for each in of.reasons if each.startswith(start)]
+    return found
+
+
+def test_the_same_numbers_give_the_same_plan_and_nothing_is_changed() -> None:
+    assert plan() == plan()
+    assert json.loads(json.dumps(plan().to_json())) == plan().to_json()
+
+
+def test_one_process_takes_the_whole_batch_and_the_global_batch_wins() -> None:
+    assert (plan().strategy, plan().world_size, plan().batch_size, plan().global_batch_size) == ("single", 1, 64, 64)
+    both = plan("global_batch_size=96")
+    assert (both.batch_size, both.global_batch_size) == (96, 96)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [([], 16), (["epochs=3"], 48), (["epochs=3", "max_steps=5"], 5), (["max_steps=500"], 500)],
+)
+def test_steps_are_epochs_unless_max_steps_says_otherwise(overrides: list[str], steps: int) -> None:
+    assert plan(*overrides).steps == steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup"),
+    [
+        (["max_steps=100"], 10),
+        (["max_steps=101"], 11),
+        (["max_steps=100", "warmup_ratio=0"], 0),
+        (["max_steps=100", "warmup_ratio=1"], 100),
+        (["max_steps=100", "warmup_ratio=0.5", "warmup_steps=7"], 7),
+        (["max_steps=100", "warmup_steps=0"], 0),
+    ],
+)
+def test_warmup_is_a_rounded_up_share_or_the_number_given(overrides: list[str], warmup: int) -> None:
+    assert plan(*overrides).warmup_steps == warmup
+
+
+@pytest.mark.parametrize(
+    ("overrides", "every"),
+    [([], 16), (["eval_strategy=no"], None), (["eval_strategy=steps", "eval_steps=5"], 5), (["max_steps=3"], 16)],
+)
+def test_evaluations_follow_the_strategy(overrides: list[str], every: int | None) -> None:
+    assert plan(*overrides).eval_every == every
+
+
+def budget(of: Plan) -> tuple[int, int]:
+    return of.gradient_cache_chunk_size, of.gradient_cache_chunk_tokens
+
+
+def test_auto_chunks_fill_the_bytes_that_suit_the_device() -> None:
+    assert budget(plan()) == (MOST_CHUNK_ROWS, CPU_CHUNK_BYTES // 100_000)
+    assert budget(plan(machine=GPU)) == (MOST_CHUNK_ROWS, (2 * GIB) // 100_000)
+    small_gpu = replace(GPU, memory_bytes=4 * GIB)
+    assert budget(plan(machine=small_gpu)) == (MOST_CHUNK_ROWS, GIB // 100_000)
+    text = reason(plan(), "gradient_cache_chunk_tokens 1342")
+    assert "128.0 MiB of activations at 97.7 KiB a token" in text
+
+
+def test_a_chunk_holds_at_least_one_row_of_full_length_and_512_tokens() -> None:
+    heavy = replace(MINILM, activation_bytes_per_token=10**9)
+    assert budget(plan(model=heavy))[1] == LEAST_CHUNK_TOKENS
+    assert budget(plan(model=replace(heavy, max_length=8192)))[1] == 8192
+    assert budget(plan(model=replace(heavy, max_length=None)))[1] == LEAST_CHUNK_TOKENS
+
+
+def test_a_number_of_rows_is_not_cut_shorter_by_tokens() -> None:
+    assert budget(plan("gradient_cache_chunk_size=40")) == (40, 40 * 256)
+    without_limit = plan("gradient_cache_chunk_size=40", model=replace(MINILM, max_length=None))
+    assert budget(without_limit) == (40, CPU_CHUNK_BYTES // 100_000)
+
+
+def test_given_tokens_stand_and_the_smaller_of_both_budgets_wins_later() -> None:
+    assert budget(plan("gradient_cache_chunk_tokens=99")) == (MOST_CHUNK_ROWS, 99)
+    assert budget(plan("gradient_cache_chunk_tokens=99", "gradient_cache_chunk_size=3")) == (3, 99)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "dtype"),
+    [
+        ([], CPU, "float32"),
+        ([], GPU, "bfloat16"),
+        (["bf16=false"], GPU, "float32"),
+        (["bf16=true"], CPU, "bfloat16"),
+        (["fp16=true"], CPU, "float16"),
+        (["fp16=true"], GPU, "float16"),
+        (["torch_dtype=float64"], GPU, "float64"),
+    ],
+)
+def test_precision_is_the_users_word_or_what_the_device_is_fast_at(
+    overrides: list[str], machine: Machine, dtype: str
+) -> None:
+    made = plan(*overrides, machine=machine)
+    assert made.dtype == dtype
+    decided = machine is GPU and not overrides
+    assert any(each.startswith("bf16: NVIDIA H200 computes faster") for each in made.reasons) == decided
+
+
+def test_the_bytes_of_a_step_are_what_the_parts_add_up_to() -> None:
+    sizes = step_bytes(MINILM, chunk_tokens=1000, num_queries=64, num_documents=160)
+    assert sizes.parameters == 22_000_000 * 4
+    assert sizes.gradients == 21_000_000 * 4
+    assert sizes.optimizer == 2 * sizes.gradients
+    assert sizes.activations == 1000 * 100_000
+    assert sizes.loss == 3 * (64 + 160) * 384 * 4 + 6 * 64 * 160 * 4
+    assert sizes.total == sum((sizes.parameters, sizes.gradients, sizes.optimizer, sizes.activations, sizes.loss))
+
+
+def test_gradient_caching_needs_the_activations_of_one_chunk_and_plain_training_those_of_the_batch() -> None:
+    cached, plain = plan(), plan("use_gradient_cache=false")
+    assert (cached.retain, plain.retain) == (0.0, 1.0)
+    assert cached.bytes_per_device.activations == cached.gradient_cache_chunk_tokens * 100_000
+    assert plain.bytes_per_device.activations == (64 + 160) * 256 * 100_000
+    assert reason(cached, "gradient caching: ")
+    assert "graphs of all chunks are kept" in reason(plain, "use_gradient_cache false: ")
+    without_limit = plan("use_gradient_cache=false", model=replace(MINILM, max_length=None))
+    assert without_limit.bytes_per_device.activations == cached.bytes_per_device.activations
+
+
+def test_the_prediction_is_of_the_batch_that_there_is() -> None:
+    small = plan("batch_size=4096", data=DataSize(num_records=10, steps_per_epoch=1, documents_per_query=1.0))
+    assert small.bytes_per_device.loss == step_bytes(MINILM, chunk_tokens=0, num_queries=10, num_documents=10).loss
+
+
+def test_it_fits_up_to_95_percent_of_the_memory_with_reserve() -> None:
+    needed = 1.1 * plan().bytes_per_device.total + 1.5 * GIB
+    least = math.ceil(needed / 0.95)
+    fitting = plan(machine=replace(CPU, memory_bytes=least + 1))
+    assert fitting.fits
+    assert reason(fitting, "memory: ").endswith(": fits")
+    tight = plan(machine=replace(CPU, memory_bytes=least - 2))
+    assert not tight.fits
+    assert reason(tight, "memory: ").endswith("may not fit; a smaller batch_size helps")
+    assert tight.steps == fitting.steps, "the plan warns; the user's word stands"
+
+
+def test_reasons_begin_with_the_strategy_and_hold_the_notes_of_the_data() -> None:
+    made = plan(data=replace(DATA, notes=("3 rows skipped.", "The last batch is smaller.")))
+    assert made.reasons[0] == "single: one process on one device"
+    assert made.reasons[1:3] == ("3 rows skipped.", "The last batch is smaller.")
+    assert made.to_json()["reasons"] == list(made.reasons)
+
+
+def test_the_one_candidate_is_the_plan_itself() -> None:
+    made = plan()
+    (candidate,) = made.to_json()["candidates"]
+    assert candidate["strategy"] == "single"
+    assert candidate["fits"] is made.fits
+    assert candidate["bytes_per_device"]["total"] == made.bytes_per_device.total
+    assert candidate["estimated"] is True
+
+
+def test_the_text_says_what_was_decided_with_its_arithmetic() -> None:
+    made = plan("epochs=2", "max_steps=24")
+    text = explain(made, facts={"model": "m", "pooling": "mean"})
+    lines = [line.strip() for line in text.splitlines()]
+    assert lines[0] == "plan"
+    assert any(line.startswith("pooling") and line.endswith("mean") for line in lines)
+    assert any(line.endswith("64 = 64 x 1 process") for line in lines)
+    assert any(line.endswith("24 (1.5 epochs of 16), 3 of warmup") for line in lines)
+    assert any(line.endswith("at most 1342 padded tokens, 512 rows") for line in lines)
+    assert any(line.startswith("total") and line.endswith(show_bytes(made.bytes_per_device.total)) for line in lines)
+    for each in made.reasons:
+        assert f"- {each}" in lines
+    plain = explain(plan("use_gradient_cache=false"), facts={})
+    assert "512 rows, graphs of all chunks kept" in plain
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536 << 10, "1.5 MiB"), (3 << 30, "3.0 GiB"),
+     (5000 << 30, "5000.0 GiB")],
+)  # fmt: skip
+def test_bytes_are_shown_in_the_unit_that_suits(count: int, text: str) -> None:
+    assert show_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("content", "limited"), [("1048576\n", True), ("max\n", False), ("9223372036854771712", False), (None, False)]
+)
+def test_memory_is_the_containers_limit_where_it_is_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, limited: bool
+) -> None:
+    path = tmp_path / "memory.max"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setattr(hardware, "_CGROUP_LIMITS", (str(path),))
+    total: Any = cpu_memory_bytes()
+    assert (total == 1048576) == limited
+    assert total > 0
+    assert cpu_cores() >= 1

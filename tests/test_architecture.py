@@ -1,0 +1,115 @@
+"""The shape of the house: imports run downward, every room says what lives in it, no file grows without end."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "vembed"
+MOST_LINES = 450
+LINT = shutil.which("lint-imports", path=str(Path(sys.executable).parent)) or shutil.which("lint-imports")
+
+needs_lint = pytest.mark.skipif(LINT is None, reason="import-linter is not installed: pip install -e .[dev]")
+
+
+def lint(root: Path) -> subprocess.CompletedProcess[str]:
+    """Check the import contracts of a tree."""
+    assert LINT is not None
+    return subprocess.run(
+        [LINT, "--no-cache"], cwd=root, capture_output=True, text=True, env={"PYTHONPATH": str(root)}, check=False
+    )
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of the package with its contracts, to plant mistakes in."""
+    shutil.copytree(PACKAGE, tmp_path / "vembed", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    return tmp_path
+
+
+def plant(root: Path, module: str, line: str) -> None:
+    path = root / module
+    text = path.read_text("utf-8")
+    path.write_text(text.replace("\nimport ", f"\n{line}\nimport ", 1) if "\nimport " in text else f"{text}\n{line}\n")
+    assert line in path.read_text("utf-8")
+
+
+@needs_lint
+def test_imports_run_downward() -> None:
+    done = lint(ROOT)
+    assert done.returncode == 0, done.stdout
+    assert "0 broken" in done.stdout
+
+
+@needs_lint
+@pytest.mark.parametrize(
+    ("module", "line", "contract"),
+    [
+        ("vembed/losses/base.py", "import vembed.training.trainer", "Imports run downward only"),
+        ("vembed/config/schema.py", "import torch", "Configuration, plan and errors need no torch"),
+        ("vembed/gradcache/engine.py", "import vembed.config.schema", "read Config"),
+        ("vembed/training/trainer.py", "import accelerate", "Only distributed imports accelerate"),
+    ],
+)
+def test_a_planted_import_breaks_its_contract(copy: Path, module: str, line: str, contract: str) -> None:
+    plant(copy, module, line)
+    done = lint(copy)
+    assert done.returncode != 0
+    broken = [text for text in done.stdout.splitlines() if " BROKEN" in text]
+    assert any(contract in text for text in broken), done.stdout
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_folder_says_what_lives_in_it() -> None:
+    folders = {path.parent for path in sources()}
+    assert len(folders) > 10
+    for folder in sorted(folders):
+        docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8")))
+        assert docstring, folder
+
+
+@pytest.mark.parametrize("folder", ["vembed", "tests"])
+def test_no_file_grows_without_end(folder: str) -> None:
+    sizes = {path: path.read_text("utf-8").count("\n") for path in (ROOT / folder).rglob("*.py")}
+    assert len(sizes) > 20
+    limit = MOST_LINES if folder == "vembed" else 2 * MOST_LINES
+    assert {str(path): size for path, size in sizes.items() if size > limit} == {}
+
+
+def test_every_module_and_public_function_has_a_docstring_and_annotations() -> None:
+    for path in sources():
+        tree = ast.parse(path.read_text("utf-8"))
+        assert ast.get_docstring(tree) or not tree.body, path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                assert node.returns is not None, f"{path}:{node.lineno} {node.name}"
+
+
+def test_losses_and_the_engine_know_no_ranks() -> None:
+    for room in ("losses", "gradcache"):
+        for path in (PACKAGE / room).rglob("*.py"):
+            text = path.read_text("utf-8")
+            assert "import torch.distributed" not in text, path
+            assert "from torch import distributed" not in text, path
+            assert "from torch.distributed" not in text, path
+
+
+def test_nothing_is_pickled_and_no_error_is_swallowed() -> None:
+    for path in sources():
+        tree = ast.parse(path.read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                assert not {alias.name for alias in node.names} & {"pickle", "dill", "cloudpickle"}, path
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{path}:{node.lineno} catches everything"
+                assert not all(isinstance(each, ast.Pass) for each in node.body), f"{path}:{node.lineno}"

@@ -145,22 +145,24 @@ class Outcome:
         out: Standard output.
         err: Standard error.
         folder: Its output folder.
+        rows: The rows of metrics.jsonl as they were when the command ended.
     """
 
     code: int
     out: str
     err: str
     folder: Path
+    rows: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, code: int, out: str, err: str, folder: Path) -> Outcome:
+        """Look at what is there now."""
+        return cls(code, out, err, folder, metric_rows(folder))
 
     @property
     def last_line(self) -> str:
         """The last line printed."""
         return self.out.rstrip("\n").rpartition("\n")[2]
-
-    @property
-    def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
-        return metric_rows(self.folder)
 
     @property
     def same_rows(self) -> list[tuple[Any, ...]]:
@@ -188,7 +190,7 @@ def run_here(config: Path, *words: str, folder: Path | None = None) -> Outcome:
             code = main([str(config), *words], program="python run.py")
         except SystemExit as error:  # argparse
             code = int(error.code or 0)
-    return Outcome(code, out.getvalue(), err.getvalue(), folder or config.parent / "out")
+    return Outcome.of(code, out.getvalue(), err.getvalue(), folder or config.parent / "out")
 
 
 def run_keys(folder: Path, keys: dict[str, Any], *words: str) -> Outcome:
@@ -207,7 +209,7 @@ def run_process(config: Path, *words: str, **changes: str) -> Outcome:
         [sys.executable, str(RUN), str(config), *words],
         capture_output=True, text=True, cwd=config.parent, env=environment(**changes), timeout=120, check=False,
     )  # fmt: skip
-    return Outcome(done.returncode, done.stdout, done.stderr, config.parent / "out")
+    return Outcome.of(done.returncode, done.stdout, done.stderr, config.parent / "out")
 
 
 def start_process(config: Path, *words: str) -> subprocess.Popen[str]:

@@ -59,6 +59,16 @@ def test_plan_writes_the_plan_and_trains_nothing(site: Site, tmp_path: Path) -> 
     assert json.loads((trained.folder / "plan.json").read_text()) == before
 
 
+def test_a_plan_in_the_folder_of_a_run_leaves_the_runs_own(site: Site, tmp_path: Path) -> None:
+    run_keys(tmp_path, site.keys(max_steps=1, eval_steps=1))
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    planned = run_keys(tmp_path, site.keys(max_steps=5), "--plan")
+    assert planned.code == 0
+    assert "plan.json is not written" in planned.out
+    assert "5 (0.833 epochs of 6)" in planned.out
+    assert {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()} == before
+
+
 def test_dry_run_does_one_step_and_writes_nothing(site: Site, tmp_path: Path) -> None:
     config = write_config(tmp_path, site.keys())
     before = sorted(tmp_path.rglob("*"))

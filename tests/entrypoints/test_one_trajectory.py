@@ -1,4 +1,4 @@
-"""What may not change what is trained: evaluation, chunks, gradient caching; and what precision changes only a little."""
+"""What may not change what is trained (evaluation, chunks, gradient caching), and what changes it only a little."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ def test_losses_with_and_without_evaluation_are_bitwise_equal(
     assert len(during) >= 4
     assert {path.name for path in (without.folder / "evaluation").iterdir()} == {"baseline", "final"}
     assert evaluated.same_rows == without.same_rows
+    no_dropout = run_keys(tmp_path / "no dropout", site.keys(**common, model_name=str(site.bert_without_dropout)))
+    assert evaluated.losses != no_dropout.losses, "the baseline's evaluation must not have switched dropout off"
     last = "checkpoints/step-00000014/model.safetensors"
     assert (evaluated.folder / last).read_bytes() == (without.folder / last).read_bytes()
 

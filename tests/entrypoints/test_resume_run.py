@@ -117,6 +117,9 @@ def test_a_run_killed_before_its_first_checkpoint_starts_afresh(site: Site, whol
     kill(process)
     assert steps_saved(tmp_path / "out") == []
     (tmp_path / "out/initial_model/model.safetensors").write_bytes(b"half a file")  # as a kill could leave it
+    saving = tmp_path / "out/checkpoints/.saving-step-00000003"  # and a kill in the first save
+    saving.mkdir(parents=True)
+    (saving / "model.safetensors").write_bytes(b"half a file")
     resumed = run_here(config)
     assert resumed.code == 0, resumed.err
     assert "resume" not in resumed.out
@@ -396,7 +399,7 @@ def test_resuming_with_other_logging_steps_is_allowed_and_said(stopped: Path, wh
                                  for row in metric_rows(whole_bert)]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["train", "dev", "test"])
+@pytest.mark.parametrize("name", ["train", pytest.param("dev", marks=pytest.mark.slow), "test"])
 def test_resuming_with_changed_data_is_refused(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str)\
         -> None:  # fmt: skip
     key = {"train": "data_path", "dev": "val_data_path", "test": "test_data_path"}[name]

@@ -282,7 +282,7 @@ def test_a_broken_description_is_named(transformers_folder: Path, tmp_path: Path
     written(tmp_path / "bare", pooled(transformers_folder), similarity_fn_name="dot")
     whole = (tmp_path / "bare" / "modules.json").read_text()
     (tmp_path / "bare" / "modules.json").write_text(whole[:-5])
-    with pytest.raises(ConfigError, match="modules.json is broken"):
+    with pytest.raises(ConfigError, match=r"modules\.json is broken"):
         load(tmp_path / "bare")
     (tmp_path / "bare" / "modules.json").write_text(whole)
     assert load(tmp_path / "bare").spec.pooling == ("mean",)

@@ -67,7 +67,7 @@ def test_a_folder_with_checkpoints_is_another_run_until_it_may_be_deleted(tmp_pa
 
 def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_makes_room(tmp_path: Path) -> None:
     fill(tmp_path)
-    (tmp_path / "checkpoints/file").unlink()
+    (tmp_path / "checkpoints/file").rename(tmp_path / "checkpoints/.saving-step-00000003")
     OutputFolder(tmp_path).start_fresh(overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 

@@ -114,6 +114,9 @@ def run_from_config(config: Config, *, mode: Mode = "train", command: str = "") 
             source = BatchSource(data.records, run.sampler, run.encoder, runtime.device)
             dry_run(source, _engine(run), run.encoder)
             return None
+        if mode == "plan" and output.holds_run:
+            _log.info("plan.json is not written: %s holds a run, whose plan stays", output.path)
+            return None
         output.write("plan.json", json.dumps(run.plan.to_json(), indent=2) + "\n")
         output.write("config.yaml", dump_config(config))
         return None if mode == "plan" else _train(run, command)

@@ -82,8 +82,12 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
         state: Where training ended.
         baseline: The result of the untrained model.
     """
-    if parts.checkpoints.load_best():
-        _log.info("the best checkpoint is of step %d", state.best_step)
+    kept = parts.checkpoints.load_best()
+    if kept is not None:
+        _log.info("the best checkpoint is of step %d", kept)
+    if state.best_metric is not None and kept != state.best_step:
+        present = state.step if kept is None else kept
+        _log.warning("step %d was the best, but has no whole checkpoint; step %d is kept", state.best_step, present)
     parts.checkpoints.encoder.save(parts.output.model)
     parts.output.share(parts.output.model)
     final = parts.evaluations.final()

@@ -72,6 +72,11 @@ class OutputFolder:
                 f"an output_dir of its own, such as {self.path / 'run'}"
             )
 
+    @property
+    def holds_run(self) -> bool:
+        """Whether there are checkpoints of a run; what a kill left of the first one (a hidden folder) is none."""
+        return self.checkpoints.is_dir() and any(path.name[0] != "." for path in self.checkpoints.iterdir())
+
     def start_fresh(self, *, overwrite: bool) -> None:
         """Make the folder ready for a run from step 0.
 
@@ -84,7 +89,7 @@ class OutputFolder:
             MachineError: The folder can't be written.
         """
         self.refuse_other_files()
-        if self.checkpoints.is_dir() and any(self.checkpoints.iterdir()) and not overwrite:
+        if self.holds_run and not overwrite:
             raise ConfigError(
                 f"output_dir {self.path} holds another run. Go on with it (resume=auto), choose another output_dir, or "
                 f"delete it with overwrite_output_dir=true"

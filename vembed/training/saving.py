@@ -111,12 +111,12 @@ class RunCheckpoints:
         self.updater.restore(checkpoint.tensors["optimizer"], packed)
         return RunState.from_json(run)
 
-    def load_best(self) -> bool:
-        """Put the best checkpoint's weights into the encoder; return whether there is one."""
+    def load_best(self) -> int | None:
+        """Put the best checkpoint's weights into the encoder; return its step, or None when there is none."""
         best = self.manager.best()
         if best is None:
-            return False
+            return None
         loaded = self.manager.load(best, required=["model"])
         assert loaded is not None
         load_module(self.encoder, loaded.tensors["model"])
-        return True
+        return loaded.step

@@ -41,7 +41,7 @@ PEAK = """
 import resource, sys
 from vembed.data.sources import SourceOptions, load_records
 loaded = load_records(sys.argv[1], SourceOptions("train"))
-print(len(loaded.table), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(len(loaded.table), int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]))
 """
 
 

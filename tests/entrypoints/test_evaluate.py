@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,10 @@ from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark import folder_names
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+
+MEASURE = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
+MEASURE += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)"
+"""A small process between us and the measured one, whose peak would count ours too."""
 
 DOCUMENTS = {"d1": "red apples grow on trees", "d2": "the train leaves at noon", "d3": "a recipe for apple pie"}
 QUERIES = {"q1": "apple pie recipe", "q2": "when does the train leave"}
@@ -113,8 +116,8 @@ def test_minilm_on_scifact_gives_the_published_numbers(real_data: Path, tmp_path
     model = Path(package.submodule_search_locations[0]) / "model"
     command = [sys.executable, "-m", "vembed", "evaluate", str(model)]
     command += ["--data", str(real_data / "scifact"), "--output", str(tmp_path)]
-    subprocess.run(command, check=True, capture_output=True)
-    peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    measured = ["/usr/bin/env", "python3", "-c", MEASURE, *command]
+    peak_kib = int(subprocess.run(measured, check=True, capture_output=True, text=True).stderr.split()[-1])
     (found,) = tmp_path.glob("*/*/metrics.json")
     metrics = json.loads(found.read_text())["metrics"]
     assert {name: round(metrics[name], 3) for name in ("ndcg@10", "recall@10", "mrr@10")} == {

@@ -169,7 +169,9 @@ class BatchKeys(_Section):
     global_batch_size: Count | None = key(
         None, "Batch of all devices together; wins over batch_size and is divided over the devices.", unit="queries"
     )
-    use_gradient_cache: Auto | bool = key("auto", "Encode the batch in chunks with the gradients of the whole batch.")
+    use_gradient_cache: Auto | bool = key(
+        "auto", "Encode the batch in chunks with its own gradients; false: in one call."
+    )
     gradient_cache_chunk_size: Auto | Count = key("auto", "Most texts of one encoder call.", unit="texts")
     gradient_cache_chunk_tokens: Auto | Count = key(
         "auto", "Most padded tokens (texts x width) of one encoder call; the smaller chunk wins.", unit="tokens"
@@ -327,7 +329,7 @@ class OutputKeys(_Section):
     """What is written, how often, and what a run does when something is there or goes wrong."""
 
     output_dir: Name = key("outputs", "Folder of everything that the run writes.", on_resume="harmless")
-    overwrite_output_dir: bool = key(False, "Start anew in a folder that holds another run.", on_resume="harmless")
+    overwrite_output_dir: bool = key(False, "With resume never: delete the run in output_dir.", on_resume="harmless")
     save_steps: Count | None = key(None, "Steps from one checkpoint to the next.", unit="steps", on_resume="harmless")
     save_minutes: Positive | None = key(
         None, "Minutes from one checkpoint to the next.", unit="minutes", on_resume="harmless"

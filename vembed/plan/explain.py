@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from vembed.plan.memory import show_bytes
+from vembed.plan.plan import WHOLE_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,13 +22,13 @@ def explain(plan: Plan, *, facts: Mapping[str, str]) -> str:
         facts: Further facts by label, e.g. of the model.
     """
     epochs = plan.steps / plan.steps_per_epoch
-    caching = f"{plan.gradient_cache_chunk_tokens} padded tokens, {plan.gradient_cache_chunk_size} rows"
+    chunk = f"at most {plan.gradient_cache_chunk_tokens} padded tokens, {plan.gradient_cache_chunk_size} rows"
     rows = {
         **facts,
         "strategy": plan.strategy,
         "batch": f"{plan.global_batch_size} = {plan.batch_size} x {plan.world_size} process",
         "steps": f"{plan.steps} ({epochs:.3g} epochs of {plan.steps_per_epoch}), {plan.warmup_steps} of warmup",
-        "chunk": f"at most {caching}" + (", graphs of all chunks kept" if plan.retain == 1 else ""),
+        "chunk": "the whole batch" if plan.gradient_cache_chunk_tokens == WHOLE_BATCH else chunk,
         "dtype": plan.dtype,
     }
     parts = {**asdict(plan.bytes_per_device), "total": plan.bytes_per_device.total}

@@ -18,6 +18,9 @@ CPU_CHUNK_BYTES = 128 << 20
 ACCELERATOR_CHUNK_BYTES = 2 << 30
 """The same on an accelerator, which wants large matrices; never over a quarter of its memory."""
 
+WHOLE_BATCH = 2**31 - 1
+"""Rows and tokens of a chunk that holds any batch: plain training."""
+
 LEAST_CHUNK_TOKENS = 512
 MOST_CHUNK_ROWS = 512
 FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE = 1.1, int(1.5 * (1 << 30)), 0.95
@@ -115,13 +118,14 @@ def make_plan(config: Config, machine: Machine, model: ModelSize, data: DataSize
     batch_size = config.global_batch_size or config.batch_size
     dtype = _dtype(config, machine, reasons)
     rows, tokens = _chunk_budget(config, machine, model, reasons)
-    retain = 1.0 if config.use_gradient_cache is False else 0.0
     steps = config.max_steps or config.epochs * data.steps_per_epoch
     num_queries = min(batch_size, data.num_records)
     num_documents = math.ceil(num_queries * data.documents_per_query)
-    live_tokens = tokens
-    if retain > 0 and model.max_length is not None:  # without a limit nothing says how long a batch is
-        live_tokens = (num_queries + num_documents) * model.max_length
+    live_tokens, retain = tokens, 0.0
+    if config.use_gradient_cache is False:
+        rows, tokens, retain = WHOLE_BATCH, WHOLE_BATCH, 1.0
+        if model.max_length is not None:  # without a limit nothing says how long a batch is
+            live_tokens = (num_queries + num_documents) * model.max_length
     sizes = step_bytes(model, chunk_tokens=live_tokens, num_queries=num_queries, num_documents=num_documents)
     fits = FIT_FACTOR * sizes.total + FIT_RESERVE_BYTES <= FIT_SHARE * machine.memory_bytes
     _explain_caching(config, reasons)
@@ -177,7 +181,7 @@ def _chunk_budget(config: Config, machine: Machine, model: ModelSize, reasons: l
 
 def _explain_caching(config: Config, reasons: list[str]) -> None:
     if config.use_gradient_cache is False:
-        reasons.append("use_gradient_cache false: the graphs of all chunks are kept, memory grows with the batch")
+        reasons.append("use_gradient_cache false: the batch is encoded in one call, memory grows with the batch")
     else:
         reasons.append("gradient caching: batches of several chunks are encoded twice, memory is that of one chunk")
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import resource
-import sys
+from pathlib import Path
 
 import torch
 
@@ -12,5 +13,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that was in use so far: allocated on an accelerator, resident on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return usage if sys.platform == "darwin" else usage * 1024  # Linux counts in KiB
+    status = Path("/proc/self/status")
+    if status.is_file():
+        # Not getrusage: on Linux its maximum also counts the process that started this one.
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", status.read_text())[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from vembed.batch import Features, Ragged
+from vembed.batch import Features, Ragged, texts_of
 from vembed.models.encoder import Encoder
 from vembed.models.pooling import pool
 
@@ -114,7 +114,7 @@ class TextEncoder(Encoder):
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts behind their side's prompt; cut and count those over `max_length`."""
         prompt = self.spec.prompts[side]
-        texts = [prompt + item.strip() for item in items]
+        texts = [prompt + text.strip() for text in texts_of(items)]
         if self.spec.lower_case:
             texts = [text.lower() for text in texts]
         encoded = self.tokenizer(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vembed.batch import ContrastiveBatch, Features
 from vembed.data.collate import collate
 from vembed.gradcache.engine import Pool
@@ -15,6 +13,7 @@ from vembed.losses.base import BatchStructure
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import numpy as np
     import torch
     from numpy.typing import NDArray
 

@@ -53,8 +53,8 @@ class Encoder(nn.Module, ABC):
         strange = sorted(places.keys() - self.modalities)
         if strange:
             raise DataError(
-                f"{self.name} takes {' and '.join(sorted(self.modalities))}, and {len(places[strange[0]])} items of the "
-                f"data are {strange[0]}s: choose a model for both, or map other columns"
+                f"{self.name} takes {' and '.join(sorted(self.modalities))}, and {len(places[strange[0]])} items of "
+                f"the data are {strange[0]}s: choose a model for both, or map other columns"
             )
         return [(modality, np.array(places[modality], dtype=np.int64)) for modality in sorted(places)]
 

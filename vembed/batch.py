@@ -5,8 +5,10 @@ Shape legend: Q queries, D documents, P (query, positive document) pairs.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -16,23 +18,68 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-Item: TypeAlias = str
-"""What a query or a document is before a tokenizer sees it."""
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A picture that nobody has decoded yet: a checked file, or its encoded bytes.
+
+    Attributes:
+        path: The file, resolved and inside the data's root; for bytes, what to call it in messages.
+        data: The encoded file itself, where the data set holds bytes instead of paths.
+    """
+
+    path: str
+    data: bytes | None = None
+
+    def read(self) -> bytes:
+        """Return the encoded file.
+
+        Raises:
+            OSError: It can't be read.
+        """
+        return Path(self.path).read_bytes() if self.data is None else self.data
+
+
+Item: TypeAlias = str | Image
+"""What a query or a document is before a tokenizer or an image processor sees it."""
+
+Modality: TypeAlias = Literal["text", "image"]
+"""Which tower of an encoder an item goes through."""
 
 Side: TypeAlias = Literal["query", "document"]
 """Which prompt an item gets, and which tower where a model has two."""
+
+
+def modality_of(item: Item) -> Modality:
+    """Return whether an item is a text or a picture."""
+    return "text" if isinstance(item, str) else "image"
 
 
 def content_id(item: Item) -> int:
     """Return the identity of an item's content, equal on every machine and in every process.
 
     Args:
-        item: A text; leading and trailing white space doesn't count.
+        item: A text, whose leading and trailing white space doesn't count, or a picture, whose encoded bytes count.
 
     Returns:
-        A signed 64-bit integer, the first 8 bytes of the SHA-256 of the text.
+        A signed 64-bit integer, the first 8 bytes of a SHA-256.
+
+    Raises:
+        OSError: A picture can't be read.
     """
-    return int.from_bytes(hashlib.sha256(item.strip().encode()).digest()[:8], "little", signed=True)
+    if isinstance(item, str):
+        return _signed_digest(item.strip().encode())
+    return _signed_digest(item.data) if item.data is not None else _file_id(item.path)
+
+
+def _signed_digest(content: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
+
+
+@functools.lru_cache(maxsize=1_000_000)
+def _file_id(path: str) -> int:
+    """Hash a file once in a process: a picture comes back in every epoch."""
+    return _signed_digest(Path(path).read_bytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +90,8 @@ class ContrastiveBatch:
     by id, so that a copy of a positive is never a negative.
 
     Attributes:
-        queries: Q texts.
-        documents: D texts, positives and hard negatives mixed.
+        queries: Q items.
+        documents: D items, positives and hard negatives mixed.
         positives_P2: Pairs (query row, document row), int64, sorted by query row; every query has at least one.
         query_ids_Q: `content_id` of each query, int64.
         document_ids_D: `content_id` of each document, int64.
@@ -148,3 +195,15 @@ class Features:
             per_row={name: np.concatenate([part.per_row[name] for part in parts]) for name in parts[0].per_row},
             num_truncated=sum(part.num_truncated for part in parts),
         )
+
+
+def texts_of(items: Sequence[Item]) -> list[str]:
+    """Return items that must be texts.
+
+    Raises:
+        TypeError: One is a picture: the caller sorted them wrongly.
+    """
+    texts = [item for item in items if isinstance(item, str)]
+    if len(texts) != len(items):
+        raise TypeError(f"{len(items) - len(texts)} of {len(items)} items are pictures where texts are expected")
+    return texts

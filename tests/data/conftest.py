@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, Protocol
 
+import PIL.Image
 import pytest
 
 if TYPE_CHECKING:
@@ -13,6 +15,30 @@ if TYPE_CHECKING:
 
 class WriteJsonl(Protocol):
     def __call__(self, rows: list[Any], name: str = "train.jsonl") -> Path: ...
+
+
+class WritePicture(Protocol):
+    def __call__(self, name: str, colour: str = "red") -> Path: ...
+
+
+def png(colour: str = "red", size: tuple[int, int] = (6, 4)) -> bytes:
+    """Return the bytes of a picture of one colour."""
+    buffer = BytesIO()
+    PIL.Image.new("RGB", size, colour).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def write_picture(tmp_path: Path) -> WritePicture:
+    """Write a picture of one colour under the test's folder, and return the file."""
+
+    def write(name: str, colour: str = "red") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(colour))
+        return path
+
+    return write
 
 
 @pytest.fixture

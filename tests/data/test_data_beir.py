@@ -173,7 +173,7 @@ def test_a_query_judged_not_relevant_only_is_kept_for_evaluation_and_left_out_of
         ("corpus", {"_id": "d4"}, "corpus.jsonl:4: text: missing"),
         ("corpus", {"_id": "d4", "title": 3, "text": "x"}, "corpus.jsonl:4: title: expected text, got int"),
         ("corpus", {"_id": "d4", "text": "a\0b"}, "corpus.jsonl:4: text: holds a NUL byte"),
-        ("corpus", {"_id": "d4", "text": "", "image": "a.png"}, "corpus.jsonl:4: column 'image' holds a picture"),
+        ("corpus", {"_id": "d4", "text": "", "image": "a.png"}, "corpus.jsonl:4: image: 'a.png': no such file"),
         ("queries", {"_id": "q2", "text": "again"}, "queries.jsonl:4: _id: 'q2' stands twice"),
     ],
 )

@@ -210,15 +210,6 @@ def test_a_mapping_that_cannot_be_is_a_config_error(
         only(write_jsonl, GOOD, mapped(mapping))
 
 
-@pytest.mark.parametrize("column", ["image", "query_image", "positive_image"])
-def test_image_columns_are_refused_by_name(write_jsonl: WriteJsonl, column: str) -> None:
-    row = {**GOOD, column: "a.png"}
-    with pytest.raises(DataError, match=f"train.jsonl:1: column '{column}' holds images"):
-        only(write_jsonl, row)
-    assert only(write_jsonl, row, mapped({column: None})).query == "a query"
-    assert only(write_jsonl, {**GOOD, "image_caption": "fine"}).query == "a query"
-
-
 def test_a_column_that_no_row_has_is_said_once(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([{"qeury": "q", "positive": "p"}] * 50)
     with pytest.raises(

@@ -124,4 +124,4 @@ def test_an_unknown_set_or_split_is_refused_with_the_nearest() -> None:
         load_records("builtin:stdlib_code", SourceOptions("train"))
     with pytest.raises(DataError, match="it has: train, dev, test"):
         load_records("builtin:stdlib-code", SourceOptions("train", split="trian"))
-    assert list(BUILTIN_SETS) == ["stdlib-code"]
+    assert list(BUILTIN_SETS) == ["shapes", "stdlib-code"]

@@ -84,12 +84,12 @@ def test_an_example_tells_right_wrong_ranks_and_what_was_missed() -> None:
     groups = choose_examples(sample().task, baseline, final, METRIC)
     example = groups[1].examples[0]
     assert (example.query_id, example.baseline, example.final) == ("q3", 0.9, 0.4)
-    assert [(hit.rank, hit.is_relevant, hit.text) for hit in example.hits] == [(n, False, None) for n in range(1, 6)]
+    assert [(hit.rank, hit.is_relevant, hit.item) for hit in example.hits] == [(n, False, None) for n in range(1, 6)]
     assert [(hit.document_id, hit.rank, hit.baseline_rank) for hit in example.missed] == [
         ("d3", 6, 2),
         ("d4", None, None),
     ]
-    assert [hit.text for hit in example.missed] == ["Birds fly.", "Fish swim."]
+    assert [hit.item for hit in example.missed] == ["Birds fly.", "Fish swim."]
 
 
 def test_a_document_judged_not_relevant_is_wrong() -> None:

@@ -96,7 +96,7 @@ def test_text_of_users_is_shown_literally_and_never_becomes_markup(text: str) ->
 
 
 def test_the_parser_of_these_tests_would_see_an_injected_element() -> None:
-    shown = Page("<p>" + HOSTILE[1] + "</p>".replace("</p>", "</img></p>"))
+    shown = Page("<p>" + HOSTILE[1] + "</p>")
     assert shown.named("img") == [{"src": "x", "onerror": "alert(1)"}]
 
 
@@ -159,7 +159,7 @@ def test_the_page_has_one_title_headings_in_order_and_named_tables_and_figures()
     assert all(after - before <= 1 for before, after in pairwise(levels))
     num_tables, num_figures = len(shown.named("table")), len(shown.named("figure"))
     assert num_tables >= 6
-    assert num_figures == 7
+    assert num_figures == 10
     assert len(shown.named("caption")) == num_tables
     assert len(shown.named("figcaption")) == num_figures
     assert all(cell.get("scope") in {"col", "row"} for cell in shown.named("th"))

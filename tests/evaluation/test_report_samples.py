@@ -30,7 +30,7 @@ STEPS = [
 ]
 """Logged rows; not in the sample by default, since each curve takes time to draw."""
 
-VOID = {"meta", "br", "hr"}
+VOID = {"meta", "br", "hr", "img"}
 
 
 def result(system: str, values: dict[str, float], run: dict | None = None, metric: str = METRIC) -> EvaluationResult:

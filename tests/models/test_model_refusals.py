@@ -152,7 +152,7 @@ def test_a_model_that_is_nowhere_is_the_machines_fault(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "closest"), [("ngrambag", "ngram-bag"), ("tiny-transfomer", "tiny-transformer"), ("tiny", "tiny-transf")]
+    ("name", "closest"), [("ngrambag", "ngram-bag"), ("tiny-transfomer", "tiny-transformer"), ("tiny", "tiny-clip")]
 )
 def test_a_misspelt_builtin_names_the_closest(name: str, closest: str) -> None:
     refused(f"builtin:{name}", f"no built-in model 'builtin:{name}'; did you mean builtin:{closest}")

@@ -28,7 +28,7 @@ from vembed.config.fields import (
 )
 from vembed.config.redact import redact_value
 
-ColumnName = Literal["query", "positive", "negatives", "label"]
+ColumnName = Literal["query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label"]
 """The columns that a row may have under our names."""
 
 _METRIC_NAMES = ("ndcg", "recall", "precision", "mrr", "map", "hit")
@@ -59,7 +59,7 @@ class _Section(BaseModel):
 
 
 class ModelKeys(_Section):
-    """The model and how a text becomes a vector."""
+    """The model and how a text or a picture becomes a vector."""
 
     model_name: Name = key(
         ..., "Hub id or local folder of the model, or `builtin:NAME` to train a tiny one from scratch."
@@ -106,7 +106,20 @@ class DataKeys(_Section):
     val_data_split: Name | None = key(None, "Split of val_data_path; null is its validation split.")
     test_data_split: Name | None = key(None, "Split of test_data_path; null is its test split.")
     column_mapping: Mapping[Name, ColumnName | None] = key(
-        {}, "Column of the data -> our column (query, positive, negatives, label), or null to ignore it."
+        {},
+        "Column of the data -> our column (query, positive, negatives, query_image, positive_image, negative_images, "
+        "label), or null to ignore it.",
+    )
+    image_root: Name | None = key(
+        None, "Folder that paths of pictures in the data start from and stay in; null is the data file's own folder."
+    )
+    max_image_pixels: Count = key(
+        89_478_485, "A picture whose header says more is refused before it is decoded.", unit="pixels"
+    )
+    retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i"] = key(
+        "auto",
+        "What searches what, t for texts and i for pictures (t2i: texts search pictures); data of another kind are "
+        "refused; auto takes what the data hold.",
     )
     skip_invalid_records: bool = key(False, "Drop and count rows that can't be used, instead of stopping.")
     max_invalid_records: Count = key(
@@ -172,9 +185,9 @@ class BatchKeys(_Section):
     use_gradient_cache: Auto | bool = key(
         "auto", "Encode the batch in chunks with its own gradients; false: in one call."
     )
-    gradient_cache_chunk_size: Auto | Count = key("auto", "Most texts of one encoder call.", unit="texts")
+    gradient_cache_chunk_size: Auto | Count = key("auto", "Most texts or pictures of one encoder call.", unit="items")
     gradient_cache_chunk_tokens: Auto | Count = key(
-        "auto", "Most padded tokens (texts x width) of one encoder call; the smaller chunk wins.", unit="tokens"
+        "auto", "Most padded tokens (items x width) of one encoder call; the smaller chunk wins.", unit="tokens"
     )
 
 
@@ -281,7 +294,7 @@ class EvaluationKeys(_Section):
         None, "Steps from one evaluation to the next, with eval_strategy steps.", unit="steps"
     )
     eval_batch_size: Count = key(
-        256, "Most texts of one encoder call in evaluation.", unit="texts", on_resume="harmless"
+        256, "Most texts or pictures of one encoder call in evaluation.", unit="items", on_resume="harmless"
     )
     metric_for_best_model: str = key(
         "ndcg@10",
@@ -292,7 +305,7 @@ class EvaluationKeys(_Section):
     early_stopping_patience: Count | None = key(
         None, "Stop after so many evaluations in a row without a better metric; null never does.", unit="evaluations"
     )
-    bm25: bool = key(True, "Evaluate BM25 beside the model.", on_resume="harmless")
+    bm25: bool = key(True, "Evaluate BM25 beside the model where the set is all texts.", on_resume="harmless")
 
 
 @rule("eval_strategy", "eval_steps")

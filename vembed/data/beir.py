@@ -1,5 +1,7 @@
 """Read the BEIR layout: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv.
 
+A row of corpus or queries may hold a picture in `image`, a path, instead of a text.
+
 Source: Thakur et al. 2021, "BEIR: A Heterogeneous Benchmark for Zero-shot Evaluation of Information Retrieval Models".
 """
 
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.data.columns import closest, listing
 from vembed.data.files import iter_rows
+from vembed.data.image_root import ImageRoot, PictureFault
+from vembed.data.images import ImageLimits
 from vembed.data.problems import InvalidPolicy, ProblemLog, plural
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, is_for_evaluation, split_for
@@ -17,8 +21,10 @@ from vembed.data.validate import encoding_fault, text_fault
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+    from vembed.batch import Item
 
 HEADER_CELLS = frozenset({"query-id", "query_id", "qid", "query"})
 MAX_ID_LIST = 3
@@ -51,13 +57,14 @@ def is_beir(folder: Path) -> bool:
     return (folder / "qrels").is_dir() or all(_find(folder, name) for name in ("corpus", "queries"))
 
 
-def read_beir(folder: Path, split: str | None, role: Role) -> RetrievalData:
+def read_beir(folder: Path, split: str | None, role: Role, images: ImageRoot | None = None) -> RetrievalData:
     """Read one split of a BEIR folder as a retrieval task.
 
     Args:
         folder: Holds corpus.jsonl, queries.jsonl and qrels/, the first two possibly as .gz.
         split: The qrels file, by name without `.tsv`; None chooses by role.
         role: What the task is for.
+        images: What checks the pictures; None takes their paths from the folder, with the default limits.
 
     Returns:
         All documents, the judged queries, and their judgements. A judged document that the corpus lacks is left out.
@@ -65,17 +72,18 @@ def read_beir(folder: Path, split: str | None, role: Role) -> RetrievalData:
     Raises:
         DataError: A file is missing or broken, ids repeat, or nothing that is judged exists.
     """
-    return read_beir_split(folder, split, role).data
+    return read_beir_split(folder, split, role, images).data
 
 
-def read_beir_split(folder: Path, split: str | None, role: Role) -> BeirSplit:
+def read_beir_split(folder: Path, split: str | None, role: Role, images: ImageRoot | None = None) -> BeirSplit:
     """Read one split as `read_beir` does, and keep where its queries stand."""
     split, notes = find_split(folder, split, role)
     corpus_file, query_file = _part(folder, "corpus"), _part(folder, "queries")
     log = ProblemLog(InvalidPolicy())
+    images = images or ImageRoot(folder, ImageLimits())
     qrels = _read_qrels(folder / "qrels" / f"{split}.tsv", log)
-    queries, query_lines = _read_queries(query_file, set(qrels.grades), log)
-    documents, num_empty = _read_corpus(corpus_file, log)
+    queries, query_lines = _read_queries(query_file, set(qrels.grades), images, log)
+    documents, num_empty = _read_corpus(corpus_file, images, log)
     if log.refused:
         raise DataError(log.listing(str(folder)))
     grades, missing_notes = _existing(qrels.grades, queries, documents, f"{folder.name}/qrels/{split}.tsv")
@@ -86,7 +94,7 @@ def read_beir_split(folder: Path, split: str | None, role: Role) -> BeirSplit:
     ]
     data = RetrievalData(
         name=f"{folder.resolve().name}/{split}",
-        queries={name: text for name, text in queries.items() if name in grades},
+        queries={name: item for name, item in queries.items() if name in grades},
         documents=documents,
         qrels=grades,
         notes=(*notes, *missing_notes, *(f"{plural(n, one, many)}." for n, one, many in counts if n)),
@@ -141,12 +149,17 @@ def beir_rows(part: BeirSplit) -> Iterator[tuple[int, dict[str, Any]]]:
             yield part.query_lines[query_id], row
 
 
-def _read_corpus(path: Path, log: ProblemLog) -> tuple[dict[str, str], int]:
-    """Return document id -> text, and how many are empty."""
-    documents: dict[str, str] = {}
+def _read_corpus(path: Path, images: ImageRoot, log: ProblemLog) -> tuple[dict[str, Item], int]:
+    """Return document id -> text or picture, and how many are empty."""
+    documents: dict[str, Item] = {}
     num_empty = 0
     for where, name, row in _identified(path, log, known=documents):
         title, text = row.get("title"), row.get("text")
+        if row.get("image"):
+            picture = _picture(row, ("title", "text"), images, where, log)
+            if picture is not None:
+                documents[name] = picture
+            continue
         fault = _part_fault(title, "title", needed=False) or _part_fault(text, "text", needed=True)
         if fault:
             log.add(where, fault)
@@ -159,30 +172,48 @@ def _read_corpus(path: Path, log: ProblemLog) -> tuple[dict[str, str], int]:
     return documents, num_empty
 
 
-def _read_queries(path: Path, judged: set[str], log: ProblemLog) -> tuple[dict[str, str], dict[str, int]]:
-    """Return query id -> text and query id -> line, both of all queries; only the judged ones must be usable."""
-    queries: dict[str, str] = {}
+def _read_queries(
+    path: Path, judged: set[str], images: ImageRoot, log: ProblemLog
+) -> tuple[dict[str, Item], dict[str, int]]:
+    """Return query id -> text or picture and query id -> line, both of all queries; only judged ones must be usable."""
+    queries: dict[str, Item] = {}
     lines: dict[str, int] = {}
     for where, name, row in _identified(path, log, known=queries):
+        lines[name] = int(where.rpartition(":")[2])
+        if name in judged and row.get("image"):
+            queries[name] = _picture(row, ("text",), images, where, log) or ""
+            continue
         text = row.get("text")
         reason = text_fault(text) if name in judged else None
         if reason:
             log.add(where, reason if "text" in row else "missing", column="text")
         queries[name] = text if isinstance(text, str) else ""
-        lines[name] = int(where.rpartition(":")[2])
     return queries, lines
 
 
-def _identified(path: Path, log: ProblemLog, *, known: dict[str, str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def _picture(
+    row: dict[str, Any], texts: tuple[str, ...], images: ImageRoot, where: str, log: ProblemLog
+) -> Item | None:
+    """Return the picture of a row, or note why there is none."""
+    filled = [column for column in texts if row.get(column)]
+    if filled:
+        reason = f"stands beside {filled[0]!r}: composite items of both are not supported by this version; empty one"
+        log.add(where, reason, column="image")
+        return None
+    try:
+        return images.image(row["image"], name=where)
+    except PictureFault as fault:
+        log.add(where, fault.reason, column="image")
+        return None
+
+
+def _identified(path: Path, log: ProblemLog, *, known: Mapping[str, Item]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Yield (file:line, id, row) of each row with a usable new id."""
     for line, row in iter_rows(path, lambda names: names):
         where = f"{path.name}:{line}"
         if isinstance(row, str):
             log.add(where, row)
             continue
-        if row.get("image"):
-            msg = f"{where}: column 'image' holds a picture, and this version's corpora are text only"
-            raise DataError(msg)
         name = row.get("_id", row.get("id"))
         if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
             log.add(where, "missing, or neither a text nor a whole number", column="_id")
@@ -252,7 +283,7 @@ def _add_judgement(qrels: _Qrels, cells: list[str]) -> str | None:
 
 
 def _existing(
-    grades: dict[str, dict[str, int]], queries: dict[str, str], documents: dict[str, str], source: str
+    grades: dict[str, dict[str, int]], queries: Mapping[str, Item], documents: Mapping[str, Item], source: str
 ) -> tuple[dict[str, dict[str, int]], tuple[str, ...]]:
     """Return the judgements whose query and document exist, and sentences about the others."""
     lost_queries = [name for name in grades if name not in queries]

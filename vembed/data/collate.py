@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.batch import ContrastiveBatch, content_id
+from vembed.batch import ContrastiveBatch
+from vembed.data.images import item_id
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vembed.batch import Item
     from vembed.data.records import Record
 
 
@@ -31,12 +33,13 @@ def collate(records: Sequence[Record], record_ids: Sequence[int]) -> Contrastive
         A batch of `len(records)` queries; `positives_P2` is sorted by query row, then document row, without repeats.
 
     Raises:
+        ImageError: A picture can't be read any more.
         ValueError: There are no records, or not one id per record.
     """
     if not records or len(records) != len(record_ids):
         msg = f"a batch needs at least one record and one id each: {len(records)} records, {len(record_ids)} ids"
         raise ValueError(msg)
-    documents: list[str] = []
+    documents: list[Item] = []
     own_positives: list[range] = []
     rows_by_label: defaultdict[str | int, list[int]] = defaultdict(list)
     for row, record in enumerate(records):
@@ -57,7 +60,7 @@ def collate(records: Sequence[Record], record_ids: Sequence[int]) -> Contrastive
     ]
     query_rows = np.repeat(np.arange(len(records)), [len(rows) for rows in positives_of])
 
-    digest = cache(content_id)  # hard negatives and class texts repeat within a batch
+    digest = cache(item_id)  # hard negatives and class items repeat within a batch
     queries = tuple(record.query for record in records)
     return ContrastiveBatch(
         queries=queries,

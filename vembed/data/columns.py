@@ -2,6 +2,9 @@
 
 A shape is the tuple of a row's column names. Each shape is resolved once, so that a million rows of one shape cost one
 resolution and a million look-ups.
+
+`image` is the positive picture of a text query. Beside a picture `text` is that query where no other column is; in all
+other rows it is the positive.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "query": ("anchor", "caption", "sentence1", "question"),
     "positive": ("pos", "text", "passage", "document", "sentence2", "answer", "positive_passages"),
     "negatives": ("negative", "neg", "hard_negatives", "negative_passages"),
+    "query_image": ("anchor_image",),
+    "positive_image": ("image", "image_path"),
+    "negative_images": ("negative_image",),
     "label": ("score",),
 }
 """Our column names, each with its other names; `negative_1`, `negative_2`, ... together stand for `negatives`."""
 
-IMAGE_COLUMNS = frozenset({"image", "images", "query_image", "positive_image", "negative_image", "negative_images"})
+_PICTURE_OF = {"query": "query_image", "positive": "positive_image"}
 NUMBERED_NEGATIVE = re.compile(r"negative_(\d+)", re.ASCII)
 MAX_SHAPES = 10_000
 """Shapes and ignored names kept: bounds the memory that a file with random column names can take."""
@@ -41,12 +47,24 @@ class RowShape:
         positive: Column that holds the positives, None when there is none.
         negatives: Columns that hold negatives, `negative_2` before `negative_10`.
         label: Column that holds the label, None when there is none.
+        query_image: Column that holds a picture as the query, None when there is none.
+        positive_image: Column that holds pictures as positives, None when there is none.
+        negative_images: Column that holds pictures as negatives, None when there is none.
     """
 
     query: str | None
     positive: str | None
     negatives: tuple[str, ...]
     label: str | None
+    query_image: str | None = None
+    positive_image: str | None = None
+    negative_images: str | None = None
+
+    @property
+    def sources(self) -> frozenset[str | None]:
+        """All columns that are read."""
+        pictures = (self.query_image, self.positive_image, self.negative_images)
+        return frozenset({self.query, self.positive, self.label, *self.negatives, *pictures})
 
 
 class ColumnResolver:
@@ -79,7 +97,7 @@ class ColumnResolver:
             where: `file:line` of the row, for the error.
 
         Raises:
-            DataError: Two columns stand for one, or a column holds images.
+            DataError: Two columns stand for one, or it is not clear what a picture is for.
         """
         shape = self._shapes.get(names)
         if shape is None:
@@ -90,8 +108,7 @@ class ColumnResolver:
 
     def wanted(self, names: Sequence[str], *, where: str) -> list[str]:
         """Return the columns that a columnar source need read, and remember the others as seen or ignored."""
-        shape = self.shape(tuple(names), where=where)
-        used = {shape.query, shape.positive, shape.label, *shape.negatives}
+        used = self.shape(tuple(names), where=where).sources
         return [name for name in names if name in used]
 
     def check_mapping(self, source: str, *, drops_may_miss: bool = False) -> None:
@@ -125,34 +142,57 @@ class ColumnResolver:
         """
         names = [name for name in names if name not in self._mapping]
         near = _nearest_of(names, (column, *COLUMNS[column]))
+        picture = f", nor {_PICTURE_OF[column]}" if column in _PICTURE_OF else ""
         fix = f"; if {near!r} is meant: column_mapping: {{{near}: {column}}}" if near else ""
-        return f"missing (nor any of {', '.join(COLUMNS[column])}); the row has {listing(names)}{fix}"
+        return f"missing (nor any of {', '.join(COLUMNS[column])}{picture}); the row has {listing(names)}{fix}"
 
     def _resolve(self, names: tuple[str, ...], *, where: str) -> RowShape:
         found: dict[str, list[str]] = {column: [] for column in COLUMNS}
         numbered: list[tuple[int, str]] = []
         ignored = []
-        for name in names:
-            target = self._mapping.get(name, name)
+        targets = {name: self._mapping.get(name, name) for name in names}
+        text_is_query = self._text_is_query(targets)
+        for name, target in targets.items():
             if target is None:
                 continue
             number = NUMBERED_NEGATIVE.fullmatch(target)
-            if target in IMAGE_COLUMNS:
-                raise DataError(_image_message(name, where))
             if number:
                 numbered.append((int(number[1]), name))
+            elif target == "text" and text_is_query:
+                found["query"].append(name)
             elif target in _CANONICAL:
                 found[_CANONICAL[target]].append(name)
+            elif target == "images":
+                raise DataError(_images_message(name, where))
             else:
                 ignored.append(name)
-        for column, sources in found.items():
-            rivals = sources + [name for _, name in sorted(numbered)] * (column == "negatives" and bool(sources))
-            if len(rivals) > 1:
-                raise DataError(self._rivals_message(column, rivals, where))
+        image = next((name for name, target in targets.items() if target == "image"), None)
+        if image is not None and not found["query"]:
+            raise DataError(_image_message(image, where))
+        self._check_rivals(found, [name for _, name in sorted(numbered)], where)
         self._remember(names, ignored)
         single = {column: sources[0] if sources else None for column, sources in found.items()}
         negatives = (single["negatives"],) if single["negatives"] else tuple(name for _, name in sorted(numbered))
-        return RowShape(single["query"], single["positive"], negatives, single["label"])
+        return RowShape(
+            query=single["query"],
+            positive=single["positive"],
+            negatives=negatives,
+            label=single["label"],
+            query_image=single["query_image"],
+            positive_image=single["positive_image"],
+            negative_images=single["negative_images"],
+        )
+
+    def _text_is_query(self, targets: Mapping[str, str | None]) -> bool:
+        """Return whether `text` names the caption of a positive picture."""
+        columns = {_CANONICAL.get(target) for target in targets.values() if target is not None}
+        return "positive_image" in columns and not columns & {"query", "query_image"}
+
+    def _check_rivals(self, found: Mapping[str, list[str]], numbered: list[str], where: str) -> None:
+        for column, sources in found.items():
+            rivals = sources + numbered * (column == "negatives" and bool(sources))
+            if len(rivals) > 1:
+                raise DataError(self._rivals_message(column, rivals, where))
 
     def _remember(self, names: Iterable[str], ignored: Iterable[str]) -> None:
         for known, new in ((self._seen, names), (self._ignored, ignored)):
@@ -207,6 +247,14 @@ def _check_targets(mapping: Mapping[str, str | None]) -> None:
 
 def _image_message(name: str, where: str) -> str:
     return (
-        f"{where}: column {name!r} holds images, and this version's records are text only; "
-        f"drop it with column_mapping: {{{name}: null}}"
+        f"{where}: column {name!r} is the positive picture of a text query, and there is no column query, caption or "
+        f"text: say what it is with column_mapping: {{{name}: query_image}} or {{{name}: positive_image}}, or drop it "
+        "with null"
+    )
+
+
+def _images_message(name: str, where: str) -> str:
+    return (
+        f"{where}: column {name!r} holds images, and a row has one query_image or positive_image, and negative_images: "
+        f"say what it is with column_mapping: {{{name}: negative_images}}, or drop it with {{{name}: null}}"
     )

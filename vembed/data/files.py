@@ -27,6 +27,9 @@ ROW_SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), "
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line or cell: a binary file without line ends must not be read into memory whole."""
 
+PARQUET_ROWS, PARQUET_PICTURE_ROWS = 4096, 64
+"""Rows that are Python objects at a time, without and with bytes of pictures among them."""
+
 UTF8_BOM = b"\xef\xbb\xbf"
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -217,6 +220,14 @@ def _parquet_rows(path: Path, wanted: Callable[[Sequence[str]], Sequence[str]]) 
             raise  # the operating system's error; Arrow's own, for a broken file, has no number
         msg = f"{path.name}:{number + 1}: can't be read as Parquet: {str(error).splitlines()[0]}"
         raise DataError(msg) from error
+
+
+def _holds_bytes(kind: Any) -> bool:
+    """Return whether an Arrow type holds binary values, itself or inside."""
+    import pyarrow as pa
+
+    inner = [kind.field(index).type for index in range(kind.num_fields)]
+    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or any(_holds_bytes(part) for part in inner)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -1,4 +1,4 @@
-"""Hold rows out for validation, without a text on both sides and without regard to the order of the rows.
+"""Hold rows out for validation, without a text or picture on both sides and without regard to the order of the rows.
 
 1. Rows that share a query or a positive are linked; linked rows form a component.
 2. Components are ordered by their smallest content hash.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.batch import content_id
+from vembed.data.images import item_id
 from vembed.data.problems import plural
 from vembed.errors import DataError
 
@@ -44,7 +44,7 @@ class HeldOut:
 def hold_out(table: RecordTable, *, fraction: float = 0.05, limit: int = 1000) -> HeldOut:
     """Split off rows for validation: the same content gives the same split, whatever the order of the rows.
 
-    No text that is a query or a positive on one side is a query or a positive on the other.
+    No text or picture that is a query or a positive on one side is a query or a positive on the other.
 
     Args:
         table: All rows.
@@ -53,6 +53,7 @@ def hold_out(table: RecordTable, *, fraction: float = 0.05, limit: int = 1000) -
 
     Raises:
         DataError: Nothing can be held out, or too little would be left to train on.
+        ImageError: A picture can't be read any more.
         ValueError: An argument is outside its range.
     """
     if not 0 < fraction < 1 or limit < 1:
@@ -102,9 +103,9 @@ def _row_hashes(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint6
     rows: list[int] = []
     hashes: list[int] = []
     for row, record in enumerate(table):
-        for text in (record.query, *record.positives):
+        for item in (record.query, *record.positives):
             rows.append(row)
-            hashes.append(content_id(text))
+            hashes.append(item_id(item))
     return np.array(rows, dtype=np.int64), np.array(hashes, dtype=np.int64).view(np.uint64)
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?", re.ASCII)
 BATCH_ROWS = 1000
+PICTURE_BATCH_ROWS = 64
+"""Rows that are Python objects at a time where they hold bytes of pictures."""
 
 
 def hub_split(hub_id: str, split: str | None, role: Role) -> tuple[str, Any]:
@@ -56,10 +58,27 @@ def hub_rows(dataset: Any, wanted: Callable[[Sequence[str]], Sequence[str]]) -> 
     """
     names = list(wanted(dataset.column_names))
     number = 0
-    for batch in dataset.select_columns(names).iter(batch_size=BATCH_ROWS) if names else [{}] * bool(len(dataset)):
+    chosen, batch_rows = _undecoded(dataset.select_columns(names)) if names else (dataset, BATCH_ROWS)
+    for batch in chosen.iter(batch_size=batch_rows) if names else [{}] * bool(len(dataset)):
         for cells in zip(*(batch[name] for name in names), strict=True) if names else [()] * len(dataset):
             number += 1
             yield number, dict(zip(names, cells, strict=True))
+
+
+def _undecoded(dataset: Any) -> tuple[Any, int]:
+    """Return a data set whose pictures come as {"bytes", "path"}, checked here before anything decodes them."""
+    import datasets
+
+    def feature_of(feature: Any) -> Any:
+        if isinstance(feature, datasets.Image):
+            return datasets.Image(decode=False)
+        inner = getattr(feature, "feature", None)
+        return type(feature)(datasets.Image(decode=False)) if isinstance(inner, datasets.Image) else feature
+
+    features = {name: feature_of(feature) for name, feature in dataset.features.items()}
+    if features == dict(dataset.features):
+        return dataset, BATCH_ROWS
+    return dataset.cast(datasets.Features(features)), PICTURE_BATCH_ROWS
 
 
 def _load(name: str, config: str | None) -> Any:

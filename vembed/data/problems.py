@@ -1,7 +1,7 @@
 """What happens to invalid rows: collect them all, then refuse the file or drop them within a budget.
 
 Policy `error`: any invalid row refuses the source, after all of it was read. Policy `skip`: up to `max_invalid` rows
-are dropped, counted and named; one more refuses the source.
+are dropped, counted and named; one more refuses the source. A path that leads out of the data is never dropped.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ class ProblemLog:
     def __init__(self, policy: InvalidPolicy) -> None:
         self._policy = policy
         self._listed: list[str] = []
+        self._num_never_dropped = 0
         self.count = 0
 
     @property
     def refused(self) -> bool:
         """Whether the source is lost already, so that its valid rows need not be kept."""
-        return self.count > self._policy.budget
+        return self.count > self._policy.budget or self._num_never_dropped > 0
 
-    def add(self, where: str, reason: str, *, column: str | None = None) -> None:
+    def add(self, where: str, reason: str, *, column: str | None = None, may_drop: bool = True) -> None:
         """Note one invalid row.
 
         Args:
             where: `file:line`.
             reason: Why it is invalid.
             column: The column at fault, None for the row as a whole.
+            may_drop: The policy may drop the row; False refuses the source.
         """
         self.count += 1
+        self._num_never_dropped += not may_drop
         if len(self._listed) < MAX_LISTED:
             self._listed.append(f"{where}: {column + ': ' if column else ''}{reason}")
 
@@ -86,6 +89,8 @@ class ProblemLog:
         return "\n".join(lines)
 
     def _fix(self) -> str:
+        if self._num_never_dropped:
+            return "Fix the rows: a path that leads out of the data refuses the source, whatever the policy."
         if self._policy.skip:
             return f"That is more than max_invalid_records: {self._policy.max_invalid}; fix the rows or raise it."
         return f"Fix the rows, or drop them with skip_invalid_records: true, max_invalid_records: {self.count}"

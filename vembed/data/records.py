@@ -2,6 +2,10 @@
 
 The table is Arrow with 64-bit offsets and one chunk per column, so that taking k rows costs O(k) however long it is.
 A subset is a view: row numbers over the same Arrow memory (8 bytes a row).
+
+A picture stands in the columns of texts as a reference, which begins with a NUL, as no valid text does: NUL `p` and a
+path, or NUL `b`, a number and what to call it. The number counts into the table's blobs, where equal bytes are kept
+once. A table of texts has no blobs and no references.
 """
 
 from __future__ import annotations
@@ -14,13 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vembed.batch import Image
+from vembed.data.images import item_id
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
+    from vembed.batch import Item
+
 BLOCK_ROWS = 8192
 """Rows that are Python objects at any one time while a table is written or walked."""
+
+BLOB_BYTES = 16 * 2**20
+"""Bytes of pictures that are Python objects at any one time while a table is written."""
+
+_PATH, _BLOB = "\0p", "\0b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +42,34 @@ class Record:
     """One row of training data, checked.
 
     Attributes:
-        query: The text that searches.
-        positives: One or more texts that answer it.
+        query: The text or picture that searches.
+        positives: One or more texts or pictures that answer it.
         negatives: Hard negatives, possibly none.
         label: Class of the row; rows of one class are positives of each other. None: no class.
         location: Where the row came from, `file:line` (`file:row` for Parquet and hub sets, counted from 1).
     """
 
-    query: str
-    positives: tuple[str, ...]
-    negatives: tuple[str, ...]
+    query: Item
+    positives: tuple[Item, ...]
+    negatives: tuple[Item, ...]
     label: str | int | None
     location: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Blobs:
+    """The bytes of pictures: a chunked Arrow array of binary values."""
+
+    values: Any
+
+    def item(self, stored: str) -> Item:
+        """Return what a stored text stands for: itself, or a picture."""
+        if not stored.startswith("\0"):
+            return stored
+        if stored.startswith(_PATH):
+            return Image(stored[len(_PATH) :])
+        number, _, name = stored[len(_BLOB) :].partition(":")
+        return Image(name, self.values[int(number)].as_py())
 
 
 class RecordTable:
@@ -49,14 +79,22 @@ class RecordTable:
         columns: One Arrow array per column of `RecordWriter`, all of one length.
         files: Names that the `file` column counts into.
         rows: Rows of `columns` that this table shows, in order; None shows all of them.
+        blobs: Bytes of pictures; None where all items are texts.
     """
 
-    def __init__(self, columns: dict[str, Any], files: tuple[str, ...], rows: NDArray[np.int64] | None = None) -> None:
+    def __init__(
+        self,
+        columns: dict[str, Any],
+        files: tuple[str, ...],
+        rows: NDArray[np.int64] | None = None,
+        blobs: _Blobs | None = None,
+    ) -> None:
         import pyarrow as pa
 
         self._table = pa.table(columns)
         self._columns = columns
         self._files = files
+        self._blobs = blobs
         self._rows = np.arange(self._table.num_rows, dtype=np.int64) if rows is None else rows
 
     def __len__(self) -> int:
@@ -81,7 +119,7 @@ class RecordTable:
         return self._read(self._rows[self._checked(indices)], 0) if len(indices) else []
 
     def subset(self, rows: Sequence[int] | NDArray[np.int64]) -> RecordTable:
-        """Return a view of some rows, in the order given; no text is copied.
+        """Return a view of some rows, in the order given; no text or picture is copied.
 
         Args:
             rows: Positions in this table, from 0 to `len(self) - 1`.
@@ -89,15 +127,19 @@ class RecordTable:
         Raises:
             IndexError: A position is outside the table.
         """
-        return RecordTable(self._columns, self._files, self._rows[self._checked(rows)])
+        return RecordTable(self._columns, self._files, self._rows[self._checked(rows)], self._blobs)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the content of all records in order; where they came from doesn't count."""
+        """SHA-256 (hex) over the content of all records in order; where they came from doesn't count.
+
+        Raises:
+            ImageError: A picture can't be read any more.
+        """
         digest = hashlib.sha256()
         for record in self:
             row = (record.query, record.positives, record.negatives, record.label)
-            digest.update(json.dumps(row).encode())
+            digest.update(json.dumps(row, default=_picture_id).encode())
             digest.update(b"\n")
         return digest.hexdigest()
 
@@ -119,6 +161,11 @@ class RecordTable:
             for text, number in zip(values["label_text"], values["label_number"], strict=True)
         ]
         places = [f"{self._files[file]}:{line}" for file, line in zip(values["file"], values["line"], strict=True)]
+        blobs = self._blobs
+        if blobs is not None:
+            values["query"] = [blobs.item(text) for text in values["query"]]
+            for name in ("positives", "negatives"):
+                values[name] = [[blobs.item(text) for text in texts] for texts in values[name]]
         return [
             Record(query, tuple(positives), tuple(negatives), label, place)
             for query, positives, negatives, label, place in zip(
@@ -141,16 +188,17 @@ class RecordWriter:
         self._buffers: dict[str, list[Any]] = {name: [] for name in _column_types()}
         self._chunks: dict[str, list[Any]] = {name: [] for name in self._buffers}
         self._num_rows = 0
+        self._blobs = _BlobWriter()
 
     def __len__(self) -> int:
         return self._num_rows
 
     def add(
         self,
-        query: str,
+        query: Item,
         *,
-        positives: Sequence[str],
-        negatives: Sequence[str] = (),
+        positives: Sequence[Item],
+        negatives: Sequence[Item] = (),
         label: str | int | None = None,
         file: str,
         line: int,
@@ -166,9 +214,10 @@ class RecordWriter:
             line: Line or row in that file, counted from 1.
         """
         buffers = self._buffers
-        buffers["query"].append(query)
-        buffers["positives"].append(positives)
-        buffers["negatives"].append(negatives)
+        stored = self._blobs.stored
+        buffers["query"].append(stored(query))
+        buffers["positives"].append([stored(item) for item in positives])
+        buffers["negatives"].append([stored(item) for item in negatives])
         buffers["label_text"].append(label if isinstance(label, str) else None)
         buffers["label_number"].append(label if isinstance(label, int) else None)
         buffers["file"].append(self._files.setdefault(file, len(self._files)))
@@ -187,8 +236,8 @@ class RecordWriter:
             chunks = self._chunks[name]
             columns[name] = pa.concat_arrays(chunks) if chunks else pa.array([], type=kind)
             chunks.clear()
-        table = RecordTable(columns, tuple(self._files))
-        self._files, self._num_rows = {}, 0
+        table = RecordTable(columns, tuple(self._files), blobs=self._blobs.finish())
+        self._files, self._num_rows, self._blobs = {}, 0, _BlobWriter()
         return table
 
     def _flush(self) -> None:
@@ -199,6 +248,50 @@ class RecordWriter:
         for name, kind in _column_types().items():
             self._chunks[name].append(pa.array(self._buffers[name], type=kind))
             self._buffers[name].clear()
+
+
+class _BlobWriter:
+    """Turn items into what the columns hold, and keep the bytes of pictures aside, equal ones once."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[bytes, int] = {}
+        self._buffer: list[bytes] = []
+        self._buffer_bytes = 0
+        self._chunks: list[Any] = []
+        self._has_pictures = False
+
+    def stored(self, item: Item) -> str:
+        """Return the text that stands for an item."""
+        if isinstance(item, str):
+            return item
+        self._has_pictures = True
+        if item.data is None:
+            return f"{_PATH}{item.path}"
+        digest = hashlib.sha256(item.data).digest()
+        number = self._numbers.get(digest)
+        if number is None:
+            number = self._numbers[digest] = len(self._numbers)
+            self._keep(item.data)
+        return f"{_BLOB}{number}:{item.path}"
+
+    def finish(self) -> _Blobs | None:
+        """Return the bytes of all pictures, or None when every item was a text."""
+        import pyarrow as pa
+
+        self._flush()
+        return _Blobs(pa.chunked_array(self._chunks, type=pa.large_binary())) if self._has_pictures else None
+
+    def _keep(self, data: bytes) -> None:
+        self._buffer.append(data)
+        self._buffer_bytes += len(data)
+        if self._buffer_bytes >= BLOB_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        self._chunks.append(pa.array(self._buffer, type=pa.large_binary()))
+        self._buffer, self._buffer_bytes = [], 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,3 +323,8 @@ def _column_types() -> dict[str, Any]:
         "file": pa.int32(),
         "line": pa.int64(),
     }
+
+
+def _picture_id(image: Image) -> dict[str, int]:
+    """Return a picture's content for the fingerprint, in a form that no text has."""
+    return {"image": item_id(image)}

@@ -17,8 +17,8 @@ class RetrievalData:
 
     Attributes:
         name: For people, e.g. "scifact/test".
-        queries: Query id -> text.
-        documents: Document id -> text (title, one space, text).
+        queries: Query id -> text or picture.
+        documents: Document id -> text (title, one space, text) or picture.
         qrels: Query id -> document id -> graded relevance (0 is judged and not relevant).
         notes: What was left out or is unusual, one plain sentence each.
     """

@@ -6,21 +6,24 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.batch import content_id
 from vembed.data.beir import read_beir
+from vembed.data.builtin import load_builtin_retrieval
+from vembed.data.images import content_name
 from vembed.data.problems import plural
 from vembed.data.retrieval import RetrievalData
 from vembed.data.sources import BUILTIN_PREFIX, SourceOptions, beir_folder, load_records
 from vembed.data.splits import SPLIT_NAMES
 
 if TYPE_CHECKING:
+    from vembed.batch import Item
     from vembed.data.records import RecordTable
 
 
 def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
     """Read a data source as a retrieval task.
 
-    A BEIR folder is taken as it is. Of any other source the documents are the distinct positives and negatives.
+    A BEIR folder is taken as it is, and so is a built-in set with judgements of its own. Of any other source the
+    documents are the distinct positives and negatives.
 
     Args:
         path: Any form that `load_records` takes.
@@ -32,9 +35,15 @@ def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
         MachineError: As `load_records`.
     """
     if folder := beir_folder(path):
-        task = read_beir(folder, options.split, options.role)
+        task = read_beir(folder, options.split, options.role, options.images(folder))
         notes = ("column_mapping has no effect on a BEIR folder.",) if options.column_mapping else ()
         return RetrievalData(task.name, task.queries, task.documents, task.qrels, (*task.notes, *notes))
+    if path.startswith(BUILTIN_PREFIX):
+        name, split = path.removeprefix(BUILTIN_PREFIX), options.split or SPLIT_NAMES[options.role][0]
+        judged = load_builtin_retrieval(name, split)
+        if judged is not None:
+            notes = ("column_mapping has no effect on a built-in set.",) if options.column_mapping else ()
+            return RetrievalData(judged.name, judged.queries, judged.documents, judged.qrels, (*judged.notes, *notes))
     loaded = load_records(path, options)
     task = retrieval_from_records(loaded.table, _task_name(path, options))
     return RetrievalData(task.name, task.queries, task.documents, task.qrels, (*loaded.notes, *task.notes))
@@ -50,25 +59,24 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
     Args:
         table: The records.
         name: Name of the task, for people.
+
+    Raises:
+        ImageError: A picture can't be read any more.
     """
-    digest = cache(_text_id)
-    queries: dict[str, str] = {}
-    documents: dict[str, str] = {}
+    digest = cache(content_name)
+    queries: dict[str, Item] = {}
+    documents: dict[str, Item] = {}
     qrels: dict[str, dict[str, int]] = {}
     num_repeated = 0
     for record in table:
         query_id = digest(record.query)
         num_repeated += query_id in queries
         queries.setdefault(query_id, record.query)
-        for text in (*record.positives, *record.negatives):
-            documents.setdefault(digest(text), text)
-        qrels.setdefault(query_id, {}).update((digest(text), 1) for text in record.positives)
+        for item in (*record.positives, *record.negatives):
+            documents.setdefault(digest(item), item)
+        qrels.setdefault(query_id, {}).update((digest(item), 1) for item in record.positives)
     notes = (f"{plural(num_repeated, 'row')} merged into an earlier row of the same query.",) if num_repeated else ()
     return RetrievalData(name, queries, documents, qrels, notes)
-
-
-def _text_id(text: str) -> str:
-    return f"{content_id(text) & (2**64 - 1):016x}"
 
 
 def _task_name(path: str, options: SourceOptions) -> str:

@@ -21,10 +21,12 @@ from vembed.data.builtin import load_builtin
 from vembed.data.columns import COLUMNS, ColumnResolver, closest
 from vembed.data.files import ROW_SUFFIXES, RawRow, holds_text_cells, iter_rows, suffix_of
 from vembed.data.hub import HUB_ID, hub_rows, hub_split
+from vembed.data.image_root import ImageRoot
+from vembed.data.images import ImageLimits
 from vembed.data.problems import InvalidPolicy, ProblemLog, plural
 from vembed.data.records import LoadedRecords, RecordWriter
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, split_for
-from vembed.data.validate import Fault, check_row
+from vembed.data.validate import Fault, RowContext, check_row
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class SourceOptions:
         column_mapping: Source column -> our name; None drops the column.
         skip_invalid: Drop invalid rows instead of refusing the source.
         max_invalid: Most invalid rows that may be dropped.
+        image_root: Folder that pictures' paths start from and must stay in; None: the folder of each manifest.
+        image_limits: Caps on each picture.
     """
 
     role: Role
@@ -54,6 +58,19 @@ class SourceOptions:
     column_mapping: Mapping[str, str | None] = field(default_factory=dict)
     skip_invalid: bool = False
     max_invalid: int = 0
+    image_root: Path | None = None
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
+
+    def images(self, folder: Path | None) -> ImageRoot:
+        """Return what checks the pictures of a source.
+
+        Args:
+            folder: The source's own folder, None when it has none.
+
+        Raises:
+            DataError: `image_root` doesn't exist.
+        """
+        return ImageRoot(folder if self.image_root is None else self.image_root, self.image_limits)
 
 
 def load_records(path: str, options: SourceOptions) -> LoadedRecords:
@@ -78,16 +95,19 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
         loaded = load_builtin(path.removeprefix(BUILTIN_PREFIX), split)
         return LoadedRecords(loaded.table, (*loaded.notes, *loader.unmapped("a built-in set")))
     if folder := beir_folder(path):
-        return loader.read_beir(read_beir_split(folder, options.split, options.role), folder)
+        images = options.images(folder)
+        return loader.read_beir(read_beir_split(folder, options.split, options.role, images), folder, images)
     files, notes = _row_files(path, options)
     if files:
         for file in files:
             wanted = partial(loader.columns.wanted, where=f"{file.name}:1")
-            loader.read(iter_rows(file, wanted), file=file.name, cells_are_text=holds_text_cells(file))
+            rows, images = iter_rows(file, wanted), options.images(file.parent)
+            loader.read(rows, images, file=file.name, cells_are_text=holds_text_cells(file))
         return loader.finish(path, notes)
     split, dataset = hub_split(path, options.split, options.role)
     name = f"{path}/{split}"
-    loader.read(hub_rows(dataset, partial(loader.columns.wanted, where=f"{name}:1")), file=name)
+    rows = hub_rows(dataset, partial(loader.columns.wanted, where=f"{name}:1"))
+    loader.read(rows, options.images(None), file=name)
     return loader.finish(path, notes)
 
 
@@ -111,7 +131,7 @@ class _Loader:
         self._has_header = False
         self._num_missing = dict.fromkeys(COLUMNS, 0)
 
-    def read(self, rows: Iterable[RawRow], *, file: str, cells_are_text: bool = False) -> None:
+    def read(self, rows: Iterable[RawRow], images: ImageRoot, *, file: str, cells_are_text: bool = False) -> None:
         """Check the rows of one file and keep the valid ones."""
         columns, writer, log = self.columns, self._writer, self._log
         self._has_header = cells_are_text
@@ -120,11 +140,12 @@ class _Loader:
             if isinstance(row, str):
                 log.add(f"{file}:{line}", row)
                 continue
-            shape = columns.shape(tuple(row), where=f"{file}:{line}")
+            context = RowContext(images, f"{file}:{line}", cells_are_text)
+            shape = columns.shape(tuple(row), where=context.where)
             try:
-                fields = check_row(row, shape, cells_are_text=cells_are_text)
+                fields = check_row(row, shape, context)
             except Fault as fault:
-                self._refuse(fault, row, f"{file}:{line}")
+                self._refuse(fault, row, context.where)
                 continue
             if not log.refused:
                 writer.add(
@@ -136,10 +157,10 @@ class _Loader:
                     line=line,
                 )
 
-    def read_beir(self, part: BeirSplit, folder: Path) -> LoadedRecords:
+    def read_beir(self, part: BeirSplit, folder: Path, images: ImageRoot) -> LoadedRecords:
         """Return a record per query of a BEIR split that has a relevant document."""
         self.columns = ColumnResolver({})  # the layout fixes the columns
-        self.read(beir_rows(part), file=part.query_file)
+        self.read(beir_rows(part), images, file=part.query_file)
         irrelevant = len(part.data.queries) - self._num_rows
         notes = [*part.data.notes, *self.unmapped("a BEIR folder")]
         if irrelevant:
@@ -175,7 +196,7 @@ class _Loader:
         if fault.missing:
             self._num_missing[fault.column] += 1
         reason = self.columns.missing(fault.column, row) if fault.missing else fault.reason
-        self._log.add(where, reason, column=fault.column)
+        self._log.add(where, reason, column=fault.column, may_drop=not fault.escapes)
 
 
 def _row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:

@@ -11,9 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from vembed.batch import Image
+from vembed.data.image_root import ImageRoot, PictureFault
+from vembed.data.images import ImageError, item_id
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vembed.batch import Item
     from vembed.data.columns import RowShape
 
 GRADED = "graded scores need a graded loss; drop the column with column_mapping: {%s: null}"
@@ -27,56 +32,130 @@ class Fault(Exception):  # noqa: N818 - a verdict on one row that never leaves t
         column: The column at fault.
         reason: Why, in words that follow the column's name.
         missing: The column is one that every row needs, and this row lacks it.
+        escapes: A path leads out of the data: the row is never dropped.
     """
 
-    def __init__(self, column: str, reason: str, *, missing: bool = False) -> None:
+    def __init__(self, column: str, reason: str, *, missing: bool = False, escapes: bool = False) -> None:
         super().__init__(column, reason)
         self.column = column
         self.reason = reason
         self.missing = missing
+        self.escapes = escapes
 
 
 @dataclass(frozen=True, slots=True)
 class Fields:
     """The checked content of one row, as in `Record`."""
 
-    query: str
-    positives: list[str]
-    negatives: list[str]
+    query: Item
+    positives: list[Item]
+    negatives: list[Item]
     label: str | int | None
 
 
-def check_row(row: Mapping[str, Any], shape: RowShape, *, cells_are_text: bool = False) -> Fields:
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """Where a row stands.
+
+    Attributes:
+        images: What its pictures are checked by.
+        where: `file:line`, what bytes of a picture are called by.
+        cells_are_text: The row comes from CSV or TSV: an empty cell of pictures, negatives or label means none, and a
+            cell of negatives that holds a JSON list is that list.
+    """
+
+    images: ImageRoot
+    where: str
+    cells_are_text: bool = False
+
+
+def check_row(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> Fields:
     """Return the content of a row, every value checked.
 
     Args:
-        row: Column name -> value.
+        row: Column name -> value. Where a text is expected, an `Image` that was checked before may stand.
         shape: Which column is what.
-        cells_are_text: The row comes from CSV or TSV: an empty cell of negatives or label means none, and a cell of
-            negatives that holds a JSON list is that list.
+        context: Where the row stands.
 
     Raises:
         Fault: A column is missing, of the wrong type, empty, or contradicts another.
     """
-    if shape.query is None:
-        raise Fault("query", "", missing=True)
-    if shape.positive is None:
-        raise Fault("positive", "", missing=True)
-    query = row[shape.query]
-    reason = text_fault(query)
-    if reason:
-        raise Fault(shape.query, reason)
-    positives = _passages(row[shape.positive], shape.positive)
-    if not positives:
-        raise Fault(shape.positive, "no positives")
-    negatives: list[str] = []
+    query = _query(row, shape, context)
+    positives = _positives(row, shape, context)
+    negatives: list[Item] = []
     for column in shape.negatives:
         cell = row[column]
-        negatives += _passages(_negatives_cell(cell) if cells_are_text else cell, column)
+        negatives += _passages(_negatives_cell(cell) if context.cells_are_text else cell, column)
+    if shape.negative_images is not None:
+        cell = row[shape.negative_images]
+        cell = _negatives_cell(cell) if context.cells_are_text else cell
+        negatives += _pictures(cell, shape.negative_images, context)
     if negatives:
-        _check_disjoint(positives, negatives, shape.negatives[0])
+        _check_disjoint(positives, negatives, shape)
+    cells_are_text = context.cells_are_text
     label = None if shape.label is None else _label(row[shape.label], shape.label, cells_are_text=cells_are_text)
     return Fields(query, positives, negatives, label)
+
+
+def _query(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> Item:
+    column = _chosen(row, "query", shape.query, shape.query_image)
+    if column == shape.query_image:
+        pictures = _pictures(row[column], column, context)
+        if len(pictures) != 1:
+            raise Fault(column, f"expected one picture, got {len(pictures)}")
+        return pictures[0]
+    query = row[column]
+    reason = None if isinstance(query, Image) else text_fault(query)
+    if reason:
+        raise Fault(column, reason)
+    checked: Item = query
+    return checked
+
+
+def _positives(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> list[Item]:
+    column = _chosen(row, "positive", shape.positive, shape.positive_image)
+    is_picture = column == shape.positive_image
+    positives = _pictures(row[column], column, context) if is_picture else _passages(row[column], column)
+    if not positives:
+        raise Fault(column, "no positives")
+    return positives
+
+
+def _chosen(row: Mapping[str, Any], name: str, text: str | None, picture: str | None) -> str:
+    """Return which of a text's and a picture's column holds something; where a row has both columns, one is empty."""
+    if text is None and picture is None:
+        raise Fault(name, "", missing=True)
+    if text is None or picture is None:
+        return text or picture or ""
+    present = [column for column in (text, picture) if not _is_absent(row[column])]
+    if len(present) == 2:
+        raise Fault(
+            text,
+            f"holds a text and {picture!r} a picture: composite items of both are not supported by this version; "
+            f"empty one of them, or drop a column with column_mapping: {{{picture}: null}}",
+        )
+    if not present:
+        raise Fault(text, f"holds nothing, nor does {picture!r}")
+    return present[0]
+
+
+def _is_absent(value: object) -> bool:
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+
+
+def _pictures(value: object, column: str, context: RowContext) -> list[Item]:
+    """Return the pictures of a cell: one, or a list of them; null, or an empty cell of CSV, is none."""
+    if value is None or (context.cells_are_text and value == ""):
+        return []
+    cells = value if type(value) is list else [value]
+    pictures: list[Item] = []
+    for number, cell in enumerate(cells, start=1):
+        place = f" (item {number} of {len(cells)})" if cells is value else ""
+        try:
+            pictures.append(context.images.image(cell, name=f"{context.where} {column}{place}"))
+        except PictureFault as fault:
+            raise Fault(column, f"{fault.reason}{place}", escapes=fault.escapes) from fault
+    return pictures
 
 
 def text_fault(value: object) -> str | None:
@@ -102,15 +181,15 @@ def encoding_fault(text: str) -> str | None:
     return None
 
 
-def _passages(value: object, column: str) -> list[str]:
+def _passages(value: object, column: str) -> list[Item]:
     """Return the texts of a cell: a text, a passage {title, text}, or a list of them; null is no text."""
     if value is None:
         return []
     items = value if type(value) is list else [value]
-    texts = []
+    texts: list[Item] = []
     for number, item in enumerate(items, start=1):
         text = _passage_text(item, column) if isinstance(item, dict) else item
-        reason = text_fault(text)
+        reason = None if isinstance(text, Image) else text_fault(text)
         if reason:
             raise Fault(column, f"{reason} (item {number} of {len(items)})" if items is value else reason)
         texts.append(text)
@@ -142,11 +221,25 @@ def _negatives_cell(cell: str) -> str | list[object] | None:
     return items if is_list else cell
 
 
-def _check_disjoint(positives: list[str], negatives: list[str], column: str) -> None:
-    wanted = {text.strip() for text in positives}
-    for text in negatives:
-        if text.strip() in wanted:
-            raise Fault(column, f"holds the row's own positive: {_clipped(text)}")
+def _check_disjoint(positives: Sequence[Item], negatives: Sequence[Item], shape: RowShape) -> None:
+    wanted = {item.strip() for item in positives if isinstance(item, str)}
+    for item in negatives:
+        if isinstance(item, str) and item.strip() in wanted:
+            raise Fault(shape.negatives[0], f"holds the row's own positive: {_clipped(item)}")
+    pictures = [item for item in negatives if isinstance(item, Image)]
+    if pictures and len(wanted) < len(positives):
+        _check_disjoint_pictures(positives, pictures, shape.negative_images or shape.negatives[0])
+
+
+def _check_disjoint_pictures(positives: Sequence[Item], negatives: Sequence[Image], column: str) -> None:
+    """Compare by content: a file may have two names. Only rows whose negatives are pictures pay for it."""
+    try:
+        wanted = {item_id(item) for item in positives if isinstance(item, Image)}
+        for picture in negatives:
+            if item_id(picture) in wanted:
+                raise Fault(column, f"holds the row's own positive: the picture {_clipped(picture.path)}")
+    except ImageError as error:
+        raise Fault(column, str(error)) from error
 
 
 def _label(value: object, column: str, *, cells_are_text: bool) -> str | int | None:
@@ -182,6 +275,8 @@ def _describe(value: object) -> str:
     """Return a value's type and beginning in a JSON writer's words."""
     if value is None:
         return "null"
+    if isinstance(value, Image):
+        return "a picture"
     if isinstance(value, bool):
         return str(value).lower()
     names = {int: "the number", float: "the number", list: "a list", dict: "an object", bytes: "bytes"}

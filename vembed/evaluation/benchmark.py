@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import SourceOptions
 from vembed.errors import ConfigError
-from vembed.evaluation.bm25 import evaluate_bm25
+from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.store import write_evaluation
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.huggingface import ModelOptions
+
+_log = logging.getLogger(__name__)
 
 CPU_TOKENS = 2048
 """Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""
@@ -75,7 +78,10 @@ def run_benchmark(
     tasks = [load_retrieval(path, SourceOptions(role="test", split=options.split)) for path in paths]
     if options.with_bm25:
         for task in tasks:
-            yield _kept(evaluate_bm25(task, poll=options.poll), output / "BM25")
+            if reason := why_no_bm25(task):
+                _log.info("%s", reason)
+            else:
+                yield _kept(evaluate_bm25(task, poll=options.poll), output / "BM25")
     for model, name in zip(models, names, strict=True):
         encoder = load_encoder(model).to(options.device)
         tokens = CPU_TOKENS if options.device.type == "cpu" else ACCELERATOR_TOKENS

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import bm25s
 import numpy as np
 
+from vembed.batch import texts_of
 from vembed.evaluation.metrics import DEFAULT_KS
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder, counted
 
@@ -36,6 +37,18 @@ POLL_QUERIES = 256
 logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 
+def why_no_bm25(task: RetrievalData) -> str | None:
+    """Return a sentence where a task isn't made of texts alone, which is all that word matching takes; else None."""
+    items = (*task.queries.values(), *task.documents.values())
+    pictures = sum(not isinstance(item, str) for item in items)
+    if not pictures:
+        return None
+    return (
+        f"BM25 is left out: it matches words, and {counted(pictures, 'item is a picture', 'items are pictures')} "
+        f"among the {len(items)} queries and documents of {task.name}."
+    )
+
+
 def evaluate_bm25(
     task: RetrievalData,
     ks: Sequence[int] = DEFAULT_KS,
@@ -46,7 +59,7 @@ def evaluate_bm25(
     """Evaluate BM25 on one task, under the same rules as an encoder.
 
     Args:
-        task: Queries, documents and judgements.
+        task: Queries, documents and judgements; texts only, see `why_no_bm25`.
         ks: Cut-offs of the metrics.
         depth: Documents kept per query; at least the largest cut-off.
         poll: Called between batches of queries; it may raise, e.g. `PreemptedError`.
@@ -56,6 +69,7 @@ def evaluate_bm25(
 
     Raises:
         DataError: The task has nothing to search or to score.
+        TypeError: The task holds a picture.
         ValueError: A cut-off is over the depth.
     """
     builder = RunBuilder(task, ks=ks, depth=depth)
@@ -82,7 +96,7 @@ def evaluate_bm25(
 def _words(texts: Sequence[Item]) -> list[list[str]]:
     """Return the words of each text that count, in order."""
     words: list[list[str]] = bm25s.tokenize(
-        list(texts), lower=True, stopwords="english", stemmer=None, return_ids=False, show_progress=False
+        texts_of(texts), lower=True, stopwords="english", stemmer=None, return_ids=False, show_progress=False
     )
     return words
 

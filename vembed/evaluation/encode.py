@@ -66,13 +66,20 @@ class ItemEncoder:
         return vectors_NE
 
     def _encode_slice(self, items: Sequence[Item], side: Side, out_RE: NDArray[np.float32]) -> None:
+        for _, places in self.encoder.by_modality(items):
+            self._encode_modality([items[place] for place in places], side, places, out_RE)
+
+    def _encode_modality(
+        self, items: Sequence[Item], side: Side, places: NDArray[np.int64], out_RE: NDArray[np.float32]
+    ) -> None:
+        """Encode items of one modality into their places."""
         features = self.encoder.featurize(items, side)
         self.num_truncated[side] += features.num_truncated
         for chunk in plan_chunks(features.lengths, self.budget):
             self.poll()
             inputs = self.encoder.collate(features, chunk.rows, chunk.width)
             inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-            out_RE[chunk.rows] = self.encoder(inputs).float().cpu().numpy()
+            out_RE[places[chunk.rows]] = self.encoder(inputs).float().cpu().numpy()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -11,16 +11,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor, nn
+
+from vembed.batch import modality_of
+from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    import numpy as np
     from numpy.typing import NDArray
 
-    from vembed.batch import Features, Item, Side
+    from vembed.batch import Features, Item, Modality, Side
 
 
 class Encoder(nn.Module, ABC):
@@ -29,19 +32,38 @@ class Encoder(nn.Module, ABC):
     Attributes:
         name: What the model was loaded by, for people.
         dimension: E.
-        max_length: Longest input in tokens, special tokens included; None where there is no limit.
+        max_length: Longest text in tokens, special tokens included; None where there is no limit, or no text tower.
+        modalities: What it takes: texts, pictures or both.
     """
 
     name: str
     dimension: int
     max_length: int | None
+    modalities: frozenset[Modality] = frozenset({"text"})
+
+    def by_modality(self, items: Sequence[Item]) -> list[tuple[Modality, NDArray[np.int64]]]:
+        """Return the places of the texts and of the pictures among items, each modality that occurs once.
+
+        Raises:
+            DataError: An item is of a modality that this encoder doesn't take.
+        """
+        places: dict[Modality, list[int]] = {}
+        for place, item in enumerate(items):
+            places.setdefault(modality_of(item), []).append(place)
+        strange = sorted(places.keys() - self.modalities)
+        if strange:
+            raise DataError(
+                f"{self.name} takes {' and '.join(sorted(self.modalities))}, and {len(places[strange[0]])} items of "
+                f"the data are {strange[0]}s: choose a model for both, or map other columns"
+            )
+        return [(modality, np.array(places[modality], dtype=np.int64)) for modality in sorted(places)]
 
     @abstractmethod
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
-        """Tokenize items: prompts added, over-long ones cut and counted.
+        """Tokenize texts (prompts added, over-long ones cut and counted) or decode and resize pictures.
 
         Args:
-            items: n items.
+            items: n items of one modality.
             side: Whether they are queries or documents.
 
         Returns:

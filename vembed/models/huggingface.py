@@ -1,4 +1,6 @@
-"""Load a text encoder from a hub id or a folder: sentence-transformers' description first, else the family's.
+"""Read the files of a model from a hub id or a folder, and load a text encoder from them.
+
+A text encoder follows sentence-transformers' description first, else its family's.
 
 Nothing runs that a model's files bring along unless the user says so: remote code needs `trust_remote_code` and a
 pinned revision, pickled weights need `allow_pickle` (and are then read with weights_only).
@@ -7,16 +9,17 @@ pinned revision, pickled weights need `allow_pickle` (and are then read with wei
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForTextEncoding, AutoTokenizer
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForTextEncoding, AutoTokenizer
 from transformers.utils.hub import cached_file
 
+from vembed.data.images import ImageLimits
 from vembed.errors import ConfigError, MachineError
 from vembed.models.families import family_of
 from vembed.models.sentence_transformers_format import load_dense, read_sentence_transformers
@@ -52,6 +55,7 @@ class ModelOptions:
         prompts: Prompts of the sides that the user gave.
         pad_token: Token to pad with, for tokenizers that have none.
         gradient_checkpointing: Whether activations are recomputed in backward.
+        image_limits: What a picture may be.
     """
 
     name: str
@@ -65,6 +69,7 @@ class ModelOptions:
     prompts: Mapping[Side, str] | None = None
     pad_token: str | None = None
     gradient_checkpointing: bool = False
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
 
 
 def load_text_encoder(options: ModelOptions) -> TextEncoder:
@@ -74,12 +79,12 @@ def load_text_encoder(options: ModelOptions) -> TextEncoder:
         ConfigError: When the model needs something that isn't allowed or isn't known; the message names the key to set.
         MachineError: When the hub can't be reached or a package is missing.
     """
-    source = _Source(options)
+    source = ModelFiles(options)
     described = read_sentence_transformers(source.read, options.name)
     subfolder = described.transformer_path if described is not None else ""
     config = source.config(subfolder)
     tokenizer = source.tokenizer(subfolder)
-    backbone = source.backbone(subfolder, config)
+    backbone = source.backbone(subfolder, config, family_of(config).auto_class)
     spec = _spec(options, described, config, tokenizer)
     # The backbone has its type from loading; .to would also round the rotary frequencies, which stay float32.
     dense = [
@@ -102,7 +107,7 @@ def _check_dense(dense: list[Dense], backbone: PreTrainedModel, spec: TextSpec, 
         width = layer.linear.out_features
 
 
-class _Source:
+class ModelFiles:
     """The files of one model, local or on the hub."""
 
     def __init__(self, options: ModelOptions) -> None:
@@ -166,10 +171,13 @@ class _Source:
                 f"Copy the tokenizer's files beside its config.json"
             )
 
-    def backbone(self, subfolder: str, config: PreTrainedConfig) -> PreTrainedModel:
+    def image_processor(self) -> Any:
+        """Load the image processor: the sizes, crops and means that the model was trained with."""
+        return self._load(AutoImageProcessor, "")
+
+    def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: type) -> PreTrainedModel:
         """Load the transformer in the wanted type and attention."""
         self._refuse_pickle(f"{subfolder}/" if subfolder else "")
-        auto_class = family_of(config).auto_class
         extra: dict[str, Any] = {"dtype": self.options.dtype, "use_safetensors": not self.options.allow_pickle}
         if self.options.allow_pickle:
             extra["use_safetensors"] = None  # prefer safetensors, take pickled weights with weights_only otherwise

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from vembed.batch import Features, Ragged
+from vembed.batch import Features, Ragged, texts_of
 from vembed.models.encoder import Encoder
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ class NgramBag(Encoder):
     def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
         """Hash the n-grams of texts; both sides are read alike."""
         rows, num_truncated = [], 0
-        for item in items:
-            words = _words(item)
+        for text in texts_of(items):
+            words = _words(text)
             num_truncated += len(words) > self.config.max_words
             rows.append(self._text_grams(words[: self.config.max_words]))
         grams = Ragged.from_rows(rows)

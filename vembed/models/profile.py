@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vembed.models.dual import DualEncoder
 from vembed.models.ngram_bag import NgramBag
+from vembed.models.open_clip_encoder import OpenClipEncoder
 from vembed.models.text import TextEncoder
+from vembed.models.tiny_clip import TinyClip
+from vembed.models.vision import VisionEncoder
 from vembed.plan.memory import ModelSize
 
 if TYPE_CHECKING:
+    from typing import Any
+
     import torch
 
     from vembed.models.encoder import Encoder
@@ -30,24 +36,53 @@ def model_size(encoder: Encoder, *, compute_dtype: torch.dtype) -> ModelSize:
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         bytes_per_value=parameters[0].element_size(),
         dimension=encoder.dimension,
-        max_length=encoder.max_length if isinstance(encoder, TextEncoder) else None,
+        max_length=_longest(encoder),
         activation_bytes_per_token=_activation_bytes_per_token(encoder, compute_dtype.itemsize),
     )
 
 
-def _activation_bytes_per_token(encoder: Encoder, bytes_per_value: int) -> int:
-    """Estimate what one token keeps for backward.
+def _longest(encoder: Encoder) -> int | None:
+    """Return the most tokens of an item, a text or a picture; None where there is no limit."""
+    if isinstance(encoder, TextEncoder):
+        return encoder.max_length
+    if isinstance(encoder, (DualEncoder, OpenClipEncoder, TinyClip)):
+        return max(encoder.max_length, encoder.picture_tokens)
+    return encoder.picture_tokens if isinstance(encoder, VisionEncoder) else None
 
-    A transformer layer with hidden dim h and a heads keeps 17 h + 2.5 a T values of each token of a row of T tokens
-    (dropout masks counted as half a value); the attention's share is that of a kernel that stores its weights.
+
+def _activation_bytes_per_token(encoder: Encoder, bytes_per_value: int) -> int:
+    """Estimate what one token keeps for backward; of two towers, in the one where it keeps more."""
+    if isinstance(encoder, NgramBag):
+        return 4 * 8 + 2 * bytes_per_value  # indices as int64, a weight and its share
+    if isinstance(encoder, TinyClip):
+        return encoder.activation_values_per_token * bytes_per_value
+    if isinstance(encoder, TextEncoder):
+        values = _transformer_values(encoder.backbone.config.get_text_config(), encoder.spec.max_length)
+    elif isinstance(encoder, VisionEncoder):
+        values = _transformer_values(encoder.backbone.config, encoder.picture_tokens)
+    elif isinstance(encoder, DualEncoder):
+        config = encoder.model.config
+        values = max(
+            _transformer_values(config.text_config, encoder.max_length),
+            _transformer_values(config.vision_config, encoder.picture_tokens),
+        )
+    elif isinstance(encoder, OpenClipEncoder):
+        values = max(_layer_values(*tower) for tower in encoder.tower_shapes())
+    else:
+        raise TypeError(f"no size formula for {type(encoder).__name__}")
+    return int(values * bytes_per_value)
+
+
+def _transformer_values(config: Any, length: int) -> float:
+    return _layer_values(config.num_hidden_layers, config.hidden_size, config.num_attention_heads, length)
+
+
+def _layer_values(num_layers: int, hidden: int, num_heads: int, length: int) -> float:
+    """Return the values that a token keeps in all layers of a transformer.
+
+    A layer with hidden dim h and a heads keeps 17 h + 2.5 a T values of each token of a row of T tokens (dropout masks
+    counted as half a value); the attention's share is that of a kernel that stores its weights.
 
     Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2.
     """
-    if isinstance(encoder, NgramBag):
-        return 4 * 8 + 2 * bytes_per_value  # indices as int64, a weight and its share
-    if not isinstance(encoder, TextEncoder):
-        raise TypeError(f"no size formula for {type(encoder).__name__}")
-    config = encoder.backbone.config.get_text_config()
-    length = encoder.spec.max_length
-    values = 17 * config.hidden_size + 2.5 * config.num_attention_heads * length
-    return int(config.num_hidden_layers * values * bytes_per_value)
+    return num_layers * (17 * hidden + 2.5 * num_heads * length)

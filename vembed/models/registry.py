@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
-from vembed.models import ngram_bag
-from vembed.models.huggingface import ModelOptions, load_text_encoder
+from vembed.models import ngram_bag, tiny_clip
+from vembed.models.dual import DUAL_FAMILIES, load_dual_encoder
+from vembed.models.huggingface import ModelFiles, ModelOptions, load_text_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.open_clip_encoder import OPEN_CLIP_PREFIX, is_open_clip_folder, load_open_clip
+from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 from vembed.models.tiny_transformer import build_tiny_transformer
+from vembed.models.vision import VISION_FAMILIES, load_vision_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -20,10 +24,16 @@ if TYPE_CHECKING:
 BUILTIN_PREFIX = "builtin:"
 
 BUILTIN_MODELS: dict[str, Callable[[ModelOptions, Iterable[str]], Encoder]] = {
+    "tiny-clip": lambda options, texts: TinyClip(  # noqa: ARG005
+        TinyClipConfig(), name=options.name, image_limits=options.image_limits
+    ).to(options.dtype),
     "ngram-bag": lambda options, texts: NgramBag(NgramBagConfig(), name=options.name).to(options.dtype),  # noqa: ARG005
     "tiny-transformer": lambda options, texts: build_tiny_transformer(texts, name=options.name, dtype=options.dtype),
 }
 """Encoders that are trained from scratch, by the name behind `builtin:`."""
+
+HUGGING_FACE_OPTIONS = frozenset({"attn_implementation", "model_revision"})
+"""What a model with an image tower takes of the options that are otherwise a text encoder's."""
 
 
 def is_builtin(name: str) -> bool:
@@ -57,9 +67,31 @@ def load_encoder(options: ModelOptions, texts: Iterable[str] = ()) -> Encoder:
 def _load(options: ModelOptions, texts: Iterable[str]) -> Encoder:
     if is_builtin(options.name):
         return _build(options, texts)
-    if (Path(options.name) / ngram_bag.CONFIG_FILE).is_file():
+    folder = Path(options.name)
+    if (folder / ngram_bag.CONFIG_FILE).is_file():
         _refuse_text_options(options)
-        return NgramBag.load(Path(options.name), dtype=options.dtype)
+        return NgramBag.load(folder, dtype=options.dtype)
+    if (folder / tiny_clip.CONFIG_FILE).is_file():
+        _refuse_text_options(options)
+        return TinyClip.load(folder, dtype=options.dtype, image_limits=options.image_limits)
+    if options.name.startswith(OPEN_CLIP_PREFIX) or is_open_clip_folder(folder):
+        _refuse_text_options(options)
+        return load_open_clip(options)
+    return _load_from_hugging_face(options)
+
+
+def _load_from_hugging_face(options: ModelOptions) -> Encoder:
+    """Load by what the files say: sentence-transformers' description first, else the model_type of config.json."""
+    files = ModelFiles(options)
+    if files.read("modules.json") is not None:
+        return load_text_encoder(options)
+    config = files.config("")
+    if config.model_type in DUAL_FAMILIES:
+        _refuse_text_options(options, allowed=HUGGING_FACE_OPTIONS)
+        return load_dual_encoder(options, files, config)
+    if config.model_type in VISION_FAMILIES:
+        _refuse_text_options(options, allowed=HUGGING_FACE_OPTIONS)
+        return load_vision_encoder(options, files, config)
     return load_text_encoder(options)
 
 
@@ -72,8 +104,8 @@ def _build(options: ModelOptions, texts: Iterable[str]) -> Encoder:
     return BUILTIN_MODELS[kind](options, texts)
 
 
-def _refuse_text_options(options: ModelOptions) -> None:
-    """Refuse what a built-in model has no use for, instead of ignoring it."""
+def _refuse_text_options(options: ModelOptions, *, allowed: frozenset[str] = frozenset()) -> None:
+    """Refuse what a model has no use for, instead of ignoring it."""
     given = {
         "attn_implementation": options.attn_implementation,
         "pooling_method": options.pooling,
@@ -83,5 +115,5 @@ def _refuse_text_options(options: ModelOptions) -> None:
         "model_revision": options.revision,
     }
     for key, value in given.items():
-        if value is not None:
+        if value is not None and key not in allowed:
             raise ConfigError(f"{options.name} has no use for {key}; leave it out")

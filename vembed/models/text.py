@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from vembed.batch import Features, Ragged
+from vembed.batch import Features, Ragged, texts_of
 from vembed.models.encoder import Encoder
 from vembed.models.pooling import pool
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Item, Side
     from vembed.models.pooling import PoolingMode
@@ -53,6 +53,20 @@ class TextSpec:
     normalize: bool = True
     lower_case: bool = False
     origin: Mapping[str, str] = field(default_factory=dict)
+
+
+def count_truncated(encoded: BatchEncoding, lengths: NDArray[np.int64], max_length: int) -> int:
+    """Return how many texts a tokenizer cut.
+
+    Args:
+        encoded: What it made of n texts, without padding.
+        lengths: Tokens of each text, (n,).
+        max_length: Where it cut.
+    """
+    if encoded.encodings is not None:
+        return sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    # A tokenizer in Python doesn't say what it cut: texts of just the full length count too.
+    return int((lengths == max_length).sum())
 
 
 class Dense(nn.Module):
@@ -114,7 +128,7 @@ class TextEncoder(Encoder):
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts behind their side's prompt; cut and count those over `max_length`."""
         prompt = self.spec.prompts[side]
-        texts = [prompt + item.strip() for item in items]
+        texts = [prompt + text.strip() for text in texts_of(items)]
         if self.spec.lower_case:
             texts = [text.lower() for text in texts]
         encoded = self.tokenizer(
@@ -127,10 +141,7 @@ class TextEncoder(Encoder):
         )
         # A tokenizer without special tokens makes nothing of an empty text; a row needs one token to pool.
         ids = Ragged.from_rows([row or [self._pad_id] for row in encoded["input_ids"]])
-        if encoded.encodings is not None:
-            num_truncated = sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-        else:  # a tokenizer in Python doesn't say what it cut: texts of just the full length count too
-            num_truncated = int((ids.lengths == self.max_length).sum())
+        num_truncated = count_truncated(encoded, ids.lengths, self.spec.max_length)
         per_row: dict[str, NDArray[np.int64]] = {}
         if not self.spec.include_prompt:
             per_row["prompt_lengths"] = np.full(len(items), self._prompt_length(prompt), dtype=np.int64)

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from vembed.batch import ContrastiveBatch, Features
 from vembed.data.collate import collate
 from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterator, Sequence
 
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from vembed.batch import Item, Side
     from vembed.data.records import RecordTable
     from vembed.data.sampler import GlobalSampler
     from vembed.models.encoder import Encoder
@@ -26,7 +29,7 @@ class PreparedBatch:
 
     Attributes:
         batch: The rows.
-        pools: The same, tokenized; queries and documents of one encoder share a pool, so that they pack tighter.
+        pools: The same, as features; what goes through one tower shares a pool, so that it packs tighter.
         structure: Positives and identities on the device.
     """
 
@@ -60,9 +63,16 @@ class BatchSource:
         """Return the batch of a step, counted from 0."""
         rows = self.sampler.rows(step)
         batch = collate(self.records.take(rows), rows.tolist())
-        features = Features.concat(
-            [self.encoder.featurize(batch.queries, "query"), self.encoder.featurize(batch.documents, "document")]
-        )
-        slots = np.arange(len(features), dtype=np.int64)
-        pool = Pool(self.encoder, self.encoder.collate, features, slots)
-        return PreparedBatch(batch, (pool,), BatchStructure.of(batch, self.device))
+        items = (*batch.queries, *batch.documents)
+        pools = tuple(self._pools(items, num_queries=len(batch.queries)))
+        return PreparedBatch(batch, pools, BatchStructure.of(batch, self.device))
+
+    def _pools(self, items: Sequence[Item], *, num_queries: int) -> Iterator[Pool]:
+        """Yield a pool for each modality: what shares a tower is packed together, queries and documents alike."""
+        for _, slots in self.encoder.by_modality(items):
+            sides: list[tuple[Side, NDArray[np.int64]]] = [
+                ("query", slots[slots < num_queries]),
+                ("document", slots[slots >= num_queries]),
+            ]
+            parts = [self.encoder.featurize([items[slot] for slot in own], side) for side, own in sides if len(own)]
+            yield Pool(self.encoder, self.encoder.collate, Features.concat(parts), slots)

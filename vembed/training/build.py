@@ -17,6 +17,7 @@ import torch
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, dump_config, plain_values
 from vembed.config.resume import resume_differences
+from vembed.data.images import ImageLimits
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import SourceOptions
 from vembed.distributed.runtime import start_runtime
@@ -186,6 +187,8 @@ def _data_paths(config: Config) -> DataPaths:
             role=role,
             split=split,
             column_mapping=config.column_mapping,
+            image_root=None if config.image_root is None else Path(config.image_root),
+            image_limits=_image_limits(config),
             skip_invalid=config.skip_invalid_records,
             max_invalid=config.max_invalid_records,
         )
@@ -197,7 +200,12 @@ def _data_paths(config: Config) -> DataPaths:
         dev=None if dev is None else source(dev, "validation", config.val_data_split),
         test=None if test is None else source(test, "test", config.test_data_split),
         needs_dev=config.eval_strategy != "no" or test is None,
+        mode=config.retrieval_mode,
     )
+
+
+def _image_limits(config: Config) -> ImageLimits:
+    return ImageLimits(max_pixels=config.max_image_pixels)
 
 
 def _encoder(config: Config, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
@@ -219,12 +227,16 @@ def _encoder(config: Config, output: OutputFolder, data: RunData, *, keep: bool)
         prompts=prompts,
         pad_token=config.pad_token,
         gradient_checkpointing=config.gradient_checkpointing,
+        image_limits=_image_limits(config),
     )
     if not is_builtin(config.model_name):
         return load_encoder(options)
     if keep and output.initial_model.is_dir():
         kept = ModelOptions(
-            name=str(output.initial_model), dtype=options.dtype, gradient_checkpointing=options.gradient_checkpointing
+            name=str(output.initial_model),
+            dtype=options.dtype,
+            gradient_checkpointing=options.gradient_checkpointing,
+            image_limits=options.image_limits,
         )
         encoder = load_encoder(kept)
         encoder.name = config.model_name
@@ -388,6 +400,7 @@ def _train(run: _Run, command: str) -> RunResult:
             plan=run.plan,
             config=plain_values(config),
             data_facts=run.data.facts(),
+            image_limits=_image_limits(config),
             device_name=run.runtime.machine.device_name,
             command=command,
         )

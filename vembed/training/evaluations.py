@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vembed.errors import MachineError
-from vembed.evaluation.bm25 import evaluate_bm25
+from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.store import read_evaluation, write_evaluation
 
@@ -85,8 +85,11 @@ class Evaluations:
         return self._evaluate("final", self.verdict_task)
 
     def bm25(self) -> EvaluationResult | None:
-        """Evaluate BM25 on the verdict's set, as a reference line."""
+        """Evaluate BM25 on the verdict's set, as a reference line; None where it isn't wanted or can't be."""
         if not self.with_bm25:
+            return None
+        if reason := why_no_bm25(self.verdict_task):
+            _log.info("%-12s %s", "bm25", reason)
             return None
         result = evaluate_bm25(self.verdict_task, poll=self.poll)
         write_evaluation(self.folder / "bm25", result)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from vembed.data.images import ImageLimits
     from vembed.evaluation.result import EvaluationResult
     from vembed.plan.plan import Plan
     from vembed.training.evaluations import Evaluations
@@ -60,6 +61,7 @@ class FinishParts:
         plan: For the report.
         config: Key -> value, for the report.
         data_facts: (label, value) of the data, for the report.
+        image_limits: Which pictures may be decoded for the report.
         device_name: For the report.
         command: The command that repeats the run.
     """
@@ -70,6 +72,7 @@ class FinishParts:
     plan: Plan
     config: Mapping[str, object]
     data_facts: Sequence[tuple[str, str]]
+    image_limits: ImageLimits
     device_name: str
     command: str
 
@@ -117,6 +120,7 @@ def _write_report(parts: FinishParts, state: RunState, result: RunResult) -> Non
         environment=environment(parts.device_name, parts.plan),
         data_facts=[*parts.data_facts, ("over-long training texts cut", str(state.num_truncated))],
         command=parts.command,
+        image_limits=parts.image_limits,
         dev_task=dev.name if dev is not None and parts.evaluations.test is not None else "",
     )
     try:

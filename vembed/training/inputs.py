@@ -7,17 +7,21 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vembed.batch import content_id
+from vembed.batch import Image, content_id
 from vembed.data.hold_out import hold_out
 from vembed.data.retrieval_sources import load_retrieval, retrieval_from_records
 from vembed.data.sources import load_records
+from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from vembed.batch import Item
+    from vembed.data.images import ImageLimits
     from vembed.data.records import RecordTable
     from vembed.data.retrieval import RetrievalData
     from vembed.data.sources import SourceOptions
+    from vembed.training.pictures import RetrievalMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,14 @@ class DataPaths:
         dev: Set that chooses the best checkpoint, or None.
         test: Set of the verdict, or None.
         needs_dev: Whether a dev set is held out where none is given.
+        mode: What must search what in all of it.
     """
 
     train: tuple[str, SourceOptions]
     dev: tuple[str, SourceOptions] | None
     test: tuple[str, SourceOptions] | None
     needs_dev: bool
+    mode: RetrievalMode = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +73,14 @@ class RunData:
             ("records whose query another record before has", str(counts.repeated_queries)),
             ("positives that another record before has", str(counts.repeated_positives)),
         ]
+        if counts.items.has_pictures:
+            facts += [
+                ("training direction", counts.items.direction),
+                ("distinct pictures in them", counts.pictures.text),
+            ]
         for label, task in (("dev set", self.dev), ("test set", self.test)):
             if task is not None:
-                facts.append((label, f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"))
+                facts.append((label, _task_fact(task)))
         return [*facts, *(("note", note) for note in self.notes)]
 
 
@@ -83,6 +94,8 @@ class RecordCounts:
         num_negatives: Hard negatives among them.
         repeated_queries: Records whose query another record before had.
         repeated_positives: Positives that another record before had.
+        items: Texts and pictures by side.
+        pictures: The pictures, each content once.
     """
 
     num_records: int
@@ -90,10 +103,13 @@ class RecordCounts:
     num_negatives: int
     repeated_queries: int
     repeated_positives: int
+    items: ItemCounts
+    pictures: PictureSizes
 
     @classmethod
-    def of(cls, records: RecordTable) -> RecordCounts:
-        """Count in one pass."""
+    def of(cls, records: RecordTable, image_limits: ImageLimits) -> RecordCounts:
+        """Count in one pass; of pictures the headers are read."""
+        items, survey = ItemCounts(), PictureSurvey(image_limits)
         queries: set[int] = set()
         positives: set[int] = set()
         num_positives = num_negatives = 0
@@ -102,12 +118,18 @@ class RecordCounts:
             positives.update(map(content_id, record.positives))
             num_positives += len(record.positives)
             num_negatives += len(record.negatives)
+            documents = (*record.positives, *record.negatives)
+            items.add("query", (record.query,))
+            items.add("document", documents)
+            survey.add((record.query, *documents))
         return cls(
             num_records=len(records),
             num_documents=num_positives + num_negatives,
             num_negatives=num_negatives,
             repeated_queries=len(records) - len(queries),
             repeated_positives=num_positives - len(positives),
+            items=items,
+            pictures=survey.result(),
         )
 
 
@@ -115,7 +137,7 @@ def load_run_data(paths: DataPaths) -> RunData:
     """Read and check all data of a run; hold a dev set out where none is given and one is needed.
 
     Raises:
-        DataError: When any of it is missing or broken.
+        DataError: When any of it is missing or broken, or is searched in another way than `paths.mode` says.
     """
     loaded = load_records(*paths.train)
     records, notes = loaded.table, list(loaded.notes)
@@ -126,11 +148,27 @@ def load_run_data(paths: DataPaths) -> RunData:
         records = records.subset(split.train_rows)
         notes += split.notes
     test = None if paths.test is None else load_retrieval(*paths.test)
-    for task in (dev, test):
-        if task is not None:
-            notes += task.notes
-    fingerprint = _fingerprint(records, [task for task in (dev, test) if task is not None])
-    return RunData(records, dev, test, tuple(notes), RecordCounts.of(records), fingerprint)
+    counts = RecordCounts.of(records, paths.train[1].image_limits)
+    counts.items.require(paths.mode, paths.train[0])
+    tasks = [task for task in (dev, test) if task is not None]
+    for task in tasks:
+        ItemCounts.of(task).require(paths.mode, task.name)
+        notes += task.notes
+    if paths.train[1].image_root is not None and not _any_pictures(counts, tasks):
+        notes.append("image_root has no effect: the data hold no pictures.")
+    return RunData(records, dev, test, tuple(notes), counts, _fingerprint(records, tasks))
+
+
+def _any_pictures(counts: RecordCounts, tasks: Sequence[RetrievalData]) -> bool:
+    """Return whether any set of a run has a picture."""
+    return counts.items.has_pictures or any(ItemCounts.of(task).has_pictures for task in tasks)
+
+
+def _task_fact(task: RetrievalData) -> str:
+    """Return what a set holds; where there are pictures, also what searches what."""
+    items = ItemCounts.of(task)
+    sizes = f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"
+    return f"{sizes}; {items.direction}" if items.has_pictures else sizes
 
 
 def _fingerprint(records: RecordTable, tasks: Sequence[RetrievalData]) -> str:
@@ -138,15 +176,20 @@ def _fingerprint(records: RecordTable, tasks: Sequence[RetrievalData]) -> str:
     digest = hashlib.sha256(records.fingerprint.encode())
     for task in tasks:
         for part in (task.queries, task.documents, task.qrels):
-            for item in part.items():
-                digest.update(json.dumps(item).encode())
+            for key, value in part.items():
+                digest.update(json.dumps((key, _fingerprint_of(value))).encode())
             digest.update(b"\n")
     return digest.hexdigest()
 
 
+def _fingerprint_of(value: Item | Mapping[str, int]) -> object:
+    """Return a text or judgements as they are, and of a picture what it shows, wherever it lies."""
+    return {"picture": content_id(value)} if isinstance(value, Image) else value
+
+
 def record_texts(records: RecordTable) -> Iterator[str]:
-    """Yield every text of the records, for tokenizers that are trained on them."""
+    """Yield every text of the records, for tokenizers that are trained on them; pictures are passed over."""
     for record in records:
-        yield record.query
-        yield from record.positives
-        yield from record.negatives
+        for item in (record.query, *record.positives, *record.negatives):
+            if isinstance(item, str):
+                yield item

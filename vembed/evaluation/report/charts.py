@@ -16,7 +16,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from vembed.evaluation.report.markup import Html, element
 from vembed.evaluation.report.text import number_text, signed_text
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from vembed.evaluation.report.content import MetricRow
     from vembed.evaluation.report.curves import Curve
+    from vembed.evaluation.report.ranks import RecallCurve, ScoreSplit
 
 INK, LINE, SERIES, BETTER, WORSE = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
 PAGE_COLOURS = {
@@ -76,6 +77,8 @@ MAX_MARKS = 40
 
 BARS = 40
 """Bars of the histogram over the whole range."""
+
+RECALL_TICKS = (1, 2, 5, 10, 20, 50, 100)
 
 
 def draw_curve(curve: Curve, *, name: str, label: str, marks: bool = False) -> Html:
@@ -164,6 +167,74 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
         axes.yaxis.set_major_formatter(FuncFormatter(_tick))
         axes.grid(axis="y")
         return _svg(figure, name="histogram", label=label)
+
+
+def draw_recall(curves: Sequence[RecallCurve], *, label: str) -> Html:
+    """Draw recall over the cut-off, one line for each system, told apart by dashes as well as by colour.
+
+    Args:
+        curves: At least one, all of the same length.
+        label: What a screen reader says in place of the drawing.
+    """
+    looks = {"final": (SERIES, "-", 2.0), "baseline": (INK, "--", 1.4), "BM25": (INK, ":", 1.6)}
+    with _axes(CURVE_INCHES) as (figure, axes):
+        count = len(curves[0].recall_K)
+        for curve in sorted(curves, key=lambda curve: list(looks).index(curve.label)):
+            colour, dashes, width = looks[curve.label]
+            marker = "o" if count == 1 else ""
+            places = np.arange(1, count + 1)
+            axes.plot(
+                places,
+                curve.recall_K,
+                color=colour,
+                linestyle=dashes,
+                linewidth=width,
+                marker=marker,
+                label=curve.label,
+            )
+        axes.set_xscale("log")
+        axes.set_xticks([cut for cut in RECALL_TICKS if cut <= count])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.set_ylim(0.0, 1.03)
+        axes.set_yticks([0.0, 0.25, 0.5, 0.75, 1.0])
+        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.set_xlabel("k, documents looked at")
+        axes.grid(axis="y")
+        axes.legend(frameon=False, fontsize=9.0, loc="best")
+        return _svg(figure, name="recall", label=label)
+
+
+def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) -> Html:
+    """Draw how the scores of relevant documents and of the others are spread, each as shares of its own group.
+
+    Args:
+        split: The scores, at least one of them.
+        reach: Lowest and highest score of the axis, the same for every drawing that is compared.
+        label: What a screen reader says in place of the drawing.
+    """
+    low, high = reach if reach[1] > reach[0] else (reach[0] - 0.5, reach[1] + 0.5)
+    edges = np.linspace(low, high, BARS + 1)
+    with _axes(CURVE_INCHES) as (figure, axes):
+        for scores, name in ((split.relevant, "relevant"), (split.others, "others")):
+            if not len(scores):
+                continue
+            shares = 100 * np.histogram(scores, bins=edges)[0] / len(scores)
+            if name == "relevant":
+                axes.stairs(shares, edges, fill=True, color=BETTER, alpha=0.75, label=name)
+            else:
+                axes.stairs(shares, edges, color=WORSE, linewidth=1.6, linestyle="-", label=name)
+        axes.set_xlim(low, high)
+        axes.set_ylim(bottom=0.0)
+        axes.set_xlabel("score")
+        axes.set_ylabel("% of the group")
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.grid(axis="y")
+        axes.legend(frameon=False, fontsize=9.0, loc="best")
+        return _svg(figure, name=f"scores-{split.label}", label=label)
 
 
 @contextmanager

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.curves import STEP_CURVES, Curve, dev_curve, step_curve
-from vembed.evaluation.report.examples import Group, choose_examples, paired_values
+from vembed.evaluation.report.examples import Group, choose_examples, paired_values, shown_pictures
+from vembed.evaluation.report.pictures import Thumbnails
+from vembed.evaluation.report.ranks import Ranks, build_ranks
 from vembed.evaluation.report.text import count_text, finite, metric_text, plural, signed_text
 from vembed.evaluation.significance import Verdict, verdict
 
@@ -78,6 +80,8 @@ class Content:
         not_logged: Titles of the step curves that have none.
         changes: How the queries moved.
         groups: Example queries.
+        thumbnails: Small copies of the pictures of the examples.
+        ranks: Recall at every cut-off, and the scores by judgement.
     """
 
     report: RunReport
@@ -89,6 +93,8 @@ class Content:
     not_logged: tuple[str, ...]
     changes: Changes
     groups: tuple[Group, ...]
+    thumbnails: Thumbnails
+    ranks: Ranks
 
 
 def build_content(report: RunReport) -> Content:
@@ -100,6 +106,7 @@ def build_content(report: RunReport) -> Content:
     metric = report.verdict.comparison.metric
     evaluations = _evaluations(report)
     dev_metric = _dev_metric(report.evaluations, metric)
+    groups = choose_examples(report.task, report.baseline, report.final, metric)
     curves = {spec.title: step_curve(report.steps, spec) for spec in STEP_CURVES}
     return Content(
         report=report,
@@ -110,7 +117,9 @@ def build_content(report: RunReport) -> Content:
         curves=tuple(curve for curve in curves.values() if curve is not None),
         not_logged=tuple(title for title, curve in curves.items() if curve is None),
         changes=_changes(report, metric),
-        groups=choose_examples(report.task, report.baseline, report.final, metric),
+        groups=groups,
+        thumbnails=Thumbnails.of(shown_pictures(groups), report.image_limits),
+        ranks=build_ranks(report.task, report.baseline, report.final, report.bm25),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from vembed.data.images import ImageLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ class RunReport:
     Attributes:
         title: Name of the run.
         verdict: What the run came to; its metric is the one that queries are compared by.
-        task: Texts and judgements of the evaluated set.
+        task: Texts or pictures, and judgements, of the evaluated set.
         baseline: The model before training, on `task`.
         final: The trained model, on `task`.
         bm25: Lexical search on `task`, for orientation.
@@ -33,6 +35,7 @@ class RunReport:
         command: The command that gives this run again.
         dev_task: Name of the set that `evaluations` are on, where it isn't `task`. Left empty, they are on `task`, and
             the baseline is their step 0; else step 0 is there only if `evaluations` has it.
+        image_limits: Which pictures may be decoded for the page.
     """
 
     title: str
@@ -49,6 +52,7 @@ class RunReport:
     data_facts: Sequence[tuple[str, str]]
     command: str
     dev_task: str = ""
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
 
     def __post_init__(self) -> None:
         """Refuse a report whose verdict speaks of a metric that the results don't have."""

@@ -9,9 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from vembed.batch import Image
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from vembed.batch import Item
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.result import EvaluationResult
 
@@ -28,7 +31,7 @@ class Hit:
 
     Attributes:
         document_id: Its id.
-        text: Its text, or None where the task doesn't have it.
+        item: Its text or picture, or None where the task doesn't have it.
         is_relevant: Judged relevant (grade above 0).
         score: Score that the trained model gave; None where it isn't retrieved.
         rank: Rank from 1 in the trained model's list; None where it isn't retrieved.
@@ -36,7 +39,7 @@ class Hit:
     """
 
     document_id: str
-    text: str | None
+    item: Item | None
     is_relevant: bool
     score: float | None
     rank: int | None
@@ -49,7 +52,7 @@ class Example:
 
     Attributes:
         query_id: Its id.
-        text: Its text, or None where the task doesn't have it.
+        item: Its text or picture, or None where the task doesn't have it.
         baseline: Metric before training.
         final: Metric after training.
         hits: The first documents of the trained model's list, best first.
@@ -58,12 +61,18 @@ class Example:
     """
 
     query_id: str
-    text: str | None
+    item: Item | None
     baseline: float
     final: float
     hits: tuple[Hit, ...]
     missed: tuple[Hit, ...]
     num_missed: int
+
+    @property
+    def has_picture_results(self) -> bool:
+        """Whether every document that is shown is a picture: a grid then shows more than a list."""
+        items = [hit.item for hit in (*self.hits, *self.missed)]
+        return any(isinstance(item, Image) for item in items) and not any(isinstance(item, str) for item in items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +145,7 @@ def _example(
         return tuple(
             Hit(
                 document_id=document_id,
-                text=task.documents.get(document_id),
+                item=task.documents.get(document_id),
                 is_relevant=judged.get(document_id, 0) > 0,
                 score=scores.get(document_id),
                 rank=ranks.get(document_id),
@@ -152,13 +161,24 @@ def _example(
     )
     return Example(
         query_id=query_id,
-        text=task.queries.get(query_id),
+        item=task.queries.get(query_id),
         baseline=values[0],
         final=values[1],
         hits=hits(top),
         missed=hits(missed[:MISSED_DOCUMENTS]),
         num_missed=len(missed),
     )
+
+
+def shown_pictures(groups: Iterable[Group]) -> list[Image]:
+    """Return the pictures that the examples show, in order, one that stands twice named twice."""
+    return [
+        item
+        for group in groups
+        for example in group.examples
+        for item in (example.item, *(hit.item for hit in (*example.hits, *example.missed)))
+        if isinstance(item, Image)
+    ]
 
 
 def _ranks(ranked: Sequence[tuple[str, float]]) -> Mapping[str, int]:

@@ -25,6 +25,7 @@ from vembed.evaluation.report.html_parts import (
     section,
 )
 from vembed.evaluation.report.html_queries import queries_section
+from vembed.evaluation.report.html_ranks import ranks_section
 from vembed.evaluation.report.markup import Html, element, join
 from vembed.evaluation.report.settings import plan_parts
 from vembed.evaluation.report.style import STYLE
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.data import RunReport
 
-SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """What the page may do: show itself. A second wall behind the escaping."""
 
 
@@ -55,6 +56,7 @@ def render_html(content: Content) -> str:
     )
     sections = [
         _metrics(content),
+        ranks_section(content),
         _curves(content),
         _changes(content),
         queries_section(content),
@@ -89,7 +91,10 @@ def _header(content: Content) -> Html:
         element("p", one_line(comparison.metric), class_="muted"),
         class_="figures",
     )
-    links = [("metrics", "Metrics"), ("curves", "Curves"), ("changes", "Query by query"), ("queries", "Examples")]
+    links = (
+        [("metrics", "Metrics"), ("ranks", "Ranks and scores")] if content.ranks.curves else [("metrics", "Metrics")]
+    )
+    links += [("curves", "Curves"), ("changes", "Query by query"), ("queries", "Examples")]
     links += [("data", "Data"), ("plan", "Plan"), ("reproduce", "Reproduce")]
     return element(
         "header",

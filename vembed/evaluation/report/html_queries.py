@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vembed.batch import Image
 from vembed.evaluation.report.content import TITLES
 from vembed.evaluation.report.html_parts import full_text, section, short_text
 from vembed.evaluation.report.markup import Html, element
@@ -26,6 +27,8 @@ def queries_section(content: Content) -> Html:
         "which a set with few judgements can be mistaken about."
     )
     parts = [element("p", lead)]
+    if content.thumbnails.note:
+        parts.append(element("p", content.thumbnails.note, class_="muted small"))
     for group in content.groups:
         shown, kind = len(group.examples), TITLES[group.kind]
         text = f"{shown} of {plural(group.num_queries, 'query', 'queries')}." if shown else "No query."
@@ -47,11 +50,11 @@ def _query(content: Content, example: Example) -> Html:
         f"{metric} {metric_text(example.baseline)} → {metric_text(example.final)} "
         f"({signed_text(example.final - example.baseline)}) · query {id_text(example.query_id)}"
     )
+    shown, kind = (_tile, " tiles") if example.has_picture_results else (_hit, "")
     parts = [
-        element("h4", short_text(example.text, QUERY_CHARACTERS)),
-        full_text(example.text, QUERY_CHARACTERS),
+        *_question(content, example),
         element("p", scores, class_="scores muted small"),
-        element("ol", *(_hit(hit, is_missed=False) for hit in example.hits), class_="hits")
+        element("ol", *(shown(content, hit, is_missed=False) for hit in example.hits), class_=f"hits{kind}")
         if example.hits
         else element("p", "Nothing was retrieved.", class_="muted small"),
     ]
@@ -61,18 +64,66 @@ def _query(content: Content, example: Example) -> Html:
             f" ({plural(more, 'more', 'more')} not shown)" if more else ""
         )
         parts.append(element("h5", heading))
-        parts.append(element("ul", *(_hit(hit, is_missed=True) for hit in example.missed), class_="missed"))
+        parts.append(
+            element("ul", *(shown(content, hit, is_missed=True) for hit in example.missed), class_=f"missed{kind}")
+        )
     return element("article", *parts, class_="query card")
 
 
-def _hit(hit: Hit, *, is_missed: bool) -> Html:
-    """Return one document of a query."""
+def _question(content: Content, example: Example) -> tuple[Html, ...]:
+    """Return the query as a heading: its text, or its picture beside its id."""
+    if not isinstance(example.item, Image):
+        return (
+            element("h4", short_text(example.item, QUERY_CHARACTERS)),
+            full_text(example.item, QUERY_CHARACTERS),
+        )
+    picture = _picture(content, example.item, example.query_id)
+    return (element("h4", picture, element("span", "Query picture"), class_="picture"),)
+
+
+def _picture(content: Content, picture: Image | None, identifier: str) -> Html:
+    """Return the thumbnail of a picture, or a box where there is none; either is called by the id."""
+    thumbnail = None if picture is None else content.thumbnails.by_picture.get(picture)
+    if thumbnail is None:
+        reason = "not in the set" if picture is None else "can't be shown"
+        return element("span", element("span", f"Picture {reason}: {id_text(identifier)}"), class_="frame empty")
+    image = element("img", src=thumbnail.uri, alt=id_text(identifier), width=thumbnail.width, height=thumbnail.height)
+    return element("span", image, class_="frame")
+
+
+def _mark(hit: Hit, *, is_missed: bool) -> Html:
+    """Return the judgement in a symbol and a word."""
     if is_missed:
-        mark = element("span", "○ lower" if hit.rank else "○ missed", class_="mark missed")
-    elif hit.is_relevant:
-        mark = element("span", "✓ right", class_="mark right")
-    else:
-        mark = element("span", "✗ wrong", class_="mark wrong")
+        return element("span", "○ lower" if hit.rank else "○ missed", class_="mark missed")
+    if hit.is_relevant:
+        return element("span", "✓ right", class_="mark right")
+    return element("span", "✗ wrong", class_="mark wrong")
+
+
+def _tile(content: Content, hit: Hit, *, is_missed: bool) -> Html:
+    """Return one picture of a query's results."""
+    picture = hit.item if isinstance(hit.item, Image) else None
+    before = f"baseline: rank {count_text(hit.baseline_rank)}" if hit.baseline_rank else "baseline: not retrieved"
+    rank = f"rank {count_text(hit.rank)}" if hit.rank else "not retrieved"
+    facts = [*([f"score {metric_text(hit.score)}"] if hit.score is not None else []), before]
+    heading = element(
+        "span",
+        element("span", rank, class_="rank") if not is_missed or hit.rank else Html(),
+        _mark(hit, is_missed=is_missed),
+        class_="place",
+    )
+    return element(
+        "li",
+        _picture(content, picture, hit.document_id),
+        heading,
+        *(element("span", fact, class_="meta") for fact in facts),
+        element("span", id_text(hit.document_id), class_="meta", dir="auto"),
+        class_="tile right" if hit.is_relevant and not is_missed else "tile",
+    )
+
+
+def _hit(content: Content, hit: Hit, *, is_missed: bool) -> Html:
+    """Return one document of a query in a row."""
     rank = f"rank {count_text(hit.rank)}" if hit.rank else "not retrieved"
     before = f"baseline rank {count_text(hit.baseline_rank)}" if hit.baseline_rank else "baseline: not retrieved"
     score = [f"score {metric_text(hit.score)}"] if hit.score is not None else []
@@ -80,12 +131,14 @@ def _hit(hit: Hit, *, is_missed: bool) -> Html:
     return element(
         "li",
         element("span", "" if is_missed else str(hit.rank), class_="rank"),
-        mark,
-        element(
-            "div",
-            short_text(hit.text, DOCUMENT_CHARACTERS),
-            full_text(hit.text, DOCUMENT_CHARACTERS, label=meta),
-            class_="body",
-        ),
+        _mark(hit, is_missed=is_missed),
+        element("div", *_body(content, hit, meta), class_="body"),
         class_="hit",
     )
+
+
+def _body(content: Content, hit: Hit, meta: str) -> tuple[Html, ...]:
+    """Return the text of a row, or its picture where texts and pictures stand in one list."""
+    if isinstance(hit.item, Image):
+        return _picture(content, hit.item, hit.document_id), element("p", meta, class_="meta")
+    return short_text(hit.item, DOCUMENT_CHARACTERS), full_text(hit.item, DOCUMENT_CHARACTERS, label=meta)

@@ -45,6 +45,8 @@ def render_json(content: Content) -> str:
             "worse": content.changes.num_worse,
             "examples": {group.kind: [example.query_id for example in group.examples] for group in content.groups},
         },
+        "recall_at_k": {curve.label: curve.recall_K.tolist() for curve in content.ranks.curves},
+        "pictures": {"shown": content.thumbnails.num_pictures, "decoded": len(content.thumbnails.by_picture)},
         "dev_task": report.dev_task or report.task.name,
         "evaluations": [{"step": step, "metrics": dict(metrics)} for step, metrics in content.evaluations],
         "num_step_rows": len(report.steps),

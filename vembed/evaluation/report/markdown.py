@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from vembed.batch import Image
 from vembed.evaluation.report.content import (
     SYMBOLS,
     TITLES,
@@ -22,6 +23,8 @@ from vembed.evaluation.report.content import (
     scope_text,
 )
 from vembed.evaluation.report.curves import sparkline
+from vembed.evaluation.report.pictures import picture_name
+from vembed.evaluation.report.ranks import cut_cells, cut_heads
 from vembed.evaluation.report.settings import columns, plan_parts
 from vembed.evaluation.report.text import (
     clip,
@@ -38,6 +41,7 @@ from vembed.evaluation.report.text import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from vembed.batch import Item
     from vembed.evaluation.report.content import Content, MetricRow
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.examples import Example, Hit
@@ -79,6 +83,7 @@ def render_markdown(content: Content) -> str:
     blocks = [
         *_head(content),
         *_metrics(content),
+        *_ranks(content),
         *_curves(content),
         *_queries(content),
         *_data(content),
@@ -129,6 +134,17 @@ def _metric_table(content: Content, rows: Sequence[MetricRow]) -> str:
     return _table(heads, body, numeric={1, 2, 3, 4, 6})
 
 
+def _ranks(content: Content) -> list[str]:
+    """Return recall by depth and the scores by judgement, where anything was retrieved."""
+    ranks = content.ranks
+    if not ranks.curves:
+        return []
+    body = [cut_cells(curve, ranks.cuts) for curve in ranks.curves]
+    heads = cut_heads(ranks.cuts)
+    lines = [f"- {split.label}: {split.summary}" for split in ranks.splits]
+    return ["## Ranks and scores", _table(heads, body, numeric=range(1, len(heads))), "\n".join(lines)]
+
+
 def _curves(content: Content) -> list[str]:
     """Return each curve as a line of blocks and a sentence, then the dev metrics by step."""
     body = [_curve_cells(curve.spec.title, curve) for curve in content.curves]
@@ -177,12 +193,13 @@ def _example(example: Example, metric: str) -> str:
         f"{metric} {metric_text(example.baseline)} → {metric_text(example.final)} "
         f"({signed_text(example.final - example.baseline)}), query {escape(id_text(example.query_id))}"
     )
-    lines = [f"**Query:** {_text(example.text)}  ", scores, ""]
+    lines = [f"**Query:** {_item(example.item, example.query_id)}  ", scores, ""]
     lines += [f"{hit.rank}. {_hit(hit)}" for hit in example.hits] or ["Nothing was retrieved."]
     if example.missed:
         lines += ["", "Relevant, but further down or missing:", ""]
         lines += [
-            f"- ○ {'lower' if hit.rank else 'missed'}: {_text(hit.text)} ({_place(hit)})" for hit in example.missed
+            f"- ○ {'lower' if hit.rank else 'missed'}: {_item(hit.item, hit.document_id)} ({_place(hit)})"
+            for hit in example.missed
         ]
     more = example.num_missed - len(example.missed)
     if more:
@@ -193,7 +210,7 @@ def _example(example: Example, metric: str) -> str:
 def _hit(hit: Hit) -> str:
     """Return one document of a result list."""
     mark = "✓ right" if hit.is_relevant else "✗ wrong"
-    return f"{mark}: {_text(hit.text)} ({_place(hit)})"
+    return f"{mark}: {_item(hit.item, hit.document_id)} ({_place(hit)})"
 
 
 def _place(hit: Hit) -> str:
@@ -204,9 +221,12 @@ def _place(hit: Hit) -> str:
     return ", ".join([f"document {escape(id_text(hit.document_id))}", *score, rank, before])
 
 
-def _text(text: str | None) -> str:
-    """Return a text of the set, clipped."""
-    return "(the set has no text for this id)" if text is None else escape(clip(text, TEXT_CHARACTERS).short)
+def _item(item: Item | None, identifier: str) -> str:
+    """Return a text of the set, clipped, or what a picture is called."""
+    if isinstance(item, Image):
+        name = picture_name(item)
+        return f"picture {escape(id_text(name))}" if name != identifier else "picture"
+    return "(the set has no text for this id)" if item is None else escape(clip(item, TEXT_CHARACTERS).short)
 
 
 def _data(content: Content) -> list[str]:

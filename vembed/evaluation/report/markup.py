@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
-_VOID = frozenset({"br", "hr", "meta"})
+_VOID = frozenset({"br", "hr", "img", "meta"})
+_INLINE_PICTURE = re.compile(r"data:image/webp;base64,[A-Za-z0-9+/]+={0,2}")
 
 
 class Html(str):
@@ -42,19 +43,21 @@ def element(name: str, /, *children: str, **attributes: str | float | bool | Non
         name: Tag name.
         children: Texts, which are escaped, and markup.
         attributes: `class_` and `aria_label` stand for `class` and `aria-label`; None and False leave one out, True
-            gives one without a value. Handlers (`on...`) and `style` don't exist here.
+            gives one without a value. Handlers (`on...`) and `style` don't exist here; `src` holds a picture itself.
 
     Returns:
         The element as markup.
 
     Raises:
-        ValueError: A name that isn't a plain tag or attribute name.
+        ValueError: A name that isn't a plain tag or attribute name, or a `src` that is an address.
     """
     written = []
     for key, value in attributes.items():
         attribute = key.rstrip("_").replace("_", "-")
         if not _NAME.fullmatch(attribute) or attribute.lower().startswith("on") or attribute == "style":
             raise ValueError(f"{attribute!r} is not an attribute that a report may have.")
+        if attribute.lower() == "src" and not _INLINE_PICTURE.fullmatch(str(value)):
+            raise ValueError("The src of a report's picture is the picture itself, not an address.")
         if value is True:
             written.append(f" {attribute}")
         elif value is not None and value is not False:

@@ -133,6 +133,26 @@ ol.hits, ul.missed { list-style: none; margin: 0; padding: 0; }
 .meta { margin: 0.15rem 0 0; color: var(--muted); font-size: 0.8125rem; }
 summary.meta::marker { color: var(--series); }
 summary .link { color: var(--series); text-decoration: underline; text-underline-offset: 0.2em; }
+h4.picture { display: flex; flex-wrap: wrap; align-items: end; gap: 0.8rem; }
+.frame {
+  display: grid; place-items: center; background: var(--card); border: 1px solid var(--line); border-radius: 6px;
+  width: 100%; max-width: 170px; aspect-ratio: 1; padding: 4px; overflow: hidden;
+}
+.frame img { display: block; border-radius: 3px; max-width: 100%; max-height: 100%; width: auto; height: auto; }
+.frame.empty {
+  background: var(--soft); color: var(--muted); border-style: dashed; padding: 0.6rem; text-align: center;
+  font-size: 0.8125rem; font-weight: 400; line-height: 1.4;
+}
+h4.picture .frame { width: 170px; }
+ol.tiles, ul.tiles {
+  display: grid; grid-template-columns: repeat(auto-fill, minmax(min(9.2rem, 44%), 1fr)); gap: 1rem 0.9rem;
+  padding-top: 0.3rem;
+}
+.tile { display: flex; flex-direction: column; min-width: 0; max-width: 170px; }
+.tile .place { display: flex; flex-wrap: wrap; gap: 0 0.6rem; margin-top: 0.4rem; font-size: 0.9375rem; }
+.tile.right .frame { border: 2px solid var(--better); padding: 3px; }
+.tile .rank { color: var(--muted); }
+.tile .meta { margin: 0; line-height: 1.4; }
 article.query h5 { margin: 0.9rem 0 0.3rem; font-size: 0.875rem; font-weight: 600; }
 details { margin: 0.15rem 0; }
 summary { cursor: pointer; color: var(--series); font-size: 0.8125rem; width: fit-content; }
@@ -161,8 +181,8 @@ footer {
   article.query { padding-inline: 0.9rem; }
   .hit { grid-template-columns: auto 1fr; }
   .hit .rank { text-align: left; }
-  .missed .rank { display: none; }
-  .missed .mark { grid-column: 1 / -1; }
+  .missed .hit .rank { display: none; }
+  .missed .hit .mark { grid-column: 1 / -1; }
   .hit .body { grid-column: 1 / -1; }
 }
 @media print {

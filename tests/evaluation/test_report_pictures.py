@@ -1,0 +1,307 @@
+"""Pictures in a report: small copies inside the page, a box for a broken one, and nothing of the machine's folders."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import PIL.Image
+import pytest
+from test_report_html import HOSTILE, OURS
+from test_report_samples import METRIC, Page, page, result, sample
+
+from vembed.batch import Image
+from vembed.data.images import ImageLimits
+from vembed.data.retrieval import RetrievalData
+from vembed.evaluation.report import pictures
+from vembed.evaluation.report.content import build_content
+from vembed.evaluation.report.html import render_html
+from vembed.evaluation.report.markdown import render_markdown
+from vembed.evaluation.report.markup import element
+from vembed.evaluation.report.pictures import Thumbnails, picture_name
+from vembed.evaluation.report.write import write_report
+from vembed.evaluation.significance import verdict
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.batch import Item
+    from vembed.evaluation.report.data import RunReport
+
+URI = "data:image/webp;base64,"
+LIMITS = ImageLimits()
+
+
+def saved(path: Path, size: tuple[int, int] = (72, 72), colour: object = (200, 30, 30), mode: str = "RGB") -> Image:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    PIL.Image.new(mode, size, colour).save(path, "PNG")
+    return Image(str(path.resolve()))
+
+
+def noise(seed: int, side: int) -> Image:
+    """A picture that no encoder makes small."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(buffer, "PNG")
+    return Image(f"noise-{seed}", buffer.getvalue())
+
+
+def report_of(documents: dict[str, Item], queries: dict[str, Item] | None = None, **changes: object) -> RunReport:
+    """The sample over other documents; each query finds the first three, and d3 is relevant to each as well."""
+    task = replace(sample().task, documents=documents)
+    task = replace(
+        task, queries=queries or task.queries, qrels={query: {**task.qrels[query], "d3": 1} for query in task.queries}
+    )
+    return sample(task=task, bm25=None, **changes)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """A page of four pictures, all of them whole."""
+    return page(report_of(pictures_in(tmp_path_factory.mktemp("plain"))))
+
+
+def opened(uri: str | None) -> PIL.Image.Image:
+    assert uri is not None
+    assert uri.startswith(URI)
+    picture = PIL.Image.open(io.BytesIO(base64.b64decode(uri.removeprefix(URI), validate=True)))
+    assert picture.format == "WEBP"
+    return picture.convert("RGB")
+
+
+def pictures_in(folder: Path) -> dict[str, Item]:
+    colours = {"d1": (200, 30, 30), "d2": (30, 200, 30), "d3": (30, 30, 200), "d4": (90, 90, 90)}
+    return {name: saved(folder / "private" / f"{name}.png", colour=colour) for name, colour in colours.items()}
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> dict[str, Item]:
+    return pictures_in(tmp_path)
+
+
+def tiles(shown: Page) -> list[str]:
+    """The text of each tile of the grids."""
+    return [part.split("</li>")[0] for part in shown.source.split("<li class=")[1:] if part.startswith('"tile')]
+
+
+def test_retrieved_pictures_stand_in_a_grid_with_rank_judgement_score_and_id(plain: Page) -> None:
+    shown = plain
+    first = [tile for tile in tiles(shown) if ">rank 1<" in tile and ">d1<" in tile]
+    assert first
+    for tile in first:
+        assert "score 0.900" in tile
+        assert "baseline: rank 1" in tile
+        assert 'alt="d1"' in tile
+    assert any("✓ right" in tile for tile in first), "d1 is relevant to q1"
+    assert any("✗ wrong" in tile for tile in first), "and to no other query"
+    assert any("○ missed" in tile and 'alt="d4"' in tile for tile in tiles(shown))
+    assert opened(next(img for img in shown.named("img") if img["alt"] == "d2")["src"]).getpixel((5, 5)) == (
+        30,
+        200,
+        30,
+    )
+    assert "where is the cat" in shown.text
+
+
+def test_a_page_of_texts_has_neither_grid_nor_picture_nor_a_word_about_them() -> None:
+    shown = page(sample())
+    assert not shown.named("img")
+    assert not tiles(shown)
+    assert "small copies" not in shown.text
+    assert "✓ right" in shown.text
+
+
+def test_a_picture_query_is_shown_with_its_id(documents: dict[str, Item], tmp_path: Path) -> None:
+    queries: dict[str, Item] = {f"q{n}": saved(tmp_path / f"q{n}.png", colour=(n, n, n)) for n in range(1, 5)}
+    shown = page(report_of(documents, queries))
+    in_headings = [attributes for tag, attributes, path in shown.elements if tag == "img" and "h4" in path]
+    assert {attributes["alt"] for attributes in in_headings} == set(queries)
+    assert "Query picture" in shown.text
+
+
+def test_pictures_search_texts(tmp_path: Path) -> None:
+    queries: dict[str, Item] = {f"q{n}": saved(tmp_path / f"q{n}.png", colour=(n, n, n)) for n in range(1, 5)}
+    shown = page(report_of(dict(sample().task.documents), queries))
+    assert {attributes["alt"] for attributes in shown.named("img")} == set(queries)
+    assert not tiles(shown)
+    assert "The cat sat." in shown.text
+
+
+def test_texts_and_pictures_in_one_list_stand_in_rows(documents: dict[str, Item]) -> None:
+    shown = page(report_of({**documents, "d2": "A dog ran fast."}))
+    assert not tiles(shown)
+    assert "A dog ran fast." in shown.text
+    assert [img for img in shown.named("img") if img["alt"] == "d1"]
+    assert "document d1" in shown.text
+
+
+@pytest.mark.parametrize(("size", "expected"), [((640, 320), (160, 80)), ((72, 40), (72, 40)), ((1, 2000), (1, 160))])
+def test_a_copy_has_at_most_160_pixels_a_side_and_a_small_picture_keeps_its_size(
+    tmp_path: Path, size: tuple[int, int], expected: tuple[int, int]
+) -> None:
+    picture = saved(tmp_path / "a.png", size)
+    (copy,) = Thumbnails.of([picture], LIMITS).by_picture.values()
+    assert (copy.width, copy.height) == expected
+    assert opened(copy.uri).size == expected
+
+
+def test_transparent_parts_are_white(tmp_path: Path) -> None:
+    picture = saved(tmp_path / "a.png", colour=(0, 0, 0, 0), mode="RGBA")
+    (copy,) = Thumbnails.of([picture], LIMITS).by_picture.values()
+    assert opened(copy.uri).getpixel((3, 3)) == (255, 255, 255)
+
+
+def broken_missing(path: Path) -> Image:
+    return Image(str(path / "gone.png"))
+
+
+def broken_truncated(path: Path) -> Image:
+    whole = noise(0, 64).read()
+    (path / "half.png").write_bytes(whole[: len(whole) // 2])
+    return Image(str(path / "half.png"))
+
+
+def broken_text(path: Path) -> Image:
+    (path / "text.png").write_text("no picture")
+    return Image(str(path / "text.png"))
+
+
+@pytest.mark.parametrize("broken", [broken_missing, broken_truncated, broken_text])
+def test_a_picture_that_is_broken_by_now_gets_a_labelled_box_and_the_others_are_shown(
+    tmp_path: Path, documents: dict[str, Item], plain: Page, broken: object
+) -> None:
+    assert callable(broken)
+    shown = page(report_of({**documents, "d2": broken(tmp_path)}))
+    assert "Picture can't be shown: d2" in shown.text
+    assert "1 of 4 could not be decoded for this page" in shown.text
+    assert {attributes["alt"] for attributes in shown.named("img")} == {"d1", "d3", "d4"}
+    assert "can't be shown" not in plain.text
+    assert "could not be decoded" not in plain.text
+
+
+def test_a_document_that_the_set_lacks_gets_a_box_of_its_own(documents: dict[str, Item]) -> None:
+    del documents["d2"]
+    assert "Picture not in the set: d2" in page(report_of(documents)).text
+
+
+def test_the_limit_on_pixels_holds_for_the_report_too(documents: dict[str, Item]) -> None:
+    for pixels, decoded in ((72 * 72 - 1, 0), (72 * 72, 4)):
+        content = build_content(report_of(documents, image_limits=ImageLimits(max_pixels=pixels)))
+        assert len(content.thumbnails.by_picture) == decoded
+
+
+def test_a_picture_that_stands_on_the_page_often_is_decoded_once(
+    documents: dict[str, Item], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[Image] = []
+    original = pictures.decode_image
+
+    def counting(image: Image, limits: ImageLimits) -> PIL.Image.Image:
+        decoded.append(image)
+        return original(image, limits)
+
+    monkeypatch.setattr(pictures, "decode_image", counting)
+    shown = page(report_of(documents))
+    assert len(decoded) == len(set(decoded)) == 4
+    assert len(shown.named("img")) > 12
+
+
+def test_a_page_full_of_pictures_that_no_encoder_makes_small_stays_under_2_megabytes() -> None:
+    ids = [f"q{number:03}" for number in range(40)]
+    photos = [noise(number, 200) for number in range(10)]
+    base, final = (
+        result(
+            name,
+            {query: number / 40 for number, query in enumerate(order)},
+            run={
+                query: [(f"d{5 * number + place}", 0.9 - place / 10) for place in range(5)]
+                for number, query in enumerate(ids)
+            },
+        )
+        for name, order in (("a", ids), ("b", ids[::-1]))
+    )
+    task = RetrievalData(
+        name="photos",
+        queries={query: photos[number % 10] for number, query in enumerate(ids)},
+        documents={f"d{number}": photos[number % 10] for number in range(202)},
+        qrels={query: {"d200": 1, "d201": 1} for query in ids},
+    )
+    report = sample(task=task, baseline=base, final=final, bm25=None, verdict=verdict(base, final, METRIC))
+    shown = page(report)
+    assert len(shown.named("img")) == 15 * (1 + 5 + 2)
+    sources = [attributes["src"] or "" for attributes in shown.named("img")]
+    assert sum(map(len, sources)) <= pictures.PAGE_CHARACTERS
+    assert sum(map(len, sources)) > pictures.PAGE_CHARACTERS // 4, "smaller than it need be"
+    assert len(shown.source.encode()) < 2_000_000
+
+
+def test_no_folder_of_this_machine_is_in_a_report(tmp_path: Path, documents: dict[str, Item]) -> None:
+    documents["d2"] = Image(str(tmp_path / "private" / "gone.png"))
+    write_report(tmp_path / "report", report_of(documents))
+    for name in ("report.html", "report.md", "report.json"):
+        text = (tmp_path / "report" / name).read_text(encoding="utf-8")
+        assert str(tmp_path) not in text, name
+        assert "private" not in text, name
+    assert "picture d1.png" in (tmp_path / "report" / "report.md").read_text(encoding="utf-8")
+    counts = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))["pictures"]
+    assert counts == {"shown": 4, "decoded": 3}
+
+
+def test_names_and_ids_of_pictures_stay_inert(tmp_path: Path) -> None:
+    named = {f"d{n} {text}": f"{text.replace('/', '_')}.png" for n, text in enumerate(HOSTILE)}
+    documents: dict[str, Item] = {name: saved(tmp_path / file) for name, file in named.items()}
+    documents |= {f"lost {name}": Image(f"{tmp_path}/gone/{file}") for name, file in named.items()}
+    ids, queries = list(documents), list(sample().task.queries)
+    run = {query: [(name, 0.5) for name in ids[place::5]] for place, query in enumerate(queries)}
+    base, final = (replace(each, run=run) for each in (sample().baseline, sample().final))
+    qrels = {query: dict.fromkeys(ids[place::4], 1) for place, query in enumerate(queries)}
+    asked = {query: documents[ids[place]] for place, query in enumerate(queries)}
+    task = RetrievalData("hostile", asked, documents, qrels)
+    content = build_content(sample(task=task, baseline=base, final=final, bm25=None))
+    shown = Page(render_html(content))
+    assert {tag for tag, _, _ in shown.elements} <= OURS | {"img"}
+    for tag, attributes, _ in shown.elements:
+        assert not [name for name in attributes if name.startswith("on") or name == "autofocus"], tag
+        assert (attributes.get("src") or URI).startswith(URI)
+    labels = {attributes["alt"] for attributes in shown.named("img")}
+    seen = [name for name in named if " ".join(name.split()) in labels]
+    boxes = [name for name in named if f"Picture can't be shown: lost {' '.join(name.split())}" in shown.text]
+    assert len(seen) > len(HOSTILE) // 2
+    assert len(boxes) > len(HOSTILE) // 2
+    parser = pytest.importorskip("markdown_it", reason="markdown-it-py isn't installed").MarkdownIt("commonmark")
+    tokens = parser.parse(render_markdown(content))
+    kinds = {child.type for token in tokens for child in token.children or [] if child.content != "<!-- -->"}
+    assert not kinds & {"image", "html_inline"}
+
+
+def test_only_a_picture_itself_can_be_a_source() -> None:
+    for source in ("https://x.example/a.png", "a.png", "data:image/svg+xml;base64,AAAA", f"{URI}AAAA x", "", True):
+        with pytest.raises(ValueError, match="not an address"):
+            element("img", src=source)
+    assert element("img", src=f"{URI}AAAA", alt="<b>") == f'<img src="{URI}AAAA" alt="&lt;b&gt;">'
+
+
+def test_the_page_may_load_pictures_from_nowhere_but_itself(plain: Page) -> None:
+    (policy,) = [meta["content"] for meta in plain.named("meta") if "default-src" in (meta.get("content") or "")]
+    assert "default-src 'none'" in (policy or "")
+    assert "img-src data:;" in (policy or "")
+    assert "http" not in plain.source.replace('http-equiv="Content-Security-Policy"', "")
+
+
+def test_a_name_is_the_last_part_of_a_path_of_any_system() -> None:
+    names = {
+        "/a/b/c.png": "c.png",
+        "C:\\a\\c.png": "c.png",
+        "c.png": "c.png",
+        "set.parquet:3": "set.parquet:3",
+        "a/": "picture",
+    }
+    assert {path: picture_name(Image(path)) for path in names} == names
+
+
+def test_the_same_pictures_give_the_same_bytes_wherever_they_lie(documents: dict[str, Item], plain: Page) -> None:
+    assert page(report_of(documents)).source == plain.source

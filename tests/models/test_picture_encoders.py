@@ -1,0 +1,393 @@
+"""Encoders with an image tower: the library's own vectors, exact gradients, exact reloading, clear refusals."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from model_cases import TEXTS, edit_json, write_model
+from picture_cases import DUAL_BUILDERS, PATCH, PICTURES, SIDE, VISION_BUILDERS, opened, picture, pools_of, vectors
+from picture_cases import write_picture_model as write
+from safetensors.torch import load_file, save_file
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+from vembed.batch import ContrastiveBatch, content_id
+from vembed.data.images import ImageLimits
+from vembed.errors import ConfigError, DataError, MachineError
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure
+from vembed.losses.infonce import InfoNCE
+from vembed.models.dual import DualEncoder
+from vembed.models.huggingface import ModelOptions
+from vembed.models.profile import model_size
+from vembed.models.registry import load_encoder
+from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+from vembed.models.vision import VisionEncoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CPU = torch.device("cpu")
+SLOW_KINDS = {"dinov3", "clip vision", "siglip vision without a head"}
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind
+    for kind in (*DUAL_BUILDERS, *VISION_BUILDERS, "tiny-clip", "open_clip")
+]
+TINY = TinyClipConfig(dimension=16, image_size=16, patch_size=2, channels=(8, 16), buckets=512)
+
+OPEN_CLIP_CONFIG: dict[str, Any] = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": PATCH},
+    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+
+
+def write_open_clip(folder: Path) -> Path:
+    """Write a folder in open_clip's own form."""
+    import open_clip
+    from open_clip.push_to_hf_hub import save_config_for_hf
+
+    torch.manual_seed(0)
+    model = open_clip.CLIP(**OPEN_CLIP_CONFIG)
+    open_clip.set_model_preprocess_cfg(model, {"size": SIDE, "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    folder.mkdir(exist_ok=True)
+    save_config_for_hf(model, folder / "open_clip_config.json", OPEN_CLIP_CONFIG)
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("pictures")
+    written = {kind: write(root / kind.replace(" ", "-"), kind) for kind in (*DUAL_BUILDERS, *VISION_BUILDERS)}
+    torch.manual_seed(0)
+    TinyClip(TINY).save(root / "tiny-clip")
+    return {**written, "tiny-clip": root / "tiny-clip", "open_clip": write_open_clip(root / "open_clip")}
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return load_encoder(ModelOptions(str(folder), **options)).eval()
+
+
+@pytest.mark.parametrize("kind", DUAL_BUILDERS)
+def test_two_towers_give_the_vectors_of_transformers(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind])
+    assert isinstance(encoder, DualEncoder)
+    model = AutoModel.from_pretrained(folders[kind]).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folders[kind])
+    how: dict[str, Any] = {"padding": True} if kind == "clip" else {"padding": "max_length", "max_length": 64}
+    tokens = tokenizer(list(TEXTS), truncation=True, return_tensors="pt", return_token_type_ids=False, **how)
+    if kind != "clip":
+        del tokens["attention_mask"]
+    pixels = AutoImageProcessor.from_pretrained(folders[kind])(images=opened(PICTURES), return_tensors="pt")
+    with torch.no_grad():
+        texts = F.normalize(model.get_text_features(**tokens).pooler_output, dim=-1)
+        pictures = F.normalize(model.get_image_features(**pixels).pooler_output, dim=-1)
+    assert (vectors(encoder, TEXTS) - texts).abs().max() <= 1e-5
+    assert (vectors(encoder, PICTURES) - pictures).abs().max() <= 1e-5
+    assert encoder.dimension == texts.shape[1] == pictures.shape[1]
+
+
+@pytest.mark.parametrize("kind", VISION_BUILDERS)
+def test_picture_encoders_give_the_vectors_of_transformers(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind])
+    assert isinstance(encoder, VisionEncoder)
+    model = AutoModel.from_pretrained(folders[kind]).eval()
+    pixels = AutoImageProcessor.from_pretrained(folders[kind])(images=opened(PICTURES), return_tensors="pt")
+    with torch.no_grad():
+        outputs = model(**pixels)
+    expected = {
+        "siglip vision without a head": lambda: outputs.last_hidden_state.mean(1),
+        "siglip vision": lambda: outputs.pooler_output,
+        "clip vision": lambda: outputs.pooler_output,
+    }.get(kind, lambda: outputs.last_hidden_state[:, 0])()
+    assert (vectors(encoder, PICTURES) - F.normalize(expected, dim=-1)).abs().max() <= 1e-5
+
+
+def test_open_clip_gives_its_own_vectors(folders: dict[str, Path]) -> None:
+    import open_clip
+
+    name = f"local-dir:{folders['open_clip']}"
+    model, _, preprocess = open_clip.create_model_and_transforms(name)
+    model.eval()
+    tokens = open_clip.get_tokenizer(name)(list(TEXTS))
+    with torch.no_grad():
+        texts = model.encode_text(tokens, normalize=True)
+        pictures = model.encode_image(torch.stack([preprocess(each) for each in opened(PICTURES)]), normalize=True)
+    for given in (folders["open_clip"], f"open_clip:{name}"):
+        encoder = load(given)
+        assert (vectors(encoder, TEXTS) - texts).abs().max() <= 1e-5
+        assert (vectors(encoder, PICTURES) - pictures).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_items_have_one_vector_alone_and_among_others_in_any_order(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind], dtype=torch.float64)
+    texts = TEXTS if "text" in encoder.modalities else ()
+    mixed = [*PICTURES[:2], *texts[:3], *PICTURES[2:], *texts[3:]]
+    together = vectors(encoder, mixed)
+    assert together.dtype == torch.float64
+    assert torch.allclose(together.norm(dim=-1), torch.ones(len(mixed), dtype=torch.float64))
+    alone = torch.cat([vectors(encoder, [item]) for item in mixed])
+    assert torch.allclose(together, alone, atol=1e-9)
+    assert torch.allclose(vectors(encoder, mixed[::-1]), together.flip(0), atol=1e-9)
+    distances = torch.cdist(together, together) + torch.eye(len(mixed))
+    same = [(a, b) for a in range(len(mixed)) for b in range(a) if str(mixed[a]).lower() == str(mixed[b]).lower()]
+    for a, b in same:
+        distances[a, b] = distances[b, a] = 1
+    assert distances.min() > 1e-4
+
+
+def batch_of(encoder: Any, num_queries: int = 7) -> ContrastiveBatch:
+    """Give query i, a text where the encoder reads texts, one positive picture and i % 3 negatives of both kinds."""
+    has_text = "text" in encoder.modalities
+    queries = tuple(f"query {'x' * (i % 5)}{i}" if has_text else picture(100 + i) for i in range(num_queries))
+    documents: list[Any] = []
+    pairs = []
+    for number in range(num_queries):
+        pairs.append((number, len(documents)))
+        documents.append(picture(number))
+        documents += [
+            f"text {number}{copy}" if has_text and copy else picture(50 + 3 * number) for copy in range(number % 3)
+        ]
+    return ContrastiveBatch(
+        queries=queries,
+        documents=tuple(documents),
+        positives_P2=np.array(pairs, dtype=np.int64),
+        query_ids_Q=np.array([content_id(query) for query in queries]),
+        document_ids_D=np.array([content_id(document) for document in documents]),
+        record_ids=tuple(range(num_queries)),
+    )
+
+
+def gradients(encoder: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+    encoder.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_caching_over_two_towers_equals_the_plain_step(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind], dtype=torch.float64).train()
+    batch = batch_of(encoder)
+    pools = pools_of(encoder, batch)
+    assert len(pools) == len(encoder.modalities)
+    structure, loss = BatchStructure.of(batch), InfoNCE(temperature=0.1, bidirectional=True, dtype=torch.float64)
+    budget = ChunkBudget(rows=3, tokens=10_000)
+    torch.manual_seed(5)
+    value = reference_step(pools, structure, loss, budget=budget)
+    expected = gradients(encoder)
+    torch.manual_seed(5)
+    result = GradCacheEngine(loss, EngineOptions(budget, CPU, retain=0.3)).step(pools, structure)
+    found = gradients(encoder)
+    assert result.num_chunks > 4
+    assert result.loss == pytest.approx(value.item(), rel=1e-12)
+    assert found.keys() == expected.keys()
+    largest = max(gradient.norm().item() for gradient in expected.values())
+    assert largest > 0
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-13 * largest, name
+
+
+@pytest.mark.parametrize("kind", [*DUAL_BUILDERS, "clip vision", "vit", "dinov2", "dinov3"])
+def test_dropout_is_on_while_training(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind]).train()
+    assert not torch.equal(vectors(encoder, PICTURES), vectors(encoder, PICTURES))
+    assert torch.equal(vectors(encoder.eval(), PICTURES), vectors(encoder, PICTURES))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_trainable_parameter_takes_part(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind]).train()
+    loss = InfoNCE(temperature=0.1)
+    batch = batch_of(encoder)
+    reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
+    trainable = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    assert trainable == gradients(encoder).keys()
+    assert not any("logit_" in name or "mask_token" in name for name in trainable)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_encoder_gives_the_same_bits(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    encoder = load(folders[kind])
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    encoder.save(tmp_path)
+    reloaded = load(tmp_path)
+    assert type(reloaded) is type(encoder)
+    for name, tensor in encoder.state_dict().items():
+        assert torch.equal(reloaded.state_dict()[name], tensor), name
+    items = [*PICTURES, *(TEXTS if "text" in encoder.modalities else ())]
+    assert torch.equal(vectors(reloaded, items), vectors(encoder, items))
+    assert not torch.equal(vectors(load(folders[kind]), items), vectors(encoder, items))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_costs_its_patches_and_the_size_is_counted(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind])
+    lengths = encoder.featurize(PICTURES, "document").lengths
+    patches = (TINY.image_size // 8) ** 2 if kind == "tiny-clip" else (SIDE // PATCH) ** 2 + 1
+    assert lengths.tolist() == [patches] * len(PICTURES)
+    size = model_size(encoder, compute_dtype=torch.bfloat16)
+    assert size.num_parameters == sum(parameter.numel() for parameter in encoder.parameters())
+    assert size.num_trainable == sum(p.numel() for p in encoder.parameters() if p.requires_grad)
+    assert size.max_length == max(patches, encoder.max_length or 0)
+    assert size.activation_bytes_per_token * 2 == (
+        model_size(encoder, compute_dtype=torch.float32).activation_bytes_per_token
+    )
+
+
+def test_siglip_texts_are_padded_to_the_full_length_and_clip_texts_are_not(folders: dict[str, Path]) -> None:
+    assert set(load(folders["siglip"]).featurize(TEXTS, "query").lengths) == {64}
+    clip = load(folders["clip"]).featurize(TEXTS, "query").lengths
+    assert clip.max() < 64
+    assert len(set(clip)) > 2
+
+
+@pytest.mark.parametrize("kind", [*DUAL_BUILDERS, "open_clip", "tiny-clip"])
+def test_over_long_texts_are_cut_and_counted(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind])
+    features = encoder.featurize(["a", "a " * 20, "a " * 500, "b " * 500], "query")
+    assert features.num_truncated == 2
+    assert features.lengths.max() <= encoder.max_length
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip", "vit", "open_clip"])
+def test_checkpointing_gives_the_same_gradients(folders: dict[str, Path], kind: str) -> None:
+    loss = InfoNCE(temperature=0.1, dtype=torch.float64)
+
+    def step(**options: Any) -> dict[str, torch.Tensor]:
+        encoder = load(folders[kind], dtype=torch.float64, **options).train()
+        batch = batch_of(encoder)
+        torch.manual_seed(3)
+        reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
+        return gradients(encoder)
+
+    plain, recomputed = step(), step(gradient_checkpointing=True)
+    assert plain.keys() == recomputed.keys()
+    for name, gradient in plain.items():
+        assert torch.allclose(recomputed[name], gradient, rtol=1e-9, atol=1e-12), name
+
+
+def test_under_autocast_embeddings_are_float32(folders: dict[str, Path]) -> None:
+    for folder in folders.values():
+        encoder = load(folder)
+        with torch.autocast("cpu", torch.bfloat16):
+            z = vectors(encoder, PICTURES)
+        assert z.dtype == torch.float32
+        assert (z.norm(dim=-1) - 1).abs().max() < 1e-5
+        assert (z - vectors(encoder, PICTURES)).abs().max() < 0.2
+
+
+def test_a_model_refuses_what_it_has_no_tower_for(folders: dict[str, Path], tmp_path: Path) -> None:
+    text_only = load(write_model(tmp_path / "bert", "bert"))
+    with pytest.raises(DataError, match="bert takes text, and 5 items of the data are images: choose a model for both"):
+        text_only.by_modality([*TEXTS, *PICTURES])
+    assert len(text_only.by_modality(TEXTS)) == 1
+    with pytest.raises(DataError, match="vit takes image, and 5 items of the data are texts"):
+        load(folders["vit"]).by_modality([*TEXTS, *PICTURES])
+    assert [modality for modality, _ in load(folders["clip"]).by_modality([*TEXTS, *PICTURES])] == ["image", "text"]
+
+
+UNUSED = {
+    "pooling_method": {"pooling": "cls"},
+    "max_seq_length": {"max_length": 32},
+    "query_prompt or document_prompt": {"prompts": {"query": "q: "}},
+    "pad_token": {"pad_token": "[PAD]"},
+}
+
+
+@pytest.mark.parametrize("key", UNUSED)
+@pytest.mark.parametrize("kind", ["clip", "vit", "open_clip", "tiny-clip"])
+def test_an_option_of_text_encoders_is_refused(folders: dict[str, Path], kind: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"has no use for {key}; leave it out"):
+        load(folders[kind], **UNUSED[key])
+    load(folders[kind], prompts={})
+
+
+def test_attention_may_be_chosen_where_transformers_runs_it(folders: dict[str, Path]) -> None:
+    assert load(folders["clip"], attn_implementation="eager").describe()["attention"] == "eager"
+    assert load(folders["vit"], attn_implementation="eager").describe()["attention"] == "eager"
+    with pytest.raises(ConfigError, match="no use for attn_implementation"):
+        load(folders["tiny-clip"], attn_implementation="eager")
+
+
+@pytest.mark.parametrize("kind", ["clip", "vit", "open_clip", "tiny-clip"])
+def test_the_limits_of_pictures_reach_the_decoder(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind], image_limits=ImageLimits(max_pixels=100))
+    with pytest.raises(DataError, match=r"picture-0\.png"):
+        encoder.featurize(PICTURES, "document")
+    load(folders[kind], image_limits=ImageLimits(max_pixels=64 * 64)).featurize(PICTURES, "document")
+
+
+def test_the_temperature_of_the_model_file_is_told_and_frozen(folders: dict[str, Path]) -> None:
+    for kind in ("clip", "siglip", "open_clip"):
+        encoder = load(folders[kind])
+        assert "not used: the loss has its own" in encoder.describe()["logit_scale of the model file"]
+        frozen = {name for name, p in encoder.named_parameters() if not p.requires_grad}
+        assert {name.rpartition(".")[2] for name in frozen} <= {"logit_scale", "logit_bias"}
+        assert frozen
+
+
+def test_missing_weights_of_a_tower_are_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "clip")
+    load(folder)
+    weights = load_file(folder / "model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="1 weights of CLIPModel are in none of its files, first visual_projection"):
+        load(folder)
+
+
+def test_a_model_without_its_image_processor_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path, "vit")
+    load(folder)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("open_clip:ViT-B-23", "no model 'ViT-B-23'; did you mean open_clip:ViT-B-32"),
+        ("open_clip:ViT-B-32:opnai", "no weights 'opnai' of ViT-B-32; it has: openai, "),
+    ],
+)
+def test_a_misspelt_open_clip_name_is_refused_with_what_there_is(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_encoder(ModelOptions(name))
+
+
+def test_an_open_clip_folder_with_pickled_or_no_weights_is_refused(tmp_path: Path) -> None:
+    folder = write_open_clip(tmp_path)
+    expected = vectors(load(folder), PICTURES)
+    torch.save(load_file(folder / "open_clip_model.safetensors"), folder / "open_clip_pytorch_model.bin")
+    (folder / "open_clip_model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"only as a pickle.*allow_pickle: true"):
+        load(folder)
+    assert torch.equal(vectors(load(folder, allow_pickle=True), PICTURES), expected)
+    (folder / "open_clip_pytorch_model.bin").unlink()
+    with pytest.raises(ConfigError, match=r"holds no weights; open_clip_model\.safetensors is missing"):
+        load(folder)
+
+
+def test_a_missing_open_clip_names_the_package(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    load(folders["open_clip"])
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    with pytest.raises(MachineError, match="pip install open_clip_torch"):
+        load(folders["open_clip"])
+
+
+def test_an_unknown_image_model_is_not_taken_for_one_with_two_towers(tmp_path: Path) -> None:
+    folder = write(tmp_path, "vit")
+    edit_json(folder / "config.json", model_type="no-such-thing")
+    with pytest.raises(ConfigError, match="could not be loaded"):
+        load(folder)

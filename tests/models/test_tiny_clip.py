@@ -1,0 +1,139 @@
+"""The small encoder of texts and pictures from scratch: reproducible, cheap to feed, and able to learn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL.Image
+import torch
+from model_cases import TEXTS
+from picture_cases import PICTURES, opened, picture, vectors
+
+from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.models import tiny_clip
+from vembed.models.huggingface import ModelOptions
+from vembed.models.profile import model_size
+from vembed.models.registry import load_encoder
+from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+
+if TYPE_CHECKING:
+    import pytest
+
+
+def build(seed: int = 0, **options: Any) -> TinyClip:
+    torch.manual_seed(seed)
+    encoder = load_encoder(ModelOptions("builtin:tiny-clip", **options))
+    assert isinstance(encoder, TinyClip)
+    return encoder
+
+
+def test_the_seed_decides_the_weights() -> None:
+    first, again, other = build().state_dict(), build().state_dict(), build(seed=1).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_no_layer_depends_on_the_other_rows_of_a_chunk() -> None:
+    names = {type(module).__name__ for module in build().modules()}
+    assert "GroupNorm" in names
+    assert not any("BatchNorm" in name or "Dropout" in name for name in names)
+
+
+def test_left_and_right_are_two_things() -> None:
+    picture_array = np.full((64, 64, 3), 255, dtype=np.uint8)
+    picture_array[24:40, 4:20] = (200, 0, 0)
+    encoder = build()
+    pixels = torch.from_numpy(np.stack([picture_array, picture_array[:, ::-1]]))
+    with torch.no_grad():
+        left, right = encoder({"pixels": pixels})
+    assert (left @ right).item() < 0.999
+
+
+def test_pictures_are_resized_with_all_their_pixels() -> None:
+    stripes = np.zeros((256, 256, 3), dtype=np.uint8)
+    stripes[:, ::4] = 255  # a resize that skips pixels sees black or white only
+    resized = build()._resized([PIL.Image.fromarray(stripes)])["pixels"]
+    assert resized.shape == (1, 64, 64, 3)
+    assert abs(float(resized.mean()) - 255 / 4) < 2
+    assert resized.std() < 20
+
+
+def test_pictures_that_come_back_are_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, decoded = build(), []
+    own = encoder._resized
+    monkeypatch.setattr(encoder, "_resized", lambda pictures: (decoded.append(len(pictures)), own(pictures))[1])
+    first = encoder.featurize([*PICTURES, PICTURES[0]], "query").per_row["pixels"]
+    assert decoded == [len(PICTURES)]
+    again = encoder.featurize([PICTURES[2], picture(99), PICTURES[0]], "document").per_row["pixels"]
+    assert decoded == [len(PICTURES), 1]
+    assert np.array_equal(again[0], first[2])
+    assert np.array_equal(again[2], first[0])
+    assert np.array_equal(first, own(opened([*PICTURES, PICTURES[0]]))["pixels"])
+
+
+def test_the_kept_pictures_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_clip, "CACHED_PICTURES", 3)
+    encoder = build()
+    expected = encoder.featurize(PICTURES, "query").per_row["pixels"]
+    assert len(encoder._pixels) == 3
+    for place, each in enumerate(PICTURES):
+        assert np.array_equal(encoder.featurize([each], "query").per_row["pixels"][0], expected[place])
+    assert len(encoder._pixels) == 3
+
+
+def test_a_chunk_of_pictures_holds_the_activations_that_the_plan_counts() -> None:
+    encoder, saved = build(), 0
+    features = encoder.featurize([picture(seed) for seed in range(40)], "document")
+    per_token = model_size(encoder, compute_dtype=torch.float32).activation_bytes_per_token
+    chunk = plan_chunks(features.lengths, ChunkBudget(rows=512, tokens=32 * encoder.picture_tokens))[0]
+    seen: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal saved
+        if tensor.data_ptr() not in seen and not tensor.is_leaf:
+            saved += tensor.nbytes
+            seen.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        encoder(encoder.collate(features, chunk.rows, chunk.width))
+    assert len(chunk.rows) == 32
+    assert 0.5 < saved / (per_token * chunk.padded_tokens) <= 1.1
+
+
+def test_a_text_costs_about_its_words_and_never_more_than_a_long_one() -> None:
+    encoder = build()
+    lengths = encoder.featurize(["a red circle", "red " * 30, "red " * 500], "query").lengths
+    assert 1 <= lengths[0] <= 4
+    assert 8 <= lengths[1] <= 40
+    assert lengths.max() <= encoder.max_length
+
+
+def test_a_config_with_other_sides_builds_and_reloads(tmp_path: Any) -> None:
+    config = TinyClipConfig(dimension=32, image_size=36, patch_size=4, channels=(8, 16, 24), buckets=128)
+    encoder = TinyClip(config)
+    encoder.save(tmp_path)
+    reloaded = load_encoder(ModelOptions(str(tmp_path)))
+    assert isinstance(reloaded, TinyClip)
+    assert reloaded.config == config
+    assert torch.equal(vectors(reloaded, [*PICTURES, *TEXTS]), vectors(encoder, [*PICTURES, *TEXTS]))
+
+
+def test_it_learns_which_caption_belongs_to_which_picture() -> None:
+    encoder = build()
+    captions, pictures = [f"picture number {seed}" for seed in range(12)], [picture(seed) for seed in range(12)]
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3)
+    before = (vectors(encoder, captions) @ vectors(encoder, pictures).T).argmax(1)
+    for _ in range(30):
+        z = [
+            encoder(encoder.collate(features, np.arange(12), 64))
+            for features in (encoder.featurize(captions, "query"), encoder.featurize(pictures, "document"))
+        ]
+        loss = torch.nn.functional.cross_entropy(20 * z[0] @ z[1].T, torch.arange(12))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    after = (vectors(encoder, captions) @ vectors(encoder, pictures).T).argmax(1)
+    assert (before == torch.arange(12)).sum() < 6
+    assert torch.equal(after, torch.arange(12))

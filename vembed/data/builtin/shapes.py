@@ -1,0 +1,261 @@
+"""`builtin:shapes`: find the picture that a caption describes; one or two coloured shapes, drawn here.
+
+1. A scene is one object at a place of the picture, or two objects side by side or one above the other. An object has a
+   shape, a colour and a size; the picture has a background.
+2. Scenes fall into groups: a pair's shapes, colours and axis without regard to which is which, or an object and a place
+   without regard to the side. A hash of the group decides the split, so that no caption stands in two splits, and a
+   scene and its hard negative stand in one.
+3. A split is the scenes of the smallest hashes. Each is drawn as a PNG and has captions, which may leave sizes and the
+   background out but never an object, its shape or colour, or where it is.
+4. The hard negative of a pair has its objects, or their colours, swapped; that of an object alone, the opposite place.
+
+A caption that leaves things out describes several pictures truly: the judgements of the retrieval task name them all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from io import BytesIO
+from typing import TYPE_CHECKING
+
+from vembed.batch import Image
+from vembed.data.builtin.drawing import BACKGROUNDS, COLOURS, SHAPES, SIZES, Spot, draw
+from vembed.data.images import content_name
+from vembed.data.problems import plural
+from vembed.data.records import LoadedRecords, RecordWriter
+from vembed.data.retrieval import RetrievalData
+from vembed.data.splits import SPLIT_NAMES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vembed.data.splits import Role
+
+NUM_SCENES: dict[Role, int] = {"train": 3000, "validation": 500, "test": 1000}
+NUM_CAPTIONS: dict[Role, int] = {"train": 2, "validation": 1, "test": 1}
+"""Scenes of each split, and captions of each scene."""
+
+ALONE_SHARE = 5
+"""One scene in so many has a single object."""
+
+PLACES = {
+    "top left": (-1, -1),
+    "top": (0, -1),
+    "top right": (1, -1),
+    "left": (-1, 0),
+    "right": (1, 0),
+    "bottom left": (-1, 1),
+    "bottom": (0, 1),
+    "bottom right": (1, 1),
+}
+"""Where a single object is, as steps from the centre: right, down."""
+
+RELATIONS = {"left of": "right of", "above": "below"}
+"""How the first object of a pair stands to the second, and the second to the first."""
+
+ALONE_TEMPLATES = ("just {a} at the {place}", "only {a} at the {place}", "nothing but {a} at the {place}")
+PAIR_TEMPLATES = ("{a} {relation} {b}", "a picture of {a} {relation} {b}", "there is {a} {relation} {b}")
+BACKGROUND_TEMPLATE = "{caption} on a {background} background"
+
+
+@dataclass(frozen=True, slots=True)
+class Thing:
+    """An object; a size of None, in a caption, is any size."""
+
+    shape: str
+    colour: str
+    size: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What a picture shows, or what a caption says that it shows.
+
+    Attributes:
+        things: One object, or two: the left one or the upper one first.
+        place: A key of `PLACES` for one object, of `RELATIONS` for two.
+        background: A key of `BACKGROUNDS`; None, in a caption, is any background.
+    """
+
+    things: tuple[Thing, ...]
+    place: str
+    background: str | None
+
+    def described_by(self) -> Iterator[Scene]:
+        """Yield every description that is true of this scene: with and without sizes, with and without background."""
+        unsized = tuple(replace(thing, size=None) for thing in self.things)
+        for things, background in itertools.product((self.things, unsized), (self.background, None)):
+            yield Scene(things, self.place, background)
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """A caption and the description that it puts into words."""
+
+    text: str
+    says: Scene
+
+
+def load(role: Role) -> LoadedRecords:
+    """Return one split: caption -> picture, with a picture that differs in one thing as the hard negative.
+
+    Args:
+        role: Which split.
+    """
+    split = SPLIT_NAMES[role][0]
+    scenes = scenes_of(role)
+    writer = RecordWriter()
+    for index, scene in enumerate(scenes):
+        name = f"shapes/{split}"
+        picture = Image(f"{name}/{index}.png", draw_scene(scene))
+        swapped = Image(f"{name}/{index}-swapped.png", draw_scene(swapped_scene(scene)))
+        for caption in captions_of(scene, NUM_CAPTIONS[role]):
+            writer.add(caption.text, positives=[picture], negatives=[swapped], file=name, line=index + 1)
+    facts = f"{name}: {plural(len(writer), 'caption')} of {plural(len(scenes), 'picture')} drawn here, 64 x 64 pixels."
+    return LoadedRecords(writer.finish(), (facts,))
+
+
+def load_retrieval(role: Role) -> RetrievalData:
+    """Return one split as a retrieval task: each caption searches all pictures; all that it describes are relevant.
+
+    Args:
+        role: Which split.
+    """
+    split = SPLIT_NAMES[role][0]
+    documents: dict[str, Image] = {}
+    shown: defaultdict[Scene, list[str]] = defaultdict(list)
+    for index, scene in enumerate(scenes_of(role)):
+        picture = Image(f"shapes/{split}/{index}.png", draw_scene(scene))
+        name = content_name(picture)
+        documents[name] = picture
+        for description in scene.described_by():
+            shown[description].append(name)
+    captions = [caption for scene in scenes_of(role) for caption in captions_of(scene, NUM_CAPTIONS[role])]
+    queries = {content_name(caption.text): caption.text for caption in captions}
+    qrels = {content_name(caption.text): dict.fromkeys(shown[caption.says], 1) for caption in captions}
+    return RetrievalData(f"shapes/{split}", queries, documents, qrels)
+
+
+@lru_cache(maxsize=3)
+def scenes_of(role: Role) -> tuple[Scene, ...]:
+    """Return the scenes of a split, no two alike, in order of their hashes."""
+    wanted = NUM_SCENES[role]
+    alone = [scene for scene in _alone() if _role_of(scene) == role]
+    pairs = [scene for scene in _pairs() if _role_of(scene) == role]
+    chosen = sorted(alone, key=_hash)[: wanted // ALONE_SHARE]
+    chosen += sorted(pairs, key=_hash)[: wanted - len(chosen)]
+    return tuple(sorted(chosen, key=_hash))
+
+
+def captions_of(scene: Scene, count: int) -> list[Caption]:
+    """Return different captions of a scene, chosen by its hash.
+
+    Args:
+        scene: Every attribute is known.
+        count: How many, at most 8.
+    """
+    captions: dict[str, Caption] = {}
+    for number in itertools.count():
+        caption = _caption(scene, _hash(scene, f"caption {number}"))
+        captions.setdefault(caption.text, caption)
+        if len(captions) == count:
+            break
+    return list(captions.values())
+
+
+def swapped_scene(scene: Scene) -> Scene:
+    """Return a scene of the same group of which no caption of this one is true."""
+    if len(scene.things) == 1:
+        right, down = PLACES[scene.place]
+        opposite = next(place for place, steps in PLACES.items() if steps == (-right, -down))
+        return replace(scene, place=opposite)
+    first, second = scene.things
+    if first.colour != second.colour and _hash(scene, "swap") % 2:
+        return replace(scene, things=(replace(first, colour=second.colour), replace(second, colour=first.colour)))
+    return replace(scene, things=(second, first))
+
+
+def draw_scene(scene: Scene) -> bytes:
+    """Draw a scene as a PNG of 64 x 64 pixels, equal for equal scenes (with one version of Pillow)."""
+    assert scene.background is not None, "a picture has a background"
+    spots = []
+    for number, thing in enumerate(scene.things):
+        assert thing.size is not None, "a drawn object has a size"
+        if len(scene.things) == 1:
+            right, down = PLACES[scene.place]
+        else:
+            step = 2 * number - 1
+            right, down = (step, 0) if scene.place == "left of" else (0, step)
+        jitter = _hash(scene, f"jitter {number}")
+        x, y = 32 + 15 * right + jitter % 5 - 2, 32 + 15 * down + jitter // 5 % 5 - 2
+        spots.append(Spot(thing.shape, thing.colour, x, y, SIZES[thing.size]))
+    buffer = BytesIO()
+    draw(spots, scene.background).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
+
+
+def _alone() -> Iterator[Scene]:
+    for shape, colour, size, place, background in itertools.product(SHAPES, COLOURS, SIZES, PLACES, BACKGROUNDS):
+        yield Scene((Thing(shape, colour, size),), place, background)
+
+
+def _pairs() -> Iterator[Scene]:
+    things = [Thing(*attributes) for attributes in itertools.product(SHAPES, COLOURS, SIZES)]
+    for first, second in itertools.product(things, things):
+        if (first.shape, first.colour) != (second.shape, second.colour):
+            for place, background in itertools.product(RELATIONS, BACKGROUNDS):
+                yield Scene((first, second), place, background)
+
+
+def _role_of(scene: Scene) -> Role:
+    """Return the split of a scene's group: 80% train, 10% validation, 10% test of the groups."""
+    shapes = sorted(thing.shape for thing in scene.things)
+    colours = sorted(thing.colour for thing in scene.things)
+    place = scene.place
+    if len(scene.things) == 1:
+        place = min(place, swapped_scene(scene).place)
+    return _role_of_group(f"{shapes} {colours} {place}")
+
+
+@lru_cache(maxsize=10_000)
+def _role_of_group(group: str) -> Role:
+    bucket = _digest(group) % 10
+    if bucket < 8:
+        return "train"
+    return "validation" if bucket == 8 else "test"
+
+
+def _hash(scene: Scene, purpose: str = "order") -> int:
+    things = " ".join(f"{thing.shape} {thing.colour} {thing.size}" for thing in scene.things)
+    return _digest(f"{purpose}|{things}|{scene.place}|{scene.background}")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+
+
+def _caption(scene: Scene, choice: int) -> Caption:
+    """Put a scene into words; the digits of `choice` say which, and what is left out."""
+    choice, sized = divmod(choice, 2)
+    choice, with_background = divmod(choice, 2)
+    choice, backwards = divmod(choice, 2)
+    things = scene.things if sized else tuple(replace(thing, size=None) for thing in scene.things)
+    names = [_name(thing) for thing in things]
+    if len(things) == 1:
+        text = ALONE_TEMPLATES[choice % len(ALONE_TEMPLATES)].format(a=names[0], place=scene.place)
+    else:
+        relation = RELATIONS[scene.place] if backwards else scene.place
+        a, b = reversed(names) if backwards else names
+        text = PAIR_TEMPLATES[choice % len(PAIR_TEMPLATES)].format(a=a, b=b, relation=relation)
+    if with_background:
+        text = BACKGROUND_TEMPLATE.format(caption=text, background=scene.background)
+    return Caption(text, Scene(things, scene.place, scene.background if with_background else None))
+
+
+def _name(thing: Thing) -> str:
+    words = f"{thing.size} {thing.colour}" if thing.size else thing.colour
+    return f"{'an' if words[0] in 'aeiou' else 'a'} {words} {thing.shape}"

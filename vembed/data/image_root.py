@@ -1,0 +1,152 @@
+"""Turn what a row says of a picture into a checked `Image`.
+
+A path is resolved under one folder, the root, and must lie inside it after every `..` and link is followed. Bytes come
+as they are, or in the {"bytes": ..., "path": ...} form of Parquet files and hub sets. Every picture's header is read.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from vembed.batch import Image
+from vembed.data.images import NO_SUCH_FILE, ImageError, ImageLimits, check_image
+from vembed.errors import DataError
+
+ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.ASCII | re.IGNORECASE)
+"""How an address of any scheme begins (http:, file:, data:), and a drive (C:)."""
+
+MAX_SHOWN = 120
+NUM_CACHED = 65_536
+"""Paths whose verdict is kept: a picture often stands in several rows."""
+
+
+class PictureFault(Exception):  # noqa: N818 - a verdict on one cell that never leaves this room
+    """Why a cell gives no picture.
+
+    Args:
+        reason: In words that follow the column's name.
+        escapes: The path leads out of the root, or to an address: the source is refused whatever the policy.
+    """
+
+    def __init__(self, reason: str, *, escapes: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.escapes = escapes
+
+
+class ImageRoot:
+    """The folder that the pictures of one source lie in.
+
+    Args:
+        folder: The folder; None for a source that has none, whose pictures must be bytes.
+        limits: Caps on each picture.
+
+    Raises:
+        DataError: The folder doesn't exist.
+    """
+
+    def __init__(self, folder: Path | None, limits: ImageLimits) -> None:
+        if folder is not None and not folder.expanduser().is_dir():
+            msg = f"image_root: {folder} is no folder: give the folder that the pictures' paths start from"
+            raise DataError(msg)
+        self._folder = None if folder is None else os.path.realpath(folder.expanduser())
+        self._limits = limits
+        self._verdict = lru_cache(maxsize=NUM_CACHED)(self._judge)
+
+    def image(self, cell: object, *, name: str) -> Image:
+        """Return the picture of a cell.
+
+        Args:
+            cell: A path, the encoded bytes, {"bytes", "path"}, or an `Image` that was checked before.
+            name: What to call bytes in messages.
+
+        Raises:
+            PictureFault: The cell holds no picture, the path is refused, or the header is.
+        """
+        if isinstance(cell, Image):
+            return cell
+        if isinstance(cell, Mapping):
+            data, path = cell.get("bytes"), cell.get("path")
+            if data is None and path is None:
+                raise PictureFault("expected a picture: neither 'bytes' nor 'path' holds anything")
+            cell = path if data is None else data
+        if isinstance(cell, str):
+            verdict = self._verdict(cell)
+            if isinstance(verdict, PictureFault):
+                raise PictureFault(verdict.reason, escapes=verdict.escapes)
+            return Image(verdict)
+        if isinstance(cell, bytes):
+            image = Image(name, cell)
+            self._check(image, "the picture's bytes")
+            return image
+        kind = "null" if cell is None else type(cell).__name__
+        raise PictureFault(f'expected a picture (a path, bytes, or {{"bytes", "path"}}), got {kind}')
+
+    def _judge(self, path: str) -> str | PictureFault:
+        try:
+            return self._checked(path)
+        except PictureFault as fault:
+            return fault
+
+    def _checked(self, path: str) -> str:
+        """Return where a path leads, once it was found to lie inside and to be a picture."""
+        shown = _shown(path)
+        resolved = self._resolve(path, shown)
+        try:
+            self._check(Image(resolved), shown)
+        except PictureFault as fault:
+            missing = fault.reason.endswith(NO_SUCH_FILE)
+            raise PictureFault(f"{fault.reason}{self._hint(path) if missing else ''}") from None
+        return resolved
+
+    def _resolve(self, path: str, shown: str) -> str:
+        if not path.strip():
+            raise PictureFault("empty path of a picture")
+        if "\0" in path:
+            raise PictureFault(f"{shown}: a path can't hold a NUL byte", escapes=True)
+        if "\\" in path:
+            raise PictureFault(f"{shown}: write the path with / instead of \\", escapes=True)
+        if ADDRESS.match(path):
+            # Only the scheme is shown: an address may hold a password.
+            scheme = path.partition(":")[0]
+            raise PictureFault(
+                f"a path that starts with {scheme}: is an address, and pictures are never fetched; download it and "
+                "name the local file",
+                escapes=True,
+            )
+        if self._folder is None:
+            raise PictureFault(f"{shown}: this source has no folder of its own; set image_root, or store the bytes")
+        try:
+            resolved = os.path.realpath(Path(self._folder) / path)
+            resolved.encode()
+        except (OSError, ValueError) as error:
+            raise PictureFault(f"{shown}: not a usable path: {error}") from error
+        if os.path.commonpath((self._folder, resolved)) != self._folder:
+            raise PictureFault(
+                f"{shown} leads out of {self._folder}: pictures must lie in image_root (by default the manifest's "
+                "folder), links included; move them there, or set image_root",
+                escapes=True,
+            )
+        return resolved
+
+    def _check(self, image: Image, shown: str) -> None:
+        try:
+            check_image(image, self._limits)
+        except ImageError as error:
+            raise PictureFault(f"{shown}: {error.reason}") from error
+
+    def _hint(self, path: str) -> str:
+        """Return where a missing file was sought, and where it lies: paths are often relative to the folder above."""
+        assert self._folder is not None, "a path was resolved without a folder"
+        above = Path(self._folder).parent
+        if ".." not in Path(path).parts and (above / path).is_file():
+            return f" in {self._folder}; it is in {above}: set image_root: {above}"
+        return f" in {self._folder}"
+
+
+def _shown(path: str) -> str:
+    return repr(path if len(path) <= MAX_SHOWN else f"{path[:MAX_SHOWN]}...")

@@ -1,0 +1,166 @@
+"""How deep the relevant documents lie, and how far their scores stand apart from the others'.
+
+Shape legend: K cut-offs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vembed.evaluation.metrics import with_relevant
+from vembed.evaluation.report.text import count_text, metric_text, plural
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.result import EvaluationResult
+
+MAX_CUT = 100
+"""Deepest cut-off of the recall curve."""
+
+SHOWN_CUTS = (1, 3, 5, 10, 20, 50, 100)
+"""Cut-offs that are put into words and tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecallCurve:
+    """Mean recall of one system at every cut-off.
+
+    Attributes:
+        label: "baseline", "final" or "BM25".
+        recall_K: Share of the relevant documents among the first k, mean over the queries, k = 1 to K.
+    """
+
+    label: str
+    recall_K: NDArray[np.float64]
+
+    def at(self, cut: int) -> float:
+        """Return the recall at a cut-off from 1 to K."""
+        return float(self.recall_K[cut - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSplit:
+    """Scores of what one system retrieved, apart by judgement.
+
+    Attributes:
+        label: "baseline" or "final".
+        relevant: Scores of documents judged relevant for their query (grade above 0).
+        others: Scores of all other retrieved documents.
+        num_non_finite: Scores left out because they are NaN or infinite.
+    """
+
+    label: str
+    relevant: NDArray[np.float64]
+    others: NDArray[np.float64]
+    num_non_finite: int
+
+    @property
+    def summary(self) -> str:
+        """The two groups in a sentence."""
+        parts = [
+            f"{plural(len(scores), one, many)} with median {metric_text(float(np.median(scores)))}"
+            for scores, one, many in (
+                (self.relevant, "relevant document", "relevant documents"),
+                (self.others, "other", "others"),
+            )
+            if len(scores)
+        ]
+        sentence = f"Retrieved: {' and '.join(parts)}." if parts else "Nothing with a score was retrieved."
+        if self.num_non_finite:
+            sentence += f" {plural(self.num_non_finite, 'score')} NaN or infinite, left out."
+        return sentence
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What the ranked lists of a report say beyond the metrics.
+
+    Attributes:
+        curves: Recall of baseline, final and BM25, over the same cut-offs; empty where nothing was retrieved.
+        splits: Scores of baseline and final.
+    """
+
+    curves: tuple[RecallCurve, ...]
+    splits: tuple[ScoreSplit, ...]
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """The cut-offs of `SHOWN_CUTS` that the curves have."""
+        return tuple(cut for cut in SHOWN_CUTS if self.curves and cut <= len(self.curves[0].recall_K))
+
+    @property
+    def summary(self) -> str:
+        """The recall curves in a sentence."""
+        places = [cut for cut in (1, 10, 100) if cut in self.cuts]
+        parts = [
+            f"{curve.label} " + ", ".join(f"{metric_text(curve.at(cut))} at {cut}" for cut in places)
+            for curve in self.curves
+        ]
+        return f"Recall: {'; '.join(parts)}."
+
+
+def build_ranks(
+    task: RetrievalData, baseline: EvaluationResult, final: EvaluationResult, bm25: EvaluationResult | None
+) -> Ranks:
+    """Take the ranked lists apart.
+
+    Args:
+        task: Judgements.
+        baseline: Results before training.
+        final: Results after training.
+        bm25: Results of BM25, or None.
+    """
+    systems = [("baseline", baseline), ("final", final), *([("BM25", bm25)] if bm25 else [])]
+    depth = min(MAX_CUT, max((len(ranked) for _, result in systems for ranked in result.run.values()), default=0))
+    judged = {query_id: _relevant(grades) for query_id, grades in with_relevant(task.qrels).items()}
+    curves = tuple(RecallCurve(label, _recall(result, judged, depth)) for label, result in systems if depth and judged)
+    return Ranks(curves, tuple(_split(label, result, task) for label, result in systems[:2]))
+
+
+def _relevant(grades: Mapping[str, int]) -> frozenset[str]:
+    """Return the ids of the documents that count as relevant."""
+    return frozenset(document_id for document_id, grade in grades.items() if grade > 0)
+
+
+def _recall(result: EvaluationResult, judged: Mapping[str, frozenset[str]], depth: int) -> NDArray[np.float64]:
+    """Return the mean recall at each cut-off, by trec_eval's rule: what wasn't found counts as missed."""
+    evaluated = {query_id for values in result.per_query.values() for query_id in values}
+    found_K = np.zeros(depth, dtype=np.float64)
+    queries = [query_id for query_id in judged if query_id in evaluated]
+    for query_id in queries:
+        relevant = judged[query_id]
+        for place, (document_id, _) in enumerate(result.run.get(query_id, ())[:depth]):
+            if document_id in relevant:
+                found_K[place] += 1 / len(relevant)
+    return np.cumsum(found_K) / max(1, len(queries))
+
+
+def _split(label: str, result: EvaluationResult, task: RetrievalData) -> ScoreSplit:
+    """Sort the scores of every ranked list by the judgement of their documents."""
+    relevant: list[float] = []
+    others: list[float] = []
+    for query_id, ranked in result.run.items():
+        grades = task.qrels.get(query_id, {})
+        for document_id, score in ranked:
+            (relevant if grades.get(document_id, 0) > 0 else others).append(score)
+    arrays = [np.array(scores, dtype=np.float64) for scores in (relevant, others)]
+    finite = [scores[np.isfinite(scores)] for scores in arrays]
+    lost = sum(len(scores) for scores in arrays) - sum(len(scores) for scores in finite)
+    return ScoreSplit(label, finite[0], finite[1], lost)
+
+
+def cut_cells(curve: RecallCurve, cuts: tuple[int, ...]) -> list[str]:
+    """Return a row of a table of recalls, the label first."""
+    return [curve.label, *(metric_text(curve.at(cut)) for cut in cuts)]
+
+
+def cut_heads(cuts: tuple[int, ...]) -> list[str]:
+    """Return the heads of a table of recalls."""
+    return ["System", *(f"recall@{count_text(cut)}" for cut in cuts)]

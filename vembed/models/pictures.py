@@ -1,0 +1,85 @@
+"""What every encoder of pictures does around its own processor: decode in blocks, and count patches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL.Image
+import torch
+
+from vembed.batch import Image
+from vembed.data.images import decode_images
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Item
+    from vembed.data.images import ImageLimits
+
+DECODED_AT_ONCE = 32
+"""Pictures that stand decoded in memory at full size; a photograph takes some 40 MB."""
+
+
+def pictures_of(items: Sequence[Item]) -> list[Image]:
+    """Return items that must be pictures.
+
+    Raises:
+        TypeError: One is a text: the caller sorted them wrongly.
+    """
+    images = [item for item in items if isinstance(item, Image)]
+    if len(images) != len(items):
+        raise TypeError(f"{len(items) - len(images)} of {len(items)} items are texts where pictures are expected")
+    return images
+
+
+def process_pictures(
+    images: Sequence[Image],
+    process: Callable[[list[PIL.Image.Image]], dict[str, NDArray[Any]]],
+    limits: ImageLimits,
+) -> dict[str, NDArray[Any]]:
+    """Decode pictures and process them, block by block.
+
+    Args:
+        images: n pictures, at least one.
+        process: Turns decoded pictures, in RGB, into arrays by name, each (number of pictures, ...).
+        limits: What a picture may be.
+
+    Returns:
+        The arrays of all pictures, (n, ...), in the order given.
+
+    Raises:
+        DataError: A picture can't be decoded or is over the limits.
+    """
+    parts = [
+        process(decode_images(images[start : start + DECODED_AT_ONCE], limits, torch.get_num_threads()))
+        for start in range(0, len(images), DECODED_AT_ONCE)
+    ]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def run_processor(processor: Any, pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
+    """Run an image processor of transformers; what it makes depends on the model, at least `pixel_values`."""
+    made = processor(images=pictures, return_tensors="pt")
+    return {name: tensor.numpy() for name, tensor in made.items()}
+
+
+def picture_lengths(pixel_values: NDArray[Any], patch_size: int) -> NDArray[np.int64]:
+    """Return what each picture costs in tokens, (n,): its patches and one more that sums them up.
+
+    Args:
+        pixel_values: Pictures (n, 3, height, width), or already cut into patches (n, patches, values).
+        patch_size: Side of a patch, in pixels.
+    """
+    if pixel_values.ndim == 3:
+        patches = pixel_values.shape[1]
+    else:
+        patches = (pixel_values.shape[2] // patch_size) * (pixel_values.shape[3] // patch_size)
+    return np.full(len(pixel_values), patches + 1, dtype=np.int64)
+
+
+def blank_picture() -> PIL.Image.Image:
+    """Return a picture to ask a processor with how large what it makes is."""
+    return PIL.Image.new("RGB", (64, 64))

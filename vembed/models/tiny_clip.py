@@ -1,0 +1,215 @@
+"""A small encoder of texts and pictures, trained from scratch on a CPU in a minute or two.
+
+Pictures go through a few convolutions, each halving the side, and one linear layer that sees where things are; texts
+through the bag of hashed n-grams. Both end in one space. Groups of channels are normalised, never batches: a batch norm
+would see chunks instead of batches, and gradient caching would no longer be exact.
+
+Shape legend: R rows of a chunk, C channels, S side in pixels, E embedding dim.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL.Image
+import safetensors.torch
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from vembed.batch import Features, modality_of
+from vembed.data.images import ImageLimits
+from vembed.models.encoder import Encoder
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.pictures import pictures_of, process_pictures
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Image, Item, Modality, Side
+
+CONFIG_FILE = "vembed_tiny_clip.json"
+WEIGHTS_FILE = "model.safetensors"
+
+PATCH_SIDE = 8
+"""A picture costs one token for each square of so many pixels a side."""
+
+GRAMS_PER_TOKEN = 16
+"""A text costs one token for so many n-grams, about those of one word."""
+
+NORM_GROUPS = 8
+"""Groups of channels that are normalised together."""
+
+CACHED_PICTURES = 8192
+"""Resized pictures that are kept from one epoch to the next: 100 MB at 64 pixels a side."""
+
+VALUES_PER_OUTPUT = 3
+"""Values that backward keeps for each output of a convolution: itself, normalised, and behind the activation."""
+
+
+@dataclass(frozen=True, slots=True)
+class TinyClipConfig:
+    """Shape of the encoder.
+
+    Attributes:
+        dimension: Embedding dim.
+        image_size: Side to which pictures are resized, in pixels.
+        patch_size: Side of the squares that the first convolution reads, in pixels.
+        channels: Of each convolution; the side halves in each but the first.
+        buckets: Rows of the n-gram table.
+        max_words: Words of a text that count; the rest is cut.
+    """
+
+    dimension: int = 256
+    image_size: int = 64
+    patch_size: int = 4
+    channels: tuple[int, ...] = (48, 96, 192)
+    buckets: int = 1 << 14
+    max_words: int = 64
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """Side of what comes out of each convolution."""
+        first = self.image_size // self.patch_size
+        return tuple(math.ceil(first / 2**index) for index in range(len(self.channels)))
+
+
+class TinyClip(Encoder):
+    """The encoder.
+
+    Args:
+        config: Its shape.
+        name: What it was loaded by.
+        image_limits: What a picture may be.
+    """
+
+    modalities: frozenset[Modality] = frozenset({"text", "image"})
+
+    def __init__(
+        self,
+        config: TinyClipConfig,
+        *,
+        name: str = "builtin:tiny-clip",
+        image_limits: ImageLimits | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.name = name
+        self.image_limits = ImageLimits() if image_limits is None else image_limits
+        self.dimension = config.dimension
+        self.max_length: int = config.max_words
+        bag = NgramBagConfig(dimension=config.dimension, buckets=config.buckets, max_words=config.max_words)
+        self.text = NgramBag(bag, name=name)
+        self.vision = _vision_tower(config)
+        self._pixels: OrderedDict[Image, NDArray[np.uint8]] = OrderedDict()
+
+    def featurize(self, items: Sequence[Item], side: Side) -> Features:
+        """Hash the n-grams of texts, or decode and resize pictures; both sides are read alike."""
+        if modality_of(items[0]) == "text":
+            features = self.text.featurize(items, side)
+            tokens = np.ceil(features.lengths / GRAMS_PER_TOKEN).astype(np.int64)
+            return replace(features, lengths=np.minimum(tokens, self.config.max_words))
+        lengths = np.full(len(items), self.picture_tokens, dtype=np.int64)
+        return Features({}, lengths, {"pixels": self._pixels_of(pictures_of(items))})
+
+    @property
+    def picture_tokens(self) -> int:
+        """What a picture costs, in tokens."""
+        return math.ceil(self.config.image_size / PATCH_SIDE) ** 2
+
+    @property
+    def activation_values_per_token(self) -> int:
+        """What backward keeps of a picture, in values, shared out over its tokens. A text's token keeps far less."""
+        outputs = sum(
+            channels * side**2 for channels, side in zip(self.config.channels, self.config.sides, strict=True)
+        )
+        values = 3 * self.config.image_size**2 + VALUES_PER_OUTPUT * outputs
+        return math.ceil(values / self.picture_tokens)
+
+    def _pixels_of(self, images: Sequence[Image]) -> NDArray[np.uint8]:
+        """Return the resized pictures, (n, S, S, 3). Those that came lately are kept: they come back in every epoch."""
+        found = {image: self._pixels[image] for image in dict.fromkeys(images) if image in self._pixels}
+        missing = [image for image in dict.fromkeys(images) if image not in found]
+        if missing:
+            made = process_pictures(missing, self._resized, self.image_limits)
+            found |= dict(zip(missing, made["pixels"], strict=True))
+        for image, pixels in found.items():
+            self._pixels[image] = pixels
+            self._pixels.move_to_end(image)
+        while len(self._pixels) > CACHED_PICTURES:
+            self._pixels.popitem(last=False)
+        return np.stack([found[image] for image in images])
+
+    def _resized(self, pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
+        """Resize pictures; Pillow averages over what it leaves out."""
+        size = (self.config.image_size, self.config.image_size)
+        resized = [np.asarray(picture.resize(size, PIL.Image.Resampling.BICUBIC)) for picture in pictures]
+        return {"pixels": np.stack(resized)}
+
+    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
+        """Pack the rows of texts one after the other, or take the rows of pictures; neither is padded."""
+        if "pixels" in features.per_row:
+            return {"pixels": torch.from_numpy(features.per_row["pixels"][rows])}
+        return self.text.collate(features, rows, width)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return embeddings (R, E) of texts or of pictures, of unit length."""
+        if "pixels" not in inputs:
+            x: Tensor = self.text(inputs)
+            return x
+        pixels_RSS3 = inputs["pixels"].to(next(self.vision.parameters()).dtype)
+        x = self.vision((pixels_RSS3 / 127.5 - 1).permute(0, 3, 1, 2))
+        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+
+    def save(self, folder: Path) -> None:
+        """Write shape and weights; only vembed loads this family."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=2) + "\n", "utf-8")
+        weights = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict().items()}
+        safetensors.torch.save_file(weights, folder / WEIGHTS_FILE)
+
+    @classmethod
+    def load(cls, folder: Path, *, dtype: torch.dtype, image_limits: ImageLimits | None = None) -> TinyClip:
+        """Load what `save` wrote."""
+        content = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
+        config = TinyClipConfig(**{**content, "channels": tuple(content["channels"])})
+        encoder = cls(config, name=str(folder), image_limits=image_limits).to(dtype)
+        encoder.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS_FILE))
+        return encoder
+
+    def describe(self) -> dict[str, str]:
+        """Return its shape."""
+        return {
+            "pictures": f"{self.config.image_size} x {self.config.image_size} pixels",
+            "channels": ", ".join(map(str, self.config.channels)),
+            "buckets": str(self.config.buckets),
+            "max_words": str(self.config.max_words),
+            "similarity": "cosine",
+        }
+
+
+def _vision_tower(config: TinyClipConfig) -> nn.Sequential:
+    """Build the convolutions; the last layer sees each place on its own, so that left and right are two things."""
+    layers: list[nn.Module] = []
+    before = 3
+    for channels in config.channels:
+        convolution = (
+            nn.Conv2d(before, channels, 3, stride=2, padding=1, bias=False)
+            if layers
+            else nn.Conv2d(before, channels, config.patch_size, stride=config.patch_size, bias=False)
+        )
+        nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+        layers += [convolution, nn.GroupNorm(NORM_GROUPS, channels), nn.ReLU()]
+        before = channels
+    projection = nn.Linear(before * config.sides[-1] ** 2, config.dimension)
+    nn.init.orthogonal_(projection.weight)
+    nn.init.zeros_(projection.bias)
+    return nn.Sequential(*layers, nn.Flatten(), projection)

@@ -1,0 +1,143 @@
+"""What of the data is text and what is picture: which way it is searched, and how large the pictures are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from vembed.batch import Image, content_id
+from vembed.data.images import check_image
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vembed.batch import Item, Side
+    from vembed.data.images import ImageLimits
+    from vembed.data.retrieval import RetrievalData
+
+RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i"]
+"""What searches what: t for texts, i for pictures."""
+
+KINDS = {"t": "texts", "i": "pictures"}
+
+
+@dataclass(slots=True)
+class ItemCounts:
+    """Texts and pictures of one set, by side; the same item counts each time that it is added.
+
+    Attributes:
+        texts: Texts by side.
+        pictures: Pictures by side.
+    """
+
+    texts: dict[Side, int] = field(default_factory=lambda: {"query": 0, "document": 0})
+    pictures: dict[Side, int] = field(default_factory=lambda: {"query": 0, "document": 0})
+
+    @classmethod
+    def of(cls, task: RetrievalData) -> ItemCounts:
+        """Count the queries and documents of a retrieval task."""
+        counts = cls()
+        counts.add("query", task.queries.values())
+        counts.add("document", task.documents.values())
+        return counts
+
+    def add(self, side: Side, items: Iterable[Item]) -> None:
+        """Count items of one side."""
+        for item in items:
+            kind = self.texts if isinstance(item, str) else self.pictures
+            kind[side] += 1
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether any item is a picture."""
+        return any(self.pictures.values())
+
+    def side_text(self, side: Side) -> str:
+        """Return what a side holds in words, e.g. "pictures", "texts and pictures"."""
+        return " and ".join(
+            word for word, counts in (("texts", self.texts), ("pictures", self.pictures)) if counts[side]
+        )
+
+    @property
+    def direction(self) -> str:
+        """What searches what, in words."""
+        return f"{self.side_text('query')} search {self.side_text('document')}"
+
+    def require(self, mode: RetrievalMode, source: str) -> None:
+        """Refuse a set that holds anything else than a mode asks for.
+
+        Args:
+            mode: The mode; "auto" takes anything.
+            source: What the set is called.
+
+        Raises:
+            DataError: It doesn't hold what the mode asks for.
+        """
+        if mode == "auto":
+            return
+        wanted = KINDS[mode[0]], KINDS[mode[2]]
+        found = self.side_text("query"), self.side_text("document")
+        if found == wanted:
+            return
+        counts = ", ".join(
+            f"{held[side]:,} {side} {word}"
+            for side in ("query", "document")
+            for word, held in (("texts", self.texts), ("pictures", self.pictures))
+            if held[side]
+        )
+        kinds = {words: letter for letter, words in KINDS.items()}
+        own = f"{kinds[found[0]]}2{kinds[found[1]]}" if {*found} <= kinds.keys() else "auto"
+        raise DataError(
+            f"retrieval_mode {mode} is for data in which {wanted[0]} search {wanted[1]}, and {source} holds {counts}; "
+            f"set retrieval_mode to {own} or choose other data"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSizes:
+    """The distinct pictures of a set.
+
+    Attributes:
+        count: How many.
+        sizes: (width, height) of each as stored, smallest area first.
+    """
+
+    count: int
+    sizes: tuple[tuple[int, int], ...]
+
+    @property
+    def text(self) -> str:
+        """How many, and the smallest, the median and the largest."""
+        if not self.count:
+            return "0"
+        named = (("smallest", 0), ("median", (self.count - 1) // 2), ("largest", self.count - 1))
+        width, height = self.sizes[0]
+        if self.sizes[0] == self.sizes[-1]:
+            return f"{self.count:,}, all {width} x {height} pixels"
+        words = ", ".join(f"{word} {self.sizes[at][0]} x {self.sizes[at][1]}" for word, at in named)
+        return f"{self.count:,}; {words} pixels"
+
+
+class PictureSurvey:
+    """Collect the sizes of pictures from their headers, each content once.
+
+    Args:
+        limits: What a picture may cost.
+    """
+
+    def __init__(self, limits: ImageLimits) -> None:
+        self._limits = limits
+        self._sizes: dict[int, tuple[int, int]] = {}
+
+    def add(self, items: Iterable[Item]) -> None:
+        """Look at items; texts are passed over."""
+        for item in items:
+            if isinstance(item, Image) and (identity := content_id(item)) not in self._sizes:
+                header = check_image(item, self._limits)
+                self._sizes[identity] = header.width, header.height
+
+    def result(self) -> PictureSizes:
+        """Return what was found."""
+        sizes = sorted(self._sizes.values(), key=lambda size: (size[0] * size[1], size))
+        return PictureSizes(len(sizes), tuple(sizes))

@@ -9,7 +9,7 @@ Shape legend: R rows of a chunk, E embedding dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from torch import Tensor, nn
 
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Features, Item, Side
+
+Similarity: TypeAlias = Literal["cosine", "dot"]
+"""How two embeddings are compared. Both are inner products: those of cosine models have unit length."""
 
 
 class Encoder(nn.Module, ABC):
@@ -35,6 +38,16 @@ class Encoder(nn.Module, ABC):
     name: str
     dimension: int
     max_length: int | None
+
+    @property
+    def similarity(self) -> Similarity:
+        """How embeddings of this encoder are compared."""
+        return "cosine"
+
+    @property
+    def prompts(self) -> dict[Side, str]:
+        """Text that is put before each side's items."""
+        return {"query": "", "document": ""}
 
     @abstractmethod
     def featurize(self, items: Sequence[Item], side: Side) -> Features:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
-_VOID = frozenset({"br", "hr", "meta"})
+_VOID = frozenset({"br", "hr", "input", "link", "meta"})
 
 
 class Html(str):

@@ -26,7 +26,8 @@ _CHILD = textwrap.dedent("""
     except ConfigError as error:
         message = str(error)
     seconds = time.process_time() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # Not getrusage: what it counts includes the process that forked this one.
+    peak = int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0]) * 1024
     print(json.dumps({"message": message, "seconds": seconds, "peak_bytes": peak}))
 """)
 

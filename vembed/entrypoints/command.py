@@ -72,10 +72,16 @@ def run_command(command: Callable[[], int], *, log_to_stderr: bool = False) -> i
         logger.propagate = propagate
 
 
-def quiet_libraries() -> None:
-    """Silence the progress bars of the libraries underneath; their warnings stay."""
-    import datasets
+def quiet_libraries(*, with_datasets: bool = True) -> None:
+    """Silence the progress bars of the libraries underneath; their warnings stay.
+
+    Args:
+        with_datasets: Whether the command reads hub sets; one that doesn't is spared a second of imports.
+    """
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
+    if with_datasets:
+        import datasets
+
+        datasets.disable_progress_bars()

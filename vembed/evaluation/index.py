@@ -87,7 +87,8 @@ def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
         ConfigError: FAISS can't build the index for these vectors.
     """
     num_documents, dim = vectors_DE.shape
-    index = new_index(dim, factory)
+    what = f"{num_documents} documents of {dim} dimensions"
+    index = new_index(dim, factory, what=what)
     try:
         if not index.is_trained:
             # Evenly spaced rows: the same at every run, and from all parts of a corpus that is sorted by topic.
@@ -96,16 +97,17 @@ def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
         for start in range(0, num_documents, SLICE_ROWS):
             index.add(vectors_DE[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous
     except RuntimeError as error:
-        raise _refused(factory, f"{num_documents} documents of {dim} dimensions", error) from error
+        raise _refused(factory, what, error) from error
     return index
 
 
-def new_index(dim: int, factory: str) -> Any:
+def new_index(dim: int, factory: str, *, what: str = "") -> Any:
     """Return an empty FAISS index by inner product.
 
     Args:
         dim: E.
         factory: FAISS index string.
+        what: What it is for, in an error.
 
     Raises:
         ConfigError: FAISS doesn't know it, or it doesn't suit the dimension.
@@ -113,7 +115,7 @@ def new_index(dim: int, factory: str) -> Any:
     try:
         return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
-        raise _refused(factory, f"vectors of {dim} dimensions", error) from error
+        raise _refused(factory, what or f"vectors of {dim} dimensions", error) from error
 
 
 def _refused(factory: str, what: str, error: RuntimeError) -> ConfigError:

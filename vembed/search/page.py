@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.report.markup import Html, element, escape, join
+from vembed.evaluation.report.markup import Html, element, join
 from vembed.evaluation.report.text import visible
 
 if TYPE_CHECKING:
@@ -67,9 +67,13 @@ li {
 .meta .id { flex: 1 1 auto; min-width: 0; color: var(--ink); font-weight: 600; }
 .meta .score { flex: none; }
 .text { margin: 0; white-space: pre-wrap; }
-details { margin-top: 0.4rem; }
-summary { cursor: pointer; color: var(--accent); font-size: 0.875rem; }
-details .text { margin-top: 0.4rem; }
+summary { cursor: pointer; list-style: none; }
+summary::-webkit-details-marker { display: none; }
+.short { display: block; }
+details[open] .short { display: none; }
+.more { color: var(--accent); font-size: 0.875rem; }
+.more::after { content: "Show the whole text"; }
+details[open] .more::after { content: "Show less"; }
 footer { margin-top: 2rem; }
 @media (max-width: 30rem) {
   body { padding: 1.1rem 0.9rem 3rem; }
@@ -198,12 +202,14 @@ def _hit(hit: Hit) -> Html:
         "p",
         element("span", str(hit.rank)),
         element("span", hit.id, class_="id", dir="auto"),
-        element("span", f"{hit.score:.4f}", class_="score", title="score"),
+        element("span", f"score {hit.score:.4f}", class_="score"),
         class_="meta",
     )
     text = visible(hit.text)
     if len(text) <= SHORT_CHARACTERS:
         return element("li", meta, element("p", text or "(no text)", class_="text", dir="auto"))
     short = text[:SHORT_CHARACTERS].rpartition(" ")[0] or text[:SHORT_CHARACTERS]
-    rest = element("details", element("summary", "Whole text"), element("p", escape(text), class_="text", dir="auto"))
-    return element("li", meta, element("p", f"{short} …", class_="text", dir="auto"), rest)
+    summary = element(
+        "summary", element("span", f"{short} …", class_="text short", dir="auto"), element("span", class_="more")
+    )
+    return element("li", meta, element("details", summary, element("p", text, class_="text", dir="auto")))

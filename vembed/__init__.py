@@ -1,6 +1,68 @@
 """vembed fine-tunes embedding models for retrieval: one YAML in, a trained model and a retrieval report out.
 
-Importing this package imports no torch, so that `vembed train --validate` answers at once.
+From Python: `train`, `load`, `evaluate`, `build_index` and `open_index` (docs/python.md). Importing this package
+imports no torch, so that `vembed train --validate` answers at once; the functions bring it along when first asked for.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vembed.api.model import EmbeddingModel, load
+    from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
+    from vembed.api.training import RunResult, train
+    from vembed.config.schema import Config
+    from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "DataError",
+    "EmbeddingModel",
+    "EvaluationResult",
+    "Hit",
+    "IndexMeta",
+    "MachineError",
+    "NonFiniteError",
+    "PreemptedError",
+    "RunResult",
+    "Searcher",
+    "VembedError",
+    "__version__",
+    "build_index",
+    "evaluate",
+    "load",
+    "open_index",
+    "train",
+]
+
+_MODULES = {
+    "vembed.api.model": ("EmbeddingModel", "load"),
+    "vembed.api.retrieval": (
+        *("EvaluationResult", "Hit", "IndexMeta", "Searcher"),
+        *("build_index", "evaluate", "open_index"),
+    ),
+    "vembed.api.training": ("RunResult", "train"),
+    "vembed.config.schema": ("Config",),
+    "vembed.errors": (
+        *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),
+    ),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+"""Public name -> the module that has it; those of config and errors need no torch."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a public name when it is first asked for."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names beside those that every module has."""
+    return sorted({*__all__, *globals()})

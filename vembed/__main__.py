@@ -7,6 +7,8 @@ COMMANDS = {
     "train": "train a model from a configuration file",
     "plan": "print what a run would do, and stop",
     "evaluate": "evaluate models on retrieval sets",
+    "encode": "encode a corpus into an index",
+    "search": "search an index, in the terminal or on a local page",
 }
 """Command -> what it does. Each is a module of vembed.entrypoints, imported only when it is asked for."""
 

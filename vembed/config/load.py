@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -22,6 +22,7 @@ from vembed.config.overrides import parse_overrides
 from vembed.config.redact import printable, shown
 from vembed.config.schema import ALIASES, Config
 from vembed.config.sources import Entry, Place, Problem, Refused, raise_problems
+from vembed.config.values import read_values
 
 MAX_FILE_BYTES = 2**20
 
@@ -58,21 +59,41 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfi
     Raises:
         ConfigError: One line for each problem of the file, of the overrides and of their combination.
     """
-    file_entries: list[Entry] | None = []
-    problems: list[Problem] = []
-    if path is not None:
-        file_entries, problems = _read_file(path)
-    override_entries, override_problems = parse_overrides(overrides)
-    problems += override_problems
+    read = _Layer([], []) if path is None else _Layer(*_read_file(path))
+    label = "configuration" if path is None else printable(str(path))
+    return _check(read, _Layer(*parse_overrides(overrides)), label, path)
 
-    base, base_problems = _settle(file_entries or [])
-    top, top_problems = _settle(override_entries)
+
+def load_values(base: Path | Mapping[str, object], overrides: Mapping[str, object]) -> LoadedConfig:
+    """Check a configuration that Python code gives, by the rules and with the messages of the command line.
+
+    Args:
+        base: A file as for `load_config`, or key -> value.
+        overrides: Key -> value; they win over the base.
+
+    Raises:
+        ConfigError: One line for each problem.
+    """
+    top = _Layer(*read_values(overrides, layer=1))
+    if isinstance(base, Path):
+        return _check(_Layer(*_read_file(base)), top, printable(str(base)), base)
+    return _check(_Layer(*read_values(base, layer=0)), top, "configuration", None)
+
+
+class _Layer(NamedTuple):
+    """What one source says; no entries at all when it can't be read as a whole."""
+
+    entries: list[Entry] | None
+    problems: list[Problem]
+
+
+def _check(lower: _Layer, upper: _Layer, label: str, path: Path | None) -> LoadedConfig:
+    """Lay one layer over the other and judge the result."""
+    base, base_problems = _settle(lower.entries or [])
+    top, top_problems = _settle(upper.entries or [])
     settings = _lay_over(base, top)
-    problems += base_problems + top_problems
-
-    start = Place(0, 0, "configuration" if path is None else printable(str(path)))
-    config, schema_problems = _validate(settings, start, complete=file_entries is not None)
-    raise_problems(problems + schema_problems)
+    config, schema_problems = _validate(settings, Place(0, 0, label), complete=lower.entries is not None)
+    raise_problems([*lower.problems, *upper.problems, *base_problems, *top_problems, *schema_problems])
     assert config is not None  # a Config is missing only beside a problem
     return LoadedConfig(config, {key: setting.place.source for key, setting in settings.items()}, path)
 

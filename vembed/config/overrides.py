@@ -28,7 +28,7 @@ def parse_overrides(overrides: Sequence[str]) -> tuple[list[Entry], list[Problem
     entries = []
     problems = []
     for number, text in enumerate(overrides):
-        place = Place(1, number, f"override {_shown_override(text)}")
+        place = Place(1, number, f"override {shown_override(text)}")
         try:
             entries.append(_parse(text, place))
         except Refused as refused:
@@ -63,7 +63,8 @@ def _read(word: str) -> object:
     return read_plain(word)
 
 
-def _shown_override(text: str) -> str:
+def shown_override(text: str) -> str:
+    """Return `key=value` as a message may show it: cut, on one line, without a value that looks like a secret."""
     name, equals, _ = text.partition("=")
     known = name.partition(".")[0].strip() in {*Config.model_fields, *ALIASES}
     return shown(text) if known or not names_secret(name) else shown(f"{name}{equals}{MASK}")

@@ -82,6 +82,24 @@ def jsonl_rows(path: Path) -> Iterator[RawRow]:
         yield number, _parsed(decoder.decode, text)
 
 
+def text_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the lines of a text file (possibly .gz) as rows of one column `text`, without white space at their ends.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: The file can't be read on.
+        MachineError: The operating system refuses to read it.
+    """
+    with _reading(path):
+        for number, line in _lines(path):
+            try:
+                yield number, {"text": line.decode().strip()}
+            except UnicodeDecodeError as error:
+                yield number, f"invalid UTF-8 at byte {error.start + 1} of the line"
+
+
 def _parsed(decode: Callable[[str], Any], text: str) -> dict[str, Any] | str:
     try:
         value = decode(text)

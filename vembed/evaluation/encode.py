@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vembed.gradcache.chunking import plan_chunks
+from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,11 +17,28 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.gradcache.chunking import ChunkBudget
     from vembed.models.encoder import Encoder
 
 SLICE_ROWS = 8192
 """Items that are tokenized and sorted at a time."""
+
+CPU_TOKENS = 2048
+"""Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""
+
+ACCELERATOR_TOKENS = 65_536
+ACCELERATOR_WIDTH_MULTIPLE = 8
+
+
+def encoding_budget(device: torch.device, rows: int) -> ChunkBudget:
+    """Return the limits of one encoder call that suit a device.
+
+    Args:
+        device: Where the encoder runs.
+        rows: Most items.
+    """
+    if device.type == "cpu":
+        return ChunkBudget(rows, CPU_TOKENS)
+    return ChunkBudget(rows, ACCELERATOR_TOKENS, ACCELERATOR_WIDTH_MULTIPLE)
 
 
 def _no_poll() -> None:

@@ -64,7 +64,7 @@ def search(
     _check_finite(document_vectors_DE, "document")
     _check_finite(query_vectors_QE, "query")
     k = min(k, len(document_vectors_DE))
-    index = _build(document_vectors_DE, factory)
+    index = build_index(document_vectors_DE, factory)
     num_queries = len(query_vectors_QE)
     scores_Qk = np.empty((num_queries, k), dtype=np.float32)
     rows_Qk = np.empty((num_queries, k), dtype=np.int64)
@@ -76,11 +76,20 @@ def search(
     return scores_Qk, rows_Qk
 
 
-def _build(vectors_DE: NDArray[np.float32], factory: str) -> Any:
-    """Return a FAISS index that holds the vectors, row i under id i."""
+def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
+    """Return a FAISS index that holds the vectors, row i under id i.
+
+    Args:
+        vectors_DE: Embeddings, (D, E), float32, all finite; may be mapped from a file.
+        factory: FAISS index string.
+
+    Raises:
+        ConfigError: FAISS can't build the index for these vectors.
+    """
     num_documents, dim = vectors_DE.shape
+    what = f"{num_documents} documents of {dim} dimensions"
+    index = new_index(dim, factory, what=what)
     try:
-        index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
         if not index.is_trained:
             # Evenly spaced rows: the same at every run, and from all parts of a corpus that is sorted by topic.
             step = -(-num_documents // TRAIN_ROWS)
@@ -88,12 +97,33 @@ def _build(vectors_DE: NDArray[np.float32], factory: str) -> Any:
         for start in range(0, num_documents, SLICE_ROWS):
             index.add(vectors_DE[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous
     except RuntimeError as error:
-        reason = str(error).rsplit(": ", 1)[-1]
-        raise ConfigError(
-            f"FAISS can't build the index {factory!r} for {num_documents} documents of {dim} dimensions: {reason}. "
-            'Use "Flat" (exact), or e.g. "HNSW32" or "IVF64,Flat" for a large corpus.'
-        ) from error
+        raise _refused(factory, what, error) from error
     return index
+
+
+def new_index(dim: int, factory: str, *, what: str = "") -> Any:
+    """Return an empty FAISS index by inner product.
+
+    Args:
+        dim: E.
+        factory: FAISS index string.
+        what: What it is for, in an error.
+
+    Raises:
+        ConfigError: FAISS doesn't know it, or it doesn't suit the dimension.
+    """
+    try:
+        return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+    except RuntimeError as error:
+        raise _refused(factory, what or f"vectors of {dim} dimensions", error) from error
+
+
+def _refused(factory: str, what: str, error: RuntimeError) -> ConfigError:
+    reason = str(error).rsplit(": ", 1)[-1]
+    return ConfigError(
+        f"FAISS can't build the index {factory!r} for {what}: {reason}. "
+        'Use "Flat" (exact), or e.g. "HNSW32" or "IVF64,Flat" for a large corpus.'
+    )
 
 
 def _check_shapes(documents_DE: NDArray[np.float32], queries_QE: NDArray[np.float32]) -> None:

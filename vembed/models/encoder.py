@@ -9,7 +9,7 @@ Shape legend: R rows of a chunk, E embedding dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Features, Item, Modality, Side
+
+Similarity: TypeAlias = Literal["cosine", "dot"]
+"""How two embeddings are compared. Both are inner products: those of cosine models have unit length."""
 
 
 class Encoder(nn.Module, ABC):
@@ -57,6 +60,16 @@ class Encoder(nn.Module, ABC):
                 f"the data are {strange[0]}s: choose a model for both, or map other columns"
             )
         return [(modality, np.array(places[modality], dtype=np.int64)) for modality in sorted(places)]
+
+    @property
+    def similarity(self) -> Similarity:
+        """How embeddings of this encoder are compared."""
+        return "cosine"
+
+    @property
+    def prompts(self) -> dict[Side, str]:
+        """Text that is put before each side's items."""
+        return {"query": "", "document": ""}
 
     @abstractmethod
     def featurize(self, items: Sequence[Item], side: Side) -> Features:

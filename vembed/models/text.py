@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Item, Side
+    from vembed.models.encoder import Similarity
     from vembed.models.pooling import PoolingMode
 
 
@@ -124,6 +125,16 @@ class TextEncoder(Encoder):
         assert isinstance(pad_id, int)
         self._pad_id = pad_id
         self._prompt_lengths: dict[str, int] = {}
+
+    @property
+    def similarity(self) -> Similarity:
+        """The dot product where nothing normalises, else the cosine."""
+        return "cosine" if self.spec.normalize else "dot"
+
+    @property
+    def prompts(self) -> dict[Side, str]:
+        """Text that is put before each side's items."""
+        return dict(self.spec.prompts)
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts behind their side's prompt; cut and count those over `max_length`."""

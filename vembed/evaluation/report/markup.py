@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
-_VOID = frozenset({"br", "hr", "img", "meta"})
+_VOID = frozenset({"br", "hr", "img", "input", "link", "meta"})
 _INLINE_PICTURE = re.compile(r"data:image/webp;base64,[A-Za-z0-9+/]+={0,2}")
 
 

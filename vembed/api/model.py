@@ -1,0 +1,270 @@
+"""A model from Python: load it by name, folder or run, and turn texts into vectors."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+import numpy as np
+import torch
+
+from vembed.distributed.runtime import start_runtime
+from vembed.errors import ConfigError, MachineError, NonFiniteError
+from vembed.evaluation.encode import ItemEncoder, encoding_budget
+from vembed.models.huggingface import ModelOptions
+from vembed.models.identity import ModelIdentity, identify
+from vembed.models.registry import is_builtin, load_encoder
+from vembed.training.output import MARKS, OutputFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Side
+    from vembed.models.encoder import Encoder, Similarity
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_BATCH_SIZE = 256
+SIDES = ("query", "document")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class LoadOptions(TypedDict, total=False):
+    """What may be said about a model, under the names of the configuration; what is left out its own files say.
+
+    Attributes:
+        model_revision: Branch, tag or commit of a hub model.
+        trust_remote_code: Run code that the model brings along; needs `model_revision` to be a commit.
+        allow_pickle: Read pickled weights, with weights_only.
+        attn_implementation: "sdpa", "eager" or "flash_attention_2".
+        pooling_method: "mean", "cls" or "last_token".
+        max_seq_length: Longest input in tokens.
+        query_prompt: Text before each query.
+        document_prompt: Text before each document.
+        pad_token: Padding token, for tokenizers without one.
+        device: "cpu", "cuda", "cuda:1"; the default is the one that training would take.
+        bf16: Encode in bfloat16 mixed precision.
+    """
+
+    model_revision: str | None
+    trust_remote_code: bool
+    allow_pickle: bool
+    attn_implementation: str | None
+    pooling_method: str | None
+    max_seq_length: int | None
+    query_prompt: str | None
+    document_prompt: str | None
+    pad_token: str | None
+    device: str | None
+    bf16: bool
+
+
+def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> EmbeddingModel:
+    """Load a model for encoding.
+
+    Args:
+        path_or_name: A model's folder, the output folder of a run (its model/ is taken), or a hub id.
+        options: See `LoadOptions`.
+
+    Raises:
+        ConfigError: There is no such model, or it needs what isn't allowed.
+        MachineError: The hub can't be reached.
+    """
+    refuse_unknown(options, LoadOptions, "load")
+    name = _model_name(path_or_name)
+    revision, trusted = options.get("model_revision"), options.get("trust_remote_code", False)
+    if trusted and not COMMIT.fullmatch(revision or ""):
+        raise ConfigError(
+            "trust_remote_code runs the model's code: set model_revision to the commit (40 hex digits) that you read"
+        )
+    given: dict[Side, str | None] = {"query": options.get("query_prompt"), "document": options.get("document_prompt")}
+    encoder = load_encoder(
+        ModelOptions(
+            name=name,
+            revision=revision,
+            trust_remote_code=trusted,
+            allow_pickle=options.get("allow_pickle", False),
+            attn_implementation=options.get("attn_implementation"),
+            pooling=options.get("pooling_method"),
+            max_length=options.get("max_seq_length"),
+            prompts={side: prompt for side, prompt in given.items() if prompt is not None},
+            pad_token=options.get("pad_token"),
+        )
+    )
+    return EmbeddingModel(encoder, name=name, options=options)
+
+
+class EmbeddingModel:
+    """A model that turns texts into vectors; made by `load`.
+
+    Args:
+        encoder: The network.
+        name: Hub id, or absolute path of its folder.
+        options: What `load` was told.
+
+    Attributes:
+        name: The same.
+        options: The same.
+    """
+
+    def __init__(self, encoder: Encoder, *, name: str, options: LoadOptions) -> None:
+        self.name = name
+        self.options = options
+        device = options.get("device")
+        self._device = start_runtime(deterministic=False).device if device is None else _device(device)
+        self._encoder = encoder.to(self._device).eval()
+        self._says_cut = True
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name}: {self.dimension} dimensions, {self.similarity}, {self._device}>"
+
+    @property
+    def dimension(self) -> int:
+        """Numbers in a vector."""
+        return self._encoder.dimension
+
+    @property
+    def similarity(self) -> Similarity:
+        """How vectors are compared: "cosine" (they have unit length) or "dot". Both are `queries @ documents.T`."""
+        return self._encoder.similarity
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest input in tokens; longer texts are cut. None where there is no limit."""
+        return self._encoder.max_length
+
+    @property
+    def prompts(self) -> Mapping[Side, str]:
+        """Text that is put before each side's texts."""
+        return self._encoder.prompts
+
+    @cached_property
+    def identity(self) -> ModelIdentity:
+        """Name, hash of the weights, and what else its vectors depend on."""
+        return identify(self._encoder, name=self.name)
+
+    def encode(self, rows: Iterable[str], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE) -> NDArray[np.float32]:
+        """Turn texts into vectors.
+
+        Args:
+            rows: n texts.
+            side: Whether they are queries or documents: many models put another prompt before each.
+            batch_size: Most texts of one encoder call; it changes no more than the speed.
+
+        Returns:
+            (n, E) float32, in the order of the rows.
+
+        Raises:
+            NonFiniteError: A vector holds NaN or infinity.
+            TypeError: The rows aren't texts.
+            ValueError: There is no such side, or the batch size is below 1.
+        """
+        refuse_side(side)
+        texts = _texts(rows)
+        encode = self.item_encoder(batch_size)
+        vectors_NE = encode(texts, side)
+        bad = np.flatnonzero(~np.isfinite(vectors_NE).all(axis=1))
+        if bad.size:
+            raise NonFiniteError(
+                f"{self.name}: the vector of row {bad[0]} holds NaN or infinity; its weights are damaged"
+            )
+        num_cut = encode.num_truncated[side]
+        if num_cut and self._says_cut:
+            self._says_cut = False
+            _log.warning(
+                "%d of %d texts are longer than the %s tokens that %s takes, and were cut; this is said once",
+                num_cut, len(texts), self.max_length, self.name,
+            )  # fmt: skip
+        return vectors_NE
+
+    def item_encoder(self, batch_size: int, *, poll: Callable[[], None] | None = None) -> ItemEncoder:
+        """Return the encoder as evaluation and search see it.
+
+        Args:
+            batch_size: Most texts of one encoder call.
+            poll: Called between encoder calls; may raise to stop.
+
+        Raises:
+            ValueError: The batch size is below 1.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it is at least 1")
+        encode = ItemEncoder(
+            self._encoder,
+            encoding_budget(self._device, batch_size),
+            self._device,
+            torch.bfloat16 if self.options.get("bf16") else None,
+        )
+        if poll is not None:
+            encode.poll = poll
+        return encode
+
+
+def refuse_side(side: str) -> None:
+    """Refuse a side that is neither queries nor documents.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if side not in SIDES:
+        near = difflib.get_close_matches(str(side), SIDES, n=1, cutoff=0.0)[0]
+        raise ValueError(f"there is no side {side!r}; did you mean {near!r}?")
+
+
+def refuse_unknown(options: Mapping[str, object], known: type, function: str) -> None:
+    """Refuse an argument that nothing reads, as Python does where it can.
+
+    Raises:
+        TypeError: There is one.
+    """
+    names = known.__annotations__
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+            raise TypeError(f"{function}() has no argument {name!r}; did you mean {near!r}?")
+
+
+def _texts(rows: Iterable[str]) -> list[str]:
+    if isinstance(rows, (str, bytes)):
+        raise TypeError("rows is one text; give a list of texts, as in encode([text], side)")
+    texts = list(rows)
+    wrong = next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)
+    if wrong is not None:
+        raise TypeError(f"row {wrong} is a {type(texts[wrong]).__name__}; every row is a text")
+    return texts
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        reason = str(error).strip().partition("\n")[0]
+        raise MachineError(f"device {name!r} can't be used: {reason}") from error
+    return device
+
+
+def _model_name(path_or_name: str | Path) -> str:
+    """Return what a model is loaded by: the folder of a run stands for its model, a folder for its absolute path."""
+    name = str(path_or_name)
+    if is_builtin(name):
+        raise ConfigError(
+            f"{name} is a model to be trained from scratch; train it, then load the output folder of the run"
+        )
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if isinstance(path_or_name, Path) or name.startswith(("/", "./", "../", "~")):
+            raise ConfigError(f"{name} is no folder; name that of a model or of a run")
+        return name
+    if any((folder / mark).is_file() for mark in MARKS):
+        model = OutputFolder(folder).model
+        if not model.is_dir():
+            raise ConfigError(f"{name} is a run without a {model.name}/: it has not ended yet; resume it first")
+        folder = model
+    return str(folder.resolve())

@@ -1,0 +1,179 @@
+"""Evaluate a model, index a corpus and search it, from Python."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
+
+from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, LoadOptions, load, refuse_side, refuse_unknown
+from vembed.config.redact import redact
+from vembed.data.corpus import Corpus, CorpusColumns
+from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.sources import SourceOptions
+from vembed.errors import ConfigError
+from vembed.evaluation.evaluator import EvaluationOptions
+from vembed.evaluation.evaluator import evaluate as evaluate_task
+from vembed.evaluation.result import EvaluationResult
+from vembed.evaluation.store import write_evaluation
+from vembed.search.build import BuildOptions, refuse_taken, write_index
+from vembed.search.format import IndexMeta, read_meta
+from vembed.search.index import Hit, Searcher, SearchIndex
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vembed.batch import Side
+
+__all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
+
+VECTOR_OPTIONS = ("model_revision", "pooling_method", "max_seq_length", "query_prompt", "document_prompt", "pad_token")
+"""Options that change the vectors: an index keeps them, and its queries are encoded under the same."""
+
+
+class IndexOptions(TypedDict, total=False):
+    """How an index is built.
+
+    Attributes:
+        side: Which prompt the documents get; "document" unless they are queries.
+        index: FAISS index string; "Flat" is exact, "HNSW32" or "IVF1024,Flat" are faster and may miss documents.
+        batch_size: Most texts of one encoder call.
+        overwrite: Whether an index that is there may be replaced.
+        id_column: Column of the ids; default: _id, id, docid or doc_id.
+        text_column: Column of the texts; default: text, document, passage, contents or content.
+        poll: Called between encoder calls; may raise to stop.
+    """
+
+    side: Side
+    index: str
+    batch_size: int
+    overwrite: bool
+    id_column: str | None
+    text_column: str | None
+    poll: Callable[[], None]
+
+
+def evaluate(
+    model: EmbeddingModel | str | Path,
+    data: str | Path,
+    *,
+    split: str | None = None,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    output: Path | str | None = None,
+) -> EvaluationResult:
+    """Evaluate a model on a retrieval set: encode, search exactly with FAISS, score with trec_eval.
+
+    Args:
+        model: What `load` returned, or takes.
+        data: BEIR folder, file of rows, hub id or `builtin:SET`.
+        split: Split of the set; its test split by default.
+        batch_size: Most texts of one encoder call.
+        output: A folder that gets metrics.json, per_query.json and run.trec.
+
+    Returns:
+        Metrics, the same for each query, the run, and notes on what was left out.
+
+    Raises:
+        VembedError: The set or the model can't be loaded, or the vectors aren't finite.
+    """
+    task = load_retrieval(str(data), SourceOptions(role="test", split=split))
+    loaded = model if isinstance(model, EmbeddingModel) else load(model)
+    encode = loaded.item_encoder(batch_size)
+    result = evaluate_task(encode, task, EvaluationOptions(system=loaded.name))
+    cut = [
+        f"{count} texts on the {side} side are longer than the model's {loaded.max_length} tokens and were cut."
+        for side, count in encode.num_truncated.items()
+        if count
+    ]
+    result = replace(result, notes=(*result.notes, *cut))
+    if output is not None:
+        write_evaluation(Path(output), result)
+    return result
+
+
+def build_index(
+    model: EmbeddingModel | str | Path, data: str | Path, output: str | Path, **options: Unpack[IndexOptions]
+) -> IndexMeta:
+    """Encode a corpus into a folder that `open_index` and `vembed search` read.
+
+    Args:
+        model: What `load` returned, or takes.
+        data: BEIR folder, file with ids and texts, text file with one document a line, or `builtin:SET`.
+        output: The folder; it appears complete or not at all.
+        options: See `IndexOptions`.
+
+    Returns:
+        What meta.json says.
+
+    Raises:
+        VembedError: The corpus, the model or the folder can't be used.
+    """
+    refuse_unknown(options, IndexOptions, "build_index")
+    side: Side = options.get("side", "document")
+    refuse_side(side)
+    folder = Path(output).expanduser()
+    refuse_taken(folder, overwrite=options.get("overwrite", False))
+    corpus = Corpus(str(data), CorpusColumns(options.get("id_column"), options.get("text_column")))
+    loaded = model if isinstance(model, EmbeddingModel) else load(model)
+    encode = loaded.item_encoder(options.get("batch_size", DEFAULT_BATCH_SIZE), poll=options.get("poll"))
+    return write_index(
+        folder,
+        corpus,
+        encode,
+        BuildOptions(
+            model=loaded.identity,
+            model_options=_vector_options(loaded),
+            source=redact(str(data)),
+            side=side,
+            factory=options.get("index", "Flat"),
+            overwrite=options.get("overwrite", False),
+        ),
+    )
+
+
+def open_index(
+    folder: str | Path, /, *, model: EmbeddingModel | str | Path | None = None, **options: Unpack[LoadOptions]
+) -> Searcher:
+    """Open an index for searching.
+
+    Args:
+        folder: What `build_index` wrote.
+        model: The model for the queries; by default the one that the index names, under the options that it was built
+            with. Its weights must be those that made the vectors.
+        options: See `LoadOptions`; they win over the options that the index was built with. Code and pickles are
+            allowed here or not at all: an index can't allow them.
+
+    Raises:
+        ConfigError: The model is another one than that of the index.
+        DataError: The index is missing or broken.
+        MachineError: The model can't be reached.
+    """
+    refuse_unknown(options, LoadOptions, "open_index")
+    path = Path(folder).expanduser()
+    meta = read_meta(path)
+    index = SearchIndex(path)
+    if not isinstance(model, EmbeddingModel):
+        kept = {name: value for name, value in meta.model_options.items() if name in VECTOR_OPTIONS}
+        if model is not None:
+            kept.pop("model_revision", None)  # it is of the other model
+        merged = cast("LoadOptions", {**kept, **options})
+        model = load(_named_model(meta, path) if model is None else model, **merged)
+    elif options:
+        raise TypeError(f"open_index: {next(iter(options))} belongs to load: the model is loaded already")
+    encode = model.item_encoder(DEFAULT_BATCH_SIZE)
+    index.check_model(model.identity, encode)
+    return Searcher(index, encode)
+
+
+def _named_model(meta: IndexMeta, folder: Path) -> str:
+    """Return the model that an index names, if it is still there."""
+    name = meta.model.name
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        raise ConfigError(f"{folder} was made by {name}, which isn't there any more; name its new place with --model")
+    return name
+
+
+def _vector_options(model: EmbeddingModel) -> dict[str, str | int]:
+    """Return what the user said about a model that changes its vectors."""
+    options: dict[str, Any] = dict(model.options)
+    return {name: options[name] for name in VECTOR_OPTIONS if options.get(name) is not None}

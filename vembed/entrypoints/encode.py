@@ -1,0 +1,95 @@
+"""`vembed encode MODEL --data CORPUS --output DIR`: a corpus as vectors and an index."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.model_arguments import add_model_arguments, load_options
+from vembed.errors import ConfigError, ExitCode, PreemptedError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.training.guards import StopSignal
+
+DESCRIPTION = "Encode a corpus into a folder that vembed search reads: vectors, ids, and a FAISS index."
+
+
+def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
+    """Parse the command line of an encoding.
+
+    Args:
+        arguments: Words behind the program's name.
+        program: How the program was called, for its help.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    parser.add_argument("model", metavar="MODEL", help="hub id, local folder, or the output folder of a run")
+    parser.add_argument(
+        "--data",
+        required=True,
+        metavar="CORPUS",
+        help="BEIR folder; JSONL, CSV, TSV or Parquet with ids and texts; .txt with one document a line; builtin:SET",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="gets vectors.npy, ids.jsonl, index.faiss, meta.json"
+    )
+    parser.add_argument("--side", choices=("document", "query"), default="document", help="which prompt texts get")
+    parser.add_argument(
+        "--index", default="Flat", metavar="FACTORY", help="FAISS index: Flat (exact, default), HNSW32, IVF1024,Flat"
+    )
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most texts of one encoder call")
+    parser.add_argument("--id-column", metavar="NAME", help="default: _id, id, docid or doc_id")
+    parser.add_argument("--text-column", metavar="NAME", help="default: text, document, passage, contents or content")
+    parser.add_argument("--overwrite", action="store_true", help="replace an index that is there")
+    add_model_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str], *, program: str) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        arguments: Words behind the program's name.
+        program: How the program was called, for its help.
+    """
+    parsed = parse_arguments(arguments, program=program)
+    return run_command(lambda: _run(parsed))
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    if parsed.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    from vembed.api.model import load
+    from vembed.api.retrieval import build_index
+    from vembed.search.build import refuse_taken
+    from vembed.training.guards import StopSignal
+
+    refuse_taken(parsed.output.expanduser(), overwrite=parsed.overwrite)  # before a model is loaded
+    quiet_libraries(with_datasets=False)
+    with StopSignal() as stop:
+        meta = build_index(
+            load(parsed.model, **load_options(parsed)),
+            parsed.data,
+            parsed.output,
+            side=parsed.side,
+            index=parsed.index,
+            batch_size=parsed.batch_size,
+            overwrite=parsed.overwrite,
+            id_column=parsed.id_column,
+            text_column=parsed.text_column,
+            poll=lambda: _poll(stop),
+        )
+    for note in meta.notes:
+        print(note)
+    if meta.num_truncated:
+        print(f"{meta.num_truncated:,} texts are longer than the {meta.model.max_length} tokens of the model: cut.")
+    print(f"{meta.num_documents:,} documents, {meta.model.dimension} dimensions, index {meta.factory}: {parsed.output}")
+    return ExitCode.OK
+
+
+def _poll(stop: StopSignal) -> None:
+    if stop.requested:
+        raise PreemptedError("stopped by a signal; nothing was written, encode again")

@@ -1,0 +1,159 @@
+"""`vembed search INDEX "query"`: the nearest documents, in the terminal, as JSON, or on a local page."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.model_arguments import add_model_arguments, load_options
+from vembed.errors import ConfigError, ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from types import FrameType
+
+    from vembed.search.index import Hit, Searcher
+
+DESCRIPTION = "Search what vembed encode wrote. Without a query, queries are read from the input, one a line."
+PROMPT = "query> "
+FALLBACK_WIDTH = 100
+"""Columns where there is no terminal to ask."""
+
+
+def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
+    """Parse the command line of a search.
+
+    Args:
+        arguments: Words behind the program's name.
+        program: How the program was called, for its help.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    parser.add_argument("index", type=Path, metavar="INDEX", help="folder that vembed encode wrote")
+    parser.add_argument("query", nargs="?", metavar="QUERY", help="what to search for")
+    parser.add_argument("-k", type=int, default=10, metavar="N", help="documents per query (default 10)")
+    parser.add_argument("--model", metavar="MODEL", help="default: the model that the index names")
+    parser.add_argument("--json", action="store_true", help="one JSON object per query and line")
+    parser.add_argument("--serve", action="store_true", help="open a search page on this machine")
+    parser.add_argument("--port", type=int, metavar="N", help="port of the page (default 8000; 0 takes a free one)")
+    add_model_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str], *, program: str) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        arguments: Words behind the program's name.
+        program: How the program was called, for its help.
+    """
+    parsed = parse_arguments(arguments, program=program)
+    return run_command(lambda: _run(parsed), log_to_stderr=True)
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    _refuse_contradictions(parsed)
+    from vembed.search.format import read_meta
+
+    read_meta(parsed.index.expanduser())  # a missing index is said before a model is loaded
+    from vembed.api.retrieval import open_index
+
+    quiet_libraries(with_datasets=False)
+    searcher = open_index(parsed.index, model=parsed.model, **load_options(parsed))
+    if parsed.serve:
+        return _serve(searcher, 8000 if parsed.port is None else parsed.port)
+    if parsed.k > len(searcher):
+        print(f"k = {parsed.k} is over the size of the index: {len(searcher)} documents are ranked.", file=sys.stderr)
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace" if stream is sys.stdin else "backslashreplace")
+    try:
+        _answer_all(searcher, parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return ExitCode.OK
+
+
+def _refuse_contradictions(parsed: argparse.Namespace) -> None:
+    if parsed.k < 1:
+        raise ConfigError(f"-k must be at least 1, got {parsed.k}")
+    if parsed.query is not None and not parsed.query.strip():
+        raise ConfigError("the query is empty; write what to search for, in quotes")
+    if parsed.serve and (parsed.query is not None or parsed.json):
+        raise ConfigError("--serve takes its queries from the page; leave out the query and --json")
+    if parsed.port is not None and not parsed.serve:
+        raise ConfigError("--port is of the page; add --serve")
+    if parsed.port is not None and not 0 <= parsed.port <= 65535:
+        raise ConfigError(f"--port must be from 0 to 65535, got {parsed.port}")
+
+
+def _answer_all(searcher: Searcher, parsed: argparse.Namespace) -> None:
+    if parsed.query is not None:
+        (hits,) = searcher.search([parsed.query], parsed.k)
+        _print_hits(parsed.query, hits, as_json=parsed.json, named=False)
+        return
+    for query in _queries():
+        (hits,) = searcher.search([query], parsed.k)
+        _print_hits(query, hits, as_json=parsed.json, named=not sys.stdin.isatty())
+
+
+def _queries() -> Iterator[str]:
+    """Yield the lines of the input that hold a query; ask for them where somebody sits there."""
+    while True:
+        if sys.stdin.isatty():
+            print(PROMPT, end="", file=sys.stderr, flush=True)  # not on the output, which may go to a file
+        line = sys.stdin.readline()
+        if not line:
+            if sys.stdin.isatty():
+                print(file=sys.stderr)
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _print_hits(query: str, hits: Sequence[Hit], *, as_json: bool, named: bool) -> None:
+    if as_json:  # escaped to ASCII: no text can steer a terminal
+        found = [{"rank": hit.rank, "id": hit.id, "score": hit.score, "text": hit.text} for hit in hits]
+        print(json.dumps({"query": query, "hits": found}), flush=True)
+        return
+    from vembed.evaluation.report.text import one_line
+    from vembed.search.terminal import clip_to_width, hit_lines
+
+    width = max(20, shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns)
+    if named:
+        print(clip_to_width(f"{PROMPT}{one_line(query)}", width))
+    print("\n".join(hit_lines(hits, width=width) or ["no document found"]), end="\n\n" if named else "\n", flush=True)
+
+
+def _serve(searcher: Searcher, port: int) -> int:
+    """Serve the page until a signal ends it."""
+    from vembed.search.page import PageFacts
+    from vembed.search.serve import SearchServer
+
+    meta = searcher.index.meta
+    similarity = "cosine similarities" if meta.model.similarity == "cosine" else "dot products"
+    facts = PageFacts(Path(meta.source).name or meta.source, meta.model.name, len(searcher), similarity)
+
+    def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature that signal calls
+        raise KeyboardInterrupt
+
+    # Set here and not left to Python: a process that a script starts in the background ignores SIGINT otherwise.
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with SearchServer(searcher, facts, port=port) as server:
+            print(f"searching {facts.num_documents:,} documents at {server.url} (Ctrl-C ends it)", flush=True)
+            server.serve_forever()
+    except KeyboardInterrupt:
+        print("ended")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return ExitCode.OK

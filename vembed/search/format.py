@@ -1,0 +1,120 @@
+"""The folder of an index: which files it holds, and what its meta.json says.
+
+    vectors.npy     (n, E) float32, row i is document i
+    ids.jsonl       {"id", "text"} of document i on line i
+    index.faiss     a FAISS index by inner product, document i under number i
+    meta.json       model, counts, sizes of the others; written last
+
+Nothing in it depends on when or where it was made: equal inputs give equal bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import vembed
+from vembed.errors import DataError
+from vembed.models.identity import ModelIdentity
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from vembed.batch import Side
+
+VECTORS_FILE = "vectors.npy"
+DOCUMENTS_FILE = "ids.jsonl"
+INDEX_FILE = "index.faiss"
+META_FILE = "meta.json"
+KIND = "vembed index"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexMeta:
+    """What meta.json says.
+
+    Attributes:
+        model: The model that made the vectors.
+        model_options: What the user said about the model beside its name; its queries need the same.
+        source: The corpus, for people.
+        side: Which prompt the documents got.
+        factory: FAISS index string.
+        num_documents: n.
+        num_truncated: Documents that were longer than the model takes and were cut.
+        notes: What was skipped or is unusual, one plain sentence each.
+        file_bytes: File name -> size.
+    """
+
+    model: ModelIdentity
+    model_options: Mapping[str, str | int]
+    source: str
+    side: Side
+    factory: str
+    num_documents: int
+    num_truncated: int
+    notes: tuple[str, ...]
+    file_bytes: Mapping[str, int]
+
+    def to_json(self) -> str:
+        """Return the text of meta.json."""
+        head = {"kind": KIND, "format_version": FORMAT_VERSION, "vembed_version": vembed.__version__}
+        return json.dumps({**head, **asdict(self)}, indent=2, ensure_ascii=False) + "\n"
+
+
+def is_index(folder: Path) -> bool:
+    """Return whether a folder holds an index, whole or not."""
+    try:
+        content = json.loads((folder / META_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and content.get("kind") == KIND
+
+
+def read_meta(folder: Path) -> IndexMeta:
+    """Read meta.json and check that the files beside it are whole.
+
+    Args:
+        folder: The folder of an index.
+
+    Raises:
+        DataError: There is no index, it is of a later version, or a file is missing or cut.
+    """
+    path = folder / META_FILE
+    content = _read_json(path)
+    if content.get("kind") != KIND:
+        raise DataError(f"{path} is of something else than an index; make one with vembed encode")
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        made_by = f"vembed {content.get('vembed_version')}"
+        raise DataError(
+            f"{path}: format version {version} ({made_by}), but vembed {vembed.__version__} reads {FORMAT_VERSION}; "
+            f"update vembed, or encode the corpus again"
+        )
+    try:
+        values = {name: content[name] for name in IndexMeta.__dataclass_fields__}
+        values["model"] = ModelIdentity(**{name: content["model"][name] for name in ModelIdentity.__dataclass_fields__})
+        meta = IndexMeta(**values)
+        sizes = {name: int(meta.file_bytes[name]) for name in (VECTORS_FILE, DOCUMENTS_FILE, INDEX_FILE)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path} is broken ({type(error).__name__}: {error}); encode the corpus again") from error
+    for name, size in sizes.items():
+        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
+            raise DataError(f"{folder / name} {found}; encode the corpus again with --overwrite")
+    return meta
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise DataError(f"{path.parent} holds no index: there is no {path.name}; make one with vembed encode")
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be read: {error}; encode the corpus again") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path} holds a {type(content).__name__} instead of an object; encode the corpus again")
+    return content

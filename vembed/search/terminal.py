@@ -1,0 +1,56 @@
+"""Hits as lines of a terminal: nothing wider than it, nothing that could steer it."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import TYPE_CHECKING
+
+from vembed.evaluation.report.text import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.search.index import Hit
+
+INDENT = 4
+ELLIPSIS = "…"
+
+
+def hit_lines(hits: Sequence[Hit], *, width: int) -> list[str]:
+    """Return two lines for each hit: rank, score and id; and the beginning of its text.
+
+    Args:
+        hits: Best first.
+        width: Columns of the terminal.
+    """
+    lines = []
+    for hit in hits:
+        lines.append(clip_to_width(f"{hit.rank:>{INDENT - 2}}  {hit.score:7.4f}  {one_line(hit.id)}", width))
+        # Far fewer characters than this fit: a text of megabytes need not be looked at whole.
+        text = clip_to_width(one_line(hit.text[: 8 * width]), width - INDENT) or "(no text)"
+        lines.append(f"{' ' * INDENT}{text}")
+    return lines
+
+
+def clip_to_width(text: str, width: int) -> str:
+    """Cut a line to a number of terminal columns; an ellipsis says that something is missing.
+
+    Args:
+        text: One line without control characters.
+        width: Columns, at least 1; characters of East Asian scripts take two, combining marks none.
+    """
+    columns = 0
+    fits = 0
+    for number, character in enumerate(text):
+        columns += _columns(character)
+        if columns > width:
+            return text[:fits].rstrip() + ELLIPSIS
+        if columns <= width - 1:
+            fits = number + 1
+    return text
+
+
+def _columns(character: str) -> int:
+    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -30,12 +30,16 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.curves import Curve
 
 INK, LINE, SERIES, BETTER, WORSE = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
+OTHER_SERIES = ("#0a0b06", "#0a0b07", "#0a0b08")
+"""Further series of one drawing; the page that holds it gives them their colours."""
+
 PAGE_COLOURS = {
     INK: "currentColor",
     LINE: "var(--line)",
     SERIES: "var(--series)",
     BETTER: "var(--better)",
     WORSE: "var(--worse)",
+    **{colour: f"var(--series-{number})" for number, colour in enumerate(OTHER_SERIES, start=2)},
 }
 CURVE_INCHES, HISTOGRAM_INCHES = (3.9, 2.1), (5.2, 2.5)
 """Width and height, such that labels are about as large as small print where the drawing stands."""
@@ -90,7 +94,7 @@ def draw_curve(curve: Curve, *, name: str, label: str, marks: bool = False) -> H
     Returns:
         An `svg` element as wide as what it stands in.
     """
-    with _axes(CURVE_INCHES) as (figure, axes):
+    with chart_axes(CURVE_INCHES) as (figure, axes):
         values_N = curve.values_N / curve.spec.divisor
         lone = len(values_N) == 1
         faint = curve.mean_N is not None
@@ -111,9 +115,9 @@ def draw_curve(curve: Curve, *, name: str, label: str, marks: bool = False) -> H
         _scale(axes, values_N)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.grid(axis="y")
-        return _svg(figure, name=name, label=label)
+        return inline_svg(figure, name=name, label=label)
 
 
 def _scale(axes: Axes, values_N: np.ndarray) -> None:
@@ -127,10 +131,10 @@ def _scale(axes: Axes, values_N: np.ndarray) -> None:
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             room = abs(high) * 0.5 or 1.0
             axes.set_ylim(low - room, high + room)
-    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+    axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
 
 
-def _tick(value: float, _: int | None = None) -> str:
+def tick_text(value: float, _: int | None = None) -> str:
     """Return the label of a tick."""
     return number_text(float(f"{value:.10g}"))
 
@@ -149,7 +153,7 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
     reach = float(np.abs(changed_N).max())
     edges = np.linspace(-reach, reach, BARS + 1)
     counts, _ = np.histogram(changed_N, bins=edges)
-    with _axes(HISTOGRAM_INCHES) as (figure, axes):
+    with chart_axes(HISTOGRAM_INCHES) as (figure, axes):
         width = edges[1] - edges[0]
         half = BARS // 2
         axes.bar(edges[:half], counts[:half], width * 0.86, align="edge", color=WORSE, linewidth=0)
@@ -161,13 +165,13 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
         axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed_text(value, 2)))
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.grid(axis="y")
-        return _svg(figure, name="histogram", label=label)
+        return inline_svg(figure, name="histogram", label=label)
 
 
 @contextmanager
-def _axes(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
+def chart_axes(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
     """Yield a figure with one pair of axes in our settings, whatever the user's own matplotlibrc says."""
     with mpl.rc_context():
         mpl.rcdefaults()
@@ -177,7 +181,7 @@ def _axes(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
         yield figure, figure.add_subplot()
 
 
-def _svg(figure: Figure, *, name: str, label: str) -> Html:
+def inline_svg(figure: Figure, *, name: str, label: str) -> Html:
     """Return the figure as an inline element: no size, no metadata, page colours, ids of its own.
 
     Its style sheet goes too: inside a page it would match every element of the page.

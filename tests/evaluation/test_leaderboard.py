@@ -184,6 +184,7 @@ def test_the_page_stands_alone_and_each_drawing_has_ids_of_its_own() -> None:
     assert text.count("<svg") == 4 + 3  # drawings of both sets, and an interval for each system
 
 
+@cache
 def hostile_board(text: str) -> Board:
     """A board with the text in every place that a user can fill."""
     forms = (REFERENCE, Variant(f"IVF {text}", "x", index=f"IVF {text}"))

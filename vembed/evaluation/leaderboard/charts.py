@@ -76,9 +76,12 @@ def draw_cost(
 
 
 def _cost_axis(axes: Axes, low: float, high: float) -> None:
-    """Make the axis of costs logarithmic, with ticks at 1, 2 and 5 where it spans less than two decades."""
-    axes.set_xscale("log")
-    few = high / low < DECADE**2
-    axes.xaxis.set_major_locator(LogLocator(DECADE, subs=(1.0, 2.0, 5.0) if few else (1.0,)))
+    """Make the axis of costs logarithmic where they span a decade, with ticks at 1, 2 and 5 below two of them."""
+    if high / low < DECADE:
+        axes.xaxis.set_major_locator(MaxNLocator(6))
+    else:
+        axes.set_xscale("log")
+        few = high / low < DECADE**2
+        axes.xaxis.set_major_locator(LogLocator(DECADE, subs=(1.0, 2.0, 5.0) if few else (1.0,)))
     axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
     axes.xaxis.set_minor_formatter(NullFormatter())

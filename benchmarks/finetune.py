@@ -148,7 +148,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _report(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) -> int:
     """Print quality, times and their ratio, and write result.json."""
-    from vembed.evaluation.benchmark import folder_names
+    from vembed.evaluation.benchmark.names import folder_names
     from vembed.evaluation.significance import verdict
     from vembed.evaluation.store import read_evaluation
 

@@ -12,7 +12,7 @@ import pytrec_eval
 from vembed.__main__ import COMMANDS
 from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark import folder_names
+from vembed.evaluation.benchmark.names import folder_names
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 MEASURE = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
@@ -51,6 +51,7 @@ def evaluate(*words: object) -> int:
 def test_metrics_equal_pytrec_eval_on_the_run_file(model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(model, "--data", data, "--output", tmp_path / "out") == 0
     (folder,) = (tmp_path / "out" / "bag").iterdir()
+    assert (folder / "vectors" / "documents.npy").is_file()
     run: dict[str, dict[str, float]] = {}
     for line in (folder / "run.trec").read_text().splitlines():
         query, _, document, _, score, _ = line.split()
@@ -65,7 +66,7 @@ def test_several_models_and_bm25_each_have_a_folder(model: Path, data: Path, tmp
     other = tmp_path / "other" / "bag"
     NgramBag(NgramBagConfig(dimension=16, buckets=512)).save(other)
     assert evaluate(model, other, "--data", data, "--bm25", "--output", tmp_path / "out") == 0
-    folders = sorted(path.name for path in (tmp_path / "out").iterdir())
+    folders = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
     assert len(folders) == 3
     assert "BM25" in folders
     assert "other_bag" in folders

@@ -95,7 +95,12 @@ class Corpus:
         """
         if self._file is None:
             task = load_retrieval(self._path, SourceOptions(role="test"))
-            yield from (Document(name, text) for name, text in task.documents.items())
+            pictures = sum(not isinstance(item, str) for item in task.documents.values())
+            if pictures:
+                raise DataError(
+                    f"{self._path} holds {pictures} pictures, and an index is made of texts in this version"
+                )
+            yield from (Document(name, text) for name, text in task.documents.items() if isinstance(text, str))
             return
         known: set[str] = set()
         for line, row in self._rows(self._file):

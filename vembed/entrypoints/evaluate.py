@@ -1,22 +1,35 @@
-"""`vembed evaluate MODEL --data SET --output DIR`: retrieval quality of models on sets."""
+"""`vembed evaluate MODEL ... --data SET ... --output DIR`: the retrieval benchmark, every model on every set."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
+import platform
+import shlex
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vembed.config.redact import redact
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    import torch
 
     from vembed.batch import Side
-    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry
+    from vembed.evaluation.benchmark.variants import Variant
     from vembed.models.huggingface import ModelOptions
 
 DESCRIPTION = "Evaluate embedding models on retrieval sets: encode, search exactly with FAISS, score with trec_eval."
+BM25_NAMES = ("bm25", "BM25")
+"""What BM25 is called among the models; a folder of that name is given as ./bm25."""
+
+QUANTIZE = ("int8", "binary")
+METRICS = ("ndcg", "recall", "precision", "mrr", "map", "hit")
 SHOWN_METRICS = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
 
@@ -28,17 +41,30 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         program: How the program was called, for its help.
     """
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("models", nargs="+", metavar="MODEL", help="hub id, local folder or output of a run (model/)")
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL", help="hub id, local folder, output of a run (model/), or bm25"
+    )
     parser.add_argument(
         "--data", nargs="+", required=True, metavar="SET", help="BEIR folder, file of rows, hub id or builtin:SET"
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="gets MODEL/SET/metrics.json, run.trec"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="gets leaderboard.html, .md, .json, MODEL/SET/run.trec",
     )
+    parser.add_argument("--metric", default="ndcg@10", metavar="M", help="what to compare by; default: ndcg@10")
     parser.add_argument("--split", help="split of the sets; default: their test split")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most texts of one encoder call")
     parser.add_argument("--bf16", action="store_true", help="encode in bfloat16")
     parser.add_argument("--bm25", action="store_true", help="evaluate BM25 too")
+    parser.add_argument("--dims", metavar="N,N", help="also search the first N dimensions, e.g. 64,128,256")
+    parser.add_argument("--quantize", nargs="+", default=[], choices=QUANTIZE, help="also search vectors of fewer bits")
+    parser.add_argument(
+        "--index", nargs="+", default=[], metavar="F", help="also search FAISS indexes, e.g. HNSW32 IVF64,Flat:nprobe=8"
+    )
+    parser.add_argument("--no-keep-vectors", action="store_true", help="don't keep vectors on disk for the next run")
     parser.add_argument("--query-prompt", help="text before each query; default: the model's own")
     parser.add_argument("--document-prompt", help="text before each document; default: the model's own")
     parser.add_argument("--max-seq-length", type=int, metavar="N", help="longest input in tokens; default: the model's")
@@ -56,36 +82,92 @@ def main(arguments: Sequence[str], *, program: str) -> int:
         program: How the program was called, for its help.
     """
     parsed = parse_arguments(arguments, program=program)
-    return run_command(lambda: _run(parsed))
+    command = redact(shlex.join([*program.split(), *arguments]))
+    return run_command(lambda: _run(parsed, command=command))
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run(parsed: argparse.Namespace, *, command: str) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
     if parsed.trust_remote_code and parsed.model_revision is None:
         raise ConfigError("--trust-remote-code needs --model-revision: the commit whose code you read")
-    import torch
+    k = _cut_off(parsed.metric)
+    variants = _variants(parsed)
 
     from vembed.distributed.runtime import start_runtime
-    from vembed.evaluation.benchmark import BenchmarkOptions, run_benchmark
+    from vembed.evaluation.benchmark.run import run_benchmark
+    from vembed.evaluation.leaderboard.content import build_board
+    from vembed.evaluation.leaderboard.terminal import render_terminal
+    from vembed.evaluation.leaderboard.write import write_leaderboard
     from vembed.training.guards import StopSignal
 
     quiet_libraries()
     runtime = start_runtime(deterministic=False)
     with StopSignal() as stop:
-        options = BenchmarkOptions(
-            device=runtime.device,
-            batch_rows=parsed.batch_size,
-            split=parsed.split,
-            autocast_dtype=torch.bfloat16 if parsed.bf16 else None,
-            with_bm25=parsed.bm25,
-            poll=stop.poll,
-        )
-        models = [_model_options(parsed, name) for name in parsed.models]
-        for result in run_benchmark(models, parsed.data, parsed.output, options):
-            _print_result(result)
-    print(f"written to {parsed.output}")
+        options = _benchmark_options(parsed, device=runtime.device, variants=variants, k=k, poll=stop.poll)
+        models = [_model_options(parsed, name) for name in parsed.models if name not in BM25_NAMES]
+        entries = []
+        for entry in run_benchmark(models, parsed.data, parsed.output, options):
+            _print_result(entry, parsed.metric)
+            entries.append(entry)
+    facts = {
+        "System": f"{platform.system()} {platform.machine()}",
+        "Device of the encoders": runtime.machine.device_name,
+    }
+    facts |= {name: version(name) for name in ("vembed", "faiss-cpu", "torch")}
+    board = build_board(entries, parsed.metric, facts=list(facts.items()), command=command)
+    write_leaderboard(parsed.output, board)
+    print(f"\n{render_terminal(board)}\nwritten to {parsed.output / 'leaderboard.html'}, .md and .json")
     return ExitCode.OK
+
+
+def _cut_off(metric: str) -> int:
+    """Return the k of a metric's name."""
+    from vembed.evaluation.run import DEFAULT_DEPTH
+
+    name, _, digits = metric.partition("@")
+    if name not in METRICS:
+        close = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
+        raise ConfigError(f"--metric: there is no {metric!r}; did you mean {close[0]}@{digits or 10}?")
+    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= DEFAULT_DEPTH:
+        raise ConfigError(f"--metric {metric!r}: write {name}@k with k between 1 and {DEFAULT_DEPTH}, e.g. {name}@10")
+    return int(digits)
+
+
+def _variants(parsed: argparse.Namespace) -> tuple[Variant, ...]:
+    from vembed.evaluation.benchmark.variants import plan_variants
+
+    words = [word.strip() for word in (parsed.dims or "").split(",")] if parsed.dims is not None else []
+    for word in words:
+        if not word.isascii() or not word.isdigit():
+            raise ConfigError(f"--dims: {word!r} is no number of dimensions; write them like 64,128,256")
+    return plan_variants(dims=[int(word) for word in words], precisions=parsed.quantize, indexes=parsed.index)
+
+
+def _benchmark_options(
+    parsed: argparse.Namespace,
+    *,
+    device: torch.device,
+    variants: tuple[Variant, ...],
+    k: int,
+    poll: Callable[[], None],
+) -> BenchmarkOptions:
+    import torch
+
+    from vembed.evaluation.benchmark.run import BenchmarkOptions
+    from vembed.evaluation.metrics import DEFAULT_KS
+
+    return BenchmarkOptions(
+        device=device,
+        batch_rows=parsed.batch_size,
+        split=parsed.split,
+        autocast_dtype=torch.bfloat16 if parsed.bf16 else None,
+        with_bm25=parsed.bm25 or any(name in BM25_NAMES for name in parsed.models),
+        poll=poll,
+        ks=tuple(sorted({*DEFAULT_KS, k})),
+        variants=variants,
+        keep_vectors=not parsed.no_keep_vectors,
+    )
 
 
 def _model_options(parsed: argparse.Namespace, name: str) -> ModelOptions:
@@ -106,13 +188,14 @@ def _model_options(parsed: argparse.Namespace, name: str) -> ModelOptions:
     )
 
 
-def _print_result(result: EvaluationResult) -> None:
+def _print_result(entry: Entry, metric: str) -> None:
     """Print a result on two lines and its notes."""
     from vembed.evaluation.significance import bootstrap_interval
 
-    low, high = bootstrap_interval(result, "ndcg@10")
-    print(f"{result.system} on {result.task}: {result.num_queries} queries, {result.num_documents} documents")
-    numbers = "  ".join(f"{metric} {result.metrics[metric]:.4f}" for metric in SHOWN_METRICS)
-    print(f"  {numbers}  (95% interval of ndcg@10: {low:.4f} to {high:.4f})")
+    result = entry.result
+    low, high = bootstrap_interval(result, metric)
+    print(f"{entry.system} on {entry.task}: {result.num_queries} queries, {result.num_documents} documents")
+    numbers = "  ".join(f"{name} {result.metrics[name]:.4f}" for name in dict.fromkeys((metric, *SHOWN_METRICS)))
+    print(f"  {numbers}  (95% interval of {metric}: {low:.4f} to {high:.4f})")
     for note in result.notes:
         print(f"  {note}")

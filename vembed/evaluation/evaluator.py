@@ -68,7 +68,6 @@ def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) ->
     """
     builder = RunBuilder(task, ks=options.ks, depth=options.depth)
     started = time.perf_counter()
-    document_ids = list(task.documents)
     document_vectors_DE = _encode(encode, list(task.documents.values()), "document")
     query_vectors_QE = _encode(encode, [task.queries[query_id] for query_id in builder.query_ids], "query")
     scores_Qk, rows_Qk = search(
@@ -79,15 +78,31 @@ def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) ->
         poll=options.poll,
     )
     seconds = time.perf_counter() - started
+    add_hits(builder, list(task.documents), scores_Qk, rows_Qk)
+    notes = [] if options.index_factory == EXACT else [approximate_note(options.index_factory)]
+    return builder.result(options.system, seconds=seconds, notes=notes)
+
+
+def add_hits(
+    builder: RunBuilder, document_ids: Sequence[str], scores_Qk: NDArray[np.float32], rows_Qk: NDArray[np.int64]
+) -> None:
+    """Give a builder what a search found.
+
+    Args:
+        builder: Where the hits go.
+        document_ids: Id of each row of the index.
+        scores_Qk: Scores of the hits of each of the builder's queries, larger is better.
+        rows_Qk: Rows of the hits; -1 is an approximate index's way of saying that it found fewer.
+    """
     for query_id, scores_k, rows_k in zip(builder.query_ids, scores_Qk, rows_Qk, strict=True):
-        # Row -1 is an approximate index's way of saying that it found fewer.
         found_k = rows_k >= 0
         hits = zip(rows_k[found_k].tolist(), scores_k[found_k].tolist(), strict=True)
         builder.add(query_id, ((document_ids[row], score) for row, score in hits))
-    notes = []
-    if options.index_factory != EXACT:
-        notes.append(f'Searched with the FAISS index "{options.index_factory}", which may miss documents.')
-    return builder.result(options.system, seconds=seconds, notes=notes)
+
+
+def approximate_note(factory: str) -> str:
+    """Return the note of a search that may miss documents."""
+    return f'Searched with the FAISS index "{factory}", which may miss documents.'
 
 
 def _encode(encode: Encode, texts: Sequence[Item], side: Side) -> NDArray[np.float32]:

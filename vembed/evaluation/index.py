@@ -44,8 +44,7 @@ def search(
         document_vectors_DE: Document embeddings, (D, E), float32.
         query_vectors_QE: Query embeddings, (Q, E), float32.
         k: Hits per query; clipped to D.
-        factory: FAISS index string: "Flat" is exact, others ("HNSW32", "IVF64,Flat") are approximate and searched with
-            FAISS's own defaults.
+        factory: As for `build_index`.
         query_batch: Queries per FAISS call.
         poll: Called before each batch of queries; it may raise, e.g. `PreemptedError`.
 
@@ -61,18 +60,41 @@ def search(
     _check_shapes(document_vectors_DE, query_vectors_QE)
     if k < 1 or query_batch < 1:
         raise ValueError(f"k is {k} and query_batch is {query_batch}; both are at least 1.")
-    _check_finite(document_vectors_DE, "document")
-    _check_finite(query_vectors_QE, "query")
-    k = min(k, len(document_vectors_DE))
+    check_finite(document_vectors_DE, "document")
+    check_finite(query_vectors_QE, "query")
     index = build_index(document_vectors_DE, factory)
-    num_queries = len(query_vectors_QE)
+    return search_index(index, query_vectors_QE, k=k, query_batch=query_batch, poll=poll)
+
+
+def search_index(
+    index: Any,
+    query_vectors: NDArray[Any],
+    *,
+    k: int,
+    query_batch: int = 1024,
+    poll: Callable[[], None] | None = None,
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Return the k best rows of a FAISS index for each query.
+
+    Args:
+        index: The index; a binary one gives distances instead of scores.
+        query_vectors: Queries as the index takes them, one a row.
+        k: Hits per query; clipped to the size of the index.
+        query_batch: Queries per FAISS call.
+        poll: Called before each batch of queries; it may raise, e.g. `PreemptedError`.
+
+    Returns:
+        Scores (Q, k) float32 and rows (Q, k) int64, -1 where fewer were found.
+    """
+    k = min(k, index.ntotal)
+    num_queries = len(query_vectors)
     scores_Qk = np.empty((num_queries, k), dtype=np.float32)
     rows_Qk = np.empty((num_queries, k), dtype=np.int64)
     for start in range(0, num_queries, query_batch):
         if poll is not None:
             poll()
         part = slice(start, min(start + query_batch, num_queries))
-        scores_Qk[part], rows_Qk[part] = index.search(query_vectors_QE[part], k)
+        scores_Qk[part], rows_Qk[part] = index.search(query_vectors[part], k)
     return scores_Qk, rows_Qk
 
 
@@ -80,16 +102,16 @@ def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
     """Return a FAISS index that holds the vectors, row i under id i.
 
     Args:
-        vectors_DE: Embeddings, (D, E), float32, all finite; may be mapped from a file.
-        factory: FAISS index string.
+        vectors_DE: Document embeddings, (D, E), float32.
+        factory: FAISS index string: "Flat" is exact, others ("HNSW32", "IVF64,Flat") are approximate and searched with
+            FAISS's own defaults, or with what follows a colon ("IVF64,Flat:nprobe=8", "HNSW32:efSearch=128").
 
     Raises:
-        ConfigError: FAISS can't build the index for these vectors.
+        ConfigError: FAISS can't build the index for these documents, or has no such search setting.
     """
     num_documents, dim = vectors_DE.shape
-    what = f"{num_documents} documents of {dim} dimensions"
-    index = new_index(dim, factory, what=what)
     try:
+        index = _empty_index(factory, dim)
         if not index.is_trained:
             # Evenly spaced rows: the same at every run, and from all parts of a corpus that is sorted by topic.
             step = -(-num_documents // TRAIN_ROWS)
@@ -97,30 +119,39 @@ def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
         for start in range(0, num_documents, SLICE_ROWS):
             index.add(vectors_DE[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous
     except RuntimeError as error:
-        raise _refused(factory, what, error) from error
+        raise ConfigError(_unbuildable(factory, f"{num_documents} documents of {dim} dimensions", error)) from error
     return index
 
 
-def new_index(dim: int, factory: str, *, what: str = "") -> Any:
-    """Return an empty FAISS index by inner product.
+def new_index(factory: str, dim: int) -> Any:
+    """Return an empty FAISS index.
 
     Args:
-        dim: E.
-        factory: FAISS index string.
-        what: What it is for, in an error.
+        factory: As for `build_index`.
+        dim: Dimensions of the vectors.
 
     Raises:
-        ConfigError: FAISS doesn't know it, or it doesn't suit the dimension.
+        ConfigError: FAISS has no such index or search setting, or not for this dim.
     """
     try:
-        return faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
+        return _empty_index(factory, dim)
     except RuntimeError as error:
-        raise _refused(factory, what or f"vectors of {dim} dimensions", error) from error
+        raise ConfigError(_unbuildable(factory, f"vectors of {dim} dimensions", error)) from error
 
 
-def _refused(factory: str, what: str, error: RuntimeError) -> ConfigError:
+def _empty_index(factory: str, dim: int) -> Any:
+    """Return an empty index with its search settings."""
+    name, _, search_settings = factory.partition(":")
+    index = faiss.index_factory(dim, name, faiss.METRIC_INNER_PRODUCT)
+    if search_settings:
+        faiss.ParameterSpace().set_index_parameters(index, search_settings)  # type: ignore[arg-type]  # wrong stub
+    return index
+
+
+def _unbuildable(factory: str, what: str, error: RuntimeError) -> str:
+    """Return the message about an index that FAISS refuses, its reason without the place in FAISS's code."""
     reason = str(error).rsplit(": ", 1)[-1]
-    return ConfigError(
+    return (
         f"FAISS can't build the index {factory!r} for {what}: {reason}. "
         'Use "Flat" (exact), or e.g. "HNSW32" or "IVF64,Flat" for a large corpus.'
     )
@@ -137,8 +168,16 @@ def _check_shapes(documents_DE: NDArray[np.float32], queries_QE: NDArray[np.floa
         raise ValueError(f"document vectors have shape {documents_DE.shape}: there is nothing to search.")
 
 
-def _check_finite(vectors_NE: NDArray[np.float32], what: str) -> None:
-    """Refuse NaN and infinity: FAISS would rank them somewhere, without a word."""
+def check_finite(vectors_NE: NDArray[np.float32], what: str) -> None:
+    """Refuse NaN and infinity: FAISS would rank them somewhere, without a word.
+
+    Args:
+        vectors_NE: Embeddings, (N, E).
+        what: "document" or "query", for the message.
+
+    Raises:
+        NonFiniteError: A vector holds NaN or infinity.
+    """
     bad: list[int] = []
     for start in range(0, len(vectors_NE), SLICE_ROWS):
         finite_N = np.isfinite(vectors_NE[start : start + SLICE_ROWS]).all(axis=1)

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from numpy.typing import NDArray
 
@@ -137,8 +137,8 @@ def paired_bootstrap(
     Source:
         Sakai (SIGIR 2006), the paired case.
     """
-    ids, before_Q = _values(baseline, metric)
-    candidate_ids, after_Q = _values(candidate, metric)
+    ids, before_Q = query_values(baseline, metric)
+    candidate_ids, after_Q = query_values(candidate, metric)
     if ids != candidate_ids:
         raise ValueError(
             f"{metric} of {baseline.system} and of {candidate.system} are over different queries: "
@@ -179,8 +179,43 @@ def bootstrap_interval(
     Raises:
         ValueError: The metric is missing.
     """
-    _, values_Q = _values(result, metric)
+    _, values_Q = query_values(result, metric)
     return _percentile_interval(values_Q, samples=samples, seed=seed, confidence=confidence)
+
+
+def mean_interval(
+    results: Sequence[EvaluationResult],
+    metric: str,
+    *,
+    samples: int = 10_000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> tuple[float, float]:
+    """Return the percentile interval of one system's mean over sets, each set counting the same.
+
+    Each resample draws the queries of every set anew; the sets stay, so that the interval speaks of other queries of
+    these sets, not of other sets.
+
+    Args:
+        results: What was evaluated, one result for each set.
+        metric: Name of the metric, e.g. "ndcg@10".
+        samples: Resamples to draw.
+        seed: Seed of the draws of the first set; the next set takes the next one.
+        confidence: Share of resamples inside the interval, between 0 and 1.
+
+    Returns:
+        Lower and upper bound; those of `bootstrap_interval` where there is one set.
+
+    Raises:
+        ValueError: There is no result, or the metric is missing.
+    """
+    if not results:
+        raise ValueError("there is no result to take the mean of.")
+    means_S = np.zeros(samples, dtype=np.float64)
+    for offset, result in enumerate(results):
+        _, values_Q = query_values(result, metric)
+        means_S += _resampled_means(values_Q, samples=samples, seed=seed + offset)
+    return _bounds(means_S / len(results), confidence=confidence)
 
 
 def _percentile_interval(
@@ -189,9 +224,13 @@ def _percentile_interval(
     """Return the bounds between which `confidence` of the resampled means lie."""
     if samples < 1:
         raise ValueError(f"samples is {samples}; at least 1 resample is needed, 10000 is usual.")
+    return _bounds(_resampled_means(values_Q, samples=samples, seed=seed), confidence=confidence)
+
+
+def _bounds(means_S: NDArray[np.float64], *, confidence: float) -> tuple[float, float]:
+    """Return what remains of resampled means after cutting off both tails."""
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence is {confidence}; it is a share between 0 and 1, e.g. 0.95.")
-    means_S = _resampled_means(values_Q, samples=samples, seed=seed)
     tail = (1.0 - confidence) / 2.0
     low, high = np.quantile(means_S, (tail, 1.0 - tail))
     return round(float(low), FLOAT_NOISE_DECIMALS), round(float(high), FLOAT_NOISE_DECIMALS)
@@ -209,8 +248,12 @@ def _resampled_means(values_Q: NDArray[np.float64], *, samples: int, seed: int) 
     return means_S
 
 
-def _values(result: EvaluationResult, metric: str) -> tuple[list[str], NDArray[np.float64]]:
-    """Return the query ids in sorted order, so that no interval depends on the order of a file, and their values."""
+def query_values(result: EvaluationResult, metric: str) -> tuple[list[str], NDArray[np.float64]]:
+    """Return the query ids in sorted order, so that no interval depends on the order of a file, and their values.
+
+    Raises:
+        ValueError: The metric is missing, or there is no query.
+    """
     if metric not in result.per_query:
         known = ", ".join(sorted(result.per_query)) or "none"
         raise ValueError(f"{result.system} on {result.task} has no metric {metric!r}; it has: {known}.")

@@ -25,7 +25,7 @@ from vembed.errors import DataError, MachineError
 from vembed.evaluation.result import EvaluationResult
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
     from pathlib import Path
 
 METRICS_FILE = "metrics.json"
@@ -35,7 +35,9 @@ RUN_FILE = "run.trec"
 _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]|%(?=[0-9A-Fa-f]{2})")
 
 
-def write_evaluation(folder: Path, result: EvaluationResult) -> None:
+def write_evaluation(
+    folder: Path, result: EvaluationResult, *, extra: Mapping[str, str] | None = None, kept: Collection[str] = ()
+) -> None:
     """Write the result into a folder that appears complete or not at all.
 
     The files are written into a temporary folder beside it, which then takes its name. An earlier evaluation there is
@@ -44,6 +46,8 @@ def write_evaluation(folder: Path, result: EvaluationResult) -> None:
     Args:
         folder: Where to write; its parents are made.
         result: What to write.
+        extra: Further files by name, written with the others.
+        kept: Entries of the folder that stay: they belong to others.
 
     Raises:
         MachineError: The folder holds something that isn't an evaluation, or can't be written.
@@ -53,9 +57,10 @@ def write_evaluation(folder: Path, result: EvaluationResult) -> None:
         METRICS_FILE: _metrics_text(result),
         PER_QUERY_FILE: _json_text(result.per_query),
         RUN_FILE: "".join(_run_lines(result)),
+        **(extra or {}),
     }
     try:
-        _replace_folder(folder, files)
+        _replace_folder(folder, files, kept)
     except OSError as error:
         raise MachineError(
             f"{folder}: the evaluation can't be written: {error}. Free some space, or choose another output folder."
@@ -131,9 +136,10 @@ def _encode_id(name: str) -> str:
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match.group().encode()), name)
 
 
-def _replace_folder(folder: Path, files: dict[str, str]) -> None:
+def _replace_folder(folder: Path, files: Mapping[str, str], kept: Collection[str]) -> None:
     """Write the files beside the folder, then let them take its name; on failure the folder is as it was."""
-    if folder.exists() and not (folder / METRICS_FILE).is_file() and any(folder.iterdir()):
+    holds_others = folder.exists() and any(path.name not in kept for path in folder.iterdir())
+    if holds_others and not (folder / METRICS_FILE).is_file():
         raise FileExistsError(f"it holds other files and no {METRICS_FILE}")
     temporary = folder.with_name(f".{folder.name}.tmp")
     old = folder.with_name(f".{folder.name}.old")
@@ -146,6 +152,9 @@ def _replace_folder(folder: Path, files: dict[str, str]) -> None:
             shutil.rmtree(old, ignore_errors=True)
             folder.replace(old)  # no system renames a folder over one that holds files
         temporary.replace(folder)
+        for name in kept:
+            if (old / name).exists():
+                (old / name).replace(folder / name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not folder.exists():

@@ -84,7 +84,7 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     """
     output = Path(output).resolve()
     refuse_taken(output, overwrite=options.overwrite)
-    new_index(options.model.dimension, options.factory)  # a misspelt factory costs no encoding
+    new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
     temporary = output.with_name(f".{output.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # what a kill left

@@ -31,12 +31,16 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.ranks import RecallCurve, ScoreSplit
 
 INK, LINE, SERIES, BETTER, WORSE = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
+OTHER_SERIES = ("#0a0b06", "#0a0b07", "#0a0b08")
+"""Further series of one drawing; the page that holds it gives them their colours."""
+
 PAGE_COLOURS = {
     INK: "currentColor",
     LINE: "var(--line)",
     SERIES: "var(--series)",
     BETTER: "var(--better)",
     WORSE: "var(--worse)",
+    **{colour: f"var(--series-{number})" for number, colour in enumerate(OTHER_SERIES, start=2)},
 }
 CURVE_INCHES, HISTOGRAM_INCHES = (3.9, 2.1), (5.2, 2.5)
 """Width and height, such that labels are about as large as small print where the drawing stands."""
@@ -93,7 +97,7 @@ def draw_curve(curve: Curve, *, name: str, label: str, marks: bool = False) -> H
     Returns:
         An `svg` element as wide as what it stands in.
     """
-    with _axes(CURVE_INCHES) as (figure, axes):
+    with chart_axes(CURVE_INCHES) as (figure, axes):
         values_N = curve.values_N / curve.spec.divisor
         lone = len(values_N) == 1
         faint = curve.mean_N is not None
@@ -114,9 +118,9 @@ def draw_curve(curve: Curve, *, name: str, label: str, marks: bool = False) -> H
         _scale(axes, values_N)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.grid(axis="y")
-        return _svg(figure, name=name, label=label)
+        return inline_svg(figure, name=name, label=label)
 
 
 def _scale(axes: Axes, values_N: np.ndarray) -> None:
@@ -130,10 +134,10 @@ def _scale(axes: Axes, values_N: np.ndarray) -> None:
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             room = abs(high) * 0.5 or 1.0
             axes.set_ylim(low - room, high + room)
-    axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+    axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
 
 
-def _tick(value: float, _: int | None = None) -> str:
+def tick_text(value: float, _: int | None = None) -> str:
     """Return the label of a tick."""
     return number_text(float(f"{value:.10g}"))
 
@@ -152,7 +156,7 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
     reach = float(np.abs(changed_N).max())
     edges = np.linspace(-reach, reach, BARS + 1)
     counts, _ = np.histogram(changed_N, bins=edges)
-    with _axes(HISTOGRAM_INCHES) as (figure, axes):
+    with chart_axes(HISTOGRAM_INCHES) as (figure, axes):
         width = edges[1] - edges[0]
         half = BARS // 2
         axes.bar(edges[:half], counts[:half], width * 0.86, align="edge", color=WORSE, linewidth=0)
@@ -164,9 +168,9 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
         axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed_text(value, 2)))
         axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.grid(axis="y")
-        return _svg(figure, name="histogram", label=label)
+        return inline_svg(figure, name="histogram", label=label)
 
 
 def draw_recall(curves: Sequence[RecallCurve], *, label: str) -> Html:
@@ -177,7 +181,7 @@ def draw_recall(curves: Sequence[RecallCurve], *, label: str) -> Html:
         label: What a screen reader says in place of the drawing.
     """
     looks = {"final": (SERIES, "-", 2.0), "baseline": (INK, "--", 1.4), "BM25": (INK, ":", 1.6)}
-    with _axes(CURVE_INCHES) as (figure, axes):
+    with chart_axes(CURVE_INCHES) as (figure, axes):
         count = len(curves[0].recall_K)
         for curve in sorted(curves, key=lambda curve: list(looks).index(curve.label)):
             colour, dashes, width = looks[curve.label]
@@ -195,14 +199,14 @@ def draw_recall(curves: Sequence[RecallCurve], *, label: str) -> Html:
         axes.set_xscale("log")
         axes.set_xticks([cut for cut in RECALL_TICKS if cut <= count])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.set_ylim(0.0, 1.03)
         axes.set_yticks([0.0, 0.25, 0.5, 0.75, 1.0])
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.set_xlabel("k, documents looked at")
         axes.grid(axis="y")
         axes.legend(frameon=False, fontsize=9.0, loc="best")
-        return _svg(figure, name="recall", label=label)
+        return inline_svg(figure, name="recall", label=label)
 
 
 def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) -> Html:
@@ -215,7 +219,7 @@ def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) ->
     """
     low, high = reach if reach[1] > reach[0] else (reach[0] - 0.5, reach[1] + 0.5)
     edges = np.linspace(low, high, BARS + 1)
-    with _axes(CURVE_INCHES) as (figure, axes):
+    with chart_axes(CURVE_INCHES) as (figure, axes):
         for scores, name in ((split.relevant, "relevant"), (split.others, "others")):
             if not len(scores):
                 continue
@@ -229,16 +233,16 @@ def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) ->
         axes.set_xlabel("score")
         axes.set_ylabel("% of the group")
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
+        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.grid(axis="y")
         axes.legend(frameon=False, fontsize=9.0, loc="best")
-        return _svg(figure, name=f"scores-{split.label}", label=label)
+        return inline_svg(figure, name=f"scores-{split.label}", label=label)
 
 
 @contextmanager
-def _axes(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
+def chart_axes(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
     """Yield a figure with one pair of axes in our settings, whatever the user's own matplotlibrc says."""
     with mpl.rc_context():
         mpl.rcdefaults()
@@ -248,7 +252,7 @@ def _axes(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
         yield figure, figure.add_subplot()
 
 
-def _svg(figure: Figure, *, name: str, label: str) -> Html:
+def inline_svg(figure: Figure, *, name: str, label: str) -> Html:
     """Return the figure as an inline element: no size, no metadata, page colours, ids of its own.
 
     Its style sheet goes too: inside a page it would match every element of the page.

@@ -23,12 +23,12 @@ from vembed.evaluation.report.html_parts import (
     records_table,
     scroll_table,
     section,
+    whole_page,
 )
 from vembed.evaluation.report.html_queries import queries_section
 from vembed.evaluation.report.html_ranks import ranks_section
 from vembed.evaluation.report.markup import Html, element, join
 from vembed.evaluation.report.settings import plan_parts
-from vembed.evaluation.report.style import STYLE
 from vembed.evaluation.report.text import count_text, metric_text, one_line, plural, signed_text, value_text
 
 if TYPE_CHECKING:
@@ -38,22 +38,10 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.data import RunReport
 
-SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-"""What the page may do: show itself. A second wall behind the escaping."""
-
 
 def render_html(content: Content) -> str:
     """Return the page."""
     title = one_line(content.report.title)
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=SECURITY_POLICY),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("title", f"{title}: {content.report.verdict.word}"),
-        element("style", STYLE),
-    )
     sections = [
         _metrics(content),
         ranks_section(content),
@@ -64,13 +52,8 @@ def render_html(content: Content) -> str:
         _plan(content),
         _reproduce(content),
     ]
-    body = element(
-        "body",
-        _header(content),
-        element("main", join(sections, "\n")),
-        element("footer", "Written by vembed. This page needs no network and runs no script."),
-    )
-    return "<!DOCTYPE html>\n" + element("html", head, "\n", body, lang="en") + "\n"
+    parts = [_header(content), element("main", join(sections, "\n"))]
+    return whole_page(f"{title}: {content.report.verdict.word}", *parts)
 
 
 def _header(content: Content) -> Html:

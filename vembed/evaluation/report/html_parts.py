@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from vembed.evaluation.report.markup import Html, element
 from vembed.evaluation.report.settings import columns
+from vembed.evaluation.report.style import STYLE
 from vembed.evaluation.report.text import clip, count_text, one_line, visible
 
 if TYPE_CHECKING:
@@ -15,6 +16,31 @@ if TYPE_CHECKING:
 
 VALUE_CHARACTERS = 2_000
 """Most characters shown of one setting; report.json has all of it."""
+
+
+SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""What the page may do: show itself. A second wall behind the escaping."""
+
+
+def whole_page(title: str, *parts: Html, style: Html = STYLE) -> str:
+    """Return a page that needs no other file.
+
+    Args:
+        title: What the window is called.
+        parts: What the page shows, in order; a footer follows.
+        style: Text of its style sheet.
+    """
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", http_equiv="Content-Security-Policy", content=SECURITY_POLICY),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", title),
+        element("style", style),
+    )
+    footer = element("footer", "Written by vembed. This page needs no network and runs no script.")
+    return "<!DOCTYPE html>\n" + element("html", head, "\n", element("body", *parts, footer), lang="en") + "\n"
 
 
 def section(name: str, title: str, *parts: Html) -> Html:

@@ -131,7 +131,7 @@ def _metric_table(content: Content, rows: Sequence[MetricRow]) -> str:
             cells += [signed_text(comparison.difference, decimals), interval_text(comparison, decimals)]
             cells += [f"{SYMBOLS[row.verdict.word]} {row.verdict.word}"]
         body.append([*cells, *([metric_text(row.bm25)] if bm25 else [])])
-    return _table(heads, body, numeric={1, 2, 3, 4, 6})
+    return table(heads, body, numeric={1, 2, 3, 4, 6})
 
 
 def _ranks(content: Content) -> list[str]:
@@ -142,7 +142,7 @@ def _ranks(content: Content) -> list[str]:
     body = [cut_cells(curve, ranks.cuts) for curve in ranks.curves]
     heads = cut_heads(ranks.cuts)
     lines = [f"- {split.label}: {split.summary}" for split in ranks.splits]
-    return ["## Ranks and scores", _table(heads, body, numeric=range(1, len(heads))), "\n".join(lines)]
+    return ["## Ranks and scores", table(heads, body, numeric=range(1, len(heads))), "\n".join(lines)]
 
 
 def _curves(content: Content) -> list[str]:
@@ -152,7 +152,7 @@ def _curves(content: Content) -> list[str]:
         body.insert(0, _curve_cells(f"Dev {escape(content.dev_metric)}", content.dev))
     blocks = ["## Curves"]
     if body:
-        blocks.append(_table(["Curve", "Shape", "In words"], body))
+        blocks.append(table(["Curve", "Shape", "In words"], body))
     missing = [*content.not_logged, *([] if content.dev else ["Dev metrics"])]
     if missing:
         blocks.append(f"Not logged: {', '.join(missing)}.")
@@ -163,7 +163,7 @@ def _curves(content: Content) -> list[str]:
         if len(rows) < len(content.evaluations):
             note += f" {len(rows)} of {count_text(len(content.evaluations))} evaluations, evenly spread."
         heads = ["Step", *(escape(name) for name in names)]
-        blocks += ["### Dev metrics by step", note, _table(heads, cells, numeric=range(len(heads)))]
+        blocks += ["### Dev metrics by step", note, table(heads, cells, numeric=range(len(heads)))]
     return blocks
 
 
@@ -232,7 +232,7 @@ def _item(item: Item | None, identifier: str) -> str:
 def _data(content: Content) -> list[str]:
     """Return the data facts and what was left out."""
     facts = content.report.data_facts
-    blocks = ["## Data", _pairs(facts) if facts else "No data facts were given."]
+    blocks = ["## Data", pairs_table(facts) if facts else "No data facts were given."]
     found = notes(content.report)
     return [*blocks, "\n".join(f"- {escape(note)}" for note in found)] if found else blocks
 
@@ -244,7 +244,7 @@ def _plan(content: Content) -> list[str]:
     if reasons:
         blocks.append("\n".join(f"{number}. {escape(reason)}" for number, reason in enumerate(reasons, start=1)))
     if settings:
-        blocks.append(_pairs(settings))
+        blocks.append(pairs_table(settings))
     for name, records in tables:
         blocks += [f"### {escape(name.replace('_', ' ').capitalize())}", _records(records)]
     return blocks if len(blocks) > 1 else [*blocks, "No plan was given."]
@@ -254,13 +254,13 @@ def _reproduce(content: Content) -> list[str]:
     """Return command, environment and config."""
     report = content.report
     config = [(key, value_text(key, value)) for key, value in report.config.items()]
-    blocks = ["## Reproduce", _fenced(report.command)]
+    blocks = ["## Reproduce", fenced(report.command)]
     if report.environment:
-        blocks += ["### Environment", _pairs(list(report.environment.items()))]
-    return [*blocks, "### Configuration", _pairs(config)] if config else blocks
+        blocks += ["### Environment", pairs_table(list(report.environment.items()))]
+    return [*blocks, "### Configuration", pairs_table(config)] if config else blocks
 
 
-def _fenced(text: str) -> str:
+def fenced(text: str) -> str:
     """Return a text as a code block whose fence is longer than any run of backticks in it."""
     shown = visible(text)
     longest = max((len(run) for run in re.findall("`+", shown)), default=0)
@@ -268,9 +268,9 @@ def _fenced(text: str) -> str:
     return f"{fence}text\n{shown}\n{fence}"
 
 
-def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
+def pairs_table(pairs: Sequence[tuple[str, str]]) -> str:
     """Return a table of names and values."""
-    return _table(
+    return table(
         ["Name", "Value"], [[escape(name), escape(clip(value, VALUE_CHARACTERS).short)] for name, value in pairs]
     )
 
@@ -279,10 +279,10 @@ def _records(records: Sequence[Record]) -> str:
     """Return a table of records."""
     names = columns(records)
     body = [[escape(clip(record.get(name, ""), VALUE_CHARACTERS).short) for name in names] for record in records]
-    return _table([escape(name.replace("_", " ")) for name in names], body)
+    return table([escape(name.replace("_", " ")) for name in names], body)
 
 
-def _table(heads: Sequence[str], body: Iterable[Sequence[str]], *, numeric: Iterable[int] = ()) -> str:
+def table(heads: Sequence[str], body: Iterable[Sequence[str]], *, numeric: Iterable[int] = ()) -> str:
     """Return a table of cells that are escaped already; columns of numbers are aligned right."""
     right = set(numeric)
     rule = ["---:" if column in right else "---" for column in range(len(heads))]

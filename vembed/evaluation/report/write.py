@@ -38,10 +38,10 @@ def write_report(folder: Path, report: RunReport) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        _replace(folder / name, text)
+        replace_file(folder / name, text)
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file beside its place, force it to disk, and move it there."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

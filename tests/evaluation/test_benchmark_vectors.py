@@ -1,0 +1,162 @@
+"""Kept vectors and results: read exactly while they are true, done again when anything they were made of changes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from vembed.data.retrieval import RetrievalData
+from vembed.errors import ConfigError, MachineError
+from vembed.evaluation.benchmark import vectors as vectors_module
+from vembed.evaluation.benchmark.identity import (
+    changed_parts,
+    items_digest,
+    model_key,
+    task_key,
+    vectors_key,
+)
+from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
+from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, write_stored
+from vembed.evaluation.benchmark.vectors import Facts, read_vectors, write_vectors
+from vembed.evaluation.result import EvaluationResult
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY = {"weights": "a", "texts": "b"}
+VECTORS = np.arange(12, dtype=np.float32).reshape(4, 3)
+FACTS = Facts(num_truncated=2, seconds=1.5)
+RESULT = EvaluationResult(
+    "task", "bag", {"ndcg@10": 0.5}, {"ndcg@10": {"q1": 0.5}}, {"q1": (("d1", 0.25),)}, 1, 2, ("a note.",), 0.5
+)
+COST = Cost(dimension=3, bytes_per_document=12.0, milliseconds_per_query=0.1, num_timed=1)
+
+
+def bag(**changes: int) -> NgramBag:
+    torch.manual_seed(0)
+    return NgramBag(NgramBagConfig(**({"dimension": 8, "buckets": 64} | changes)))
+
+
+def test_vectors_come_back_bit_for_bit_with_their_facts(tmp_path: Path) -> None:
+    write_vectors(tmp_path / "v", "document", KEY, VECTORS, FACTS)
+    found, reason = read_vectors(tmp_path / "v", "document", KEY, rows=4)
+    assert found is not None
+    assert (found[0].tobytes(), found[1], reason) == (VECTORS.tobytes(), FACTS, "")
+    assert np.load(tmp_path / "v" / "documents.npy").dtype == np.float32
+    assert read_vectors(tmp_path / "v", "query", KEY, rows=4) == (None, "")
+
+
+def test_changed_damaged_and_unfinished_vectors_are_not_read_and_the_reason_is_told(tmp_path: Path) -> None:
+    write_vectors(tmp_path, "query", KEY, VECTORS, FACTS)
+    assert read_vectors(tmp_path, "query", KEY | {"texts": "c"}, rows=4) == (None, "changed: texts")
+    assert read_vectors(tmp_path, "query", KEY, rows=5)[0] is None
+    array, record = tmp_path / "queries.npy", tmp_path / "queries.json"
+    content = array.read_bytes()
+    array.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert read_vectors(tmp_path, "query", KEY, rows=4) == (None, "queries.npy is damaged")
+    array.write_bytes(content)
+    assert read_vectors(tmp_path, "query", KEY, rows=4)[0] is not None
+    text = record.read_text()
+    for broken in ("", "[1]", text.replace('"format": 1', '"format": 99'), text[: len(text) // 2]):
+        record.write_text(broken)
+        assert read_vectors(tmp_path, "query", KEY, rows=4)[0] is None
+    record.unlink()  # as a crash before the key leaves it
+    assert read_vectors(tmp_path, "query", KEY, rows=4) == (None, "")
+
+
+def test_no_room_is_told_with_the_option_that_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vectors_module, "FREE_SHARE", 1e18)
+    with pytest.raises(MachineError, match="--no-keep-vectors"):
+        write_vectors(tmp_path, "document", KEY, VECTORS, FACTS)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_models_key_is_its_weights_and_its_settings() -> None:
+    assert model_key(bag()) == model_key(bag())
+    other = bag()
+    with torch.no_grad():
+        other.weight.weight[3] += 1e-6
+    assert changed_parts(model_key(bag()), model_key(other)) == ["weights"]
+    assert changed_parts(model_key(bag()), model_key(bag(max_words=9))) == ["encoder"]
+
+
+def test_the_key_of_vectors_sees_texts_their_borders_tokenizer_side_and_precision() -> None:
+    encoder, key = bag(), model_key(bag())
+
+    def of(texts: list[str], encoder: NgramBag = encoder, side: str = "query", dtype: torch.dtype | None = None):
+        return vectors_key(encoder, key, texts, side, autocast_dtype=dtype)
+
+    assert of(["a", "b"]) == of(["a", "b"])
+    assert "texts" in changed_parts(of(["a", "b"]), of(["b", "a"]))
+    assert "texts" in changed_parts(of(["ab", "c"]), of(["a", "bc"]))
+    assert changed_parts(of(["however"]), of(["however"], bag(longest=4))) == ["tokenizer"]
+    assert changed_parts(of(["a"]), of(["a"], side="document")) == ["side"]
+    assert changed_parts(of(["a"]), of(["a"], dtype=torch.bfloat16)) == ["precision"]
+    assert items_digest(["a\ud800"]) != items_digest(["a"])
+
+
+def test_the_key_of_a_task_sees_ids_judgements_and_where_asked_texts() -> None:
+    task = RetrievalData("t", {"q": "text"}, {"d": "other"}, {"q": {"d": 1}})
+    same = RetrievalData("t", {"q": "text"}, {"d": "other"}, {"q": {"d": 1}})
+    assert task_key(task, with_texts=True) == task_key(same, with_texts=True)
+    graded = replace(task, qrels={"q": {"d": 2}})
+    assert changed_parts(task_key(task, with_texts=True), task_key(graded, with_texts=True)) == ["judgements"]
+    retold = replace(task, documents={"d": "changed"})
+    assert changed_parts(task_key(task, with_texts=True), task_key(retold, with_texts=True)) == ["texts"]
+    assert task_key(task, with_texts=False) == task_key(retold, with_texts=False)
+
+
+def test_a_stored_result_comes_back_under_the_name_of_today_and_leaves_vectors_and_variants(tmp_path: Path) -> None:
+    folder = tmp_path / "bag" / "set"
+    write_vectors(folder / "vectors", "document", KEY, VECTORS, FACTS)
+    write_stored(folder / "variants" / "int8", Stored(RESULT, COST), KEY)
+    for _ in range(2):  # the second one replaces a folder
+        write_stored(folder, Stored(RESULT, COST), KEY)
+        assert read_stored(folder, KEY, system="./bag") == (Stored(replace(RESULT, system="./bag"), COST), "")
+        assert read_vectors(folder / "vectors", "document", KEY, rows=4)[0] is not None
+        assert read_stored(folder / "variants" / "int8", KEY, system="bag")[0] is not None
+    assert sorted(path.name for path in (tmp_path / "bag").iterdir()) == ["set"]
+    assert read_stored(folder, KEY | {"weights": "z"}, system="bag") == (None, "changed: weights")
+
+
+def test_a_broken_result_is_done_again_and_strangers_files_are_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    write_stored(folder, Stored(RESULT, None), KEY)
+    assert read_stored(folder, KEY, system="bag")[0] == Stored(RESULT, None)
+    (folder / "run.trec").write_text("")
+    found, reason = read_stored(folder, KEY, system="bag")
+    assert found is None
+    assert "can't be read" in reason
+    record = json.loads((folder / "benchmark.json").read_text())
+    (folder / "benchmark.json").write_text(json.dumps(record | {"cost": {"unknown": 1}}))
+    assert read_stored(folder, KEY, system="bag")[0] is None
+    stranger = tmp_path / "mine"
+    stranger.mkdir()
+    (stranger / "thesis.txt").write_text("years of work")
+    with pytest.raises(MachineError, match="holds other files"):
+        write_stored(stranger, Stored(RESULT, None), KEY)
+    assert (stranger / "thesis.txt").read_text() == "years of work"
+
+
+def test_names_are_short_and_no_two_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("runs/a/model", "runs/b/model", "bag"):
+        (tmp_path / name).mkdir(parents=True)
+    assert model_labels(["runs/a/model", "bag", "owner/name"]) == ["a/model", "bag", "owner/name"]
+    assert model_labels(["runs/a/model", "runs/b/model"]) == ["a/model", "b/model"]
+    with pytest.raises(ConfigError, match="named twice"):
+        model_labels(["bag", "./bag"])
+    folders = unique_folders(["a b", "a/b", "c", "BM25"], taken=("BM25",))
+    assert len(set(folders)) == 4
+    assert folders[2] == "c"
+    assert "BM25" not in folders
+    assert set_labels(["scifact/test", "tldr/test"], ["x/scifact", "x/tldr"]) == ["scifact/test", "tldr/test"]
+    assert set_labels(["s/test", "s/test"], ["x/s", "y/s"]) == ["s/test (x/s)", "s/test (y/s)"]
+    with pytest.raises(ConfigError, match="x/s is named twice"):
+        set_labels(["s", "s"], ["x/s", "x/s/"])

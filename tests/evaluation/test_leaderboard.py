@@ -1,0 +1,233 @@
+"""The leaderboard: order, means, tests against the best, and pages that hostile names can't break."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from test_report_html import HOSTILE, OURS
+from test_report_markdown import MARKUP
+from test_report_samples import Page
+
+from vembed.errors import MachineError
+from vembed.evaluation.benchmark.run import Entry, VariantResult
+from vembed.evaluation.benchmark.stored import Cost
+from vembed.evaluation.benchmark.variants import REFERENCE, Variant
+from vembed.evaluation.leaderboard.content import build_board, frontier
+from vembed.evaluation.leaderboard.html import render_html
+from vembed.evaluation.leaderboard.markdown import render_markdown
+from vembed.evaluation.leaderboard.terminal import render_terminal
+from vembed.evaluation.leaderboard.text import headline, p_text
+from vembed.evaluation.leaderboard.write import write_leaderboard
+from vembed.evaluation.randomisation import randomisation_test
+from vembed.evaluation.result import EvaluationResult
+from vembed.evaluation.significance import bootstrap_interval, mean_interval
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.evaluation.leaderboard.content import Board
+
+METRIC = "ndcg@10"
+
+
+def result(system: str, task: str, values: list[float], *, notes: tuple[str, ...] = ()) -> EvaluationResult:
+    by_query = {f"q{row}": float(value) for row, value in enumerate(values)}
+    means = {METRIC: fmean(by_query.values())}
+    return EvaluationResult(task, system, means, {METRIC: by_query}, {}, len(values), 50, notes)
+
+
+def draws(mean: float, seed: int, count: int = 60) -> list[float]:
+    return np.clip(np.random.default_rng(seed).normal(mean, 0.2, size=count), 0, 1).round(3).tolist()
+
+
+def entry(system: str, task: str, values: list[float], *, forms: tuple[Variant, ...] = ()) -> Entry:
+    """Return an entry whose forms lose 0.02 each."""
+    first = result(system, task, values)
+    variants = tuple(
+        VariantResult(
+            form,
+            result(system, task, [max(0.0, value - 0.02 * place) for value in values]),
+            Cost(16, 64.0 / (place + 1), 0.5 / (place + 1), 60),
+            f"{system}/{place}",
+        )
+        for place, form in enumerate(forms)
+    )
+    return Entry(system, task, first, f"{system}/{task}", variants)
+
+
+FORMS = (REFERENCE, Variant("int8", "int8", precision="int8"), Variant("HNSW32", "HNSW32", index="HNSW32"))
+
+
+@cache
+def board() -> Board:
+    entries = [
+        entry("weak", "one", draws(0.3, 1), forms=FORMS),
+        entry("weak", "two", draws(0.3, 2), forms=FORMS),
+        entry("strong", "one", draws(0.6, 3), forms=FORMS),
+        entry("strong", "two", draws(0.6, 4), forms=FORMS),
+        entry("BM25", "one", draws(0.59, 3)),
+        entry("BM25", "two", draws(0.4, 6)),
+    ]
+    return build_board(entries, METRIC, facts=[("torch", "2")], command="vembed evaluate ...")
+
+
+def test_systems_stand_by_the_mean_over_sets_and_each_set_counts_the_same() -> None:
+    uneven = [
+        entry("a", "large", [0.0] * 300),
+        entry("a", "small", [1.0] * 3),
+        entry("b", "large", [0.4] * 300),
+        entry("b", "small", [0.4] * 3),
+    ]
+    found = build_board(uneven, METRIC)
+    assert [(row.system, row.mean) for row in found.rows] == [("a", 0.5), ("b", pytest.approx(0.4))]
+    assert [row.system for row in board().rows] == ["strong", "BM25", "weak"]
+
+
+def test_each_system_is_tested_against_the_best_of_each_set() -> None:
+    found = board()
+    for task in ("one", "two"):
+        pairs = found.cells_of(task)
+        assert [cell.p_value is None for _, cell in pairs] == [True, False, False]
+        assert pairs[0][1].difference == 0.0
+    best, weak = draws(0.6, 3), draws(0.3, 1)
+    (cell,) = [cell for row, cell in found.cells_of("one") if row.system == "weak"]
+    assert cell.p_value == randomisation_test(result("a", "one", weak), result("b", "one", best), METRIC)
+    assert cell.difference == pytest.approx(fmean(weak) - fmean(best))
+    assert (cell.low, cell.high) == bootstrap_interval(result("a", "one", weak), METRIC)
+    assert cell.is_behind
+
+
+def test_the_best_may_differ_from_set_to_set() -> None:
+    entries = [
+        entry("a", "one", [0.9] * 20),
+        entry("a", "two", [0.1] * 20),
+        entry("b", "one", [0.2] * 20),
+        entry("b", "two", [0.3] * 20),
+    ]
+    found = build_board(entries, METRIC)
+    assert [found.cells_of(task)[0][0].system for task in ("one", "two")] == ["a", "b"]
+    assert "every other system is significantly behind" in headline(found)
+    alone = build_board(entries[:2], METRIC)
+    assert "nothing to compare it with" in headline(alone)
+    assert alone.rows[0].cells[0].p_value is None
+
+
+def test_the_interval_of_a_mean_over_sets_is_that_of_independent_draws() -> None:
+    one, two = result("a", "one", draws(0.5, 1, 200)), result("a", "two", draws(0.5, 2, 200))
+    assert mean_interval([one], METRIC) == bootstrap_interval(one, METRIC)
+    low, high = mean_interval([one, two], METRIC)
+    widths = [np.subtract(*reversed(bootstrap_interval(each, METRIC))) for each in (one, two)]
+    assert high - low == pytest.approx(np.hypot(*widths) / 2, rel=0.05)  # variances of independent means add up
+    with pytest.raises(ValueError, match="no result"):
+        mean_interval([], METRIC)
+
+
+def test_forms_are_compared_with_exact_search_of_the_same_model() -> None:
+    rows = board().variants_of("one")
+    assert [row.number for row in rows] == list(range(1, 7))
+    assert {row.system for row in rows} == {"strong", "weak"}  # word matching has no vectors
+    exact, int8, _ = rows[:3]
+    assert (exact.p_value, exact.difference) == (None, 0.0)
+    assert int8.p_value is not None
+    assert int8.p_value < 0.05
+    assert int8.difference == pytest.approx(-0.02, abs=0.002)
+    assert build_board([entry("a", "one", [0.5] * 3, forms=(REFERENCE,))], METRIC).variants == ()
+
+
+def test_the_frontier_holds_what_nothing_beats_in_both() -> None:
+    points = [(4.0, 0.5), (1.0, 0.2), (2.0, 0.6), (2.0, 0.4), (8.0, 0.7), (9.0, 0.7)]
+    kept = frontier(points)
+    assert kept == [(1.0, 0.2), (2.0, 0.6), (8.0, 0.7)]
+    for cost, quality in points:
+        assert any(c <= cost and q >= quality for c, q in kept)
+    assert frontier([(1.0, 0.0)]) == [(1.0, 0.0)]
+
+
+def test_the_files_agree_and_the_same_board_gives_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_leaderboard(tmp_path / name, board())
+    names = ["leaderboard.html", "leaderboard.json", "leaderboard.md"]
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+    content = json.loads((tmp_path / "a" / "leaderboard.json").read_text())
+    assert [row["system"] for row in content["systems"]] == ["strong", "BM25", "weak"]
+    assert content["systems"][0]["mean"] == board().rows[0].mean
+    assert content["systems"][2]["sets"][0]["p_value"] == board().rows[2].cells[0].p_value
+    assert content["variants"][0]["cost"]["bytes_per_document"] == 64.0
+    for text in ((tmp_path / "a" / name).read_text() for name in ("leaderboard.html", "leaderboard.md")):
+        for row in board().rows:
+            assert f"{row.mean:.3f}" in text
+            assert all(f"{cell.value:.3f}" in text for cell in row.cells)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MachineError, match="can't be written"):
+        write_leaderboard(tmp_path / "file", board())
+
+
+def test_the_page_stands_alone_and_each_drawing_has_ids_of_its_own() -> None:
+    text = render_html(board())
+    page = Page(text)
+    assert {tag for tag, _, _ in page.elements} <= OURS
+    assert not page.named("script")
+    assert all((attributes.get("href") or "#").startswith("#") for _, attributes, _ in page.elements)
+    assert [meta for meta in page.named("meta") if "default-src 'none'" in (meta.get("content") or "")]
+    assert not re.search(r"https?://(?!www\.w3\.org)", text)
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    assert text.count("<figure") == 4
+    assert text.count("<svg") == 4 + 3  # drawings of both sets, and an interval for each system
+
+
+@cache
+def hostile_board(text: str) -> Board:
+    """A board with the text in every place that a user can fill."""
+    forms = (REFERENCE, Variant(f"IVF {text}", "x", index=f"IVF {text}"))
+    entries = [entry(f"model {name} {text}", f"set {text}", draws(0.5, 1), forms=forms) for name in "ab"]
+    noted = result("c", "set", draws(0.4, 2), notes=(f"note {text}",))
+    entries.append(Entry(f"model c {text}", f"set {text}", noted, f"folder {text}"))
+    return build_board(entries, METRIC, facts=[(f"fact {text}", text)], command=f"vembed {text}")
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_nothing_that_a_user_named_becomes_markup(text: str) -> None:
+    page = Page(render_html(hostile_board(text)))
+    assert {tag for tag, _, _ in page.elements} <= OURS
+    for tag, attributes, _ in page.elements:
+        assert not [name for name in attributes if name.startswith("on") or name in {"src", "autofocus"}], tag
+    line = " ".join(text.split())
+    for place in ("model a", "model c", "set", "note", "fact", "vembed", "IVF"):
+        assert f"{place} {line}" in page.text, place
+
+
+@pytest.mark.parametrize("text", MARKUP)
+def test_nothing_that_a_user_named_becomes_markdown(text: str) -> None:
+    parser = pytest.importorskip("markdown_it", reason="markdown-it-py isn't installed").MarkdownIt("commonmark")
+    parser.enable(["table", "strikethrough"])
+
+    def shape(tokens: list[Any]) -> list[tuple[str, str]]:
+        children = [child for token in tokens for child in token.children or [] if child.content != "<!-- -->"]
+        inline = [("inline", child.type) for child in children if child.type != "text"]
+        return [(token.type, token.tag) for token in tokens] + inline
+
+    hostile = parser.parse(render_markdown(hostile_board(text)))
+    assert shape(hostile) == shape(parser.parse(render_markdown(hostile_board("harmless"))))
+    assert not [child for token in hostile for child in token.children or [] if child.type == "link_open"]
+
+
+def test_the_terminals_table_is_aligned_and_holds_no_control_character() -> None:
+    entries = [entry(name, "set", draws(0.5, 1)) for name in ("short", "模型", "\x1b[31mred\n", "x" * 300)]
+    lines = render_terminal(build_board(entries, METRIC)).splitlines()
+    assert len(lines) == 1 + 4 + 1
+    assert "\x1b" not in "".join(lines)
+    assert len({len(line) + line.count("模") + line.count("型") for line in lines[:5]}) == 1
+    assert "bytes/document" in render_terminal(board())
+
+
+def test_p_values_are_never_shown_as_zero() -> None:
+    assert [p_text(value) for value in (None, 0.00001, 0.0421, 1.0)] == ["\N{EN DASH}", "< 0.001", "0.042", "1.000"]

@@ -1,0 +1,147 @@
+"""Say what vectors and numbers were made of, so that a rerun knows what is still true.
+
+Every part of a key is a hash or a setting. Two keys are equal exactly when the same texts went through the same weights
+with the same settings; where they differ, the names of the parts that do are the reason that people are told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+
+from vembed.batch import modality_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from vembed.batch import Item, Side
+    from vembed.data.retrieval import RetrievalData
+    from vembed.models.encoder import Encoder
+
+Key: TypeAlias = "dict[str, Any]"
+"""Parts by name; JSON can hold it."""
+
+SAMPLE_TEXTS = 64
+"""Texts that are tokenized to see whether the tokenizer is the same: a changed one shows within a few."""
+
+_UNSTABLE_SETTINGS = ("_name_or_path", "transformers_version")
+"""What a model's configuration says about where and by what it was read, not about what it computes."""
+
+
+def digest(value: object) -> str:
+    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+
+
+def items_digest(items: Iterable[Item]) -> str:
+    """Return the SHA-256 of items and their order; where one ends and the next begins counts."""
+    total = hashlib.sha256()
+    for item in items:
+        content = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item.read()
+        total.update(modality_of(item).encode())
+        total.update(len(content).to_bytes(8, "little"))
+        total.update(content)
+    return total.hexdigest()
+
+
+def model_key(encoder: Encoder) -> Key:
+    """Return what an encoder is: its weights, and what it does with them.
+
+    Args:
+        encoder: The encoder; on the CPU no weight is copied.
+
+    Returns:
+        "weights", the hash of all parameters and buffers, and "encoder", the hash of its settings.
+    """
+    weights = hashlib.sha256()
+    for name, tensor in (*encoder.named_parameters(), *encoder.named_buffers()):
+        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        weights.update(_bytes_of(tensor))
+    return {"weights": weights.hexdigest(), "encoder": digest(_settings(encoder))}
+
+
+def vectors_key(
+    encoder: Encoder, model: Key, texts: Sequence[Item], side: Side, *, autocast_dtype: torch.dtype | None
+) -> Key:
+    """Return what the vectors of one side of a set are made of.
+
+    Args:
+        encoder: The encoder.
+        model: Its `model_key`.
+        texts: The texts of that side, in order.
+        side: Which side.
+        autocast_dtype: Type of mixed precision, or None.
+    """
+    step = max(1, len(texts) // SAMPLE_TEXTS)
+    return {
+        **model,
+        "texts": items_digest(texts),
+        "tokenizer": _features_digest(encoder, texts[::step][:SAMPLE_TEXTS], side),
+        "precision": str(autocast_dtype or "as loaded"),
+        "side": side,
+    }
+
+
+def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
+    """Return what a task is beside its texts: ids, judgements, notes.
+
+    Args:
+        task: The task.
+        with_texts: Whether its texts count too; not where vectors stand for them.
+    """
+    qrels = {query: dict(sorted(grades.items())) for query, grades in task.qrels.items()}
+    key: Key = {
+        "ids": items_digest([*task.queries, "", *task.documents]),
+        "judgements": digest(qrels),
+        "task": digest([task.name, list(task.notes)]),
+    }
+    if with_texts:
+        key["texts"] = items_digest([*task.queries.values(), *task.documents.values()])
+    return key
+
+
+def changed_parts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return the names of the parts in which two keys differ, in order."""
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's memory, whatever its type."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return flat.numpy().data
+
+
+def _settings(encoder: Encoder) -> Key:
+    """Return the settings of an encoder and of every network in it that has a configuration."""
+    configurations = []
+    for module in encoder.modules():
+        to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+        if callable(to_dict):
+            settings = {key: value for key, value in to_dict().items() if key not in _UNSTABLE_SETTINGS}
+            configurations.append(json.dumps(settings, sort_keys=True, default=str))
+    return {
+        "class": type(encoder).__name__,
+        "dimension": encoder.dimension,
+        "max_length": encoder.max_length,
+        "described": encoder.describe(),
+        "configurations": sorted(set(configurations)),
+    }
+
+
+def _features_digest(encoder: Encoder, items: Sequence[Item], side: Side) -> str:
+    """Return the hash of what tokenizer and image processor make of items: prompts, cutting, sizes show in it."""
+    total = hashlib.sha256()
+    for _, places in encoder.by_modality(items):
+        features = encoder.featurize([items[place] for place in places], side)
+        columns = {name: column.values for name, column in features.columns.items()}
+        offsets = {f"{name} offsets": column.offsets for name, column in features.columns.items()}
+        for name, values in sorted((columns | offsets | dict(features.per_row)).items()):
+            total.update(f"{name} {values.dtype} {values.shape}\n".encode())
+            total.update(np.ascontiguousarray(values).tobytes())
+    return total.hexdigest()

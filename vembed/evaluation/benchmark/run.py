@@ -1,0 +1,326 @@
+"""Run the benchmark: every model on every set, each corpus encoded once, each result kept as it comes.
+
+1. Read all sets, and refuse what can't be done with them before the first model is loaded.
+2. For each model: hash it, then go through the sets. What is on disk and made of the same is read; the rest is done.
+3. Vectors are encoded when the first result asks for them, so that a rerun without news encodes nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import bm25s
+import faiss
+import numpy as np
+import torch
+
+from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.sources import SourceOptions
+from vembed.evaluation.benchmark.identity import digest, model_key, task_key, vectors_key
+from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
+from vembed.evaluation.benchmark.searchers import build_searcher
+from vembed.evaluation.benchmark.stored import (
+    VARIANTS_FOLDER,
+    VECTORS_FOLDER,
+    Cost,
+    Stored,
+    read_stored,
+    write_stored,
+)
+from vembed.evaluation.benchmark.variants import REFERENCE, check_model, check_sizes, size_note
+from vembed.evaluation.benchmark.vectors import SideVectors
+from vembed.evaluation.bm25 import K1, B, evaluate_bm25
+from vembed.evaluation.bm25 import SYSTEM as BM25
+from vembed.evaluation.encode import ItemEncoder
+from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
+from vembed.evaluation.metrics import DEFAULT_KS
+from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.models.registry import load_encoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Item, Side
+    from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.benchmark.identity import Key
+    from vembed.evaluation.benchmark.variants import Variant
+    from vembed.evaluation.benchmark.vectors import Facts
+    from vembed.evaluation.result import EvaluationResult
+    from vembed.models.encoder import Encoder
+    from vembed.models.huggingface import ModelOptions
+
+CPU_TOKENS = 2048
+"""Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""
+
+ACCELERATOR_TOKENS = 65_536
+
+UNTRAINED_SEED = 0
+"""Seed of models without trained weights, so that they too are the same at every run."""
+
+UNIT_TOLERANCE = 1e-3
+"""How far from 1 the length of a vector may be that counts as normalised: bfloat16 keeps 3 digits."""
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkOptions:
+    """How to evaluate.
+
+    Attributes:
+        device: Where the encoders run.
+        batch_rows: Most texts of one encoder call.
+        split: Split of the sets; None is their test split.
+        autocast_dtype: Type of mixed precision, or None.
+        with_bm25: Whether BM25 is evaluated too.
+        poll: Called in long loops; raises to stop.
+        ks: Cut-offs of the metrics.
+        variants: Forms of the vectors to search, the reference first.
+        keep_vectors: Whether vectors are kept on disk.
+    """
+
+    device: torch.device
+    batch_rows: int
+    split: str | None
+    autocast_dtype: torch.dtype | None
+    with_bm25: bool
+    poll: Callable[[], None]
+    ks: tuple[int, ...] = DEFAULT_KS
+    variants: tuple[Variant, ...] = (REFERENCE,)
+    keep_vectors: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class VariantResult:
+    """One form of the vectors: its quality, its cost, its folder below the output."""
+
+    variant: Variant
+    result: EvaluationResult
+    cost: Cost
+    folder: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One system on one set.
+
+    Attributes:
+        system: What the system is called on the leaderboard.
+        task: What the set is called there.
+        result: Metrics, per-query values and the run.
+        folder: Folder below the output.
+        variants: Forms of the vectors, the reference first; none for word matching.
+        resumed: Whether nothing had to be done.
+    """
+
+    system: str
+    task: str
+    result: EvaluationResult
+    folder: str
+    variants: tuple[VariantResult, ...] = ()
+    resumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """A set, its name on the leaderboard, and its folder below a model's."""
+
+    task: RetrievalData
+    label: str
+    folder: str
+
+
+def run_benchmark(
+    models: Sequence[ModelOptions], paths: Sequence[str], output: Path, options: BenchmarkOptions
+) -> Iterator[Entry]:
+    """Evaluate every model on every set; results are written as they come.
+
+    Args:
+        models: Models to load, one at a time.
+        paths: Retrieval sets.
+        output: Gets a folder `MODEL/SET` for each result.
+        options: How to evaluate.
+
+    Yields:
+        Results, model by model, in the order of the sets.
+
+    Raises:
+        VembedError: When a set or a model can't be loaded, or an option doesn't fit one; all sets are read and checked
+            before the first model is loaded.
+    """
+    names = [model.name for model in models]
+    labels, folders = model_labels(names), folder_names(names, taken=(BM25,))
+    sets = _load_sets(paths, options)
+    if any(variant.dimension for variant in options.variants) and len(models) > 1:
+        for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
+            check_model(options.variants, label, _load(model).dimension)
+    if options.with_bm25:
+        yield from (_bm25_entry(each, output, options) for each in sets)
+    for model, label, folder in zip(models, labels, folders, strict=True):
+        encoder = _load(model)
+        check_model(options.variants, label, encoder.dimension)
+        run = _ModelRun(encoder, options, system=model.name, label=label)
+        for each in sets:
+            yield run.entry(each, output, folder=folder)
+        del encoder, run
+        gc.collect()  # two large models don't fit at once
+
+
+def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
+    """Read the sets, and refuse an index that one of them is too small for."""
+    tasks = [load_retrieval(path, SourceOptions(role="test", split=options.split)) for path in paths]
+    labels = set_labels([task.name for task in tasks], paths)
+    for task, label in zip(tasks, labels, strict=True):
+        check_sizes(options.variants, label, len(task.documents))
+    return [_Set(*each) for each in zip(tasks, labels, unique_folders(labels), strict=True)]
+
+
+def _load(model: ModelOptions) -> Encoder:
+    """Load a model; the program's random numbers go on as if nothing had been drawn."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(UNTRAINED_SEED)
+        return load_encoder(model)
+
+
+def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions) -> Entry:
+    """Return what word matching finds in a set."""
+    folder = f"{BM25}/{each.folder}"
+    settings = {"k1": K1, "b": B, "bm25s": bm25s.__version__, "ks": list(options.ks), "depth": DEFAULT_DEPTH}
+    key = {**task_key(each.task, with_texts=True), "search": digest(settings)}
+    title = f"{BM25} on {each.label}"
+    stored, reason = read_stored(output / folder, key, system=BM25)
+    if stored is not None:
+        _logger.info("%s: done and unchanged, skipped", title)
+        return Entry(BM25, each.label, stored.result, folder, resumed=True)
+    if reason:
+        _logger.info("%s: done again (%s)", title, reason)
+    result = evaluate_bm25(each.task, options.ks, poll=options.poll)
+    write_stored(output / folder, Stored(result, cost=None), key)
+    return Entry(BM25, each.label, result, folder)
+
+
+class _ModelRun:
+    """One model on one set after the other."""
+
+    def __init__(self, encoder: Encoder, options: BenchmarkOptions, *, system: str, label: str) -> None:
+        self.key = model_key(encoder)
+        is_cpu = options.device.type == "cpu"
+        budget = ChunkBudget(options.batch_rows, CPU_TOKENS if is_cpu else ACCELERATOR_TOKENS, 1 if is_cpu else 8)
+        self.encode = ItemEncoder(
+            encoder.to(options.device), budget, options.device, options.autocast_dtype, poll=options.poll
+        )
+        self.options = options
+        self.system = system
+        self.label = label
+
+    def entry(self, each: _Set, output: Path, *, folder: str) -> Entry:
+        """Return every variant on one set: read where it is done, else done now."""
+        folder = f"{folder}/{each.folder}"
+        work = _SetRun(self, each, output / folder)
+        results, num_done = [], 0
+        for variant in self.options.variants:
+            place = folder if variant.is_reference else f"{folder}/{VARIANTS_FOLDER}/{variant.folder}"
+            key = work.key(variant)
+            stored, reason = read_stored(output / place, key, system=self.system)
+            if stored is None:
+                if reason:
+                    _logger.info("%s, %s: done again (%s)", work.title, variant.name, reason)
+                stored = work.stored(variant)
+                write_stored(output / place, stored, key)
+                num_done += 1
+            assert stored.cost is not None
+            results.append(VariantResult(variant, stored.result, stored.cost, place))
+        if not num_done:
+            _logger.info("%s: done and unchanged, skipped", work.title)
+        return Entry(self.label, each.label, results[0].result, folder, tuple(results), resumed=not num_done)
+
+
+class _SetRun:
+    """One model on one set: keys, vectors, and results made of them."""
+
+    def __init__(self, run: _ModelRun, each: _Set, folder: Path) -> None:
+        self.title = f"{run.label} on {each.label}"
+        self._run = run
+        self._task = each.task
+        query_ids = self._builder().query_ids
+        self._documents = self._side(list(each.task.documents.values()), "document", folder)
+        self._queries = self._side([each.task.queries[query_id] for query_id in query_ids], "query", folder)
+        self._task_key = task_key(each.task, with_texts=False)
+
+    def _builder(self) -> RunBuilder:
+        return RunBuilder(self._task, ks=self._run.options.ks, depth=DEFAULT_DEPTH)
+
+    def _side(self, items: Sequence[Item], side: Side, folder: Path) -> SideVectors:
+        run = self._run
+        key = vectors_key(run.encode.encoder, run.key, items, side, autocast_dtype=run.options.autocast_dtype)
+        return SideVectors(run.encode, items, side, key, folder=folder / VECTORS_FOLDER, keep=run.options.keep_vectors)
+
+    def key(self, variant: Variant) -> Key:
+        """Return what the result of a variant is made of."""
+        search = {
+            "dimension": variant.dimension,
+            "precision": variant.precision,
+            "index": variant.index,
+            "ks": list(self._run.options.ks),
+            "depth": DEFAULT_DEPTH,
+            "faiss": faiss.__version__,
+        }
+        vectors = {
+            f"{side} {name}": value
+            for side, vectors in (("document", self._documents), ("query", self._queries))
+            for name, value in vectors.key.items()
+            if name not in (*self._run.key, "side")
+        }
+        return {**self._task_key, **self._run.key, **vectors, "search": digest(search)}
+
+    def stored(self, variant: Variant) -> Stored:
+        """Search a variant, score what it finds, and time it."""
+        documents_DE, document_facts = self._documents.get(self.title)
+        queries_QE, query_facts = self._queries.get(self.title)
+        builder, poll = self._builder(), self._run.options.poll
+        started = time.perf_counter()
+        searcher = build_searcher(documents_DE, variant)
+        scores_Qk, rows_Qk = searcher.search(queries_QE, k=builder.hits_wanted, poll=poll)
+        seconds = time.perf_counter() - started + document_facts.seconds + query_facts.seconds
+        add_hits(builder, list(self._task.documents), scores_Qk, rows_Qk)
+        notes = [*self._truncated_notes(document_facts, query_facts), *_variant_notes(variant, documents_DE)]
+        result = builder.result(self._run.system, seconds=seconds, notes=notes)
+        if not variant.is_reference:
+            _logger.info("%s: searched as %s", self.title, variant.name)
+        milliseconds, num_timed = searcher.median_milliseconds(queries_QE, k=builder.hits_wanted, poll=poll)
+        cost = Cost(
+            dimension=variant.dimension or documents_DE.shape[1],
+            bytes_per_document=searcher.bytes_per_document,
+            milliseconds_per_query=milliseconds,
+            num_timed=num_timed,
+        )
+        return Stored(result, cost)
+
+    def _truncated_notes(self, documents: Facts, queries: Facts) -> list[str]:
+        return [
+            f"{facts.num_truncated} texts on the {side} side are longer than the model's "
+            f"{self._run.encode.encoder.max_length} tokens and were cut."
+            for side, facts in (("query", queries), ("document", documents))
+            if facts.num_truncated
+        ]
+
+
+def _variant_notes(variant: Variant, documents_DE: NDArray[np.float32]) -> list[str]:
+    """Return what is particular about a variant on these documents."""
+    notes = []
+    if variant.index != EXACT:
+        notes.append(approximate_note(variant.index))
+    if note := size_note(variant, len(documents_DE)):
+        _logger.warning(note)
+        notes.append(note)
+    if variant.dimension is not None and np.abs(np.linalg.norm(documents_DE, axis=1) - 1).max() > UNIT_TOLERANCE:
+        notes.append("The model's vectors are not of unit length; the shortened ones are: they compare by cosine.")
+    return notes

@@ -1,0 +1,91 @@
+"""Results on disk with what they were made of: read back while that is still true."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vembed.errors import DataError
+from vembed.evaluation.benchmark.identity import changed_parts
+from vembed.evaluation.store import read_evaluation, write_evaluation
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.evaluation.benchmark.identity import Key
+    from vembed.evaluation.result import EvaluationResult
+
+RECORD_FILE = "benchmark.json"
+VECTORS_FOLDER = "vectors"
+VARIANTS_FOLDER = "variants"
+
+FORMAT = 1
+"""Raised when the record or the way of scoring changes its meaning; other formats are done again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a search costs.
+
+    Attributes:
+        dimension: Numbers of each vector.
+        bytes_per_document: Memory of the index for each document.
+        milliseconds_per_query: Median wall time of the search of one query, on one thread; encoding is not in it.
+        num_timed: Queries that the median is over.
+    """
+
+    dimension: int
+    bytes_per_document: float
+    milliseconds_per_query: float
+    num_timed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One result and its cost; word matching has none."""
+
+    result: EvaluationResult
+    cost: Cost | None
+
+
+def write_stored(folder: Path, stored: Stored, key: Key) -> None:
+    """Write a result, its cost and what it was made of; vectors and variants in the folder stay.
+
+    Raises:
+        MachineError: When the folder can't be written.
+    """
+    record = {"format": FORMAT, "key": key, "cost": asdict(stored.cost) if stored.cost else None}
+    write_evaluation(
+        folder,
+        stored.result,
+        extra={RECORD_FILE: json.dumps(record, indent=1) + "\n"},
+        kept=(VECTORS_FOLDER, VARIANTS_FOLDER),
+    )
+
+
+def read_stored(folder: Path, key: Key, *, system: str) -> tuple[Stored | None, str]:
+    """Read a result if it is whole and made of what the key says.
+
+    Args:
+        folder: Where it was written.
+        key: What it must be made of.
+        system: What the system is called now.
+
+    Returns:
+        The result, or None; and why not, empty where there never was one.
+    """
+    path = folder / RECORD_FILE
+    if not path.is_file():
+        return None, ""
+    try:
+        record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        if record["format"] != FORMAT:
+            return None, "another version of the file format"
+        changed = changed_parts(record["key"], key)
+        if changed:
+            return None, f"changed: {', '.join(changed)}"
+        cost = Cost(**record["cost"]) if record["cost"] else None
+        return Stored(replace(read_evaluation(folder), system=system), cost), ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, DataError) as error:
+        return None, f"it can't be read: {error}"

@@ -1,0 +1,156 @@
+"""Cheaper forms of the same vectors: fewer dimensions, fewer bits, an index that looks at fewer documents.
+
+The reference is exact search over all dimensions in float32. Each number of dimensions is tried in float32 and in every
+precision; each precision also on all dimensions; each index on all dimensions in float32.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+
+from vembed.errors import ConfigError
+from vembed.evaluation.benchmark.names import unique_folders
+from vembed.evaluation.evaluator import EXACT
+from vembed.evaluation.index import new_index
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Precision: TypeAlias = Literal["float32", "int8", "binary"]
+
+QUANTIZED: tuple[Precision, ...] = tuple(name for name in get_args(Precision) if name != "float32")
+
+ADVISED_ROWS_PER_LIST = 39
+"""Documents for each list below which FAISS's clustering itself warns."""
+
+REFERENCE_NAME = "exact"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One form of the vectors and one way to search them.
+
+    Attributes:
+        name: For people: "exact", "64 dims", "64 dims, int8", "HNSW32".
+        folder: Name of its folder; empty for the reference.
+        dimension: Leading dimensions that are kept, or None for all.
+        precision: What a number of a document is stored as.
+        index: FAISS index string.
+    """
+
+    name: str
+    folder: str
+    dimension: int | None = None
+    precision: Precision = "float32"
+    index: str = EXACT
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is exact search over the vectors as the model gave them."""
+        return not self.folder
+
+
+REFERENCE = Variant(name=REFERENCE_NAME, folder="")
+
+
+def plan_variants(
+    *, dims: Sequence[int] = (), precisions: Sequence[Precision] = (), indexes: Sequence[str] = ()
+) -> tuple[Variant, ...]:
+    """Return what to try, the reference first.
+
+    Args:
+        dims: Numbers of leading dimensions.
+        precisions: Stored number formats beside float32.
+        indexes: FAISS index strings, searched approximately.
+
+    Raises:
+        ConfigError: When a number of dimensions is below 1.
+    """
+    if dims and min(dims) < 1:
+        raise ConfigError(f"--dims: a model keeps at least 1 dimension, got {min(dims)}")
+    forms: list[tuple[str, int | None, Precision, str]] = []
+    for dimension in (None, *sorted(set(dims), reverse=True)):
+        for precision in dict.fromkeys(("float32", *precisions)):
+            words = [] if dimension is None else [f"{dimension} dims"]
+            words += [] if precision == "float32" else [precision]
+            if words:
+                forms.append((", ".join(words), dimension, precision, EXACT))
+    forms += [(index, None, "float32", index) for index in dict.fromkeys(indexes) if index != EXACT]
+    folders = unique_folders([form[0] for form in forms])
+    return (
+        REFERENCE,
+        *(
+            Variant(name=name, folder=folder, dimension=dimension, precision=precision, index=index)
+            for (name, dimension, precision, index), folder in zip(forms, folders, strict=True)
+        ),
+    )
+
+
+def check_model(variants: Sequence[Variant], model: str, dimension: int) -> None:
+    """Refuse to keep more dimensions than a model has, and an index that can't hold its vectors.
+
+    Args:
+        variants: What is to be tried.
+        model: Name of the model.
+        dimension: Its embedding dim.
+
+    Raises:
+        ConfigError: Names the dimensions that are too many, or the index.
+    """
+    asked = {variant.dimension or 0 for variant in variants}
+    over = sorted(each for each in asked if each > dimension)
+    if over:
+        raise ConfigError(
+            f"--dims {','.join(str(each) for each in over)}: {model} has {dimension} dimensions; give at most "
+            f"{dimension}, or leave this model out"
+        )
+    for variant in variants:
+        new_index(variant.index, variant.dimension or dimension)
+
+
+def check_sizes(variants: Sequence[Variant], task: str, num_documents: int) -> None:
+    """Refuse an index that a set is too small to train.
+
+    Args:
+        variants: What is to be tried.
+        task: Name of the set.
+        num_documents: Documents of the set.
+
+    Raises:
+        ConfigError: Names the index and one that the set can train.
+    """
+    for variant in variants:
+        lists, codes = _clusters(variant.index)
+        if max(lists, codes) <= num_documents:
+            continue
+        if lists > num_documents:
+            fitting = 1 << (max(1, num_documents // ADVISED_ROWS_PER_LIST).bit_length() - 1)
+            advice = f"use {variant.index.replace(f'IVF{lists}', f'IVF{fitting}')}"
+        else:
+            advice = "use fewer bits for each code, or an index that isn't trained, e.g. HNSW32"
+        raise ConfigError(
+            f"--index {variant.index}: it is trained on at least {max(lists, codes)} documents, {task} has "
+            f"{num_documents}; {advice}, or leave this set out"
+        )
+
+
+def size_note(variant: Variant, num_documents: int) -> str | None:
+    """Return a sentence where an index can be trained, but on fewer documents than FAISS advises."""
+    lists, codes = _clusters(variant.index)
+    wanted = ADVISED_ROWS_PER_LIST * max(lists, codes)
+    if wanted <= num_documents:
+        return None
+    return (
+        f"FAISS advises {wanted} documents to train {variant.index}, and there are {num_documents}: "
+        "its clusters are rough."
+    )
+
+
+def _clusters(index: str) -> tuple[int, int]:
+    """Return the most inverted lists, and the most codes of a product quantizer, that an index string asks for."""
+    factory = index.partition(":")[0]
+    lists = max((int(number) for number in re.findall(r"IVF(\d+)", factory)), default=0)
+    bits = [int(number or 8) for number in re.findall(r"PQ\d+(?:\+\d+)?(?:x(\d+))?", factory)]
+    return lists, max((1 << min(bit, 32) for bit in bits), default=0)

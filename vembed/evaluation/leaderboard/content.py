@@ -1,0 +1,249 @@
+"""What a leaderboard says: order, intervals, tests, and what cheaper forms of the vectors lose.
+
+A system's mean counts each set the same. On each set every system is tested against the one with the highest mean
+there, and each variant against exact search of the same model, by the paired randomisation test; p-values are of one
+comparison each and not corrected for their number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from vembed.evaluation.evaluator import approximate_note
+from vembed.evaluation.randomisation import randomisation_test
+from vembed.evaluation.significance import bootstrap_interval, mean_interval
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vembed.evaluation.benchmark.run import Entry, VariantResult
+    from vembed.evaluation.benchmark.stored import Cost
+
+CONFIDENCE = 0.95
+
+LEVEL = 0.05
+"""p-value below which a difference is called significant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One system on one set.
+
+    Attributes:
+        task: Name of the set.
+        value: Mean of the metric over its queries.
+        low: Lower bound of its interval.
+        high: Upper bound of its interval.
+        difference: Value minus that of the best on this set; 0 for the best itself.
+        p_value: Of the test against the best, or None for the best itself.
+        num_queries: Queries that the mean is over.
+        num_documents: Documents searched.
+        folder: Where the run is, below the output.
+        notes: What was left out or cut.
+    """
+
+    task: str
+    value: float
+    low: float
+    high: float
+    difference: float
+    p_value: float | None
+    num_queries: int
+    num_documents: int
+    folder: str
+    notes: tuple[str, ...]
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the test says that the best on this set is better."""
+        return self.p_value is not None and self.p_value < LEVEL
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One system: its mean over the sets with an interval, and each set."""
+
+    system: str
+    mean: float
+    low: float
+    high: float
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class VariantRow:
+    """One form of one model's vectors on one set.
+
+    Attributes:
+        number: Its number in the drawings.
+        system: Name of the model.
+        task: Name of the set.
+        name: Name of the form.
+        value: Mean of the metric.
+        difference: Value minus that of exact search; 0 for exact search itself.
+        p_value: Of the test against exact search, or None for exact search itself.
+        cost: Bytes and milliseconds.
+        folder: Where the run is, below the output.
+        notes: What is particular about this form, beside what holds for exact search too.
+    """
+
+    number: int
+    system: str
+    task: str
+    name: str
+    value: float
+    difference: float
+    p_value: float | None
+    cost: Cost
+    folder: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Board:
+    """A whole leaderboard.
+
+    Attributes:
+        metric: What systems are compared by.
+        rows: Systems, best mean first.
+        tasks: Names of the sets, in the order they were given.
+        variants: Every form of every model's vectors, set by set; exact search alone is no entry.
+        facts: (label, value): versions, machine.
+        command: The command that makes this leaderboard again.
+    """
+
+    metric: str
+    rows: tuple[Row, ...]
+    tasks: tuple[str, ...]
+    variants: tuple[VariantRow, ...]
+    facts: tuple[tuple[str, str], ...]
+    command: str
+
+    def variants_of(self, task: str) -> list[VariantRow]:
+        """Return the forms tried on one set."""
+        return [row for row in self.variants if row.task == task]
+
+    def cells_of(self, task: str) -> list[tuple[Row, Cell]]:
+        """Return every system on one set, best first."""
+        found = [(row, cell) for row in self.rows for cell in row.cells if cell.task == task]
+        return sorted(found, key=lambda pair: -pair[1].value)
+
+    def notes_of(self, task: str) -> list[tuple[str, str]]:
+        """Return the notes on one set with the systems that they hold for; no system where they hold for all."""
+        systems: dict[str, list[str]] = {}
+        for row, cell in self.cells_of(task):
+            for note in cell.notes:
+                systems.setdefault(note, []).append(row.system)
+        return [("" if len(names) == len(self.rows) else ", ".join(names), note) for note, names in systems.items()]
+
+
+def build_board(
+    entries: Sequence[Entry], metric: str, *, facts: Sequence[tuple[str, str]] = (), command: str = ""
+) -> Board:
+    """Compare finished results.
+
+    Args:
+        entries: Every system on every set.
+        metric: What to compare by; each result must have it.
+        facts: (label, value) about where it ran.
+        command: The command that makes it again, without secrets.
+
+    Raises:
+        ValueError: A result lacks the metric, or there is none.
+    """
+    tasks = tuple(dict.fromkeys(entry.task for entry in entries))
+    systems = dict.fromkeys(entry.system for entry in entries)
+    by_place = {(entry.system, entry.task): entry for entry in entries}
+    best = {task: _best([by_place[system, task] for system in systems], metric) for task in tasks}
+    rows = []
+    for system in systems:
+        own = [by_place[system, task] for task in tasks]
+        low, high = mean_interval([entry.result for entry in own], metric, confidence=CONFIDENCE)
+        mean = fmean(entry.result.metrics[metric] for entry in own)
+        rows.append(Row(system, mean, low, high, tuple(_cell(entry, best[entry.task], metric) for entry in own)))
+    rows.sort(key=lambda row: -row.mean)
+    order = [row.system for row in rows]
+    return Board(
+        metric=metric,
+        rows=tuple(rows),
+        tasks=tasks,
+        variants=tuple(
+            row for task in tasks for row in _variant_rows([by_place[name, task] for name in order], metric)
+        ),
+        facts=tuple(facts),
+        command=command,
+    )
+
+
+def _best(entries: Sequence[Entry], metric: str) -> Entry:
+    """Return the entry with the highest mean; of equal ones the first."""
+    return max(entries, key=lambda entry: entry.result.metrics[metric])
+
+
+def _cell(entry: Entry, best: Entry, metric: str) -> Cell:
+    """Return one system on one set, tested against the best there."""
+    result = entry.result
+    low, high = bootstrap_interval(result, metric, confidence=CONFIDENCE)
+    return Cell(
+        task=entry.task,
+        value=result.metrics[metric],
+        low=low,
+        high=high,
+        difference=result.metrics[metric] - best.result.metrics[metric],
+        p_value=None if entry is best else randomisation_test(result, best.result, metric),
+        num_queries=result.num_queries,
+        num_documents=result.num_documents,
+        folder=entry.folder,
+        notes=tuple(result.notes),
+    )
+
+
+def _variant_rows(entries: Sequence[Entry], metric: str) -> list[VariantRow]:
+    """Return the forms of all models on one set, numbered through."""
+    found = [(entry, each) for entry in entries if len(entry.variants) > 1 for each in entry.variants]
+    return [_variant_row(number, entry, each, metric) for number, (entry, each) in enumerate(found, start=1)]
+
+
+def _variant_row(number: int, entry: Entry, each: VariantResult, metric: str) -> VariantRow:
+    """Return one form, tested against exact search."""
+    value = each.result.metrics[metric]
+    known = {*entry.result.notes, approximate_note(each.variant.index)}
+    return VariantRow(
+        number=number,
+        system=entry.system,
+        task=entry.task,
+        name=each.variant.name,
+        value=value,
+        difference=value - entry.result.metrics[metric],
+        p_value=None if each.variant.is_reference else randomisation_test(each.result, entry.result, metric),
+        cost=each.cost,
+        folder=each.folder,
+        notes=tuple(note for note in each.result.notes if note not in known),
+    )
+
+
+def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no other beats in both cost and quality, cheapest first.
+
+    Args:
+        points: (cost, quality).
+    """
+    kept: list[tuple[float, float]] = []
+    for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not kept or quality > kept[-1][1]:
+            kept.append((cost, quality))
+    return kept
+
+
+def settings(board: Board) -> Mapping[str, str]:
+    """Return how the numbers were made, for people."""
+    return {
+        "Intervals": f"{100 * CONFIDENCE:g}%, bootstrap over queries, 10,000 resamples, seed 0",
+        "Tests": "paired randomisation, two-sided, 10,000 permutations or all of them up to 14 queries, seed 0",
+        "Compared by": board.metric,
+        "Query latency": "median wall time of searching one query on one thread, without encoding it",
+        "Bytes per document": "vector or code; for an index all that FAISS writes, divided by the documents",
+        **dict(board.facts),
+    }

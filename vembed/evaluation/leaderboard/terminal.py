@@ -1,0 +1,69 @@
+"""The leaderboard as a compact table for the terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import TYPE_CHECKING
+
+from vembed.evaluation.leaderboard.text import LEGEND, interval, mark, milliseconds, size
+from vembed.evaluation.report.text import clip, metric_text
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.evaluation.leaderboard.content import Board
+
+NAME_CHARACTERS = 44
+TASK_CHARACTERS = 22
+
+
+def render_terminal(board: Board) -> str:
+    """Return the lines that end the command."""
+    heads = ["", "system", board.metric, "95% interval", *(clip(task, TASK_CHARACTERS).short for task in board.tasks)]
+    body = [
+        [
+            str(rank),
+            clip(row.system, NAME_CHARACTERS).short,
+            metric_text(row.mean),
+            interval(row.low, row.high),
+            *(f"{metric_text(cell.value)} {mark(cell)}" for cell in row.cells),
+        ]
+        for rank, row in enumerate(board.rows, start=1)
+    ]
+    blocks = [_aligned([heads, *body], left={1}), LEGEND]
+    if board.variants:
+        heads = ["set", "system", "form", board.metric, "bytes/document", "ms/query"]
+        lines = [
+            [
+                clip(row.task, TASK_CHARACTERS).short,
+                clip(row.system, NAME_CHARACTERS).short,
+                clip(row.name, NAME_CHARACTERS).short,
+                metric_text(row.value),
+                size(row.cost.bytes_per_document),
+                milliseconds(row.cost.milliseconds_per_query),
+            ]
+            for row in board.variants
+        ]
+        blocks += ["", _aligned([heads, *lines], left={0, 1, 2})]
+    return "\n".join(blocks)
+
+
+def _aligned(rows: Sequence[Sequence[str]], *, left: set[int]) -> str:
+    """Return rows as lines of columns, two spaces apart, numbers at the right."""
+    widths = [max(_width(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = []
+        for column, (text, width) in enumerate(zip(row, widths, strict=True)):
+            room = " " * (width - _width(text))
+            cells.append(text + room if column in left else room + text)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _width(text: str) -> int:
+    """Return the columns that a terminal gives a text: wide characters take two, combining ones none."""
+    return sum(
+        0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "WF")
+        for character in text
+    )

@@ -1,0 +1,73 @@
+"""The words and numbers that the page, the Markdown file and the terminal share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vembed.evaluation.report.text import metric_text, number_text, one_line, signed_text
+
+if TYPE_CHECKING:
+    from vembed.evaluation.leaderboard.content import Board, Cell, VariantRow
+
+SMALLEST_P = 0.001
+
+NOTHING = "\N{EN DASH}"
+"""What stands where a system would be compared with itself."""
+
+
+def p_text(p_value: float | None) -> str:
+    """Return a p-value, e.g. "0.043", "< 0.001", or a dash where there is no test."""
+    if p_value is None:
+        return NOTHING
+    return f"< {SMALLEST_P}" if p_value < SMALLEST_P else f"{p_value:.3f}"
+
+
+def difference_text(row: Cell | VariantRow) -> str:
+    """Return the difference to what a row is compared with, or a dash where that is the row itself."""
+    return NOTHING if row.p_value is None else signed_text(row.difference)
+
+
+def reading(cell: Cell) -> str:
+    """Return what the test says about one system on one set."""
+    if cell.p_value is None:
+        return "best"
+    return "behind the best" if cell.is_behind else "not significantly below the best"
+
+
+def mark(cell: Cell) -> str:
+    """Return the same as one character."""
+    if cell.p_value is None:
+        return "★"
+    return "▼" if cell.is_behind else "≈"
+
+
+LEGEND = "★ best on the set; ≈ not significantly below it (p ≥ 0.05); ▼ significantly below it (p < 0.05)."
+
+
+def interval(low: float, high: float) -> str:
+    """Return an interval, e.g. "0.612 to 0.678"."""
+    return f"{metric_text(low)} to {metric_text(high)}"
+
+
+def milliseconds(value: float) -> str:
+    """Return a duration in three significant digits."""
+    return number_text(float(f"{value:.3g}"))
+
+
+def size(value: float) -> str:
+    """Return bytes per document in four significant digits, without a unit."""
+    return number_text(float(f"{value:.4g}"))
+
+
+def headline(board: Board) -> str:
+    """Return the leaderboard in a sentence."""
+    first, *others = board.rows
+    over = "" if len(board.tasks) == 1 else f" over {len(board.tasks)} sets"
+    sentence = f"{one_line(first.system)}: {board.metric} {metric_text(first.mean)}{over}"
+    if not others:
+        return f"{sentence}; nothing to compare it with."
+    even = [row for row in others if not any(cell.is_behind for cell in row.cells)]
+    if even:
+        count = "1 system is" if len(even) == 1 else f"{len(even)} systems are"
+        return f"{sentence}; {count} significantly behind the best on no set."
+    return f"{sentence}; every other system is significantly behind the best on at least one set."

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import pytest
+import pytest
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "python.md"
+from vembed.entrypoints import encode, search
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "python.md"
 COLOURS = ("red", "blue", "green", "white", "black", "brown", "grey", "pink")
 THINGS = ("fox", "tree", "car", "lamp", "river", "stone", "bird", "house")
 
@@ -35,3 +37,21 @@ def test_every_example_runs(
     assert re.search(r"^1 0\.\d{3} d0 un xofo dera$", out, flags=re.MULTILINE), "the trained model finds the red fox"
     promised = re.findall(r"print\(error\)  # (.*)", DOCUMENT.read_text("utf-8"))
     assert promised == [out.splitlines()[-1]]
+
+
+@pytest.mark.slow
+def test_the_examples_of_the_readme_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "README.md").read_text("utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    lines = re.findall(r"^vembed (?:encode|search) .*", text, flags=re.MULTILINE)
+    commands = [shlex.split(line)[1:] for line in lines if "--serve" not in line]
+    assert [command[0] for command in commands] == ["encode", "search"]
+    for name, *words in commands:
+        module = {"encode": encode, "search": search}[name]
+        assert module.main(words, program=f"vembed {name}") == 0
+    assert "def " in capsys.readouterr().out.rpartition("index Flat")[2], "code is found"

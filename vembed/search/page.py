@@ -75,7 +75,7 @@ details[open] .short { display: none; }
 .more::after { content: "Show the whole text"; }
 details[open] .more::after { content: "Show less"; }
 footer { margin-top: 2rem; }
-@media (max-width: 30rem) {
+@media (max-width: 36rem) {
   body { padding: 1.1rem 0.9rem 3rem; }
   input { flex-basis: 100%; }
   button { flex: 1 1 auto; }

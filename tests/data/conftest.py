@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from io import BytesIO
 from typing import TYPE_CHECKING, Any, Protocol
 
-import PIL.Image
 import pytest
+from image_cases import png
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,13 +18,6 @@ class WriteJsonl(Protocol):
 
 class WritePicture(Protocol):
     def __call__(self, name: str, colour: str = "red") -> Path: ...
-
-
-def png(colour: str = "red", size: tuple[int, int] = (6, 4)) -> bytes:
-    """Return the bytes of a picture of one colour."""
-    buffer = BytesIO()
-    PIL.Image.new("RGB", size, colour).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 @pytest.fixture

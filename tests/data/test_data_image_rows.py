@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import png
+from image_cases import png
 
 from vembed.batch import Image, content_id
 from vembed.data.collate import collate

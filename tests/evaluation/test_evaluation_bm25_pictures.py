@@ -13,7 +13,7 @@ import torch
 
 from vembed.batch import Image
 from vembed.data.retrieval import RetrievalData
-from vembed.evaluation.benchmark import BenchmarkOptions, run_benchmark
+from vembed.evaluation.benchmark.run import BenchmarkOptions, run_benchmark
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 
 if TYPE_CHECKING:

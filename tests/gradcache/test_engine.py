@@ -178,6 +178,27 @@ def test_a_single_chunk_is_encoded_once_and_chunks_twice(case_maker: Any) -> Non
     assert calls == 1 + 2 * result.num_chunks
 
 
+def test_two_towers_that_fit_the_budget_together_are_encoded_once(case_maker: Any) -> None:
+    case, loss = case_maker(dropout=0.0, negatives=1, towers=2), make_loss()
+    value = reference_step(case.pools, case.structure, loss)
+    expected = gradients(case.encoder, loss)
+    calls = 0
+
+    def count(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    for tower in case.encoder:
+        tower.register_forward_hook(count)
+    tokens = sum(len(pool.features) * int(pool.features.lengths.max()) for pool in case.pools)
+    for budget, per_call in ((ChunkBudget(10**6, tokens), 1), (ChunkBudget(10**6, tokens - 1), 2)):
+        calls = 0
+        result = GradCacheEngine(loss, EngineOptions(budget, CPU)).step(case.pools, case.structure)
+        assert (result.num_chunks, calls) == (2, 2 * per_call)
+        assert result.loss == pytest.approx(value.item(), rel=1e-12)
+        assert_same_gradients(gradients(case.encoder, loss), expected, 1e-10)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixed_precision_follows_the_full_precision_gradient(case_maker: Any, dtype: torch.dtype) -> None:
     case, loss = case_maker(dropout=0.0, negatives=1), InfoNCE(temperature=0.1, learn_temperature=True)

@@ -97,9 +97,7 @@ class Corpus:
             task = load_retrieval(self._path, SourceOptions(role="test"))
             pictures = sum(not isinstance(item, str) for item in task.documents.values())
             if pictures:
-                raise DataError(
-                    f"{self._path} holds {pictures} pictures, and an index is made of texts in this version"
-                )
+                raise DataError(f"{self._path} holds {pictures} pictures; an index is made of texts in this version")
             yield from (Document(name, text) for name, text in task.documents.items() if isinstance(text, str))
             return
         known: set[str] = set()

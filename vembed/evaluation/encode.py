@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
 
 SLICE_ROWS = 8192
-"""Items that are tokenized and sorted at a time."""
+"""Texts that are tokenized and sorted at a time."""
+
+PICTURE_SLICE_ROWS = 512
+"""Pictures that are decoded at a time: at 224 x 224 each is 600 kB of pixels."""
 
 CPU_TOKENS = 2048
 """Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""
@@ -77,26 +80,23 @@ class ItemEncoder:
         """
         vectors_NE = np.empty((len(items), self.encoder.dimension), dtype=np.float32)
         with self._evaluating():
-            for start in range(0, len(items), SLICE_ROWS):
-                stop = min(start + SLICE_ROWS, len(items))
-                self._encode_slice(items[start:stop], side, vectors_NE[start:stop])
+            for modality, places in self.encoder.by_modality(items):
+                rows = SLICE_ROWS if modality == "text" else PICTURE_SLICE_ROWS
+                for start in range(0, len(places), rows):
+                    self._encode_slice(items, side, places[start : start + rows], vectors_NE)
         return vectors_NE
 
-    def _encode_slice(self, items: Sequence[Item], side: Side, out_RE: NDArray[np.float32]) -> None:
-        for _, places in self.encoder.by_modality(items):
-            self._encode_modality([items[place] for place in places], side, places, out_RE)
-
-    def _encode_modality(
-        self, items: Sequence[Item], side: Side, places: NDArray[np.int64], out_RE: NDArray[np.float32]
+    def _encode_slice(
+        self, items: Sequence[Item], side: Side, places: NDArray[np.int64], out_NE: NDArray[np.float32]
     ) -> None:
-        """Encode items of one modality into their places."""
-        features = self.encoder.featurize(items, side)
+        """Encode the items of some places, all of one modality, into their places."""
+        features = self.encoder.featurize([items[place] for place in places], side)
         self.num_truncated[side] += features.num_truncated
         for chunk in plan_chunks(features.lengths, self.budget):
             self.poll()
             inputs = self.encoder.collate(features, chunk.rows, chunk.width)
             inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-            out_RE[places[chunk.rows]] = self.encoder(inputs).float().cpu().numpy()
+            out_NE[places[chunk.rows]] = self.encoder(inputs).float().cpu().numpy()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -163,11 +163,17 @@ class GradCacheEngine:
             for pool in pools
             for chunk in plan_chunks(pool.features.lengths, self.options.budget)
         ]
-        # A batch of one chunk needs no replay: its graph fits by the budget itself.
-        num_retained = len(calls) if len(calls) == 1 else round(self.options.retain * len(calls))
+        # What fits one chunk as a whole needs no replay, though two towers see it in two calls.
+        num_retained = len(calls) if self._fits_one_chunk(calls) else round(self.options.retain * len(calls))
         for call in calls[len(calls) - num_retained :]:
             call.retained = True
         return calls
+
+    def _fits_one_chunk(self, calls: list[_Call]) -> bool:
+        """Return whether all graphs together take no more than the budget lets one chunk take."""
+        num_rows = sum(len(call.chunk.rows) for call in calls)
+        num_tokens = sum(call.chunk.padded_tokens for call in calls)
+        return len(calls) == 1 or (num_rows <= self.options.budget.rows and num_tokens <= self.options.budget.tokens)
 
     def _encode(self, call: _Call) -> Tensor:
         """Encode a chunk; the embeddings come out in at least float32."""

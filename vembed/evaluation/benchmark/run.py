@@ -33,7 +33,7 @@ from vembed.evaluation.benchmark.stored import (
 )
 from vembed.evaluation.benchmark.variants import REFERENCE, check_model, check_sizes, size_note
 from vembed.evaluation.benchmark.vectors import SideVectors
-from vembed.evaluation.bm25 import K1, B, evaluate_bm25
+from vembed.evaluation.bm25 import K1, B, evaluate_bm25, why_no_bm25
 from vembed.evaluation.bm25 import SYSTEM as BM25
 from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
@@ -163,7 +163,11 @@ def run_benchmark(
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
             check_model(options.variants, label, _load(model).dimension)
     if options.with_bm25:
-        yield from (_bm25_entry(each, output, options) for each in sets)
+        for each in sets:
+            if reason := why_no_bm25(each.task):
+                _logger.info("%s", reason)
+            else:
+                yield _bm25_entry(each, output, options)
     for model, label, folder in zip(models, labels, folders, strict=True):
         encoder = _load(model)
         check_model(options.variants, label, encoder.dimension)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import PIL.Image
 import pytest
 import pytrec_eval
 
@@ -14,6 +15,7 @@ from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 MEASURE = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
 MEASURE += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)"
@@ -80,6 +82,22 @@ def test_models_whose_paths_end_alike_get_names_of_their_own(tmp_path: Path) -> 
     assert folder_names(["owner/one", "other/one"]) == ["owner_one", "other_one"]
     with pytest.raises(ConfigError, match="named twice"):
         folder_names([paths[0], paths[0]])
+
+
+def test_pictures_are_found_below_the_root_that_is_named(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    TinyClip(TinyClipConfig(dimension=16, channels=(8, 16), buckets=512)).save(tmp_path / "clip")
+    (tmp_path / "pictures" / "cats").mkdir(parents=True)
+    for key, colour in zip(DOCUMENTS, ("red", "green", "blue"), strict=True):
+        PIL.Image.new("RGB", (8, 8), colour).save(tmp_path / "pictures" / "cats" / f"{key}.png")
+    rows = [json.dumps({"_id": key, "title": "", "text": "", "image": f"cats/{key}.png"}) for key in DOCUMENTS]
+    (data / "corpus.jsonl").write_text("\n".join(rows))
+    assert evaluate(tmp_path / "clip", "--data", data, "--output", tmp_path / "out") == 3
+    assert "d1.png" in capsys.readouterr().err
+    root = ("--image-root", tmp_path / "pictures")
+    assert evaluate(tmp_path / "clip", "--data", data, "--output", tmp_path / "out", *root) == 0
+    assert "3 documents" in capsys.readouterr().out
 
 
 def test_a_missing_set_a_missing_model_and_a_bad_number_are_told(

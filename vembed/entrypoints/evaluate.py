@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from vembed.config.redact import redact
 from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -56,8 +57,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     )
     parser.add_argument("--metric", default="ndcg@10", metavar="M", help="what to compare by; default: ndcg@10")
     parser.add_argument("--split", help="split of the sets; default: their test split")
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most texts of one encoder call")
-    parser.add_argument("--bf16", action="store_true", help="encode in bfloat16")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
     parser.add_argument("--bm25", action="store_true", help="evaluate BM25 too")
     parser.add_argument("--dims", metavar="N,N", help="also search the first N dimensions, e.g. 64,128,256")
     parser.add_argument("--quantize", nargs="+", default=[], choices=QUANTIZE, help="also search vectors of fewer bits")
@@ -65,12 +65,10 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         "--index", nargs="+", default=[], metavar="F", help="also search FAISS indexes, e.g. HNSW32 IVF64,Flat:nprobe=8"
     )
     parser.add_argument("--no-keep-vectors", action="store_true", help="don't keep vectors on disk for the next run")
-    parser.add_argument("--query-prompt", help="text before each query; default: the model's own")
-    parser.add_argument("--document-prompt", help="text before each document; default: the model's own")
-    parser.add_argument("--max-seq-length", type=int, metavar="N", help="longest input in tokens; default: the model's")
-    parser.add_argument("--model-revision", metavar="COMMIT", help="branch, tag or commit of hub models")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that a model brings; needs a commit")
-    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, with weights_only")
+    parser.add_argument(
+        "--image-root", type=Path, metavar="DIR", help="paths of pictures start here; default: the set's"
+    )
+    add_model_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -167,6 +165,7 @@ def _benchmark_options(
         ks=tuple(sorted({*DEFAULT_KS, k})),
         variants=variants,
         keep_vectors=not parsed.no_keep_vectors,
+        image_root=parsed.image_root,
     )
 
 

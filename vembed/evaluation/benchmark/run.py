@@ -35,11 +35,10 @@ from vembed.evaluation.benchmark.variants import REFERENCE, check_model, check_s
 from vembed.evaluation.benchmark.vectors import SideVectors
 from vembed.evaluation.bm25 import K1, B, evaluate_bm25, why_no_bm25
 from vembed.evaluation.bm25 import SYSTEM as BM25
-from vembed.evaluation.encode import ItemEncoder
+from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
 from vembed.evaluation.metrics import DEFAULT_KS
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
-from vembed.gradcache.chunking import ChunkBudget
 from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
@@ -56,11 +55,6 @@ if TYPE_CHECKING:
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.models.huggingface import ModelOptions
-
-CPU_TOKENS = 2048
-"""Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""
-
-ACCELERATOR_TOKENS = 65_536
 
 UNTRAINED_SEED = 0
 """Seed of models without trained weights, so that they too are the same at every run."""
@@ -85,6 +79,7 @@ class BenchmarkOptions:
         ks: Cut-offs of the metrics.
         variants: Forms of the vectors to search, the reference first.
         keep_vectors: Whether vectors are kept on disk.
+        image_root: Folder that the paths of pictures start from; None is each set's own.
     """
 
     device: torch.device
@@ -96,6 +91,7 @@ class BenchmarkOptions:
     ks: tuple[int, ...] = DEFAULT_KS
     variants: tuple[Variant, ...] = (REFERENCE,)
     keep_vectors: bool = True
+    image_root: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +176,8 @@ def run_benchmark(
 
 def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     """Read the sets, and refuse an index that one of them is too small for."""
-    tasks = [load_retrieval(path, SourceOptions(role="test", split=options.split)) for path in paths]
+    source = SourceOptions(role="test", split=options.split, image_root=options.image_root)
+    tasks = [load_retrieval(path, source) for path in paths]
     labels = set_labels([task.name for task in tasks], paths)
     for task, label in zip(tasks, labels, strict=True):
         check_sizes(options.variants, label, len(task.documents))
@@ -216,8 +213,7 @@ class _ModelRun:
 
     def __init__(self, encoder: Encoder, options: BenchmarkOptions, *, system: str, label: str) -> None:
         self.key = model_key(encoder)
-        is_cpu = options.device.type == "cpu"
-        budget = ChunkBudget(options.batch_rows, CPU_TOKENS if is_cpu else ACCELERATOR_TOKENS, 1 if is_cpu else 8)
+        budget = encoding_budget(options.device, options.batch_rows)
         self.encode = ItemEncoder(
             encoder.to(options.device), budget, options.device, options.autocast_dtype, poll=options.poll
         )

@@ -160,7 +160,7 @@ def _report(arguments: argparse.Namespace, rows: dict[str, dict[str, float]]) ->
     metrics = (arguments.output / "vembed" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in metrics]
     batch = SETTINGS["batch_size"]
-    rows["vembed"]["training_seconds"] = sum(batch / step["samples_per_second"] for step in steps[:-1])
+    rows["vembed"]["training_seconds"] = sum(batch / step["samples_per_second"] for step in steps[:-1] or steps)
     rows["vembed"]["padding_ratio"] = sum(step["padding_ratio"] for step in steps) / len(steps)
     rows["sentence-transformers"] |= json.loads((arguments.output / "st-training.json").read_text())
     for name, result in results.items():

@@ -110,6 +110,9 @@ def test_a_missing_set_a_missing_model_and_a_bad_number_are_told(
     assert evaluate(model, "--data", data, "--output", tmp_path / "out", "--batch-size", 0) == 2
     assert evaluate(model, "--data", data, "--output", tmp_path / "out", "--trust-remote-code") == 2
     assert "--model-revision" in capsys.readouterr().err
+    unpinned = ("--trust-remote-code", "--model-revision", "main")
+    assert evaluate(model, "--data", data, "--output", tmp_path / "out", *unpinned) == 2
+    assert "40 hex digits" in capsys.readouterr().err
     assert evaluate(model, "--data", data, "--output", tmp_path / "out", "--batch-size", 1) == 0
 
 

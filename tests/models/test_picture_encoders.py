@@ -366,6 +366,19 @@ def test_a_misspelt_open_clip_name_is_refused_with_what_there_is(name: str, mess
         load_encoder(ModelOptions(name))
 
 
+def test_an_open_clip_tokenizer_that_a_saved_folder_would_lose_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import open_clip
+
+    folder = write_open_clip(tmp_path)
+    assert load(folder).modalities == {"text", "image"}
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    monkeypatch.setattr(open_clip, "get_tokenizer", lambda name: tokenizer.encode)
+    with pytest.raises(ConfigError, match="load with another tokenizer"):
+        load(folder)
+
+
 def test_an_open_clip_folder_with_pickled_or_no_weights_is_refused(tmp_path: Path) -> None:
     folder = write_open_clip(tmp_path)
     expected = vectors(load(folder), PICTURES)

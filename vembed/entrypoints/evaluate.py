@@ -87,10 +87,13 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace, *, command: str) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
-    if parsed.trust_remote_code and parsed.model_revision is None:
-        raise ConfigError("--trust-remote-code needs --model-revision: the commit whose code you read")
     k = _cut_off(parsed.metric)
     variants = _variants(parsed)
+
+    from vembed.api.model import COMMIT
+
+    if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
+        raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
 
     from vembed.distributed.runtime import start_runtime
     from vembed.evaluation.benchmark.run import run_benchmark

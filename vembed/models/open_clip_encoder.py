@@ -205,8 +205,19 @@ def load_open_clip(options: ModelOptions) -> OpenClipEncoder:
         raise MachineError(f"{options.name} could not be loaded by open_clip: {message}") from error
     random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
     config = open_clip.get_model_config(name)
+    _check_tokenizer(open_clip, tokenizer, config, options)
     parts = OpenClipParts(model.to(options.dtype), tokenizer, preprocess, config, random or tag or name)
     return OpenClipEncoder(options.name, parts=parts, image_limits=options.image_limits)
+
+
+def _check_tokenizer(open_clip: Any, tokenizer: Any, config: dict[str, Any], options: ModelOptions) -> None:
+    """Refuse a tokenizer that open_clip chose by the model's name: from a saved folder it would choose another one."""
+    named = config.get("text_cfg", {}).get("hf_tokenizer_name")
+    if not named and not isinstance(tokenizer, open_clip.SimpleTokenizer):
+        raise ConfigError(
+            f"{options.name} takes {type(tokenizer).__name__}, which its configuration doesn't name: once saved, it "
+            f"would load with another tokenizer. Use the model's Hugging Face form"
+        )
 
 
 def _check_name(open_clip: Any, name: str, tag: str, options: ModelOptions) -> None:

@@ -1,9 +1,11 @@
 """What all tests share: real data where there is some, one thread, no network."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rank_pool import RankPool
 
 os.environ["OMP_NUM_THREADS"] = "1"  # bit-equality holds for one thread count, in this process and its children
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -17,3 +19,11 @@ def real_data() -> Path:
     if not folder:
         pytest.skip("VEMBED_TEST_DATA is not set: it names the folder that holds scifact/ and tldr/")
     return Path(folder)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankPool]:
+    """Give two gloo processes."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()

@@ -14,9 +14,28 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+
+Strength: TypeAlias = Literal["none", "light", "strong"]
+"""How much training pictures are changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Augmentation:
+    """How a picture is changed when it is decoded; equal values give equal pixels.
+
+    Attributes:
+        strength: How much.
+        flip: Whether it may be mirrored, left to right.
+        seed: Of every number that is drawn.
+    """
+
+    strength: Strength
+    flip: bool
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +45,13 @@ class Image:
     Attributes:
         path: The file, resolved and inside the data's root; for bytes, what to call it in messages.
         data: The encoded file itself, where the data set holds bytes instead of paths.
+        augmentation: How decoding changes it, in training batches; None leaves it as it is. The identity of its content
+            is that of the encoded file either way.
     """
 
     path: str
     data: bytes | None = None
+    augmentation: Augmentation | None = None
 
     def read(self) -> bytes:
         """Return the encoded file.
@@ -40,26 +62,51 @@ class Image:
         return Path(self.path).read_bytes() if self.data is None else self.data
 
 
-Item: TypeAlias = str | Image
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A picture and a text that are one item: "this shirt, but in red".
+
+    Attributes:
+        image: The picture.
+        text: The text.
+    """
+
+    image: Image
+    text: str
+
+
+Item: TypeAlias = str | Image | Composed
 """What a query or a document is before a tokenizer or an image processor sees it."""
 
-Modality: TypeAlias = Literal["text", "image"]
-"""Which tower of an encoder an item goes through."""
+Modality: TypeAlias = Literal["text", "image", "image+text"]
+"""What an item is made of: which tower of an encoder it goes through, or both."""
 
 Side: TypeAlias = Literal["query", "document"]
 """Which prompt an item gets, and which tower where a model has two."""
 
 
 def modality_of(item: Item) -> Modality:
-    """Return whether an item is a text or a picture."""
-    return "text" if isinstance(item, str) else "image"
+    """Return whether an item is a text, a picture, or both."""
+    if isinstance(item, str):
+        return "text"
+    return "image+text" if isinstance(item, Composed) else "image"
+
+
+def pictures_in(items: Iterable[Item]) -> Iterator[Image]:
+    """Yield the picture of each item that has one, in order."""
+    for item in items:
+        if isinstance(item, Composed):
+            yield item.image
+        elif not isinstance(item, str):
+            yield item
 
 
 def content_id(item: Item) -> int:
     """Return the identity of an item's content, equal on every machine and in every process.
 
     Args:
-        item: A text, whose leading and trailing white space doesn't count, or a picture, whose encoded bytes count.
+        item: A text, whose leading and trailing white space doesn't count, or a picture, whose encoded bytes count; of
+            an item that is both, both count.
 
     Returns:
         A signed 64-bit integer, the first 8 bytes of a SHA-256.
@@ -69,6 +116,9 @@ def content_id(item: Item) -> int:
     """
     if isinstance(item, str):
         return _signed_digest(item.strip().encode())
+    if isinstance(item, Composed):
+        parts = (content_id(item.image), content_id(item.text))
+        return _signed_digest(b"\0image+text" + np.array(parts, dtype="<i8").tobytes())
     return _signed_digest(item.data) if item.data is not None else _file_id(item.path)
 
 
@@ -201,9 +251,21 @@ def texts_of(items: Sequence[Item]) -> list[str]:
     """Return items that must be texts.
 
     Raises:
-        TypeError: One is a picture: the caller sorted them wrongly.
+        TypeError: One is, or has, a picture: the caller sorted them wrongly.
     """
     texts = [item for item in items if isinstance(item, str)]
     if len(texts) != len(items):
         raise TypeError(f"{len(items) - len(texts)} of {len(items)} items are pictures where texts are expected")
     return texts
+
+
+def parts_of(items: Sequence[Item]) -> tuple[list[Image], list[str]]:
+    """Return the pictures and the texts of items that must be both.
+
+    Raises:
+        TypeError: One is a text or a picture alone: the caller sorted them wrongly.
+    """
+    composed = [item for item in items if isinstance(item, Composed)]
+    if len(composed) != len(items):
+        raise TypeError(f"{len(items) - len(composed)} of {len(items)} items aren't pictures with a text, as expected")
+    return [item.image for item in composed], [item.text for item in composed]

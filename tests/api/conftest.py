@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from ball_cases import make_clip, write_balls
 
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.tiny_transformer import build_tiny_transformer
@@ -41,6 +42,18 @@ def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"prompts": {"query": "ask: ", "document": "doc: "}}))
     return folder
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of texts and pictures that knows the balls."""
+    return make_clip(tmp_path_factory.mktemp("models") / "clip")
+
+
+@pytest.fixture(scope="session")
+def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of four pictures."""
+    return write_balls(tmp_path_factory.mktemp("data") / "balls")
 
 
 @pytest.fixture(scope="session")

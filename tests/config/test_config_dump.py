@@ -155,6 +155,8 @@ OTHER_VALUES = {
     "save_total_limit": 3,
     "eval_batch_size": 8,
     "bm25": False,
+    "oom_retry": False,
+    "num_workers": 2,
     "learning_rate": 1.0,
     "seed": 1,
     "batch_size": 8,
@@ -166,7 +168,7 @@ OTHER_VALUES = {
     "attn_implementation": "eager",
     "deterministic": True,
 }
-HARMLESS = set(Config.NOT_HASHED) | {"eval_batch_size", "bm25"}
+HARMLESS = set(Config.NOT_HASHED) | {"eval_batch_size", "bm25", "oom_retry"}
 
 
 @pytest.mark.parametrize("key", OTHER_VALUES)

@@ -8,8 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from vembed.config.fields import RULES
+from vembed.config.keys.evaluation import METRICS
 from vembed.config.messages import key_schemas
-from vembed.config.schema import ALIASES, METRICS, SECTIONS, Config, default_of
+from vembed.config.schema import ALIASES, SECTIONS, Config, default_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -113,13 +114,25 @@ def test_a_value_out_of_bounds_or_of_another_type_is_refused(key: str, bad: obje
     assert getattr(make(**{key: good}), key) == good
 
 
+BESIDE = {"init_logit_scale": {"loss_type": "sigmoid"}, "init_logit_bias": {"loss_type": "sigmoid"}}
+"""What a key needs beside it to have an effect."""
+
+
 @pytest.mark.parametrize(
-    "key", [name for name, schema in key_schemas().items() if '"number"' in str(schema).replace("'", '"')]
+    "key",
+    [
+        name
+        for name, schema in key_schemas().items()
+        if '"number"' in str(schema).replace("'", '"') and "array" not in str(schema)
+    ],
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_no_float_key_takes_nan_or_infinity(key: str, value: float) -> None:
-    refused(**{key: value})
-    assert getattr(make(**{key: 0.5}), key) == 0.5
+    beside = BESIDE.get(key, {})
+    refused(**beside, **{key: value})
+    assert getattr(make(**beside, **{key: 0.5}), key) == 0.5
+    refused(mrl_dims=[4, 2], mrl_weights=[1.0, value])
+    assert make(mrl_dims=[4, 2], mrl_weights=[1.0, 0.5]).mrl_weights == [1.0, 0.5]
 
 
 def test_the_float_keys_of_the_test_above_are_found() -> None:
@@ -164,6 +177,11 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         {"use_gradient_cache": False, "gradient_cache_chunk_tokens": "auto"},
         "gradient_cache_chunk_tokens has no effect",
     ),
+    (
+        {"use_gradient_cache": False, "retain": 0.5},
+        {"use_gradient_cache": "auto", "retain": 0.5},
+        "retain has no effect",
+    ),
     ({"warmup_steps": 10, "max_steps": 10}, {"warmup_steps": 9, "max_steps": 10}, "set warmup_steps to 9 or less"),
     ({"data_split": "train"}, {"data_split": "train", "data_path": "d"}, "set data_path"),
     ({"val_data_split": "dev"}, {"val_data_split": "dev", "val_data_path": "d"}, "set val_data_path"),
@@ -173,6 +191,26 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         {"max_invalid_records": 5, "skip_invalid_records": True},
         "set skip_invalid_records to true",
     ),
+    (
+        {"loss_type": "sigmoid", "temperature": 0.1},
+        {"loss_type": "infonce", "temperature": 0.1},
+        "set init_logit_scale to 2.303",
+    ),
+    ({"loss_type": "sigmoid", "learn_temperature": True}, {"learn_temperature": True}, "always learns its scale"),
+    ({"loss_type": "sigmoid", "loss_bidirectional": True}, {"loss_bidirectional": True}, "judges each pair once"),
+    (
+        {"init_logit_scale": 3.0},
+        {"init_logit_scale": 3.0, "loss_type": "sigmoid"},
+        "init_logit_scale has no effect with loss_type infonce",
+    ),
+    (
+        {"init_logit_bias": 3.0},
+        {"init_logit_bias": 3.0, "loss_type": "sigmoid"},
+        "init_logit_bias has no effect with loss_type infonce",
+    ),
+    ({"mrl_dims": [8, 8]}, {"mrl_dims": [8, 4]}, "holds a number twice"),
+    ({"mrl_weights": [1.0]}, {"mrl_weights": [1.0], "mrl_dims": [8]}, "mrl_dims, which is not set"),
+    ({"mrl_weights": [1.0], "mrl_dims": [8, 4]}, {"mrl_dims": [8, 4]}, "one weight for each"),
     ({"max_skipped_steps": 5}, {"max_skipped_steps": 5, "nonfinite_policy": "skip"}, "set nonfinite_policy to skip"),
 ]
 
@@ -222,7 +260,7 @@ def test_all_broken_rules_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
 def test_an_alias_sets_its_keys_and_is_refused_beside_one(alias: str) -> None:
-    value = {"lr": 1e-3, "per_device_train_batch_size": 8}.get(alias, "text")
+    value = {"lr": 1e-3, "per_device_train_batch_size": 8, "dataloader_num_workers": 2}.get(alias, "text")
     config = Config.model_validate({**({} if alias == "model_name_or_path" else {"model_name": "m"}), alias: value})
     for target in ALIASES[alias]:
         assert getattr(config, target) == value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.batch import Image, content_id
+from vembed.batch import Composed, Image, content_id
 from vembed.data.beir import read_beir
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import SourceOptions, load_records
@@ -73,16 +73,13 @@ def test_its_train_split_becomes_records(picture_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "row", "words"),
     [
-        (
-            "corpus",
-            {"_id": "d4", "text": "both", "image": "pics/a.png"},
-            "image: stands beside 'text': composite items",
-        ),
-        ("corpus", {"_id": "d4", "title": "t", "text": "", "image": "pics/a.png"}, "image: stands beside 'title'"),
+        ("corpus", {"_id": "d4", "text": 5, "image": "pics/a.png"}, "text: expected text, got int"),
+        ("corpus", {"_id": "d4", "text": "both", "image": "pics/none.png"}, "image: 'pics/none.png': no such file"),
         ("corpus", {"_id": "d4", "text": "", "image": "../../x.png"}, "image: '../../x.png' leads out of"),
         ("corpus", {"_id": "d4", "text": "", "image": "pics/none.png"}, "image: 'pics/none.png': no such file"),
         ("corpus", {"_id": "d4", "text": "", "image": 3}, "image: expected a picture"),
-        ("queries", {"_id": "q4", "text": "both", "image": "pics/a.png"}, "image: stands beside 'text'"),
+        ("queries", {"_id": "q4", "text": "both", "image": "../../x.png"}, "image: '../../x.png' leads out of"),
+        ("queries", {"_id": "q4", "text": 5, "image": "pics/a.png"}, "text: expected text, got the number 5"),
         ("queries", {"_id": "q4", "text": "", "image": "http://host.example/a.png"}, "image: a path that starts with"),
     ],
 )
@@ -96,6 +93,22 @@ def test_a_bad_picture_is_refused_with_its_line(
         load_retrieval(str(picture_folder), TEST)
     line = 4 if file == "corpus" else 3
     assert f"{file}.jsonl:{line}: {words}" in str(caught.value)
+
+
+def test_a_picture_beside_a_text_is_one_item_of_both(picture_folder: Path) -> None:
+    append(picture_folder / "corpus.jsonl", {"_id": "d4", "title": "A", "text": "red one", "image": "pics/a.png"})
+    append(picture_folder / "corpus.jsonl", {"_id": "d5", "title": "A", "image": "pics/a.png"})
+    append(picture_folder / "queries.jsonl", {"_id": "q4", "text": "but in red", "image": "pics/q.png"})
+    for split in ("train", "test"):
+        with (picture_folder / f"qrels/{split}.tsv").open("a") as handle:
+            handle.write("q4\td4\t1\n")
+    task = load_retrieval(str(picture_folder), TEST)
+    pics = picture_folder.resolve() / "pics"
+    assert task.queries["q4"] == Composed(Image(str(pics / "q.png")), "but in red")
+    assert task.documents["d4"] == Composed(Image(str(pics / "a.png")), "A red one")
+    assert task.documents["d5"] == Composed(Image(str(pics / "a.png")), "A")
+    record = load_records(str(picture_folder), SourceOptions("train")).table[2]
+    assert (record.query, record.positives) == (task.queries["q4"], (task.documents["d4"],))
 
 
 def test_a_query_that_nobody_judges_needs_no_picture(picture_folder: Path) -> None:

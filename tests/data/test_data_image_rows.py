@@ -93,10 +93,17 @@ def test_what_a_row_with_pictures_becomes(
     ("row", "words"),
     [
         (
-            {"query": "q", "query_image": "pics/a.png", "positive": "t"},
-            "query: holds a text and 'query_image' a picture: composite items of both are not supported",
+            {"query": "pics/a.png", "query_image": "pics/a.png", "positive": "t"},
+            "query: names the picture of 'query_image' instead of saying something of it",
         ),
-        ({"query": "q", "positive": "t", "image": "pics/a.png"}, "positive: holds a text and 'image' a picture"),
+        (
+            {"query": "q", "query_image": ["pics/a.png", "pics/b.png"], "positive": "t"},
+            "query_image: expected one picture, got 2",
+        ),
+        (
+            {"query": "q", "positive": "t", "image": "pics/a.png"},
+            "positive: holds a text and 'image' a picture: two positives, or one of both?",
+        ),
         ({"caption": "q", "text": "t", "image": "pics/a.png"}, "text: holds a text and 'image' a picture"),
         ({"query": "q", "positive": None, "positive_image": ""}, "positive: holds nothing, nor does 'positive_image'"),
         ({"query": "q", "positive_image": []}, "positive_image: no positives"),

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from ball_cases import make_clip, write_balls
 from command_cases import Outcome, Site, make_site, run_process, write_config
+from search_cases import Done, Page, start_page, write_corpus
+
+import vembed
+from vembed.entrypoints import encode, search
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CANARY = "hf_canary0123456789secret"
@@ -24,3 +32,77 @@ def finished(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder: Path = tmp_path_factory.mktemp("finished")
     keys = site.keys(max_steps=16, eval_steps=8, learn_temperature=True)
     return run_process(write_config(folder, keys), HF_TOKEN=CANARY, WANDB_API_KEY=CANARY)
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Call a command in this process: call("encode", MODEL, ...)."""
+
+    def run(command: str, *words: object) -> Done:
+        module = {"encode": encode, "search": search}[command]
+        capsys.readouterr()
+        try:
+            code = module.main([str(word) for word in words], program=f"vembed {command}")
+        except SystemExit as error:  # argparse
+            code = int(error.code or 0)
+        return Done(code, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of texts only."""
+    folder: Path = tmp_path_factory.mktemp("bag") / "bag"
+    torch.manual_seed(0)
+    NgramBag(NgramBagConfig(dimension=64, buckets=4096, max_words=16)).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
+
+
+@pytest.fixture(scope="session")
+def index(bag: Path, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of texts that the tests only read."""
+    folder: Path = tmp_path_factory.mktemp("index") / "index"
+    vembed.build_index(bag, corpus, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(index: Path) -> Iterator[Page]:
+    """The page of the texts."""
+    started = start_page(index)
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of texts and pictures that knows the balls."""
+    return make_clip(tmp_path_factory.mktemp("clip") / "clip")
+
+
+@pytest.fixture(scope="session")
+def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of four pictures."""
+    return write_balls(tmp_path_factory.mktemp("balls") / "balls")
+
+
+@pytest.fixture(scope="session")
+def picture_index(clip: Path, balls: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An index of pictures that the tests only read."""
+    folder: Path = tmp_path_factory.mktemp("pictures") / "index"
+    vembed.build_index(clip, balls, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def picture_page(picture_index: Path) -> Iterator[Page]:
+    """The page of the pictures."""
+    started = start_page(picture_index)
+    yield started
+    started.end()

@@ -262,7 +262,7 @@ def test_the_metric_decides_the_order_and_a_misspelt_one_is_refused(
     metrics = json.loads((tmp_path / "out" / cell["folder"] / "metrics.json").read_text())["metrics"]
     assert cell["value"] == metrics["recall@20"]
     assert "recall@20" in capsys.readouterr().out.splitlines()[-5]
-    for wrong, told in (("ndgc@10", "did you mean ndcg@10"), ("ndcg", "ndcg@10"), ("mrr@101", "between 1 and 100")):
+    for wrong, told in (("ndgc@10", "did you mean ndcg@10"), ("ndcg", "ndcg@10"), ("mrr@1001", "between 1 and 1000")):
         assert evaluate(*words, "--metric", wrong) == 2
         assert told in capsys.readouterr().err
 

@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 from command_cases import Site, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 from safetensors.torch import load_file, save_file
 
-import vembed.training.build
+import vembed.training.build.model
+import vembed.training.build.planning
 from vembed.losses.infonce import InfoNCE
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
+
+    from vembed.losses.streamed import LossGradients
 
 TINY_BAG = NgramBagConfig(dimension=16, buckets=512)
 
@@ -89,7 +93,7 @@ def test_batch_normalisation_is_refused_with_gradient_caching_only(
     def load(options: Any, texts: object = ()) -> NormBag:
         return NormBag(TINY_BAG, name=options.name)
 
-    monkeypatch.setattr(vembed.training.build, "load_encoder", load)
+    monkeypatch.setattr(vembed.training.build.model, "load_encoder", load)
     keys = site.keys(model_name="builtin:ngram-bag", max_steps=2, eval_steps=2)
     refused = run_keys(tmp_path, keys, "--plan")
     assert refused.code == 2
@@ -233,15 +237,19 @@ def test_weights_that_are_nan_as_loaded_are_refused(site: Site, tmp_path: Path) 
 
 def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int], value: float = math.nan) -> None:
     """Make the loss of some steps, counted from 1, not finite."""
-    forward = InfoNCE.forward
+    gradients = InfoNCE.gradients
     count = 0
 
-    def poisoned(self: InfoNCE, *tensors: Any) -> Tensor:
+    def poisoned(self: InfoNCE, *arguments: Any) -> LossGradients:
         nonlocal count
         count += 1
-        return forward(self, *tensors) * (value if count in calls else 1.0)
+        factor = value if count in calls else 1.0
+        found = gradients(self, *arguments)
+        found.dq_QE.mul_(factor)
+        found.dd_DE.mul_(factor)
+        return replace(found, loss=found.loss * factor)
 
-    monkeypatch.setattr(InfoNCE, "forward", poisoned)
+    monkeypatch.setattr(InfoNCE, "gradients", poisoned)
 
 
 @pytest.mark.parametrize("fp16", [False, True])
@@ -412,6 +420,6 @@ def test_a_bug_keeps_its_traceback(site: Site, tmp_path: Path, monkeypatch: pyte
     def fail(*_: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(vembed.training.build, "make_plan", fail)
+    monkeypatch.setattr(vembed.training.build.planning, "make_plan", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         run_keys(tmp_path, site.keys(), "--plan")

@@ -13,7 +13,7 @@ import torch
 import yaml
 from command_cases import Site, evaluation, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 
-import vembed.training.build
+import vembed.training.build.parts
 import vembed.training.finish
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import SourceOptions
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 METRIC_KEYS = {
     "step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second",
-    "peak_memory_bytes", "padding_ratio", "replay_drift",
+    "peak_memory_bytes", "padding_ratio", "replay_drift", "data_seconds",
 }  # fmt: skip
 PLAN_KEYS = {
     "strategy", "reasons", "world_size", "batch_size", "global_batch_size", "gradient_cache_chunk_size",
@@ -222,7 +222,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
         def close(self) -> None:
             raise ConnectionError("nobody listens")
 
-    monkeypatch.setattr(vembed.training.build, "TensorBoardTracker", Failing)
+    monkeypatch.setattr(vembed.training.build.parts, "TensorBoardTracker", Failing)
     outcome = run_keys(tmp_path, site.keys(report_to="tensorboard"))
     assert outcome.code == 0
     assert outcome.out.count("nobody listens") == 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def test_losses_with_and_without_evaluation_are_bitwise_equal(
     site: Site, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    common: dict[str, Any] = {"max_steps": 14, "gradient_cache_chunk_size": 6}
+    common: dict[str, Any] = {"max_steps": 14, "gradient_cache_chunk_size": 6, "retain": 0}
     without = run_keys(tmp_path / "without", site.keys(**common, eval_strategy="no", eval_steps=None))
     evaluated = run_keys(tmp_path / "with", site.keys(**common | changes))
     assert (without.code, evaluated.code) == (0, 0), without.err + evaluated.err
@@ -34,10 +34,10 @@ def test_losses_with_and_without_evaluation_are_bitwise_equal(
 
 
 CHUNKS: dict[str, dict[str, Any]] = {
-    "chunks of 1": {"gradient_cache_chunk_size": 1},
-    "chunks of 3": {"gradient_cache_chunk_size": 3},
+    "chunks of 1": {"gradient_cache_chunk_size": 1, "retain": 0},
+    "chunks of 3": {"gradient_cache_chunk_size": 3, "retain": 0.5},
     "auto": {},
-    "40 tokens": {"gradient_cache_chunk_tokens": 40},
+    "40 tokens": {"gradient_cache_chunk_tokens": 40, "retain": 1},
     "no gradient caching": {"use_gradient_cache": False},
 }
 
@@ -51,7 +51,7 @@ def test_in_float64_without_dropout_the_trajectory_is_one_whatever_the_chunks(si
     assert [run.code for run in runs.values()] == [0] * len(runs)
     chunks = {name: run.rows[0]["num_chunks"] for name, run in runs.items()}
     assert chunks["chunks of 1"] == 32
-    assert chunks["chunks of 3"] == 11
+    assert 11 <= chunks["chunks of 3"] < 32
     assert chunks["auto"] == 1
     assert 1 < chunks["40 tokens"] < 32
     reference = runs["no gradient caching"].losses

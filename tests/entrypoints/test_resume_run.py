@@ -46,10 +46,18 @@ TRANSFORMER = {
     "save_steps": 3,
     "early_stopping_patience": 9,
     "gradient_cache_chunk_size": 6,
+    "retain": 0.3,
 }
 """Dropout 0.1, a tokenizer trained on the data, several chunks a step, evaluations and saves that don't coincide."""
 
-BERT = {"learn_temperature": True, "max_steps": 12, "eval_steps": 5, "save_steps": 3, "gradient_cache_chunk_size": 6}
+BERT = {
+    "learn_temperature": True,
+    "max_steps": 12,
+    "eval_steps": 5,
+    "save_steps": 3,
+    "gradient_cache_chunk_size": 6,
+    "retain": 0,
+}
 
 
 @pytest.fixture(scope="session")
@@ -190,10 +198,10 @@ def test_sigterm_in_an_evaluation_exits_75_and_resumes_equal(
     else:
         evaluate = Evaluations._evaluate
 
-        def stop_and_evaluate(self: Evaluations, which: str, task: Any) -> Any:
+        def stop_and_evaluate(self: Evaluations, which: str, *rest: Any) -> Any:
             if which == name:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return evaluate(self, which, task)
+            return evaluate(self, which, *rest)
 
         monkeypatch.setattr(Evaluations, "_evaluate", stop_and_evaluate)
     stopped = run_here(config)
@@ -217,10 +225,10 @@ def test_the_best_checkpoint_is_found_again_when_its_evaluation_was_interrupted(
     assert 0 < best < 12
     evaluate = Evaluations._evaluate
 
-    def stop_and_evaluate(self: Evaluations, which: str, task: Any) -> Any:
+    def stop_and_evaluate(self: Evaluations, which: str, *rest: Any) -> Any:
         if which == f"step-{best}":
             os.kill(os.getpid(), signal.SIGTERM)
-        return evaluate(self, which, task)
+        return evaluate(self, which, *rest)
 
     monkeypatch.setattr(Evaluations, "_evaluate", stop_and_evaluate)
     config = write_config(tmp_path / "stopped", keys)

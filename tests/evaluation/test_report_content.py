@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 from test_report_samples import METRIC, STEPS, VALUES, page, result, sample
 
+from vembed.evaluation.report.comparison import forward_comparisons, row_decimals
 from vembed.evaluation.report.content import (
     MAX_EVALUATION_ROWS,
     build_content,
     dev_metric_names,
     evaluation_rows,
-    metric_rows,
-    row_decimals,
 )
 from vembed.evaluation.report.curves import MAX_POINTS, STEP_CURVES, curve_of, sparkline, step_curve, thinned_rows
 from vembed.evaluation.report.examples import choose_examples
 from vembed.evaluation.report.text import MINUS, bytes_text, clip, number_text, plain, signed_text, value_text
-from vembed.evaluation.significance import Comparison, Verdict, paired_bootstrap, verdict
+from vembed.evaluation.significance import Comparison, Verdict, bootstrap_interval, paired_bootstrap, verdict
 
 LOSS = STEP_CURVES[0]
 
@@ -113,17 +112,20 @@ def test_each_metric_has_its_own_paired_interval_and_the_verdict_row_comes_first
         metrics={**report.baseline.metrics, "hit@3": 0.25, "mrr@10": 0.25},
         per_query={**report.baseline.per_query, **dict.fromkeys(more, VALUES["base"])},
     )
-    rows = metric_rows(replace(report, final=final, baseline=baseline))
+    rows = forward_comparisons(replace(report, final=final, baseline=baseline)).rows
     assert [row.name for row in rows] == [METRIC, "mrr@10", "hit@3", "alone@1"]
     assert [row.is_headline for row in rows] == [True, True, False, False]
     assert rows[0].verdict == report.verdict
     assert rows[1].verdict is not None
     assert rows[1].verdict.comparison == paired_bootstrap(baseline, final, "mrr@10")
-    assert (rows[3].verdict, rows[3].baseline, rows[3].final) == (None, None, 0.1)
+    assert (rows[3].verdict, rows[3].values) == (None, {"final": 0.1})
+    assert rows[1].intervals["final"] == bootstrap_interval(final, "mrr@10")
+    assert "alone@1" not in final.per_query
+    assert rows[3].intervals == {}
 
 
 def test_a_bound_that_decides_never_reads_as_zero() -> None:
-    row = metric_rows(sample())[0]
+    row = forward_comparisons(sample()).rows[0]
     comparison = Comparison(METRIC, 0.5, 0.51, 0.01, 0.00004, 0.02, 100, 0.95)
     assert row_decimals(replace(row, verdict=Verdict("improved", comparison, ""))) == 5
     assert row_decimals(replace(row, verdict=Verdict("within noise", comparison, ""))) == 3

@@ -83,6 +83,11 @@ def documents(tmp_path: Path) -> dict[str, Item]:
     return pictures_in(tmp_path)
 
 
+def identifier(attributes: dict[str, str | None]) -> str:
+    """The id that a picture's alternative text begins with."""
+    return (attributes["alt"] or "").partition(", relevant to: ")[0]
+
+
 def tiles(shown: Page) -> list[str]:
     """The text of each tile of the grids."""
     return [part.split("</li>")[0] for part in shown.source.split("<li class=")[1:] if part.startswith('"tile')]
@@ -95,11 +100,11 @@ def test_retrieved_pictures_stand_in_a_grid_with_rank_judgement_score_and_id(pla
     for tile in first:
         assert "score 0.900" in tile
         assert "baseline: rank 1" in tile
-        assert 'alt="d1"' in tile
+        assert 'alt="d1, relevant to: where is the cat"' in tile
     assert any("✓ right" in tile for tile in first), "d1 is relevant to q1"
     assert any("✗ wrong" in tile for tile in first), "and to no other query"
-    assert any("○ missed" in tile and 'alt="d4"' in tile for tile in tiles(shown))
-    assert opened(next(img for img in shown.named("img") if img["alt"] == "d2")["src"]).getpixel((5, 5)) == (
+    assert any("○ missed" in tile and 'alt="d4, relevant to: two birds"' in tile for tile in tiles(shown))
+    assert opened(next(img for img in shown.named("img") if identifier(img) == "d2")["src"]).getpixel((5, 5)) == (
         30,
         200,
         30,
@@ -119,14 +124,14 @@ def test_a_picture_query_is_shown_with_its_id(documents: dict[str, Item], tmp_pa
     queries: dict[str, Item] = {f"q{n}": saved(tmp_path / f"q{n}.png", colour=(n, n, n)) for n in range(1, 5)}
     shown = page(report_of(documents, queries))
     in_headings = [attributes for tag, attributes, path in shown.elements if tag == "img" and "h4" in path]
-    assert {attributes["alt"] for attributes in in_headings} == set(queries)
+    assert {identifier(attributes) for attributes in in_headings} == set(queries)
     assert "Query picture" in shown.text
 
 
 def test_pictures_search_texts(tmp_path: Path) -> None:
     queries: dict[str, Item] = {f"q{n}": saved(tmp_path / f"q{n}.png", colour=(n, n, n)) for n in range(1, 5)}
     shown = page(report_of(dict(sample().task.documents), queries))
-    assert {attributes["alt"] for attributes in shown.named("img")} == set(queries)
+    assert {identifier(attributes) for attributes in shown.named("img")} == set(queries)
     assert not tiles(shown)
     assert "The cat sat." in shown.text
 
@@ -135,7 +140,7 @@ def test_texts_and_pictures_in_one_list_stand_in_rows(documents: dict[str, Item]
     shown = page(report_of({**documents, "d2": "A dog ran fast."}))
     assert not tiles(shown)
     assert "A dog ran fast." in shown.text
-    assert [img for img in shown.named("img") if img["alt"] == "d1"]
+    assert [img for img in shown.named("img") if identifier(img) == "d1"]
     assert "document d1" in shown.text
 
 
@@ -178,7 +183,7 @@ def test_a_picture_that_is_broken_by_now_gets_a_labelled_box_and_the_others_are_
     shown = page(report_of({**documents, "d2": broken(tmp_path)}))
     assert "Picture can't be shown: d2" in shown.text
     assert "1 of 4 could not be decoded for this page" in shown.text
-    assert {attributes["alt"] for attributes in shown.named("img")} == {"d1", "d3", "d4"}
+    assert {identifier(attributes) for attributes in shown.named("img")} == {"d1", "d3", "d4"}
     assert "can't be shown" not in plain.text
     assert "could not be decoded" not in plain.text
 
@@ -267,7 +272,7 @@ def test_names_and_ids_of_pictures_stay_inert(tmp_path: Path) -> None:
     for tag, attributes, _ in shown.elements:
         assert not [name for name in attributes if name.startswith("on") or name == "autofocus"], tag
         assert (attributes.get("src") or URI).startswith(URI)
-    labels = {attributes["alt"] for attributes in shown.named("img")}
+    labels = {identifier(attributes) for attributes in shown.named("img")}
     seen = [name for name in named if " ".join(name.split()) in labels]
     boxes = [name for name in named if f"Picture can't be shown: lost {' '.join(name.split())}" in shown.text]
     assert len(seen) > len(HOSTILE) // 2
@@ -276,6 +281,18 @@ def test_names_and_ids_of_pictures_stay_inert(tmp_path: Path) -> None:
     tokens = parser.parse(render_markdown(content))
     kinds = {child.type for token in tokens for child in token.children or [] if child.content != "<!-- -->"}
     assert not kinds & {"image", "html_inline"}
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_a_picture_is_relevant_to_stays_inert_in_its_alternative_text(
+    documents: dict[str, Item], text: str
+) -> None:
+    queries: dict[str, Item] = {f"q{n}": text for n in range(1, 5)}
+    shown = page(report_of(documents, queries))
+    assert {tag for tag, _, _ in shown.elements} <= OURS | {"img"}
+    for attributes in shown.named("img"):
+        assert attributes.keys() == {"src", "alt", "width", "height"}
+        assert (attributes["alt"] or "").endswith(f", relevant to: {' '.join(text.split())}")
 
 
 def test_only_a_picture_itself_can_be_a_source() -> None:

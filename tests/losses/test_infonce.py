@@ -13,7 +13,6 @@ from loss_cases import CASES, MASKED, LossCase, log_scale, plain, slow_infonce
 
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.registry import LOSSES, LossOptions
 
 TEMPERATURE = 0.2
 
@@ -194,20 +193,6 @@ def test_the_sharpest_temperature_overflows_nowhere_in_float32() -> None:
     gradients = torch.autograd.grad(value, [q_QE, d_DE])
     assert value.isfinite()
     assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_the_registry_passes_every_option_on() -> None:
-    options = LossOptions(
-        temperature=0.5, learn_temperature=True, bidirectional=True, mask_false_negatives=False, dtype=torch.float64
-    )
-    loss = LOSSES["infonce"](options)
-    assert isinstance(loss, InfoNCE)
-    assert (loss.bidirectional, loss.mask_false_negatives, loss.log_scale.dtype) == (True, False, torch.float64)
-    assert isinstance(loss.log_scale, torch.nn.Parameter)
-    fixed = LOSSES["infonce"](replace(options, learn_temperature=False, bidirectional=False, mask_false_negatives=True))
-    assert isinstance(fixed, InfoNCE)
-    assert (fixed.bidirectional, fixed.mask_false_negatives) == (False, True)
-    assert fixed.temperature == pytest.approx(0.5)
 
 
 def test_the_structure_of_a_batch() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import PIL.Image
 import torch
 from model_cases import POSITIONS, wordpiece_tokenizer
+from safetensors.torch import save_file
 from transformers import (
     BitImageProcessor,
     CLIPConfig,
@@ -36,6 +37,7 @@ from transformers import (
 
 from vembed.batch import Features, Image
 from vembed.gradcache.engine import Pool
+from vembed.models.tiny_clip import TinyClipConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -135,6 +137,29 @@ def write_picture_model(folder: Path, kind: str) -> Path:
         tokenizer = wordpiece_tokenizer()
         tokenizer.add_special_tokens({"bos_token": "[CLS]", "eos_token": "[SEP]"})
         tokenizer.save_pretrained(folder)
+    return folder
+
+
+TINY = TinyClipConfig(dimension=16, image_size=16, patch_size=2, channels=(8, 16), buckets=512)
+
+OPEN_CLIP_CONFIG: dict[str, Any] = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": PATCH},
+    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+
+
+def write_open_clip(folder: Path) -> Path:
+    """Write a folder in open_clip's own form."""
+    import open_clip
+    from open_clip.push_to_hf_hub import save_config_for_hf
+
+    torch.manual_seed(0)
+    model = open_clip.CLIP(**OPEN_CLIP_CONFIG)
+    open_clip.set_model_preprocess_cfg(model, {"size": SIDE, "mean": (0.5,) * 3, "std": (0.5,) * 3})
+    folder.mkdir(exist_ok=True)
+    save_config_for_hf(model, folder / "open_clip_config.json", OPEN_CLIP_CONFIG)
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
     return folder
 
 

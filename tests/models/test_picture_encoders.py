@@ -10,12 +10,24 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from model_cases import TEXTS, edit_json, write_model
-from picture_cases import DUAL_BUILDERS, PATCH, PICTURES, SIDE, VISION_BUILDERS, opened, picture, pools_of, vectors
+from picture_cases import (
+    DUAL_BUILDERS,
+    PATCH,
+    PICTURES,
+    SIDE,
+    TINY,
+    VISION_BUILDERS,
+    opened,
+    picture,
+    pools_of,
+    vectors,
+    write_open_clip,
+)
 from picture_cases import write_picture_model as write
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
-from vembed.batch import ContrastiveBatch, content_id
+from vembed.batch import Composed, ContrastiveBatch, content_id
 from vembed.data.images import ImageLimits
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.gradcache.chunking import ChunkBudget
@@ -27,7 +39,7 @@ from vembed.models.dual import DualEncoder
 from vembed.models.huggingface import ModelOptions
 from vembed.models.profile import model_size
 from vembed.models.registry import load_encoder
-from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+from vembed.models.tiny_clip import TinyClip
 from vembed.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -39,27 +51,6 @@ KINDS = [
     pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind
     for kind in (*DUAL_BUILDERS, *VISION_BUILDERS, "tiny-clip", "open_clip")
 ]
-TINY = TinyClipConfig(dimension=16, image_size=16, patch_size=2, channels=(8, 16), buckets=512)
-
-OPEN_CLIP_CONFIG: dict[str, Any] = {
-    "embed_dim": 16,
-    "vision_cfg": {"image_size": SIDE, "layers": 2, "width": 32, "head_width": 16, "patch_size": PATCH},
-    "text_cfg": {"context_length": 24, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
-}
-
-
-def write_open_clip(folder: Path) -> Path:
-    """Write a folder in open_clip's own form."""
-    import open_clip
-    from open_clip.push_to_hf_hub import save_config_for_hf
-
-    torch.manual_seed(0)
-    model = open_clip.CLIP(**OPEN_CLIP_CONFIG)
-    open_clip.set_model_preprocess_cfg(model, {"size": SIDE, "mean": (0.5,) * 3, "std": (0.5,) * 3})
-    folder.mkdir(exist_ok=True)
-    save_config_for_hf(model, folder / "open_clip_config.json", OPEN_CLIP_CONFIG)
-    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -144,10 +135,18 @@ def test_items_have_one_vector_alone_and_among_others_in_any_order(folders: dict
     assert distances.min() > 1e-4
 
 
+def query_of(encoder: Any, number: int) -> Any:
+    """Return a text, or a picture with one in every third query, or a picture where the encoder reads no texts."""
+    if "text" not in encoder.modalities:
+        return picture(100 + number)
+    text = f"query {'x' * (number % 5)}{number}"
+    return Composed(picture(100 + number), text) if number % 3 == 1 else text
+
+
 def batch_of(encoder: Any, num_queries: int = 7) -> ContrastiveBatch:
-    """Give query i, a text where the encoder reads texts, one positive picture and i % 3 negatives of both kinds."""
+    """Give each query one positive picture and i % 3 negatives of both kinds."""
     has_text = "text" in encoder.modalities
-    queries = tuple(f"query {'x' * (i % 5)}{i}" if has_text else picture(100 + i) for i in range(num_queries))
+    queries = tuple(query_of(encoder, number) for number in range(num_queries))
     documents: list[Any] = []
     pairs = []
     for number in range(num_queries):
@@ -372,7 +371,7 @@ def test_an_open_clip_tokenizer_that_a_saved_folder_would_lose_is_refused(
     import open_clip
 
     folder = write_open_clip(tmp_path)
-    assert load(folder).modalities == {"text", "image"}
+    assert load(folder).modalities == {"text", "image", "image+text"}
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     monkeypatch.setattr(open_clip, "get_tokenizer", lambda name: tokenizer.encode)
     with pytest.raises(ConfigError, match="load with another tokenizer"):

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
+import pytest
 import torch
 from model_cases import TEXTS
-from picture_cases import PICTURES, opened, picture, vectors
+from picture_cases import PICTURES, opened, picture, pools_of, vectors
 
+from vembed.batch import ContrastiveBatch, content_id
+from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure
+from vembed.losses.infonce import InfoNCE
 from vembed.models import tiny_clip
 from vembed.models.huggingface import ModelOptions
 from vembed.models.profile import model_size
@@ -18,7 +26,7 @@ from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:
-    import pytest
+    from pathlib import Path
 
 
 def build(seed: int = 0, **options: Any) -> TinyClip:
@@ -38,6 +46,75 @@ def test_no_layer_depends_on_the_other_rows_of_a_chunk() -> None:
     names = {type(module).__name__ for module in build().modules()}
     assert "GroupNorm" in names
     assert not any("BatchNorm" in name or "Dropout" in name for name in names)
+
+
+def test_contrast_changes_next_to_nothing() -> None:
+    pixels = torch.stack([torch.from_numpy(np.array(each.resize((64, 64)))) for each in opened(PICTURES[:2])])
+    faint = (127.5 + 0.5 * (pixels.float() - 127.5)).round().to(torch.uint8)
+    encoder = build()
+    with torch.no_grad():
+        first, second = encoder({"pixels": pixels})
+        assert (encoder({"pixels": faint}) @ torch.stack([first, second]).T).diagonal().min() > 0.99
+    assert first @ second < 0.95
+
+
+def test_what_ends_in_a_single_place_still_tells_pictures_apart() -> None:
+    torch.manual_seed(0)
+    config = TinyClipConfig(dimension=32, image_size=8, patch_size=4, channels=(8, 16), buckets=128)
+    assert config.sides[-1] == 1
+    assert vectors(TinyClip(config), PICTURES).std(dim=0).mean() > 0.01
+
+
+def test_an_odd_patch_is_refused() -> None:
+    with pytest.raises(ValueError, match="patch_size 5 is odd"):
+        TinyClipConfig(patch_size=5)
+    TinyClipConfig(patch_size=6)
+
+
+def test_training_on_pictures_alone_leaves_the_weights_of_the_texts_as_they_are() -> None:
+    encoder = build()
+    before = {name: weight.clone() for name, weight in encoder.named_parameters()}
+    z = vectors_with_gradient(encoder)
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3, weight_decay=0.5)
+    torch.nn.functional.cross_entropy(10 * z @ z.T, torch.arange(len(z))).backward()
+    optimizer.step()
+    changed = {name for name, weight in encoder.named_parameters() if not torch.equal(weight, before[name])}
+    assert {name for name in before if name.startswith("vision")} == changed
+
+
+@pytest.mark.parametrize("retain", [0.0, 0.5])
+def test_gradient_caching_of_pictures_alone_equals_the_plain_step(retain: float) -> None:
+    torch.manual_seed(0)
+    config = TinyClipConfig(dimension=32, image_size=36, channels=(8, 16, 24), buckets=64)  # sides 9, 5 and 3: odd
+    encoder = TinyClip(config).double().train()
+    queries, documents = tuple(picture(seed) for seed in range(7)), tuple(picture(seed) for seed in range(50, 57))
+    batch = ContrastiveBatch(
+        queries=queries,
+        documents=documents,
+        positives_P2=np.stack([np.arange(7)] * 2, axis=1),
+        query_ids_Q=np.array([content_id(each) for each in queries]),
+        document_ids_D=np.array([content_id(each) for each in documents]),
+        record_ids=tuple(range(7)),
+    )
+    pools, structure = pools_of(encoder, batch), BatchStructure.of(batch)
+    loss = InfoNCE(temperature=0.1, bidirectional=True, dtype=torch.float64)
+    value = reference_step(pools, structure, loss)
+    expected = {name: weight.grad for name, weight in encoder.named_parameters() if weight.grad is not None}
+    encoder.zero_grad(set_to_none=True)
+    budget = ChunkBudget(rows=3, tokens=10_000)
+    result = GradCacheEngine(loss, EngineOptions(budget, torch.device("cpu"), retain=retain)).step(pools, structure)
+    found = {name: weight.grad for name, weight in encoder.named_parameters() if weight.grad is not None}
+    assert result.num_chunks == 5
+    assert result.replay_drift < 1e-12
+    assert result.loss == pytest.approx(value.item(), rel=1e-12)
+    assert expected.keys() == found.keys() == {f"vision.{name}" for name, _ in encoder.vision.named_parameters()}
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 1e-9 * gradient.norm(), name
+
+
+def vectors_with_gradient(encoder: TinyClip) -> torch.Tensor:
+    z: torch.Tensor = encoder(encoder.collate(encoder.featurize(PICTURES, "query"), np.arange(len(PICTURES)), 64))
+    return z
 
 
 def test_left_and_right_are_two_things() -> None:
@@ -118,6 +195,17 @@ def test_a_config_with_other_sides_builds_and_reloads(tmp_path: Any) -> None:
     assert isinstance(reloaded, TinyClip)
     assert reloaded.config == config
     assert torch.equal(vectors(reloaded, [*PICTURES, *TEXTS]), vectors(encoder, [*PICTURES, *TEXTS]))
+
+
+def test_a_folder_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    TinyClip(TinyClipConfig(dimension=16, buckets=64)).save(tmp_path)
+    load_encoder(ModelOptions(str(tmp_path)))
+    file = tmp_path / tiny_clip.CONFIG_FILE
+    content = json.loads(file.read_text())
+    del content["architecture"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="the model is of architecture 1, and this version of vembed has 2"):
+        load_encoder(ModelOptions(str(tmp_path)))
 
 
 def test_it_learns_which_caption_belongs_to_which_picture() -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from vembed.config.load import load_config
 from vembed.plan import hardware
+from vembed.plan.chunks import CPU_CHUNK_BYTES, LEAST_CHUNK_TOKENS, MOST_CHUNK_ROWS
 from vembed.plan.explain import explain
 from vembed.plan.hardware import GIB, Machine, cpu_cores, cpu_memory_bytes
-from vembed.plan.memory import ModelSize, show_bytes, step_bytes
-from vembed.plan.plan import CPU_CHUNK_BYTES, LEAST_CHUNK_TOKENS, MOST_CHUNK_ROWS, DataSize, Plan, make_plan
+from vembed.plan.memory import LOSS_STRIP_TILES, LossTiles, ModelSize, show_bytes, step_bytes
+from vembed.plan.plan import DataSize, Plan, make_plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,17 +135,18 @@ def test_precision_is_the_users_word_or_what_the_device_is_fast_at(
 
 
 def test_the_bytes_of_a_step_are_what_the_parts_add_up_to() -> None:
-    sizes = step_bytes(MINILM, chunk_tokens=1000, num_queries=64, num_documents=160)
+    tiles = LossTiles(size=100, count=3)
+    sizes = step_bytes(MINILM, chunk_tokens=1000, num_queries=64, num_documents=160, tiles=tiles)
     assert sizes.parameters == 22_000_000 * 4
     assert sizes.gradients == 21_000_000 * 4
     assert sizes.optimizer == 2 * sizes.gradients
     assert sizes.activations == 1000 * 100_000
-    assert sizes.loss == 3 * (64 + 160) * 384 * 4 + 6 * 64 * 160 * 4
+    assert sizes.loss == 2 * (64 + 160) * 384 * 4 + 3 * 64 * 100 * 4 + 64 * 160 * 4
     assert sizes.total == sum((sizes.parameters, sizes.gradients, sizes.optimizer, sizes.activations, sizes.loss))
 
 
 def test_gradient_caching_needs_the_activations_of_one_chunk_and_plain_training_those_of_the_batch() -> None:
-    cached, plain = plan(), plan("use_gradient_cache=false")
+    cached, plain = plan("retain=0"), plan("use_gradient_cache=false")
     assert (cached.retain, plain.retain) == (0.0, 1.0)
     assert cached.bytes_per_device.activations == cached.gradient_cache_chunk_tokens * 100_000
     assert plain.bytes_per_device.activations == (64 + 160) * 256 * 100_000
@@ -154,18 +156,63 @@ def test_gradient_caching_needs_the_activations_of_one_chunk_and_plain_training_
     assert without_limit.bytes_per_device.activations == cached.bytes_per_device.activations
 
 
+def test_auto_retention_keeps_what_a_part_of_the_spare_memory_holds_and_says_the_arithmetic() -> None:
+    made = plan("batch_size=4096", machine=GPU, data=replace(DATA, num_records=100_000))
+    assert 0.1 < made.retain < 0.2
+    batch_bytes = (4096 + 10240) * 256 * 100_000
+    others = made.bytes_per_device.total - made.retain * batch_bytes
+    room = (0.95 * GPU.memory_bytes - 1.5 * GIB) / 1.1 - others
+    assert made.retain == pytest.approx(0.5 * room / batch_bytes, abs=0.01)
+    assert "to spare against" in reason(made, f"retain {made.retain:g}: ")
+    assert made.fits
+    assert plan("batch_size=4").retain == 1.0
+    assert plan(model=replace(MINILM, max_length=None)).retain == 0.0
+    assert plan(machine=replace(CPU, memory_bytes=GIB)).retain == 0.0
+
+
+def test_a_given_share_of_kept_graphs_stands_and_counts_in_the_prediction() -> None:
+    half, none = plan("retain=0.5"), plan("retain=0")
+    assert (half.retain, none.retain) == (0.5, 0.0)
+    kept = half.bytes_per_device.activations - none.bytes_per_device.activations
+    assert kept == (64 + 160) * 256 * 100_000 // 2
+
+
 def test_the_prediction_is_of_the_batch_that_there_is() -> None:
     small = plan("batch_size=4096", data=DataSize(num_records=10, steps_per_epoch=1, documents_per_query=1.0))
-    assert small.bytes_per_device.loss == step_bytes(MINILM, chunk_tokens=0, num_queries=10, num_documents=10).loss
+    of_ten = step_bytes(MINILM, chunk_tokens=0, num_queries=10, num_documents=10, tiles=LossTiles(1024, 2))
+    assert small.bytes_per_device.loss == of_ten.loss
+
+
+def test_the_loss_takes_the_memory_of_tiles_however_large_the_batch() -> None:
+    sizes = {"num_queries": 65_536, "num_documents": 65_536, "tiles": LossTiles(1024, 2)}
+    loss = step_bytes(replace(MINILM, dimension=256), chunk_tokens=0, **sizes).loss
+    table = 2 * 65_536 * 256 * 4
+    assert loss == 2 * table + (2 + LOSS_STRIP_TILES) * 1024**2 * 4
+    assert loss - table < 200e6, "beside the embeddings"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "machine", "size"),
+    [([], CPU, 1024), ([], GPU, 4096), (["loss_tile_size=77"], CPU, 77), (["loss_tile_size=77"], GPU, 77)],
+)
+def test_tiles_suit_the_device_unless_their_size_is_given(overrides: list[str], machine: Machine, size: int) -> None:
+    assert plan(*overrides, machine=machine).loss_tile_size == size
+
+
+def test_prefixes_hold_a_tile_each_and_leaving_the_whole_dim_out_is_said() -> None:
+    whole, partly = plan("mrl_dims=[384, 64]"), plan("mrl_dims=[64]")
+    assert whole.bytes_per_device.loss == plan().bytes_per_device.loss + 2 * 64 * 160 * 4
+    assert not any("mrl_dims" in each for each in whole.reasons)
+    assert reason(partly, "mrl_dims: ").endswith("only its first 64 are trained")
 
 
 def test_it_fits_up_to_95_percent_of_the_memory_with_reserve() -> None:
-    needed = 1.1 * plan().bytes_per_device.total + 1.5 * GIB
+    needed = 1.1 * plan("retain=0").bytes_per_device.total + 1.5 * GIB
     least = math.ceil(needed / 0.95)
-    fitting = plan(machine=replace(CPU, memory_bytes=least + 1))
+    fitting = plan("retain=0", machine=replace(CPU, memory_bytes=least + 1))
     assert fitting.fits
     assert reason(fitting, "memory: ").endswith(": fits")
-    tight = plan(machine=replace(CPU, memory_bytes=least - 2))
+    tight = plan("retain=0", machine=replace(CPU, memory_bytes=least - 2))
     assert not tight.fits
     assert reason(tight, "memory: ").endswith("may not fit; a smaller batch_size helps")
     assert tight.steps == fitting.steps, "the plan warns; the user's word stands"

@@ -16,7 +16,7 @@ from vembed.data.images import ImageLimits
 from vembed.data.retrieval import RetrievalData
 from vembed.data.sources import SourceOptions
 from vembed.errors import DataError
-from vembed.training.build import run_from_config
+from vembed.training.build.run import run_from_config
 from vembed.training.evaluations import Evaluations
 from vembed.training.inputs import DataPaths, RunData, load_run_data, record_texts
 from vembed.training.pictures import ItemCounts, PictureSurvey, RetrievalMode

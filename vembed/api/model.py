@@ -1,4 +1,4 @@
-"""A model from Python: load it by name, folder or run, and turn texts into vectors."""
+"""A model from Python: load it by name, folder or run, and turn texts and pictures into vectors."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import numpy as np
 import torch
 
+from vembed.batch import modality_of
+from vembed.data.given import items_of, refuse_other_modalities
+from vembed.data.images import ImageLimits
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Side
+    from vembed.batch import Modality, Side
+    from vembed.data.given import Given
     from vembed.models.encoder import Encoder, Similarity
 
 _log = logging.getLogger(__name__)
@@ -48,6 +52,7 @@ class LoadOptions(TypedDict, total=False):
         query_prompt: Text before each query.
         document_prompt: Text before each document.
         pad_token: Padding token, for tokenizers without one.
+        max_image_pixels: A picture whose header says more is refused before it is decoded.
         device: "cpu", "cuda", "cuda:1"; the default is the one that training would take.
         bf16: Encode in bfloat16 mixed precision.
     """
@@ -61,6 +66,7 @@ class LoadOptions(TypedDict, total=False):
     query_prompt: str | None
     document_prompt: str | None
     pad_token: str | None
+    max_image_pixels: int | None
     device: str | None
     bf16: bool
 
@@ -95,13 +101,14 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
             max_length=options.get("max_seq_length"),
             prompts={side: prompt for side, prompt in given.items() if prompt is not None},
             pad_token=options.get("pad_token"),
+            image_limits=_image_limits(options),
         )
     )
     return EmbeddingModel(encoder, name=name, options=options)
 
 
 class EmbeddingModel:
-    """A model that turns texts into vectors; made by `load`.
+    """A model that turns texts, pictures or both into vectors; made by `load`.
 
     Args:
         encoder: The network.
@@ -111,11 +118,13 @@ class EmbeddingModel:
     Attributes:
         name: The same.
         options: The same.
+        image_limits: What a picture may be.
     """
 
     def __init__(self, encoder: Encoder, *, name: str, options: LoadOptions) -> None:
         self.name = name
         self.options = options
+        self.image_limits = _image_limits(options)
         device = options.get("device")
         self._device = start_runtime(deterministic=False).device if device is None else _device(device)
         self._encoder = encoder.to(self._device).eval()
@@ -128,6 +137,11 @@ class EmbeddingModel:
     def dimension(self) -> int:
         """Numbers in a vector."""
         return self._encoder.dimension
+
+    @property
+    def takes(self) -> frozenset[Modality]:
+        """What it has towers for: "text", "image", and "image+text" for a picture with a text."""
+        return self._encoder.modalities
 
     @property
     def similarity(self) -> Similarity:
@@ -149,26 +163,29 @@ class EmbeddingModel:
         """Name, hash of the weights, and what else its vectors depend on."""
         return identify(self._encoder, name=self.name)
 
-    def encode(self, rows: Iterable[str], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE) -> NDArray[np.float32]:
-        """Turn texts into vectors.
+    def encode(self, rows: Iterable[Given], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE) -> NDArray[np.float32]:
+        """Turn texts and pictures into vectors.
 
         Args:
-            rows: n texts.
+            rows: n texts and pictures, mixed as they come. A `str` is a text; a picture is a `pathlib.Path`, the bytes
+                of its file, a `PIL.Image.Image` or a `vembed.batch.Image`.
             side: Whether they are queries or documents: many models put another prompt before each.
-            batch_size: Most texts of one encoder call; it changes no more than the speed.
+            batch_size: Most rows of one encoder call; it changes no more than the speed.
 
         Returns:
             (n, E) float32, in the order of the rows.
 
         Raises:
+            DataError: A picture is missing, broken or over the limits, or the model has no tower for a row.
             NonFiniteError: A vector holds NaN or infinity.
-            TypeError: The rows aren't texts.
+            TypeError: A row is neither a text nor a picture.
             ValueError: There is no such side, or the batch size is below 1.
         """
         refuse_side(side)
-        texts = _texts(rows)
+        items = items_of(rows, self.image_limits)
+        refuse_other_modalities(items, self.takes, self.name)
         encode = self.item_encoder(batch_size)
-        vectors_NE = encode(texts, side)
+        vectors_NE = encode(items, side)
         bad = np.flatnonzero(~np.isfinite(vectors_NE).all(axis=1))
         if bad.size:
             raise NonFiniteError(
@@ -179,7 +196,7 @@ class EmbeddingModel:
             self._says_cut = False
             _log.warning(
                 "%d of %d texts are longer than the %s tokens that %s takes, and were cut; this is said once",
-                num_cut, len(texts), self.max_length, self.name,
+                num_cut, sum(modality_of(item) != "image" for item in items), self.max_length, self.name,
             )  # fmt: skip
         return vectors_NE
 
@@ -187,7 +204,7 @@ class EmbeddingModel:
         """Return the encoder as evaluation and search see it.
 
         Args:
-            batch_size: Most texts of one encoder call.
+            batch_size: Most items of one encoder call.
             poll: Called between encoder calls; may raise to stop.
 
         Raises:
@@ -230,14 +247,13 @@ def refuse_unknown(options: Mapping[str, object], known: type, function: str) ->
             raise TypeError(f"{function}() has no argument {name!r}; did you mean {near!r}?")
 
 
-def _texts(rows: Iterable[str]) -> list[str]:
-    if isinstance(rows, (str, bytes)):
-        raise TypeError("rows is one text; give a list of texts, as in encode([text], side)")
-    texts = list(rows)
-    wrong = next((number for number, text in enumerate(texts) if not isinstance(text, str)), None)
-    if wrong is not None:
-        raise TypeError(f"row {wrong} is a {type(texts[wrong]).__name__}; every row is a text")
-    return texts
+def _image_limits(options: LoadOptions) -> ImageLimits:
+    pixels = options.get("max_image_pixels")
+    if pixels is None:
+        return ImageLimits()
+    if pixels < 1:
+        raise ConfigError(f"max_image_pixels is {pixels}; it is at least 1")
+    return ImageLimits(max_pixels=pixels)
 
 
 def _device(name: str) -> torch.device:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, LoadOptions, load, refuse_side, refuse_unknown
 from vembed.config.redact import redact
-from vembed.data.corpus import Corpus, CorpusColumns
+from vembed.data.corpus import Corpus, CorpusOptions
+from vembed.data.images import ImageLimits
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import SourceOptions
 from vembed.errors import ConfigError
@@ -18,7 +19,8 @@ from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 from vembed.search.build import BuildOptions, refuse_taken, write_index
 from vembed.search.format import IndexMeta, read_meta
-from vembed.search.index import Hit, Searcher, SearchIndex
+from vembed.search.index import Hit, SearchIndex
+from vembed.search.searcher import Searcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,10 +39,13 @@ class IndexOptions(TypedDict, total=False):
     Attributes:
         side: Which prompt the documents get; "document" unless they are queries.
         index: FAISS index string; "Flat" is exact, "HNSW32" or "IVF1024,Flat" are faster and may miss documents.
-        batch_size: Most texts of one encoder call.
+        batch_size: Most documents of one encoder call.
         overwrite: Whether an index that is there may be replaced.
         id_column: Column of the ids; default: _id, id, docid or doc_id.
         text_column: Column of the texts; default: text, document, passage, contents or content.
+        image_column: Column of the pictures; default: image, positive_image or image_path, and none where only
+            `text_column` is given.
+        image_root: Folder that pictures' paths start from and must stay in; default: the corpus file's own.
         poll: Called between encoder calls; may raise to stop.
     """
 
@@ -50,6 +55,8 @@ class IndexOptions(TypedDict, total=False):
     overwrite: bool
     id_column: str | None
     text_column: str | None
+    image_column: str | None
+    image_root: str | Path | None
     poll: Callable[[], None]
 
 
@@ -60,6 +67,7 @@ def evaluate(
     split: str | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
     output: Path | str | None = None,
+    image_root: Path | str | None = None,
 ) -> EvaluationResult:
     """Evaluate a model on a retrieval set: encode, search exactly with FAISS, score with trec_eval.
 
@@ -67,8 +75,9 @@ def evaluate(
         model: What `load` returned, or takes.
         data: BEIR folder, file of rows, hub id or `builtin:SET`.
         split: Split of the set; its test split by default.
-        batch_size: Most texts of one encoder call.
+        batch_size: Most items of one encoder call.
         output: A folder that gets metrics.json, per_query.json and run.trec.
+        image_root: Folder that pictures' paths start from and must stay in; default: the set's own.
 
     Returns:
         Metrics, the same for each query, the run, and notes on what was left out.
@@ -76,7 +85,9 @@ def evaluate(
     Raises:
         VembedError: The set or the model can't be loaded, or the vectors aren't finite.
     """
-    task = load_retrieval(str(data), SourceOptions(role="test", split=split))
+    limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
+    root = _folder(image_root)
+    task = load_retrieval(str(data), SourceOptions(role="test", split=split, image_root=root, image_limits=limits))
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(batch_size)
     result = evaluate_task(encode, task, EvaluationOptions(system=loaded.name))
@@ -98,7 +109,8 @@ def build_index(
 
     Args:
         model: What `load` returned, or takes.
-        data: BEIR folder, file with ids and texts, text file with one document a line, or `builtin:SET`.
+        data: BEIR folder, folder of pictures, file with ids and texts or pictures, text file with one document a line,
+            or `builtin:SET`.
         output: The folder; it appears complete or not at all.
         options: See `IndexOptions`.
 
@@ -113,7 +125,14 @@ def build_index(
     refuse_side(side)
     folder = Path(output).expanduser()
     refuse_taken(folder, overwrite=options.get("overwrite", False))
-    corpus = Corpus(str(data), CorpusColumns(options.get("id_column"), options.get("text_column")))
+    corpus_options = CorpusOptions(
+        id=options.get("id_column"),
+        text=options.get("text_column"),
+        image=options.get("image_column"),
+        image_root=_folder(options.get("image_root")),
+        image_limits=model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits(),
+    )
+    corpus = Corpus(str(data), corpus_options)
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(options.get("batch_size", DEFAULT_BATCH_SIZE), poll=options.get("poll"))
     return write_index(
@@ -162,7 +181,11 @@ def open_index(
         raise TypeError(f"open_index: {next(iter(options))} belongs to load: the model is loaded already")
     encode = model.item_encoder(DEFAULT_BATCH_SIZE)
     index.check_model(model.identity, encode)
-    return Searcher(index, encode)
+    return Searcher(index, encode, model.image_limits)
+
+
+def _folder(path: str | Path | None) -> Path | None:
+    return None if path is None else Path(path).expanduser()
 
 
 def _named_model(meta: IndexMeta, folder: Path) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vembed.config.load import load_values
 from vembed.config.redact import redact
 from vembed.config.schema import Config
-from vembed.training.build import run_from_config
+from vembed.training.build.run import run_from_config
 from vembed.training.finish import RunResult
 
 if TYPE_CHECKING:

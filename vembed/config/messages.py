@@ -153,6 +153,8 @@ def _alternatives(schema: Mapping[str, Any]) -> list[str]:
             found += ["true", "false"]
         elif kind in ("integer", "number"):
             found.append(_number(member, "an integer" if kind == "integer" else "a number"))
+        elif kind == "array":
+            found.append(f"a list [{expectation(member['items'])}, ...]")
         elif kind == "object":
             found.append(f"a mapping of column names to {expectation(member['additionalProperties'])}")
         else:

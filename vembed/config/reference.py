@@ -10,7 +10,7 @@ from typing import Any
 from vembed.config.fields import LARGEST_COUNT, RULES
 from vembed.config.load import MAX_FILE_BYTES
 from vembed.config.messages import expectation, key_schemas
-from vembed.config.schema import ALIASES, SECTIONS
+from vembed.config.schema import ALIASES, SECTIONS, Config
 from vembed.config.yaml_text import write_mapping
 
 _INTRODUCTION = f"""# Configuration
@@ -101,7 +101,9 @@ def _aliases() -> str:
 
 
 def _rules() -> str:
-    lines = ["## Rules between keys", "", *(f"- {each.summary}" for each in RULES)]
+    order = list(Config.model_fields)
+    rules = sorted(RULES, key=lambda each: order.index(each.keys[0]))
+    lines = ["## Rules between keys", "", *(f"- {each.summary}" for each in rules)]
     return "\n".join([*lines, ""])
 
 

@@ -1,6 +1,6 @@
 """Read the BEIR layout: corpus.jsonl, queries.jsonl and qrels/SPLIT.tsv.
 
-A row of corpus or queries may hold a picture in `image`, a path, instead of a text.
+A row of corpus or queries may hold a picture in `image`, a path; with a text beside it, the item is both in one.
 
 Source: Thakur et al. 2021, "BEIR: A Heterogeneous Benchmark for Zero-shot Evaluation of Information Retrieval Models".
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vembed.batch import Composed
 from vembed.data.columns import closest, listing
 from vembed.data.files import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
@@ -150,22 +151,21 @@ def beir_rows(part: BeirSplit) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _read_corpus(path: Path, images: ImageRoot, log: ProblemLog) -> tuple[dict[str, Item], int]:
-    """Return document id -> text or picture, and how many are empty."""
+    """Return document id -> item, and how many are empty."""
     documents: dict[str, Item] = {}
     num_empty = 0
     for where, name, row in _identified(path, log, known=documents):
         title, text = row.get("title"), row.get("text")
-        if row.get("image"):
-            picture = _picture(row, ("title", "text"), images, where, log)
-            if picture is not None:
-                documents[name] = picture
-            continue
-        fault = _part_fault(title, "title", needed=False) or _part_fault(text, "text", needed=True)
+        has_picture = bool(row.get("image"))
+        fault = _part_fault(title, "title", needed=False) or _part_fault(text, "text", needed=not has_picture)
         if fault:
             log.add(where, fault)
             continue
-        documents[name] = f"{title or ''} {text or ''}".strip()
-        num_empty += not documents[name]
+        joined = f"{title or ''} {text or ''}".strip()
+        document = _with_picture(row, joined, images, where, log) if has_picture else joined
+        if document is not None:
+            documents[name] = document
+            num_empty += not document
     if not documents and not log.count:
         msg = f"{path} holds no documents"
         raise DataError(msg)
@@ -175,36 +175,31 @@ def _read_corpus(path: Path, images: ImageRoot, log: ProblemLog) -> tuple[dict[s
 def _read_queries(
     path: Path, judged: set[str], images: ImageRoot, log: ProblemLog
 ) -> tuple[dict[str, Item], dict[str, int]]:
-    """Return query id -> text or picture and query id -> line, both of all queries; only judged ones must be usable."""
+    """Return query id -> item and query id -> line, both of all queries; only judged ones must be usable."""
     queries: dict[str, Item] = {}
     lines: dict[str, int] = {}
     for where, name, row in _identified(path, log, known=queries):
         lines[name] = int(where.rpartition(":")[2])
-        if name in judged and row.get("image"):
-            queries[name] = _picture(row, ("text",), images, where, log) or ""
-            continue
         text = row.get("text")
-        reason = text_fault(text) if name in judged else None
+        has_picture = name in judged and bool(row.get("image"))
+        needed = name in judged and not (has_picture and (text is None or text == ""))
+        reason = text_fault(text) if needed else None
         if reason:
             log.add(where, reason if "text" in row else "missing", column="text")
         queries[name] = text if isinstance(text, str) else ""
+        if has_picture and not reason:
+            queries[name] = _with_picture(row, text or "", images, where, log) or ""
     return queries, lines
 
 
-def _picture(
-    row: dict[str, Any], texts: tuple[str, ...], images: ImageRoot, where: str, log: ProblemLog
-) -> Item | None:
-    """Return the picture of a row, or note why there is none."""
-    filled = [column for column in texts if row.get(column)]
-    if filled:
-        reason = f"stands beside {filled[0]!r}: composite items of both are not supported by this version; empty one"
-        log.add(where, reason, column="image")
-        return None
+def _with_picture(row: dict[str, Any], text: str, images: ImageRoot, where: str, log: ProblemLog) -> Item | None:
+    """Return the picture of a row, with the row's text where it has one, or note why there is none."""
     try:
-        return images.image(row["image"], name=where)
+        image = images.image(row["image"], name=where)
     except PictureFault as fault:
         log.add(where, fault.reason, column="image")
         return None
+    return Composed(image, text) if text else image
 
 
 def _identified(path: Path, log: ProblemLog, *, known: Mapping[str, Item]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -1,7 +1,8 @@
 """Records of one global batch become a `ContrastiveBatch`.
 
 Documents stand record by record, positives before negatives. Records of one class (an equal label) are positives of
-each other: each one's query has the positives of all of them.
+each other: each one's query has the positives of all of them, but for a copy of the query itself, which teaches nothing
+and which the losses mask.
 """
 
 from __future__ import annotations
@@ -49,24 +50,30 @@ def collate(records: Sequence[Record], record_ids: Sequence[int]) -> Contrastive
         if record.label is not None:
             rows_by_label[record.label].append(row)
 
+    digest = cache(item_id)  # hard negatives and class items repeat within a batch
+    queries = tuple(record.query for record in records)
+    query_ids_Q = np.array([digest(query) for query in queries], dtype=np.int64)
+    document_ids_D = np.array([digest(document) for document in documents], dtype=np.int64)
     # Rows of a class are in batch order, and so are their documents: the pairs come out sorted.
     by_label = {
         label: np.array([document for row in rows for document in own_positives[row]], dtype=np.int64)
         for label, rows in rows_by_label.items()
     }
-    positives_of = [
-        np.array(own_positives[row], dtype=np.int64) if record.label is None else by_label[record.label]
-        for row, record in enumerate(records)
-    ]
+    positives_of = []
+    for row, record in enumerate(records):
+        own = np.array(own_positives[row], dtype=np.int64)
+        if record.label is None:
+            positives_of.append(own)
+            continue
+        of_class = by_label[record.label]
+        itself = document_ids_D[of_class] == query_ids_Q[row]
+        positives_of.append(of_class[~itself | np.isin(of_class, own)])
     query_rows = np.repeat(np.arange(len(records)), [len(rows) for rows in positives_of])
-
-    digest = cache(item_id)  # hard negatives and class items repeat within a batch
-    queries = tuple(record.query for record in records)
     return ContrastiveBatch(
         queries=queries,
         documents=tuple(documents),
         positives_P2=np.stack([query_rows, np.concatenate(positives_of)], axis=1),
-        query_ids_Q=np.array([digest(query) for query in queries], dtype=np.int64),
-        document_ids_D=np.array([digest(document) for document in documents], dtype=np.int64),
+        query_ids_Q=query_ids_Q,
+        document_ids_D=document_ids_D,
         record_ids=tuple(int(record_id) for record_id in record_ids),
     )

@@ -4,7 +4,7 @@ A shape is the tuple of a row's column names. Each shape is resolved once, so th
 resolution and a million look-ups.
 
 `image` is the positive picture of a text query. Beside a picture `text` is that query where no other column is; in all
-other rows it is the positive.
+other rows it is the positive. A row that fills both `query` and `query_image` has one query that is both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RowShape:
     """The source columns of one shape of row.
 
     Attributes:
-        query: Column that holds the query, None when there is none.
+        query: Column that holds the query, None when there is none; with `query_image`, the query is both in one.
         positive: Column that holds the positives, None when there is none.
         negatives: Columns that hold negatives, `negative_2` before `negative_10`.
         label: Column that holds the label, None when there is none.

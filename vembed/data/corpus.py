@@ -1,18 +1,29 @@
 """Read a corpus, document by document: the other half of a search, without queries or judgements.
 
-A corpus is a BEIR folder's corpus.jsonl, a file of rows with an id and a text (and possibly a title), a text file with
-one document a line, or a built-in set. Every row is checked; memory is the ids.
+A corpus is a BEIR folder's corpus.jsonl; a file of rows with an id and a text (and possibly a title) or a picture; a
+text file with one document a line; a folder of pictures; or a built-in or published set. Every row is checked, and of
+every picture the header; memory is the ids.
+
+Rows of training data are a corpus of their pictures: where a row has no id, its picture is named by its path, and a
+picture that stands in many rows is one document.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import partial
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vembed.batch import Composed, Image, pictures_in
 from vembed.data.columns import closest, listing
 from vembed.data.files import ROW_SUFFIXES, RawRow, iter_rows, suffix_of, text_rows
+from vembed.data.image_root import ImageRoot, PictureFault
+from vembed.data.images import ImageLimits, content_name
+from vembed.data.picture_folder import find_pictures
+from vembed.data.presets import preset_path
 from vembed.data.problems import InvalidPolicy, ProblemLog, plural
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import BUILTIN_PREFIX, SourceOptions
@@ -22,11 +33,18 @@ from vembed.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from vembed.batch import Item
+    from vembed.data.retrieval import RetrievalData
+
 ID_COLUMNS = ("_id", "id", "docid", "doc_id")
 TEXT_COLUMNS = ("text", "document", "passage", "contents", "content")
+IMAGE_COLUMNS = ("image", "positive_image", "image_path")
 """Names that the columns go by, the preferred one first."""
 
 TITLE_COLUMN = "title"
+CAPTION_COLUMNS = ("caption", "query", "anchor", "question", "sentence1")
+"""What says of a picture what it shows: people see it beside the picture, the model doesn't."""
+
 TEXT_FILES = (".txt", ".txt.gz")
 CORPUS_FILES = ("corpus.jsonl", "corpus.jsonl.gz")
 """What a folder's corpus is called, as in BEIR."""
@@ -37,45 +55,80 @@ class Document(NamedTuple):
 
     Attributes:
         id: Different from that of any other.
-        text: Title, one space, text; may be empty.
+        item: Title, one space, text (may be empty); or a picture, alone or with such a text.
+        path: Of a picture, as the corpus names it; "" of a text, and of bytes without a path.
+        caption: What the corpus says that a picture shows; "" where it says nothing.
     """
 
     id: str
-    text: str
+    item: Item
+    path: str = ""
+    caption: str = ""
+
+    @property
+    def text(self) -> str:
+        """What can be read of it: its text, or the caption of a picture that has none."""
+        if isinstance(self.item, str):
+            return self.item
+        return self.item.text if isinstance(self.item, Composed) else self.caption
 
 
 @dataclass(frozen=True, slots=True)
-class CorpusColumns:
-    """Which columns of a row are what; None takes the first of the usual names that the row has.
+class CorpusOptions:
+    """How to read a corpus. None takes the first of the usual names that a row has.
 
     Attributes:
         id: Column of the ids.
-        text: Column of the texts.
+        text: Column of the texts; where it is given and `image` isn't, pictures in the rows are left alone.
+        image: Column of the pictures.
+        image_root: Folder that pictures' paths start from and must stay in; None: the corpus file's own.
+        image_limits: Caps on each picture.
     """
 
     id: str | None = None
     text: str | None = None
+    image: str | None = None
+    image_root: Path | None = None
+    image_limits: ImageLimits = field(default_factory=ImageLimits)
+
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        """What the column of the pictures may be called."""
+        if self.image is not None:
+            return (self.image,)
+        return IMAGE_COLUMNS if self.text is None else ()
 
 
 class Corpus:
-    """The documents of one source, in order; to be iterated once.
+    """The documents of one source, in order; may be iterated again, which checks again.
 
     Args:
-        path: A folder with a corpus.jsonl; a .jsonl, .json, .csv, .tsv, .txt (each possibly .gz) or .parquet file; or
-            `builtin:SET`.
-        columns: Which columns of a row are what.
+        path: A folder with a corpus.jsonl, or one with pictures in it; a .jsonl, .json, .csv, .tsv, .txt (each possibly
+            .gz) or .parquet file; `builtin:SET`; or a published set `NAME:FOLDER`. Of sets it is the test split.
+        options: Which columns of a row are what, and where its pictures are.
+
+    Attributes:
+        limits: Caps on each picture.
 
     Raises:
         DataError: There is no such source.
     """
 
-    def __init__(self, path: str, columns: CorpusColumns | None = None) -> None:
+    def __init__(self, path: str, options: CorpusOptions | None = None) -> None:
         self._path = path
-        self._columns = columns or CorpusColumns()
-        self._file = None if path.startswith(BUILTIN_PREFIX) else _corpus_file(path)
+        self._options = options or CorpusOptions()
+        self.limits = self._options.image_limits
+        self._preset = preset_path(path)
+        is_set = path.startswith(BUILTIN_PREFIX) or self._preset is not None
+        self._source = None if is_set else _corpus_source(path)
+        self._start()
+
+    def _start(self) -> None:
         self._log = ProblemLog(InvalidPolicy())
         self._num_blank = 0
         self._num_empty = 0
+        self._num_repeated = 0
+        self._num_others = 0
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -83,6 +136,8 @@ class Corpus:
         counts = [
             (self._num_blank, "blank line is no document", "blank lines are no documents"),
             (self._num_empty, "document has neither a title nor a text", "documents have neither a title nor a text"),
+            (self._num_repeated, "row repeats an earlier picture", "rows repeat an earlier picture"),
+            (self._num_others, "file isn't a picture by its name", "files aren't pictures by their names"),
         ]
         return tuple(f"{plural(count, one, many)}." for count, one, many in counts if count)
 
@@ -93,24 +148,73 @@ class Corpus:
             DataError: There is none, or a row is invalid; raised after the last row, with the first problems of all.
             MachineError: The operating system refuses to read a file.
         """
-        if self._file is None:
-            task = load_retrieval(self._path, SourceOptions(role="test"))
-            pictures = sum(not isinstance(item, str) for item in task.documents.values())
-            if pictures:
-                raise DataError(f"{self._path} holds {pictures} pictures; an index is made of texts in this version")
-            yield from (Document(name, text) for name, text in task.documents.items() if isinstance(text, str))
+        self._start()
+        if self._source is None:
+            yield from self._of_task()
             return
         known: set[str] = set()
-        for line, row in self._rows(self._file):
-            document = self._checked(row, f"{self._file.name}:{line}", known)
-            if document is not None and not self._log.count:
+        documents = self._files(self._source) if self._source.is_dir() else self._of_rows(self._source, known)
+        for document in documents:
+            if not self._log.count:
                 known.add(document.id)
-                self._num_empty += not document.text
+                self._num_empty += document.item == ""
                 yield document
         if self._log.count:
             raise DataError(self._log.listing(self._path))
         if not known:
             raise DataError(f"{self._path} holds no documents")
+
+    def _of_task(self) -> Iterator[Document]:
+        """Yield the documents of a set; what is asked about a picture is its caption."""
+        captions: dict[str, str] = {}
+        for query, grades in self._task.qrels.items():
+            asked = self._task.queries[query]
+            if isinstance(asked, str):
+                for name, grade in grades.items():
+                    if grade > 0:
+                        captions.setdefault(name, asked)
+        for name, item in self._task.documents.items():
+            picture = next(pictures_in([item]), None)
+            path = "" if picture is None else self._path_in_set(picture)
+            yield Document(name, item, path, captions.get(name, "") if picture else "")
+
+    def _path_in_set(self, picture: Image) -> str:
+        """Return what a set calls a picture; no folder of this machine is kept."""
+        if self._preset is None or picture.data is not None:
+            return picture.path
+        root = self._options.image_root or self._preset.folder
+        return os.path.relpath(picture.path, os.path.realpath(root.expanduser()))
+
+    @cached_property
+    def _task(self) -> RetrievalData:
+        limits, root = self.limits, self._options.image_root
+        return load_retrieval(self._path, SourceOptions(role="test", image_root=root, image_limits=limits))
+
+    def _files(self, folder: Path) -> Iterator[Document]:
+        """Yield each picture below a folder."""
+        if self._options.image_root is not None:
+            raise DataError(f"{self._path} is a folder of pictures: it is its own image_root; leave that out")
+        images = ImageRoot(folder, self.limits)
+        found = find_pictures(folder)
+        self._num_others = found.num_others
+        for path in found.paths:
+            try:
+                yield Document(path, images.image(f"./{path}", name=path), path)  # ./: a colon in a name is no scheme
+            except PictureFault as fault:
+                self._log.add(path.encode(errors="backslashreplace").decode(), fault.reason)
+
+    def _of_rows(self, file: Path, known: set[str]) -> Iterator[Document]:
+        root = file.parent if self._options.image_root is None else self._options.image_root
+        images = ImageRoot(root, self.limits)
+        for line, row in self._rows(file):
+            where = f"{file.name}:{line}"
+            if isinstance(row, str):
+                self._log.add(where, row)
+                continue
+            try:
+                yield from self._checked(row, where, known, images)
+            except _RowFault as fault:
+                self._log.add(where, fault.reason, column=fault.column)
 
     def _rows(self, file: Path) -> Iterator[RawRow]:
         if file.name.lower().endswith(TEXT_FILES):
@@ -120,43 +224,75 @@ class Corpus:
                 else:
                     yield line, row if isinstance(row, str) else {"id": line, **row}
         else:
-            yield from iter_rows(file, partial(_wanted, columns=self._columns, where=file.name))
+            yield from iter_rows(file, partial(_wanted, options=self._options, where=file.name))
 
-    def _checked(self, row: dict[str, Any] | str, where: str, known: set[str]) -> Document | None:
-        """Return the document of a row; None, and a problem in the log, when it is invalid."""
-        if isinstance(row, str):
-            self._log.add(where, row)
-            return None
-        if row.get("image"):
-            raise DataError(f"{where}: column 'image' holds a picture, and this version's corpora are text only")
-        columns = _columns_of(row, self._columns)
-        if isinstance(columns, str):
-            self._log.add(where, columns)
-            return None
-        id_column, text_column = columns
-        name, title, text = row[id_column], row.get(TITLE_COLUMN), row[text_column]
-        reason = _id_fault(name)
-        if reason is None and str(name) in known:
-            reason = f"{str(name)!r} stands twice"
-        if reason is not None:
-            self._log.add(where, reason, column=id_column)
-            return None
-        for column, value, needed in ((TITLE_COLUMN, title, False), (text_column, text, True)):
-            reason = _text_fault(value, needed=needed)
-            if reason is not None:
-                self._log.add(where, reason, column=column)
-                return None
-        return Document(str(name), f"{title or ''} {text}".strip())
+    def _checked(self, row: dict[str, Any], where: str, known: set[str], images: ImageRoot) -> Iterator[Document]:
+        """Yield the documents of a row: one, or each picture of a row without an id."""
+        if self._options.image is not None and self._options.image not in row:
+            raise _RowFault(None, _missing_column("image_column", (self._options.image,), row))
+        image_column = next((name for name in self._options.image_names if row.get(name)), None)
+        if image_column is not None:
+            yield from self._pictures(row, image_column, where, known, images)
+            return
+        columns = _text_columns(row, self._options)
+        name = _checked_id(row[columns.id], columns.id, known)
+        yield Document(name, _title_and_text(row, columns.text, needed=True))
+
+    def _pictures(
+        self, row: dict[str, Any], column: str, where: str, known: set[str], images: ImageRoot
+    ) -> Iterator[Document]:
+        cells = row[column] if isinstance(row[column], list) else [row[column]]
+        id_column = _found(row, self._options.id, ID_COLUMNS)
+        if self._options.id is not None and id_column is None:
+            raise _RowFault(None, _missing_column("id_column", (self._options.id,), row))
+        if id_column is not None and len(cells) != 1:
+            raise _RowFault(column, f"expected one picture beside an id, got {len(cells)}")
+        text_column = _found(row, self._options.text, TEXT_COLUMNS[:1])
+        # Beside a picture without an id `text` is its caption, as in training data.
+        text = "" if id_column is None else _title_and_text(row, text_column, needed=False)
+        captions = CAPTION_COLUMNS if id_column is not None else (*CAPTION_COLUMNS, *TEXT_COLUMNS[:1])
+        caption = _caption(row, captions)
+        for cell in cells:
+            try:
+                image = images.image(cell, name=where)
+            except PictureFault as fault:
+                raise _RowFault(column, fault.reason) from fault
+            path = _path_of(cell, column)
+            if id_column is None:
+                name = path if image.data is None else content_name(image)  # bytes: a path there need not be unique
+                if name in known:
+                    self._num_repeated += 1
+                    continue
+            else:
+                name = _checked_id(row[id_column], id_column, known)
+            yield Document(name, Composed(image, text) if text else image, path, caption)
 
 
-def _corpus_file(path: str) -> Path:
-    """Return the file that holds the corpus."""
+class _RowFault(Exception):  # noqa: N818 - a verdict on one row that never leaves this file
+    def __init__(self, column: str | None, reason: str) -> None:
+        super().__init__(reason)
+        self.column = column
+        self.reason = reason
+
+
+class _TextColumns(NamedTuple):
+    id: str
+    text: str
+
+
+def _corpus_source(path: str) -> Path:
+    """Return the file that holds the corpus, or a folder of pictures."""
     local = Path(path).expanduser()
     if local.is_dir():
         found = next((local / name for name in CORPUS_FILES if (local / name).is_file()), None)
-        if found is None:
-            raise DataError(f"{path} has no {CORPUS_FILES[0]}; name a BEIR folder, or the file that holds the corpus")
-        return found
+        if found is not None:
+            return found
+        if find_pictures(local).paths:
+            return local
+        raise DataError(
+            f"{path} has no {CORPUS_FILES[0]} and no pictures; name a BEIR folder, a folder of pictures, or the file "
+            f"that holds the corpus"
+        )
     if not local.is_file():
         if "://" in path:  # not echoed: an address may hold a password
             raise DataError("the corpus is an address; download it and name the local file")
@@ -167,40 +303,84 @@ def _corpus_file(path: str) -> Path:
     return local
 
 
-def _wanted(names: Sequence[str], *, columns: CorpusColumns, where: str) -> list[str]:
+def _wanted(names: Sequence[str], *, options: CorpusOptions, where: str) -> list[str]:
     """Return the columns to read of a columnar file."""
-    found = _columns_of(names, columns)
-    if isinstance(found, str):
-        raise DataError(f"{where}: {found}")
-    return [name for name in names if name in {*found, TITLE_COLUMN, "image"}]
+    pictures = [name for name in options.image_names if name in names]
+    if options.image is not None and not pictures:
+        raise DataError(f"{where}: {_missing_column('image_column', (options.image,), names)}")
+    if not pictures:
+        try:
+            _text_columns(names, options)
+        except _RowFault as fault:
+            raise DataError(f"{where}: {fault.reason}") from fault
+    texts = (_found(names, options.id, ID_COLUMNS), _found(names, options.text, TEXT_COLUMNS))
+    return [name for name in names if name in {*texts, *pictures, TITLE_COLUMN, *CAPTION_COLUMNS * bool(pictures)}]
 
 
-def _columns_of(names: Iterable[str], columns: CorpusColumns) -> tuple[str, str] | str:
-    """Return the id's and the text's column of a row, or why there is none."""
+def _text_columns(names: Iterable[str], options: CorpusOptions) -> _TextColumns:
+    """Return the id's and the text's column of a row without a picture."""
     found = []
-    for option, asked, usual in (("id_column", columns.id, ID_COLUMNS), ("text_column", columns.text, TEXT_COLUMNS)):
-        wanted = usual if asked is None else (asked,)
-        name = next((name for name in wanted if name in names), None)
+    for option, asked, usual in (("id_column", options.id, ID_COLUMNS), ("text_column", options.text, TEXT_COLUMNS)):
+        name = _found(names, asked, usual)
         if name is None:
-            near = "" if asked is None else closest(asked, names)
-            flag = option.replace("_", "-")
-            return (
-                f"no column {' or '.join(repr(each) for each in wanted)}{near}; the row has {listing(names)}. Name it "
-                f"with {option} (--{flag})"
-            )
+            raise _RowFault(None, _missing_column(option, usual if asked is None else (asked,), names))
         found.append(name)
-    return found[0], found[1]
+    return _TextColumns(*found)
 
 
-def _id_fault(value: object) -> str | None:
+def _found(names: Iterable[str], asked: str | None, usual: tuple[str, ...]) -> str | None:
+    return next((name for name in (usual if asked is None else (asked,)) if name in names), None)
+
+
+def _missing_column(option: str, wanted: tuple[str, ...], names: Iterable[str]) -> str:
+    near = closest(wanted[0], names) if len(wanted) == 1 else ""
+    return (
+        f"no column {' or '.join(repr(each) for each in wanted)}{near}; the row has {listing(names)}. Name it with "
+        f"{option} (--{option.replace('_', '-')})"
+    )
+
+
+def _checked_id(value: object, column: str, known: set[str]) -> str:
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-        return "missing, or neither a text nor a whole number"
-    return encoding_fault(str(value))
+        raise _RowFault(column, "missing, or neither a text nor a whole number")
+    fault = encoding_fault(str(value))
+    if fault is None and str(value) in known:
+        fault = f"{str(value)!r} stands twice"
+    if fault is not None:
+        raise _RowFault(column, fault)
+    return str(value)
 
 
-def _text_fault(value: object, *, needed: bool) -> str | None:
-    if value is None:
-        return "missing" if needed else None
-    if not isinstance(value, str):
-        return f"expected text, got {type(value).__name__}"
-    return encoding_fault(value)
+def _title_and_text(row: Mapping[str, Any], column: str | None, *, needed: bool) -> str:
+    title, text = row.get(TITLE_COLUMN), row[column] if column else None
+    for name, value, required in ((TITLE_COLUMN, title, False), (column, text, needed)):
+        if value is None:
+            reason = "missing" if required else None
+        elif not isinstance(value, str):
+            reason = f"expected text, got {type(value).__name__}"
+        else:
+            reason = encoding_fault(value)
+        if reason is not None:
+            raise _RowFault(name, reason)
+    return f"{title or ''} {text or ''}".strip()
+
+
+def _caption(row: Mapping[str, Any], columns: tuple[str, ...]) -> str:
+    """Return the first column that says something."""
+    for name in columns:
+        value = row.get(name)
+        if isinstance(value, str) and value:
+            if fault := encoding_fault(value):
+                raise _RowFault(name, fault)
+            return value
+    return ""
+
+
+def _path_of(cell: object, column: str) -> str:
+    """Return what a cell calls its picture; "" for bytes alone."""
+    path = cell.get("path") if isinstance(cell, Mapping) else cell
+    if not isinstance(path, str) or not path:
+        return ""
+    if fault := encoding_fault(path):
+        raise _RowFault(column, fault)
+    return os.path.normpath(path)

@@ -100,6 +100,38 @@ def text_rows(path: Path) -> Iterator[RawRow]:
                 yield number, f"invalid UTF-8 at byte {error.start + 1} of the line"
 
 
+def json_object(path: Path) -> dict[str, Any]:
+    """Return the one JSON object that a file holds, read as a whole.
+
+    Args:
+        path: The file.
+
+    Raises:
+        DataError: It is no JSON, or no object.
+        MachineError: The operating system refuses to read the file.
+    """
+    with _reading(path):
+        text = _decoded(b"".join(line for _, line in _lines(path)), path.name)
+    try:
+        value = json.JSONDecoder(object_pairs_hook=_unique_keys).decode(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path.name}:{error.lineno}: bad JSON: {error.msg} at character {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DataError(f"{path.name}: bad JSON: {reason}") from error
+    if type(value) is not dict:
+        raise DataError(f"{path.name}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        msg = f"{name}:{data.count(10, 0, error.start) + 1}: invalid UTF-8"
+        raise DataError(msg) from error
+
+
 def _parsed(decode: Callable[[str], Any], text: str) -> dict[str, Any] | str:
     try:
         value = decode(text)
@@ -127,13 +159,7 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
     if not first.startswith(b"["):
         yield from jsonl_rows(path)
         return
-    data = b"".join(line for _, line in _lines(path))
-    try:
-        text = data.decode()
-    except UnicodeDecodeError as error:
-        msg = f"{path.name}:{data.count(10, 0, error.start) + 1}: invalid UTF-8"
-        raise DataError(msg) from error
-    yield from _json_list(text, path.name)
+    yield from _json_list(_decoded(b"".join(line for _, line in _lines(path)), path.name), path.name)
 
 
 def _json_list(text: str, name: str) -> Iterator[RawRow]:

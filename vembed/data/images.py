@@ -2,7 +2,8 @@
 
 1. The format is told by the first bytes, never by the file's name, and must be one of `FORMATS`.
 2. Bytes and pixels are capped from the header: a picture over a cap is never decoded.
-3. Decoding takes the first frame, turns it as EXIF says, puts transparency on white, and scales 16 bits to 8.
+3. Decoding takes the first frame, turns it as EXIF says, puts transparency on white, scales 16 bits to 8, and changes
+   the picture as its `Augmentation` says, if it has one.
 
 A picture that can't be decoded is an `ImageError` that names it; no other picture ever stands in for it.
 """
@@ -30,7 +31,8 @@ from PIL.PngImagePlugin import PngImageFile
 from PIL.TiffImagePlugin import TiffImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from vembed.batch import content_id
+from vembed.batch import content_id, pictures_in
+from vembed.data.augment import augmented
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -98,6 +100,10 @@ class ImageError(DataError):
         self.path = path
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type[ImageError], tuple[str, str]]:
+        """Let it travel between processes: an exception is made anew from its message, and this one has two parts."""
+        return ImageError, (self.path, self.reason)
+
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
@@ -148,7 +154,7 @@ def decode_image(image: Image, limits: ImageLimits) -> PIL.Image.Image:
     """Decode a picture to 8-bit RGB.
 
     The first frame of an animation; turned upright by EXIF; transparency put on white; grey of 16 bits scaled to 8.
-    Colour profiles are not applied.
+    Colour profiles are not applied. An `Image` with an augmentation is changed by it.
 
     Args:
         image: A file or bytes.
@@ -163,12 +169,13 @@ def decode_image(image: Image, limits: ImageLimits) -> PIL.Image.Image:
         try:
             picture = FORMATS[header.format](handle)
             PIL.ImageOps.exif_transpose(picture, in_place=True)
-            return _to_rgb(picture)
+            decoded = _to_rgb(picture)
         except MemoryError as error:
             reason = f"not enough memory for {header.width:,} x {header.height:,} pixels; lower max_image_pixels"
             raise ImageError(image.path, reason) from error
         except _BROKEN as error:
             raise ImageError(image.path, f"the {header.format} can't be decoded: {_words(error)}") from error
+    return decoded if image.augmentation is None else augmented(decoded, image.augmentation)
 
 
 def decode_images(images: Sequence[Image], limits: ImageLimits, num_threads: int = 1) -> list[PIL.Image.Image]:
@@ -201,8 +208,7 @@ def item_id(item: Item) -> int:
     try:
         return content_id(item)
     except OSError as error:
-        assert not isinstance(item, str)
-        raise ImageError(item.path, _system_words(error)) from error
+        raise ImageError(next(pictures_in([item])).path, _system_words(error)) from error
 
 
 def content_name(item: Item) -> str:

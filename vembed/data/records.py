@@ -5,7 +5,8 @@ A subset is a view: row numbers over the same Arrow memory (8 bytes a row).
 
 A picture stands in the columns of texts as a reference, which begins with a NUL, as no valid text does: NUL `p` and a
 path, or NUL `b`, a number and what to call it. The number counts into the table's blobs, where equal bytes are kept
-once. A table of texts has no blobs and no references.
+once. A picture with a text is NUL `c`, the length of the picture's reference, that reference and the text. A table of
+texts has no blobs and no references.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vembed.batch import Image
+from vembed.batch import Composed, Image
 from vembed.data.images import item_id
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ BLOCK_ROWS = 8192
 BLOB_BYTES = 16 * 2**20
 """Bytes of pictures that are Python objects at any one time while a table is written."""
 
-_PATH, _BLOB = "\0p", "\0b"
+_PATH, _BLOB, _COMPOSED = "\0p", "\0b", "\0c"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Record:
     """One row of training data, checked.
 
     Attributes:
-        query: The text or picture that searches.
+        query: The text or picture that searches, or both in one.
         positives: One or more texts or pictures that answer it.
         negatives: Hard negatives, possibly none.
         label: Class of the row; rows of one class are positives of each other. None: no class.
@@ -63,9 +64,15 @@ class _Blobs:
     values: Any
 
     def item(self, stored: str) -> Item:
-        """Return what a stored text stands for: itself, or a picture."""
+        """Return what a stored text stands for: itself, a picture, or both."""
         if not stored.startswith("\0"):
             return stored
+        if stored.startswith(_COMPOSED):
+            length, _, rest = stored[len(_COMPOSED) :].partition(":")
+            return Composed(self._image(rest[: int(length)]), rest[int(length) :])
+        return self._image(stored)
+
+    def _image(self, stored: str) -> Image:
         if stored.startswith(_PATH):
             return Image(stored[len(_PATH) :])
         number, _, name = stored[len(_BLOB) :].partition(":")
@@ -139,7 +146,7 @@ class RecordTable:
         digest = hashlib.sha256()
         for record in self:
             row = (record.query, record.positives, record.negatives, record.label)
-            digest.update(json.dumps(row, default=_picture_id).encode())
+            digest.update(json.dumps(row, default=_content).encode())
             digest.update(b"\n")
         return digest.hexdigest()
 
@@ -264,6 +271,9 @@ class _BlobWriter:
         """Return the text that stands for an item."""
         if isinstance(item, str):
             return item
+        if isinstance(item, Composed):
+            picture = self.stored(item.image)
+            return f"{_COMPOSED}{len(picture)}:{picture}{item.text}"
         self._has_pictures = True
         if item.data is None:
             return f"{_PATH}{item.path}"
@@ -325,6 +335,8 @@ def _column_types() -> dict[str, Any]:
     }
 
 
-def _picture_id(image: Image) -> dict[str, int]:
-    """Return a picture's content for the fingerprint, in a form that no text has."""
-    return {"image": item_id(image)}
+def _content(item: Image | Composed) -> dict[str, int | str]:
+    """Return what an item with a picture holds, for the fingerprint, in a form that no text has."""
+    if isinstance(item, Composed):
+        return {"image": item_id(item.image), "text": item.text}
+    return {"image": item_id(item)}

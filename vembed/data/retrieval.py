@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from vembed.batch import modality_of
 
-    from vembed.batch import Item
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from vembed.batch import Item, Modality
+
+REVERSED = "reversed"
+"""Last word of the name of a set whose documents ask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +22,13 @@ class RetrievalData:
 
     Attributes:
         name: For people, e.g. "scifact/test".
-        queries: Query id -> text or picture.
-        documents: Document id -> text (title, one space, text) or picture.
+        queries: Query id -> text, picture, or both in one.
+        documents: Document id -> text (title, one space, text), picture, or both in one.
         qrels: Query id -> document id -> graded relevance (0 is judged and not relevant).
         notes: What was left out or is unusual, one plain sentence each.
+        excluded: Query id -> documents that are never ranked for it, such as the picture that it is made of.
+        candidates: Query id -> the only documents that are ranked for it; a query that isn't named ranks all.
+        cutoffs: Cut-offs that the literature reports the set at, beside the usual ones.
     """
 
     name: str
@@ -28,3 +36,67 @@ class RetrievalData:
     documents: Mapping[str, Item]
     qrels: Mapping[str, Mapping[str, int]]
     notes: tuple[str, ...] = ()
+    excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    candidates: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    cutoffs: tuple[int, ...] = ()
+
+    @property
+    def crosses_modalities(self) -> bool:
+        """Whether texts search pictures or pictures search texts, on either side nothing else: both ways are asked.
+
+        A set that ranks a few named candidates for each query has no other way round.
+        """
+        sides = [_modalities(self.queries.values()), _modalities(self.documents.values())]
+        return sorted(sides, key=sorted) == [{"image"}, {"text"}] and not self.candidates
+
+    @property
+    def direction(self) -> str:
+        """What searches what, in words, e.g. "texts search pictures"."""
+        asking, found = (_words(_modalities(side.values())) for side in (self.queries, self.documents))
+        return f"{asking} search {found}"
+
+    def reversed(self) -> RetrievalData:
+        """Return the task the other way round: documents ask for the queries that they are relevant to.
+
+        Ids are kept and judgements are turned round with their grades. Queries without a relevant document aren't
+        searched, as no number of this task is about them (a corpus of captions then holds those of its split alone);
+        documents that are relevant to no query don't ask.
+        """
+        asked = {query for query, grades in self.qrels.items() if any(grade > 0 for grade in grades.values())}
+        documents = {query: item for query, item in self.queries.items() if query in asked}
+        qrels: dict[str, dict[str, int]] = {}
+        for query in documents:
+            for document, grade in self.qrels[query].items():
+                qrels.setdefault(document, {})[query] = grade
+        asking = {document for document, grades in qrels.items() if any(grade > 0 for grade in grades.values())}
+        queries = {document: item for document, item in self.documents.items() if document in asking}
+        silent = len(self.documents) - len(queries)
+        return RetrievalData(
+            name=f"{self.name} {REVERSED}",
+            queries=queries,
+            documents=documents,
+            qrels={document: qrels[document] for document in queries},
+            notes=(f"{silent} of {len(self.documents)} documents are relevant to no query: they don't ask.",)
+            if silent
+            else (),
+            excluded={
+                document: frozenset(query for query in documents if document in self.excluded.get(query, ()))
+                for document in (queries if self.excluded else ())
+            },
+            candidates={
+                document: frozenset(query for query in documents if document in self.candidates.get(query, {document}))
+                for document in (queries if self.candidates else ())
+            },
+            cutoffs=self.cutoffs,
+        )
+
+
+def _modalities(items: Iterable[Item]) -> set[Modality]:
+    """Return what kinds of items there are."""
+    return {modality_of(item) for item in items}
+
+
+def _words(modalities: set[Modality]) -> str:
+    """Return the kinds of items of one side in words."""
+    names = {"text": "texts", "image": "pictures"}
+    return " and ".join(names.get(modality, "pictures with texts") for modality in sorted(modalities, reverse=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +10,8 @@ from typing import TYPE_CHECKING
 from vembed.data.beir import read_beir
 from vembed.data.builtin import load_builtin_retrieval
 from vembed.data.images import content_name
-from vembed.data.problems import plural
+from vembed.data.presets import preset_path
+from vembed.data.problems import InvalidPolicy, ProblemLog, plural
 from vembed.data.retrieval import RetrievalData
 from vembed.data.sources import BUILTIN_PREFIX, SourceOptions, beir_folder, load_records
 from vembed.data.splits import SPLIT_NAMES
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
     """Read a data source as a retrieval task.
 
-    A BEIR folder is taken as it is, and so is a built-in set with judgements of its own. Of any other source the
-    documents are the distinct positives and negatives.
+    A BEIR folder or a published set is taken as it is, and so is a built-in set with judgements of its own. Of any
+    other source the documents are the distinct positives and negatives.
 
     Args:
         path: Any form that `load_records` takes.
@@ -37,16 +39,21 @@ def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
     if folder := beir_folder(path):
         task = read_beir(folder, options.split, options.role, options.images(folder))
         notes = ("column_mapping has no effect on a BEIR folder.",) if options.column_mapping else ()
-        return RetrievalData(task.name, task.queries, task.documents, task.qrels, (*task.notes, *notes))
+        return replace(task, notes=(*task.notes, *notes))
+    if preset := preset_path(path):
+        # A set with rows left out would no longer be the set that others report.
+        task = preset.retrieval(options, ProblemLog(InvalidPolicy()))
+        notes = ("column_mapping has no effect on a published set.",) if options.column_mapping else ()
+        return replace(task, notes=(*task.notes, *notes))
     if path.startswith(BUILTIN_PREFIX):
         name, split = path.removeprefix(BUILTIN_PREFIX), options.split or SPLIT_NAMES[options.role][0]
         judged = load_builtin_retrieval(name, split)
         if judged is not None:
             notes = ("column_mapping has no effect on a built-in set.",) if options.column_mapping else ()
-            return RetrievalData(judged.name, judged.queries, judged.documents, judged.qrels, (*judged.notes, *notes))
+            return replace(judged, notes=(*judged.notes, *notes))
     loaded = load_records(path, options)
     task = retrieval_from_records(loaded.table, _task_name(path, options))
-    return RetrievalData(task.name, task.queries, task.documents, task.qrels, (*loaded.notes, *task.notes))
+    return replace(task, notes=(*loaded.notes, *task.notes))
 
 
 def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:

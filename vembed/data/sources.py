@@ -1,6 +1,6 @@
-"""Turn what `data_path` names into checked records: a file, a folder, a glob, a hub id or a built-in set.
+"""Turn what `data_path` names into checked records: a file, a folder, a glob, a hub id, a built-in or a published set.
 
-1. Read rows one by one (`files.py`, `beir.py`, `hub.py`, `builtin/`).
+1. Read rows one by one (`files.py`, `beir.py`, `hub.py`, `builtin/`, `presets/`).
 2. Resolve each row's columns (`columns.py`) and check every value (`validate.py`).
 3. Append what is valid to an Arrow table; count the rest (`problems.py`).
 
@@ -23,6 +23,7 @@ from vembed.data.files import ROW_SUFFIXES, RawRow, holds_text_cells, iter_rows,
 from vembed.data.hub import HUB_ID, hub_rows, hub_split
 from vembed.data.image_root import ImageRoot
 from vembed.data.images import ImageLimits
+from vembed.data.presets import preset_hint, preset_path
 from vembed.data.problems import InvalidPolicy, ProblemLog, plural
 from vembed.data.records import LoadedRecords, RecordWriter
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, split_for
@@ -78,7 +79,8 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
 
     Args:
         path: A .jsonl, .json, .csv, .tsv (each possibly .gz) or .parquet file; a folder or glob of such files, read in
-            order of their names; a BEIR folder; `builtin:NAME`; or a hub id `owner/name[:config]`.
+            order of their names; a BEIR folder; `builtin:NAME`; a published set `NAME:FOLDER` of `presets/`; or a hub
+            id `owner/name[:config]`.
         options: Role, split, columns and what to do with invalid rows.
 
     Returns:
@@ -94,6 +96,10 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
         split = options.split or SPLIT_NAMES[options.role][0]
         loaded = load_builtin(path.removeprefix(BUILTIN_PREFIX), split)
         return LoadedRecords(loaded.table, (*loaded.notes, *loader.unmapped("a built-in set")))
+    if preset := preset_path(path):
+        loaded = preset.records(options, ProblemLog(InvalidPolicy(options.skip_invalid, options.max_invalid)))
+        notes = (*loaded.notes, *loader.unmapped("a published set"))
+        return LoadedRecords(loaded.table, notes, loaded.num_invalid)
     if folder := beir_folder(path):
         images = options.images(folder)
         return loader.read_beir(read_beir_split(folder, options.split, options.role, images), folder, images)
@@ -265,6 +271,8 @@ def _of_one_kind(files: Sequence[Path], source: str) -> list[Path]:
 
 
 def _may_be_hub_id(path: str) -> bool:
+    if preset_hint(path):
+        return False
     return bool(HUB_ID.fullmatch(path)) and suffix_of(Path(path)) is None and not Path(path).parent.is_dir()
 
 
@@ -272,6 +280,8 @@ def _missing_message(path: str, role: Role) -> str:
     key = PATH_KEYS[role]
     if "://" in path:  # not echoed: an address may hold a password
         return f"{key} is an address; download it and name the local file, or give a hub id owner/name"
+    if hint := preset_hint(path):
+        return f"{key}: {path} doesn't exist{hint}"
     local = Path(path).expanduser()
     if not local.parent.is_dir():
         return f"{key}: {path} doesn't exist, nor does its folder {local.parent}"

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vembed.batch import Image
+from vembed.batch import Composed, Image, pictures_in
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageError, item_id
 
@@ -73,7 +73,7 @@ def check_row(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> F
     """Return the content of a row, every value checked.
 
     Args:
-        row: Column name -> value. Where a text is expected, an `Image` that was checked before may stand.
+        row: Column name -> value. Where a text is expected, an item with a picture that was checked before may stand.
         shape: Which column is what.
         context: Where the row stands.
 
@@ -98,57 +98,74 @@ def check_row(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> F
 
 
 def _query(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> Item:
-    column = _chosen(row, "query", shape.query, shape.query_image)
-    if column == shape.query_image:
-        pictures = _pictures(row[column], column, context)
-        if len(pictures) != 1:
-            raise Fault(column, f"expected one picture, got {len(pictures)}")
-        return pictures[0]
-    query = row[column]
-    reason = None if isinstance(query, Image) else text_fault(query)
+    first, *rest = _filled(row, "query", shape.query, shape.query_image)
+    if first == shape.query_image:
+        return _only_picture(row, first, context)
+    query = row[first]
+    if not rest and isinstance(query, (Image, Composed)):
+        return query
+    reason = text_fault(query)
     if reason:
-        raise Fault(column, reason)
-    checked: Item = query
-    return checked
+        raise Fault(first, reason)
+    text: str = query
+    if not rest:
+        return text
+    (picture,) = rest
+    if text == row[picture]:
+        raise Fault(
+            first,
+            f"names the picture of {picture!r} instead of saying something of it: a query with a text and a picture is "
+            f"both in one; drop the text with column_mapping: {{{first}: null}}",
+        )
+    return Composed(_only_picture(row, picture, context), text)
+
+
+def _only_picture(row: Mapping[str, Any], column: str, context: RowContext) -> Image:
+    pictures = _pictures(row[column], column, context)
+    if len(pictures) != 1:
+        raise Fault(column, f"expected one picture, got {len(pictures)}")
+    return pictures[0]
 
 
 def _positives(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> list[Item]:
-    column = _chosen(row, "positive", shape.positive, shape.positive_image)
+    columns = _filled(row, "positive", shape.positive, shape.positive_image)
+    column = columns[0]
+    if len(columns) > 1:
+        raise Fault(
+            column,
+            f"holds a text and {columns[1]!r} a picture: two positives, or one of both? Empty one of them, or drop a "
+            f"column with column_mapping: {{{columns[1]}: null}}; documents of both stand in a BEIR folder's corpus",
+        )
     is_picture = column == shape.positive_image
-    positives = _pictures(row[column], column, context) if is_picture else _passages(row[column], column)
+    positives: list[Item] = []
+    positives += _pictures(row[column], column, context) if is_picture else _passages(row[column], column)
     if not positives:
         raise Fault(column, "no positives")
     return positives
 
 
-def _chosen(row: Mapping[str, Any], name: str, text: str | None, picture: str | None) -> str:
-    """Return which of a text's and a picture's column holds something; where a row has both columns, one is empty."""
+def _filled(row: Mapping[str, Any], name: str, text: str | None, picture: str | None) -> tuple[str, ...]:
+    """Return which of a text's and a picture's column hold something; the only one that a row has may be empty."""
     if text is None and picture is None:
         raise Fault(name, "", missing=True)
     if text is None or picture is None:
-        return text or picture or ""
-    present = [column for column in (text, picture) if not _is_absent(row[column])]
-    if len(present) == 2:
-        raise Fault(
-            text,
-            f"holds a text and {picture!r} a picture: composite items of both are not supported by this version; "
-            f"empty one of them, or drop a column with column_mapping: {{{picture}: null}}",
-        )
+        return (text or picture or "",)
+    present = tuple(column for column in (text, picture) if not _is_absent(row[column]))
     if not present:
         raise Fault(text, f"holds nothing, nor does {picture!r}")
-    return present[0]
+    return present
 
 
 def _is_absent(value: object) -> bool:
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
-def _pictures(value: object, column: str, context: RowContext) -> list[Item]:
+def _pictures(value: object, column: str, context: RowContext) -> list[Image]:
     """Return the pictures of a cell: one, or a list of them; null, or an empty cell of CSV, is none."""
     if value is None or (context.cells_are_text and value == ""):
         return []
     cells = value if type(value) is list else [value]
-    pictures: list[Item] = []
+    pictures: list[Image] = []
     for number, cell in enumerate(cells, start=1):
         place = f" (item {number} of {len(cells)})" if cells is value else ""
         try:
@@ -189,7 +206,7 @@ def _passages(value: object, column: str) -> list[Item]:
     texts: list[Item] = []
     for number, item in enumerate(items, start=1):
         text = _passage_text(item, column) if isinstance(item, dict) else item
-        reason = None if isinstance(text, Image) else text_fault(text)
+        reason = None if isinstance(text, (Image, Composed)) else text_fault(text)
         if reason:
             raise Fault(column, f"{reason} (item {number} of {len(items)})" if items is value else reason)
         texts.append(text)
@@ -226,17 +243,18 @@ def _check_disjoint(positives: Sequence[Item], negatives: Sequence[Item], shape:
     for item in negatives:
         if isinstance(item, str) and item.strip() in wanted:
             raise Fault(shape.negatives[0], f"holds the row's own positive: {_clipped(item)}")
-    pictures = [item for item in negatives if isinstance(item, Image)]
+    pictures = [item for item in negatives if not isinstance(item, str)]
     if pictures and len(wanted) < len(positives):
         _check_disjoint_pictures(positives, pictures, shape.negative_images or shape.negatives[0])
 
 
-def _check_disjoint_pictures(positives: Sequence[Item], negatives: Sequence[Image], column: str) -> None:
-    """Compare by content: a file may have two names. Only rows whose negatives are pictures pay for it."""
+def _check_disjoint_pictures(positives: Sequence[Item], negatives: Sequence[Image | Composed], column: str) -> None:
+    """Compare by content: a file may have two names. Only rows whose negatives have pictures pay for it."""
     try:
-        wanted = {item_id(item) for item in positives if isinstance(item, Image)}
-        for picture in negatives:
-            if item_id(picture) in wanted:
+        wanted = {item_id(item) for item in positives if not isinstance(item, str)}
+        for item in negatives:
+            if item_id(item) in wanted:
+                (picture,) = pictures_in([item])
                 raise Fault(column, f"holds the row's own positive: the picture {_clipped(picture.path)}")
     except ImageError as error:
         raise Fault(column, str(error)) from error
@@ -275,7 +293,7 @@ def _describe(value: object) -> str:
     """Return a value's type and beginning in a JSON writer's words."""
     if value is None:
         return "null"
-    if isinstance(value, Image):
+    if isinstance(value, (Image, Composed)):
         return "a picture"
     if isinstance(value, bool):
         return str(value).lower()

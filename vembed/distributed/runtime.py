@@ -54,7 +54,8 @@ def start_runtime(*, deterministic: bool) -> Runtime:
 def describe_machine(device: torch.device) -> Machine:
     """Return what the device of this process offers."""
     if device.type == "cpu":
-        return Machine("cpu", "the CPU", cpu_memory_bytes(), cpu_cores(), fast_bf16=False)
+        cores, threads = cpu_cores(), torch.get_num_threads()
+        return Machine("cpu", "the CPU", cpu_memory_bytes(), cores, fast_bf16=False, num_busy_cores=threads)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Machine(

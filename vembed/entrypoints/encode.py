@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.entrypoints.command import quiet_libraries, run_command
-from vembed.entrypoints.model_arguments import add_model_arguments, load_options
+from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.errors import ConfigError, ExitCode, PreemptedError
 
 if TYPE_CHECKING:
@@ -31,20 +31,30 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         "--data",
         required=True,
         metavar="CORPUS",
-        help="BEIR folder; JSONL, CSV, TSV or Parquet with ids and texts; .txt with one document a line; builtin:SET",
+        help="BEIR folder; folder of pictures; JSONL, CSV, TSV or Parquet with ids and texts or pictures; .txt with "
+        "one document a line; builtin:SET",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="gets vectors.npy, ids.jsonl, index.faiss, meta.json"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="gets vectors, ids, FAISS index, thumbnails, meta.json",
     )
     parser.add_argument("--side", choices=("document", "query"), default="document", help="which prompt texts get")
     parser.add_argument(
         "--index", default="Flat", metavar="FACTORY", help="FAISS index: Flat (exact, default), HNSW32, IVF1024,Flat"
     )
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most texts of one encoder call")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
     parser.add_argument("--id-column", metavar="NAME", help="default: _id, id, docid or doc_id")
     parser.add_argument("--text-column", metavar="NAME", help="default: text, document, passage, contents or content")
+    parser.add_argument("--image-column", metavar="NAME", help="default: image, positive_image or image_path")
+    parser.add_argument(
+        "--image-root", type=Path, metavar="DIR", help="paths of pictures start here; default: the corpus's folder"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an index that is there")
     add_model_arguments(parser)
+    add_picture_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -80,13 +90,18 @@ def _run(parsed: argparse.Namespace) -> int:
             overwrite=parsed.overwrite,
             id_column=parsed.id_column,
             text_column=parsed.text_column,
+            image_column=parsed.image_column,
+            image_root=parsed.image_root,
             poll=lambda: _poll(stop),
         )
     for note in meta.notes:
         print(note)
     if meta.num_truncated:
         print(f"{meta.num_truncated:,} texts are longer than the {meta.model.max_length} tokens of the model: cut.")
-    print(f"{meta.num_documents:,} documents, {meta.model.dimension} dimensions, index {meta.factory}: {parsed.output}")
+    documents = f"{meta.num_documents:,} documents"
+    if meta.num_pictures:
+        documents += f" ({meta.num_pictures:,} with a picture)"
+    print(f"{documents}, {meta.model.dimension} dimensions, index {meta.factory}: {parsed.output}")
     return ExitCode.OK
 
 

@@ -46,7 +46,11 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         "models", nargs="+", metavar="MODEL", help="hub id, local folder, output of a run (model/), or bm25"
     )
     parser.add_argument(
-        "--data", nargs="+", required=True, metavar="SET", help="BEIR folder, file of rows, hub id or builtin:SET"
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="SET",
+        help="BEIR folder, file of rows, hub id, builtin:SET, or a published set: flickr30k:DIR, sop:DIR, cirr:DIR",
     )
     parser.add_argument(
         "--output",
@@ -67,6 +71,11 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument("--no-keep-vectors", action="store_true", help="don't keep vectors on disk for the next run")
     parser.add_argument(
         "--image-root", type=Path, metavar="DIR", help="paths of pictures start here; default: the set's"
+    )
+    parser.add_argument(
+        "--both-directions",
+        action="store_true",
+        help="sets of texts and pictures are also searched in reverse, as NAME reversed; gives rsum",
     )
     add_model_arguments(parser)
     return parser.parse_args(arguments)
@@ -124,14 +133,14 @@ def _run(parsed: argparse.Namespace, *, command: str) -> int:
 
 def _cut_off(metric: str) -> int:
     """Return the k of a metric's name."""
-    from vembed.evaluation.run import DEFAULT_DEPTH
+    from vembed.evaluation.run import MAX_DEPTH
 
     name, _, digits = metric.partition("@")
     if name not in METRICS:
         close = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
         raise ConfigError(f"--metric: there is no {metric!r}; did you mean {close[0]}@{digits or 10}?")
-    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= DEFAULT_DEPTH:
-        raise ConfigError(f"--metric {metric!r}: write {name}@k with k between 1 and {DEFAULT_DEPTH}, e.g. {name}@10")
+    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= MAX_DEPTH:
+        raise ConfigError(f"--metric {metric!r}: write {name}@k with k between 1 and {MAX_DEPTH}, e.g. {name}@10")
     return int(digits)
 
 
@@ -169,6 +178,7 @@ def _benchmark_options(
         variants=variants,
         keep_vectors=not parsed.no_keep_vectors,
         image_root=parsed.image_root,
+        both_directions=parsed.both_directions,
     )
 
 
@@ -191,7 +201,7 @@ def _model_options(parsed: argparse.Namespace, name: str) -> ModelOptions:
 
 
 def _print_result(entry: Entry, metric: str) -> None:
-    """Print a result on two lines and its notes."""
+    """Print a result on three lines and its notes."""
     from vembed.evaluation.significance import bootstrap_interval
 
     result = entry.result
@@ -199,5 +209,7 @@ def _print_result(entry: Entry, metric: str) -> None:
     print(f"{entry.system} on {entry.task}: {result.num_queries} queries, {result.num_documents} documents")
     numbers = "  ".join(f"{name} {result.metrics[name]:.4f}" for name in dict.fromkeys((metric, *SHOWN_METRICS)))
     print(f"  {numbers}  (95% interval of {metric}: {low:.4f} to {high:.4f})")
+    cut_offs = sorted(int(name.removeprefix("hit@")) for name in result.metrics if name.startswith("hit@"))
+    print("  " + "  ".join(f"hit@{k} {result.metrics[f'hit@{k}']:.4f}" for k in cut_offs))
     for note in result.notes:
         print(f"  {note}")

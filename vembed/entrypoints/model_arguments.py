@@ -25,6 +25,17 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bf16", action="store_true", help="encode in bfloat16")
 
 
+def add_picture_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the cap on pictures to a command that decodes what its user names.
+
+    Args:
+        parser: The command's parser.
+    """
+    parser.add_argument(
+        "--max-image-pixels", type=int, metavar="N", help="refuse larger pictures; default: 89,478,485 pixels"
+    )
+
+
 def load_options(parsed: argparse.Namespace) -> LoadOptions:
     """Return what the user said, without what was left out.
 
@@ -40,6 +51,8 @@ def load_options(parsed: argparse.Namespace) -> LoadOptions:
         options["max_seq_length"] = parsed.max_seq_length
     if parsed.model_revision is not None:
         options["model_revision"] = parsed.model_revision
+    if getattr(parsed, "max_image_pixels", None) is not None:
+        options["max_image_pixels"] = parsed.max_image_pixels
     if parsed.trust_remote_code:
         options["trust_remote_code"] = True
     if parsed.allow_pickle:

@@ -1,4 +1,4 @@
-"""`vembed search INDEX "query"`: the nearest documents, in the terminal, as JSON, or on a local page."""
+"""`vembed search INDEX "query"` or `--image PATH`: the nearest documents, in the terminal, as JSON, or on a page."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vembed.batch import Composed, Image
 from vembed.entrypoints.command import quiet_libraries, run_command
-from vembed.entrypoints.model_arguments import add_model_arguments, load_options
+from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
 
-    from vembed.search.index import Hit, Searcher
+    from vembed.batch import Modality
+    from vembed.search.index import Hit
+    from vembed.search.searcher import Searcher
 
 DESCRIPTION = "Search what vembed encode wrote. Without a query, queries are read from the input, one a line."
 PROMPT = "query> "
@@ -38,12 +41,16 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument("index", type=Path, metavar="INDEX", help="folder that vembed encode wrote")
     parser.add_argument("query", nargs="?", metavar="QUERY", help="what to search for")
+    parser.add_argument(
+        "--image", type=Path, metavar="PATH", help="picture to search with; a query beside it says what should differ"
+    )
     parser.add_argument("-k", type=int, default=10, metavar="N", help="documents per query (default 10)")
     parser.add_argument("--model", metavar="MODEL", help="default: the model that the index names")
     parser.add_argument("--json", action="store_true", help="one JSON object per query and line")
     parser.add_argument("--serve", action="store_true", help="open a search page on this machine")
     parser.add_argument("--port", type=int, metavar="N", help="port of the page (default 8000; 0 takes a free one)")
     add_model_arguments(parser)
+    add_picture_argument(parser)
     return parser.parse_args(arguments)
 
 
@@ -69,6 +76,7 @@ def _run(parsed: argparse.Namespace) -> int:
     searcher = open_index(parsed.index, model=parsed.model, **load_options(parsed))
     if parsed.serve:
         return _serve(searcher, 8000 if parsed.port is None else parsed.port)
+    _refuse_without_tower(searcher, parsed)
     if parsed.k > len(searcher):
         print(f"k = {parsed.k} is over the size of the index: {len(searcher)} documents are ranked.", file=sys.stderr)
     for stream in (sys.stdin, sys.stdout):
@@ -87,22 +95,43 @@ def _refuse_contradictions(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"-k must be at least 1, got {parsed.k}")
     if parsed.query is not None and not parsed.query.strip():
         raise ConfigError("the query is empty; write what to search for, in quotes")
-    if parsed.serve and (parsed.query is not None or parsed.json):
-        raise ConfigError("--serve takes its queries from the page; leave out the query and --json")
+    if parsed.serve and (parsed.query is not None or parsed.image is not None or parsed.json):
+        raise ConfigError("--serve takes its queries from the page; leave out the query, --image and --json")
     if parsed.port is not None and not parsed.serve:
         raise ConfigError("--port is of the page; add --serve")
     if parsed.port is not None and not 0 <= parsed.port <= 65535:
         raise ConfigError(f"--port must be from 0 to 65535, got {parsed.port}")
 
 
+def _refuse_without_tower(searcher: Searcher, parsed: argparse.Namespace) -> None:
+    """Refuse a query that the model can't encode."""
+    from vembed.data.given import modality_names
+
+    asked: Modality = "text" if parsed.image is None else "image" if parsed.query is None else "image+text"
+    if asked in searcher.takes:
+        return
+    fix = {
+        "text": "search it with --image PATH",
+        "image": "search it with a text, or encode the corpus with a model for both",
+        "image+text": "give the picture or the text alone",
+    }[asked]
+    raise ConfigError(f"the model of {parsed.index} takes {modality_names(searcher.takes)}: {fix}")
+
+
 def _answer_all(searcher: Searcher, parsed: argparse.Namespace) -> None:
+    if parsed.image is not None:
+        image = Image(str(parsed.image.expanduser()))
+        (hits,) = searcher.search([image if parsed.query is None else Composed(image, parsed.query)], parsed.k)
+        asked = {} if parsed.query is None else {"query": parsed.query}
+        _print_hits({**asked, "query_image": str(parsed.image)}, hits, as_json=parsed.json)
+        return
     if parsed.query is not None:
         (hits,) = searcher.search([parsed.query], parsed.k)
-        _print_hits(parsed.query, hits, as_json=parsed.json, named=False)
+        _print_hits({"query": parsed.query}, hits, as_json=parsed.json)
         return
     for query in _queries():
         (hits,) = searcher.search([query], parsed.k)
-        _print_hits(query, hits, as_json=parsed.json, named=not sys.stdin.isatty())
+        _print_hits({"query": query}, hits, as_json=parsed.json, named=not sys.stdin.isatty())
 
 
 def _queries() -> Iterator[str]:
@@ -119,28 +148,25 @@ def _queries() -> Iterator[str]:
             yield line.strip()
 
 
-def _print_hits(query: str, hits: Sequence[Hit], *, as_json: bool, named: bool) -> None:
+def _print_hits(asked: dict[str, str], hits: Sequence[Hit], *, as_json: bool, named: bool = False) -> None:
     if as_json:  # escaped to ASCII: no text can steer a terminal
-        found = [{"rank": hit.rank, "id": hit.id, "score": hit.score, "text": hit.text} for hit in hits]
-        print(json.dumps({"query": query, "hits": found}), flush=True)
+        names = ("rank", "id", "score", "text", "image")
+        print(json.dumps({**asked, "hits": [{name: getattr(hit, name) for name in names} for hit in hits]}), flush=True)
         return
     from vembed.evaluation.report.text import one_line
     from vembed.search.terminal import clip_to_width, hit_lines
 
     width = max(20, shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns)
     if named:
-        print(clip_to_width(f"{PROMPT}{one_line(query)}", width))
+        print(clip_to_width(f"{PROMPT}{one_line(asked['query'])}", width))
     print("\n".join(hit_lines(hits, width=width) or ["no document found"]), end="\n\n" if named else "\n", flush=True)
 
 
 def _serve(searcher: Searcher, port: int) -> int:
     """Serve the page until a signal ends it."""
-    from vembed.search.page import PageFacts
-    from vembed.search.serve import SearchServer
+    from vembed.search.serve import SearchServer, page_facts
 
-    meta = searcher.index.meta
-    similarity = "cosine similarities" if meta.model.similarity == "cosine" else "dot products"
-    facts = PageFacts(Path(meta.source).name or meta.source, meta.model.name, len(searcher), similarity)
+    facts = page_facts(searcher)
 
     def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature that signal calls
         raise KeyboardInterrupt

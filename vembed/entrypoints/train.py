@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vembed.config.load import LoadedConfig
-    from vembed.training.build import Mode
+    from vembed.training.build.run import Mode
 
 DESCRIPTION = "Train an embedding model from one configuration file, and judge it against what it was before."
 
@@ -69,7 +69,7 @@ def _run(parsed: argparse.Namespace, *, command: str) -> int:
     if parsed.validate:
         _say_valid(loaded)
         return ExitCode.OK
-    from vembed.training.build import run_from_config  # imports torch, which --validate must not wait for
+    from vembed.training.build.run import run_from_config  # imports torch, which --validate must not wait for
 
     quiet_libraries()
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"

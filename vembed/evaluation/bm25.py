@@ -69,7 +69,7 @@ def evaluate_bm25(
 
     Raises:
         DataError: The task has nothing to search or to score.
-        TypeError: The task holds a picture.
+        TypeError: The task holds a picture, alone or with a text.
         ValueError: A cut-off is over the depth.
     """
     builder = RunBuilder(task, ks=ks, depth=depth)

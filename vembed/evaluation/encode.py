@@ -1,7 +1,12 @@
-"""Encode many items: sorted by length in slices, so that neither padding nor memory grows with the corpus."""
+"""Encode many items: sorted by length in slices, so that neither padding nor memory grows with the corpus.
+
+Pictures are decoded one slice ahead, in a thread: while the encoder works on one slice, the next one is made, and no
+third. Pillow's decoders and torch's kernels both release Python's lock, so the two run side by side.
+"""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,14 +21,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Item, Side
+    from vembed.batch import Features, Item, Side
     from vembed.models.encoder import Encoder
 
 SLICE_ROWS = 8192
 """Texts that are tokenized and sorted at a time."""
 
-PICTURE_SLICE_ROWS = 512
-"""Pictures that are decoded at a time: at 224 x 224 each is 600 kB of pixels."""
+PICTURE_SLICE_ROWS = 256
+"""Pictures that are decoded at a time: at 224 x 224 each is 600 kB of pixels. Two slices stand in memory."""
 
 CPU_TOKENS = 2048
 """Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""
@@ -82,15 +87,35 @@ class ItemEncoder:
         with self._evaluating():
             for modality, places in self.encoder.by_modality(items):
                 rows = SLICE_ROWS if modality == "text" else PICTURE_SLICE_ROWS
-                for start in range(0, len(places), rows):
-                    self._encode_slice(items, side, places[start : start + rows], vectors_NE)
+                slices = [places[start : start + rows] for start in range(0, len(places), rows)]
+                if modality == "text":
+                    for own in slices:
+                        self._encode_slice(self._features(items, side, own), side, own, vectors_NE)
+                else:
+                    self._encode_ahead(items, side, slices, vectors_NE)
         return vectors_NE
 
-    def _encode_slice(
-        self, items: Sequence[Item], side: Side, places: NDArray[np.int64], out_NE: NDArray[np.float32]
+    def _features(self, items: Sequence[Item], side: Side, places: NDArray[np.int64]) -> Features:
+        """Tokenize or decode the items of some places, all of one modality."""
+        return self.encoder.featurize([items[place] for place in places], side)
+
+    def _encode_ahead(
+        self, items: Sequence[Item], side: Side, slices: Sequence[NDArray[np.int64]], out_NE: NDArray[np.float32]
     ) -> None:
-        """Encode the items of some places, all of one modality, into their places."""
-        features = self.encoder.featurize([items[place] for place in places], side)
+        """Encode slices into their places, each while a thread makes the features of the next one."""
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            following = thread.submit(self._features, items, side, slices[0])
+            for index, own in enumerate(slices):
+                features = following.result()
+                if index + 1 < len(slices):
+                    following = thread.submit(self._features, items, side, slices[index + 1])
+                self._encode_slice(features, side, own, out_NE)
+                del features  # before the slice after the next is begun
+
+    def _encode_slice(
+        self, features: Features, side: Side, places: NDArray[np.int64], out_NE: NDArray[np.float32]
+    ) -> None:
+        """Encode the items of some places into their places."""
         self.num_truncated[side] += features.num_truncated
         for chunk in plan_chunks(features.lengths, self.budget):
             self.poll()

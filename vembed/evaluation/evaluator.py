@@ -68,11 +68,34 @@ def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) ->
     """
     builder = RunBuilder(task, ks=options.ks, depth=options.depth)
     started = time.perf_counter()
-    document_vectors_DE = _encode(encode, list(task.documents.values()), "document")
-    query_vectors_QE = _encode(encode, [task.queries[query_id] for query_id in builder.query_ids], "query")
+    document_vectors_DE = encoded(encode, list(task.documents.values()), "document")
+    query_vectors_QE = encoded(encode, [task.queries[query_id] for query_id in builder.query_ids], "query")
+    return search_encoded(builder, task, (document_vectors_DE, query_vectors_QE), options, started=started)
+
+
+def search_encoded(
+    builder: RunBuilder,
+    task: RetrievalData,
+    vectors: tuple[NDArray[np.float32], NDArray[np.float32]],
+    options: EvaluationOptions,
+    *,
+    started: float,
+) -> EvaluationResult:
+    """Search and score what is encoded already.
+
+    Args:
+        builder: Of the task, empty.
+        task: Queries, documents and judgements.
+        vectors: A row for each document, in the order of the task; a row for each of the builder's queries.
+        options: How to search and what to score.
+        started: `time.perf_counter()` before the encoding: what the seconds are counted from.
+
+    Raises:
+        NonFiniteError: An embedding holds NaN or infinity.
+        ConfigError: FAISS can't build the index.
+    """
     scores_Qk, rows_Qk = search(
-        document_vectors_DE,
-        query_vectors_QE,
+        *vectors,
         k=builder.hits_wanted,
         factory=options.index_factory,
         poll=options.poll,
@@ -105,8 +128,12 @@ def approximate_note(factory: str) -> str:
     return f'Searched with the FAISS index "{factory}", which may miss documents.'
 
 
-def _encode(encode: Encode, texts: Sequence[Item], side: Side) -> NDArray[np.float32]:
-    """Return the vectors of the texts, (rows, dim)."""
+def encoded(encode: Encode, texts: Sequence[Item], side: Side) -> NDArray[np.float32]:
+    """Return the vectors of items of one side, (rows, dim).
+
+    Raises:
+        ValueError: The encoder returned another number of rows.
+    """
     vectors_NE = encode(texts, side)
     if vectors_NE.ndim != 2 or len(vectors_NE) != len(texts):
         raise ValueError(

@@ -2,10 +2,11 @@
 
 1. The queries are those that have a text and at least one relevant document; the others are counted in the notes.
 2. A document whose id equals the query's id is the query itself and is dropped, unless the judgements name that pair.
-3. Hits stand in trec_eval's order and are cut to the depth; metrics are of the cut run.
-4. Means are over all those queries; one that found nothing counts with 0.
+3. A document that the task excludes for a query is dropped, and where the task names a query's candidates, all others.
+4. Hits stand in trec_eval's order and are cut to the depth; metrics are of the cut run.
+5. Means are over all those queries; one that found nothing counts with 0.
 
-A system asks for one hit more than the depth, so that dropping the query itself leaves the run full.
+A system asks for as many hits more than the depth as may be dropped, so that the run is full all the same.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ if TYPE_CHECKING:
 DEFAULT_DEPTH = 100
 """Documents kept per query."""
 
+MAX_DEPTH = 1000
+"""Documents kept per query where a cut-off asks for more than the usual: each takes some 100 bytes of memory."""
+
 
 class RunBuilder:
     """Collect the hits of one system on one task, query by query.
 
     Args:
         task: Queries, documents and judgements.
-        ks: Cut-offs of the metrics.
-        depth: Documents kept per query; at least the largest cut-off.
+        ks: Cut-offs of the metrics, to which the task's own are added.
+        depth: Documents kept per query; at least the largest cut-off. The task's own cut-offs raise it.
 
     Attributes:
         query_ids: The queries to search, in the order of the task.
@@ -58,10 +62,11 @@ class RunBuilder:
                 f"{task.name}: none of the {len(task.queries)} queries has a relevant document (grade 1 or more) among "
                 f"the judgements of {len(task.qrels)} queries; check that both use the same query ids."
             )
-        self.hits_wanted = depth + 1
         self._task = task
-        self._ks = ks
-        self._depth = depth
+        self._ks = sorted({*ks, *task.cutoffs})
+        self._depth = max(depth, *task.cutoffs) if task.cutoffs else depth
+        most_excluded = max((len(documents) for documents in task.excluded.values()), default=0)
+        self.hits_wanted = len(task.documents) if task.candidates else self._depth + 1 + most_excluded
         self._qrels = {query_id: judged[query_id] for query_id in self.query_ids}
         self._no_text = sum(query_id not in task.queries for query_id in judged)
         self._run: dict[str, tuple[tuple[str, float], ...]] = {}
@@ -79,7 +84,16 @@ class RunBuilder:
             others = tuple(hit for hit in ranked if hit[0] != query_id)
             self._self_matches += len(ranked) - len(others)
             ranked = others
-        self._run[query_id] = ranked[: self._depth]
+        self._run[query_id] = self._allowed(query_id, ranked)[: self._depth]
+
+    def _allowed(self, query_id: str, ranked: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+        """Return the hits that the task lets this query rank."""
+        excluded, candidates = self._task.excluded.get(query_id), self._task.candidates.get(query_id)
+        if excluded:
+            ranked = tuple(hit for hit in ranked if hit[0] not in excluded)
+        if candidates is not None:
+            ranked = tuple(hit for hit in ranked if hit[0] in candidates)
+        return ranked
 
     def result(self, system: str, *, seconds: float, notes: Sequence[str] = ()) -> EvaluationResult:
         """Score what was added.

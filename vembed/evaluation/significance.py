@@ -8,7 +8,7 @@
 Pairing matters: queries differ far more in difficulty than systems do in quality, and that part cancels. The interval
 speaks of other queries of the same kind; it knows nothing of other training seeds. With few queries (under about 20)
 the percentile interval is too narrow.
-Shape legend: S resamples, Q queries.
+Shape legend: S resamples, Q queries, C columns of values that are resampled together.
 Source: Efron & Tibshirani, An Introduction to the Bootstrap (1993), chapter 13 (percentile interval); Sakai, Evaluating
 Evaluation Metrics based on the Bootstrap (SIGIR 2006), for retrieval metrics.
 """
@@ -29,10 +29,15 @@ if TYPE_CHECKING:
     from vembed.evaluation.result import EvaluationResult
 
 SLICE_DRAWS = 1 << 20
-"""Query draws held in memory at a time: 8 MB of indices and 8 MB of values, however many resamples."""
+"""Query draws held in memory at a time: 8 MB of indices and 8 MB of counts, however many resamples."""
 
 FLOAT_NOISE_DECIMALS = 12
 """Decimals that bounds are rounded to: a sum of differences that cancel leaves 1e-17, which is not an improvement."""
+
+SAMPLES = 10_000
+"""Resamples where a caller doesn't say."""
+
+CONFIDENCE = 0.95
 
 VerdictWord: TypeAlias = Literal["improved", "within noise", "worse"]
 
@@ -82,9 +87,9 @@ def verdict(
     candidate: EvaluationResult,
     metric: str,
     *,
-    samples: int = 10_000,
+    samples: int = SAMPLES,
     seed: int = 0,
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
 ) -> Verdict:
     """Judge whether the candidate is better than the baseline.
 
@@ -104,9 +109,28 @@ def verdict(
     Raises:
         ValueError: The query sets differ, or the metric is missing.
     """
-    comparison = paired_bootstrap(baseline, candidate, metric, samples=samples, seed=seed, confidence=confidence)
-    word = _word(comparison)
-    return Verdict(word, comparison, _sentence(word, comparison))
+    return _judged(paired_bootstrap(baseline, candidate, metric, samples=samples, seed=seed, confidence=confidence))
+
+
+def verdicts(
+    baseline: EvaluationResult, candidate: EvaluationResult, metrics: Sequence[str], *, seed: int = 0
+) -> dict[str, Verdict]:
+    """Judge many metrics at once: the draws of queries are made once and serve all of them.
+
+    Args:
+        baseline: What was there before.
+        candidate: What is there now, evaluated on the same queries.
+        metrics: Names of the metrics.
+        seed: Seed of the draws.
+
+    Returns:
+        Metric -> what `verdict` says of it.
+
+    Raises:
+        ValueError: The query sets differ, or a metric is missing.
+    """
+    found = _paired(baseline, candidate, metrics, samples=SAMPLES, seed=seed, confidence=CONFIDENCE)
+    return {comparison.metric: _judged(comparison) for comparison in found}
 
 
 def paired_bootstrap(
@@ -114,9 +138,9 @@ def paired_bootstrap(
     candidate: EvaluationResult,
     metric: str,
     *,
-    samples: int = 10_000,
+    samples: int = SAMPLES,
     seed: int = 0,
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
 ) -> Comparison:
     """Compare two systems in one metric with a percentile interval of the mean paired difference.
 
@@ -137,6 +161,45 @@ def paired_bootstrap(
     Source:
         Sakai (SIGIR 2006), the paired case.
     """
+    (comparison,) = _paired(baseline, candidate, [metric], samples=samples, seed=seed, confidence=confidence)
+    return comparison
+
+
+def _paired(
+    baseline: EvaluationResult,
+    candidate: EvaluationResult,
+    metrics: Sequence[str],
+    *,
+    samples: int,
+    seed: int,
+    confidence: float,
+) -> list[Comparison]:
+    """Compare two systems in some metrics, over the same draws of queries."""
+    pairs = [_paired_values(baseline, candidate, metric) for metric in metrics]
+    bounds = _percentile_intervals([after_Q - before_Q for before_Q, after_Q in pairs], samples, seed, confidence)
+    return [
+        Comparison(
+            metric=metric,
+            baseline=fmean(before_Q),
+            candidate=fmean(after_Q),
+            difference=round(float((after_Q - before_Q).mean()), FLOAT_NOISE_DECIMALS),
+            low=low,
+            high=high,
+            num_queries=len(before_Q),
+            confidence=confidence,
+        )
+        for metric, (before_Q, after_Q), (low, high) in zip(metrics, pairs, bounds, strict=True)
+    ]
+
+
+def _paired_values(
+    baseline: EvaluationResult, candidate: EvaluationResult, metric: str
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the values of both systems, query by query.
+
+    Raises:
+        ValueError: The query sets differ, or the metric is missing.
+    """
     ids, before_Q = query_values(baseline, metric)
     candidate_ids, after_Q = query_values(candidate, metric)
     if ids != candidate_ids:
@@ -145,22 +208,11 @@ def paired_bootstrap(
             f"{_some(set(ids) - set(candidate_ids))} only in the first, "
             f"{_some(set(candidate_ids) - set(ids))} only in the second; evaluate both on the same task."
         )
-    difference_Q = after_Q - before_Q
-    low, high = _percentile_interval(difference_Q, samples=samples, seed=seed, confidence=confidence)
-    return Comparison(
-        metric=metric,
-        baseline=fmean(before_Q),
-        candidate=fmean(after_Q),
-        difference=round(float(difference_Q.mean()), FLOAT_NOISE_DECIMALS),
-        low=low,
-        high=high,
-        num_queries=len(ids),
-        confidence=confidence,
-    )
+    return before_Q, after_Q
 
 
 def bootstrap_interval(
-    result: EvaluationResult, metric: str, *, samples: int = 10_000, seed: int = 0, confidence: float = 0.95
+    result: EvaluationResult, metric: str, *, samples: int = SAMPLES, seed: int = 0, confidence: float = CONFIDENCE
 ) -> tuple[float, float]:
     """Return the percentile interval of one system's mean over other queries of the same kind.
 
@@ -180,16 +232,29 @@ def bootstrap_interval(
         ValueError: The metric is missing.
     """
     _, values_Q = query_values(result, metric)
-    return _percentile_interval(values_Q, samples=samples, seed=seed, confidence=confidence)
+    (bounds,) = _percentile_intervals([values_Q], samples, seed, confidence)
+    return bounds
+
+
+def bootstrap_intervals(
+    result: EvaluationResult, metrics: Sequence[str], *, seed: int = 0
+) -> dict[str, tuple[float, float]]:
+    """Return `bootstrap_interval` of many metrics, for the draws of one.
+
+    Raises:
+        ValueError: A metric is missing.
+    """
+    values = [query_values(result, metric)[1] for metric in metrics]
+    return dict(zip(metrics, _percentile_intervals(values, SAMPLES, seed, CONFIDENCE), strict=True))
 
 
 def mean_interval(
     results: Sequence[EvaluationResult],
     metric: str,
     *,
-    samples: int = 10_000,
+    samples: int = SAMPLES,
     seed: int = 0,
-    confidence: float = 0.95,
+    confidence: float = CONFIDENCE,
 ) -> tuple[float, float]:
     """Return the percentile interval of one system's mean over sets, each set counting the same.
 
@@ -214,17 +279,41 @@ def mean_interval(
     means_S = np.zeros(samples, dtype=np.float64)
     for offset, result in enumerate(results):
         _, values_Q = query_values(result, metric)
-        means_S += _resampled_means(values_Q, samples=samples, seed=seed + offset)
+        means_S += _resampled_means(values_Q[:, None], samples=samples, seed=seed + offset)[:, 0]
     return _bounds(means_S / len(results), confidence=confidence)
 
 
-def _percentile_interval(
-    values_Q: NDArray[np.float64], *, samples: int, seed: int, confidence: float
+def sum_interval(
+    results: Sequence[EvaluationResult], metrics: Sequence[str], *, samples: int = SAMPLES, seed: int = 0
 ) -> tuple[float, float]:
-    """Return the bounds between which `confidence` of the resampled means lie."""
+    """Return the 95% interval of the sum of some metrics' means over some sets, the queries of each drawn anew.
+
+    Args:
+        results: One result for each set.
+        metrics: Names of the metrics.
+        samples: Resamples to draw.
+        seed: Seed of the draws of the first set; the next set takes the next one.
+
+    Raises:
+        ValueError: A metric is missing.
+    """
+    sums_S = np.zeros(samples, dtype=np.float64)
+    for offset, result in enumerate(results):
+        values_Q = np.sum([query_values(result, metric)[1] for metric in metrics], axis=0)
+        sums_S += _resampled_means(values_Q[:, None], samples=samples, seed=seed + offset)[:, 0]
+    return _bounds(sums_S, confidence=CONFIDENCE)
+
+
+def _percentile_intervals(
+    columns: Sequence[NDArray[np.float64]], samples: int, seed: int, confidence: float
+) -> list[tuple[float, float]]:
+    """Return for each column (Q,) the bounds between which `confidence` of its resampled means lie."""
     if samples < 1:
         raise ValueError(f"samples is {samples}; at least 1 resample is needed, 10000 is usual.")
-    return _bounds(_resampled_means(values_Q, samples=samples, seed=seed), confidence=confidence)
+    if not columns:
+        return []
+    means_SC = _resampled_means(np.stack(columns, axis=1), samples=samples, seed=seed)
+    return [_bounds(means_S, confidence=confidence) for means_S in means_SC.T]
 
 
 def _bounds(means_S: NDArray[np.float64], *, confidence: float) -> tuple[float, float]:
@@ -236,16 +325,23 @@ def _bounds(means_S: NDArray[np.float64], *, confidence: float) -> tuple[float, 
     return round(float(low), FLOAT_NOISE_DECIMALS), round(float(high), FLOAT_NOISE_DECIMALS)
 
 
-def _resampled_means(values_Q: NDArray[np.float64], *, samples: int, seed: int) -> NDArray[np.float64]:
-    """Return the mean of each of `samples` draws of Q values with replacement, (S,)."""
+def _resampled_means(values_QC: NDArray[np.float64], *, samples: int, seed: int) -> NDArray[np.float64]:
+    """Return the mean of each column over each of `samples` draws of Q rows with replacement, (S, C).
+
+    A draw is turned into how often it holds each query, so that a matrix product serves all columns.
+    """
     rng = np.random.default_rng(seed)
-    count = len(values_Q)
+    count = len(values_QC)
     rows = max(1, SLICE_DRAWS // count)
-    means_S = np.empty(samples, dtype=np.float64)
+    means_SC = np.empty((samples, values_QC.shape[1]), dtype=np.float64)
     for start in range(0, samples, rows):
         stop = min(start + rows, samples)
-        means_S[start:stop] = values_Q[rng.integers(0, count, size=(stop - start, count))].mean(axis=1)
-    return means_S
+        places = rng.integers(0, count, size=(stop - start, count))
+        places += count * np.arange(stop - start)[:, None]
+        times_SQ = np.bincount(places.ravel(), minlength=(stop - start) * count).reshape(-1, count)
+        del places
+        means_SC[start:stop] = times_SQ.astype(np.float64) @ values_QC / count
+    return means_SC
 
 
 def query_values(result: EvaluationResult, metric: str) -> tuple[list[str], NDArray[np.float64]]:
@@ -262,6 +358,12 @@ def query_values(result: EvaluationResult, metric: str) -> tuple[list[str], NDAr
         raise ValueError(f"{result.system} on {result.task} has no query with a relevant document: nothing to compare.")
     ids = sorted(values)
     return ids, np.asarray([values[query_id] for query_id in ids], dtype=np.float64)
+
+
+def _judged(comparison: Comparison) -> Verdict:
+    """Return a comparison with its verdict."""
+    word = _word(comparison)
+    return Verdict(word, comparison, _sentence(word, comparison))
 
 
 def _word(comparison: Comparison) -> VerdictWord:

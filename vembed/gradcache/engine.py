@@ -2,39 +2,52 @@
 
 1. Cut every pool of rows into chunks (chunking.py).
 2. Pass 1: encode the chunks, remembering the state of the random generators; only retained chunks keep their graphs.
-3. Compute the loss over all embeddings at once and cache its gradient with respect to each embedding, u = dL/dz.
+3. Compute the loss over the embeddings of all ranks at once and cache its gradient with respect to each embedding,
+   u = dL/dz. Losses that stream do so in the memory of a tile of the similarity matrix (loss_stage.py).
 4. Pass 2: backward the retained chunks from u; encode the others again under their remembered random state and
    backward them. Their embeddings are compared with those of pass 1: the replay drift.
+5. Add the gradients of all ranks up, once.
 
 By the chain rule dL/dw = sum over rows of (dz/dw)^T u, so the accumulated gradient is that of the batch at once,
-whatever the chunks. The condition is that pass 2 computes the function of pass 1: same masks, same mode, same shapes.
-The drift measures that condition in every step and a violation raises.
+whatever the chunks and whoever encoded them. The condition is that pass 2 computes the function of pass 1: same masks,
+same mode, same shapes. The drift measures that condition in every step and a violation raises.
+
+A step that runs out of memory is done again from its beginning in smaller chunks: nothing of the first attempt is left,
+and what is computed stays the same.
 
 Source: Gao et al., 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache).
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from vembed.errors import VembedError
-from vembed.gradcache.chunking import Chunk, ChunkBudget, plan_chunks
+from vembed.distributed.ranks import Ranks
+from vembed.errors import MachineError, VembedError
+from vembed.gradcache.calls import CallOptions, Passes, Pool, plan_calls
+from vembed.gradcache.deal import Deal
+from vembed.gradcache.loss_stage import LossStage
+from vembed.gradcache.memory import HeldGradients, is_out_of_memory, smaller
 from vembed.gradcache.replay import RngState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Sequence
 
-    import numpy as np
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.batch import Features
-    from vembed.losses.base import BatchStructure, ContrastiveLoss
+    from vembed.gradcache.calls import Call
+    from vembed.gradcache.chunking import ChunkBudget
+    from vembed.gradcache.loss_stage import LossResult
+    from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
+
+__all__ = ["EngineOptions", "GradCacheEngine", "Pool", "ReplayDriftError", "StepResult"]
+
+_log = logging.getLogger(__name__)
 
 DRIFT_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest relative difference between the passes that rounding explains, by the type that the encoder computes in."""
@@ -45,32 +58,17 @@ class ReplayDriftError(VembedError):
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """Rows of a batch that go through one encoder.
-
-    Attributes:
-        encode: Turns the inputs of one chunk into embeddings (rows, E).
-        collate: Makes those inputs from features, row numbers and a width.
-        features: The rows, ragged, on the CPU.
-        slots: Where each row's embedding belongs in [queries; documents], int64.
-    """
-
-    encode: Callable[[dict[str, Tensor]], Tensor]
-    collate: Callable[[Features, NDArray[np.int64], int], dict[str, Tensor]]
-    features: Features
-    slots: NDArray[np.int64]
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """How the step is computed; none of it changes what is computed.
 
     Attributes:
         budget: Limits of one chunk.
         device: Where the encoders run.
-        retain: Share of the chunks whose graphs are kept from pass 1, 0 to 1; 1 is plain training.
+        retain: Share of the padded tokens whose graphs are kept from pass 1, 0 to 1; 1 is plain training.
         autocast_dtype: Type of mixed precision (bfloat16, float16), or None.
         replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
+        oom_retry: Whether a step that runs out of memory is done again in smaller chunks.
+        ranks: Who shares the batch.
     """
 
     budget: ChunkBudget
@@ -78,6 +76,8 @@ class EngineOptions:
     retain: float = 0.0
     autocast_dtype: torch.dtype | None = None
     replay_rng: bool = True
+    oom_retry: bool = True
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +85,12 @@ class StepResult:
     """What a step measured. Gradients are in `.grad` of the parameters.
 
     Attributes:
-        loss: Mean loss of the batch.
-        num_chunks: Encoder calls of pass 1.
-        tokens: Tokens encoded, without padding.
+        loss: Mean loss of the batch of all ranks.
+        num_chunks: Encoder calls of pass 1 on this rank.
+        tokens: Tokens encoded on this rank, without padding.
         padded_tokens: The same with padding.
-        replay_drift: Largest |z' - z| / max |z| over the replayed chunks; 0.0 where nothing was replayed.
+        replay_drift: Largest |z' - z| / max |z| over the replayed chunks of all ranks; 0.0 where nothing was replayed.
+        num_repairs: How often the step ran out of memory and was done again.
     """
 
     loss: float
@@ -97,6 +98,7 @@ class StepResult:
     tokens: int
     padded_tokens: int
     replay_drift: float
+    num_repairs: int = 0
 
     @property
     def padding_ratio(self) -> float:
@@ -104,36 +106,50 @@ class StepResult:
         return self.padded_tokens / max(1, self.tokens)
 
 
-@dataclass(slots=True)
-class _Call:
-    """One chunk on its way through the step."""
-
-    pool: Pool
-    chunk: Chunk
-    slots: Tensor
-    retained: bool
-    rng: RngState | None = None
-    graph: Tensor | None = None
-
-
 class GradCacheEngine:
     """Computes loss and gradients of batches.
 
     Args:
         loss: Loss over the embeddings of the batch.
-        options: Chunk budget, retention, device and precision.
+        options: Chunk budget, retention, device, precision and ranks.
+        parameters: The encoder's trainable parameters, in the same order on every rank: what is reduced over ranks and,
+            after running out of memory, taken back. Needed for both.
+
+    Attributes:
+        budget: Present limits of one chunk; smaller than those of the options after a repair.
+        retain: Present share of kept graphs; 0 after a repair.
     """
 
-    def __init__(self, loss: ContrastiveLoss, options: EngineOptions) -> None:
+    def __init__(
+        self,
+        loss: ContrastiveLoss | MultiVectorLoss,
+        options: EngineOptions,
+        parameters: Sequence[Tensor] = (),
+    ) -> None:
+        if not options.ranks.is_one and not parameters:
+            raise ValueError("several ranks reduce the gradients of the encoder's parameters: pass them")
         self.loss = loss
         self.options = options
+        self.budget = options.budget
+        self.retain = options.retain
+        self._parameters = list(parameters)
+        self._passes = Passes(CallOptions(options.device, options.autocast_dtype, options.replay_rng))
+        self._loss_stage = LossStage(loss, options.ranks)
 
-    def step(self, pools: Sequence[Pool], structure: BatchStructure, *, gradient_scale: float = 1.0) -> StepResult:
+    def step(
+        self,
+        pools: Sequence[Pool],
+        structure: BatchStructure,
+        *,
+        deal: Deal | None = None,
+        gradient_scale: float = 1.0,
+    ) -> StepResult:
         """Add the gradients of one batch to `.grad` of every parameter that takes part.
 
         Args:
-            pools: The rows of the batch; their slots cover [queries; documents] exactly once.
-            structure: Positives and identities, on the engine's device.
+            pools: This rank's rows of the batch; on one rank their slots cover [queries; documents] exactly once.
+            structure: Positives and identities of the whole batch.
+            deal: Which rows are on which rank; None where there is one rank.
             gradient_scale: Factor on all gradients (the loss scale of float16 training); the loss stays unscaled.
 
         Returns:
@@ -141,105 +157,154 @@ class GradCacheEngine:
 
         Raises:
             ReplayDriftError: When pass 2 didn't compute what pass 1 did.
+            MachineError: Out of memory, and no smaller chunk is left to try.
         """
-        calls = self._plan(pools)
-        z_NE = self._first_pass(calls, num_rows=structure.num_queries + structure.num_documents)
-        loss, u_NE = self._loss_stage(z_NE, structure, gradient_scale)
-        drift = self._second_pass(calls, z_NE, u_NE)
-        result = StepResult(
-            loss=loss.item(),  # the step's one wait for the device, beside the drift's
+        deal = deal or Deal.alone(structure.num_queries + structure.num_documents)
+        num_repairs = 0
+        start = RngState.capture(self.options.device)
+        while True:
+            held = HeldGradients(self._parameters)
+            result = self._attempt(pools, structure, deal, gradient_scale, num_repairs)
+            if result is not None:
+                held.add_back()
+                return result
+            held.put_back()
+            if self.options.device.type == "cuda":
+                torch.cuda.empty_cache()  # what is cached is cut for the larger chunks
+            start.restore()
+            num_repairs += 1
+
+    def _attempt(
+        self, pools: Sequence[Pool], structure: BatchStructure, deal: Deal, gradient_scale: float, num_repairs: int
+    ) -> StepResult | None:
+        """Do the step once; None when some rank ran out of memory, and the budget is smaller now."""
+        ranks, device = self.options.ranks, self.options.device
+        counts_N = self._vector_counts(pools, deal)
+        vectors = deal if counts_N is None else deal.of_vectors(counts_N)
+        places_N = deal.places(ranks.rank) if counts_N is None else _first_places(deal.slots[ranks.rank], counts_N)
+        calls = plan_calls(pools, places_N, self.budget, self.retain, device)
+        num_vectors = vectors.counts[ranks.rank]
+        found: tuple[Tensor, LossResult] | None = None
+        drift: Tensor | None = None
+        failed = False
+        try:
+            z_VE = self._passes.first(calls, num_vectors=num_vectors)
+            if ranks.is_one:
+                found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
+        except (RuntimeError, MemoryError) as error:
+            failed = self._is_repairable(error)
+            if not failed:
+                raise
+        if ranks.any(failed, device):
+            self._shrink(calls)
+            return None
+        if found is None:
+            found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
+        try:
+            drift = self._passes.second(calls, found[0], found[1].u_VE)
+        except (RuntimeError, MemoryError) as error:
+            failed = self._is_repairable(error)
+            if not failed:
+                raise
+        if ranks.any(failed, device):
+            self._shrink(calls)
+            return None
+        assert drift is not None
+        ranks.sum_gradients(self._parameters)
+        self._add_own_gradients(found[1], gradient_scale)
+        return self._result(calls, pools, found[1], drift, num_repairs)
+
+    def _run_loss(
+        self,
+        z_VE: Tensor,
+        structure: BatchStructure,
+        vectors: Deal,
+        counts_N: np.ndarray | None,
+        gradient_scale: float,
+    ) -> LossResult:
+        return self._loss_stage.run(z_VE, structure, vectors, counts_N=counts_N, gradient_scale=gradient_scale)
+
+    def _vector_counts(self, pools: Sequence[Pool], deal: Deal) -> np.ndarray | None:
+        """Return the vectors of each row of the batch; None where every row has one."""
+        if all(pool.num_vectors is None for pool in pools):
+            return None
+        ranks, own = self.options.ranks, deal.slots[self.options.ranks.rank]
+        counts_N = np.ones(deal.num_rows, dtype=np.int64)
+        for pool in pools:
+            if pool.num_vectors is not None:
+                counts_N[pool.slots] = pool.num_vectors
+        if not ranks.is_one:
+            local = torch.from_numpy(counts_N[own]).to(self.options.device)
+            counts_N[deal.rank_order] = ranks.gather_rows(local, deal.counts).cpu().numpy()
+        return counts_N
+
+    def _result(
+        self, calls: Sequence[Call], pools: Sequence[Pool], found: LossResult, drift: Tensor, num_repairs: int
+    ) -> StepResult:
+        """Read the numbers of the step from the device, all at once, and check the drift."""
+        drift = self.options.ranks.max_(drift / found.largest.clamp_min(torch.finfo(drift.dtype).tiny))
+        loss, relative = torch.stack([found.loss.to(drift.dtype), drift]).tolist()  # waits for the device
+        self._check_drift(relative, found.u_VE.dtype)
+        return StepResult(
+            loss=loss,
             num_chunks=len(calls),
             tokens=sum(int(pool.features.lengths.sum()) for pool in pools),
             padded_tokens=sum(call.chunk.padded_tokens for call in calls),
-            replay_drift=drift,
+            replay_drift=relative,
+            num_repairs=num_repairs,
         )
-        self._check_drift(drift, z_NE)
-        return result
 
-    def _plan(self, pools: Sequence[Pool]) -> list[_Call]:
-        """Cut the pools into calls. The last are retained: fewer no-grad chunks then coexist with their graphs."""
-        calls = [
-            _Call(pool, chunk, torch.from_numpy(pool.slots[chunk.rows]).to(self.options.device), retained=False)
-            for pool in pools
-            for chunk in plan_chunks(pool.features.lengths, self.options.budget)
-        ]
-        # What fits one chunk as a whole needs no replay, though two towers see it in two calls.
-        num_retained = len(calls) if self._fits_one_chunk(calls) else round(self.options.retain * len(calls))
-        for call in calls[len(calls) - num_retained :]:
-            call.retained = True
-        return calls
+    def _add_own_gradients(self, found: LossResult, gradient_scale: float) -> None:
+        """Add the gradients of the loss's own parameters, once; frozen ones get none."""
+        for name, parameter in self.loss.named_parameters():
+            if parameter.requires_grad:
+                scaled = found.own[name] * gradient_scale
+                parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
 
-    def _fits_one_chunk(self, calls: list[_Call]) -> bool:
-        """Return whether all graphs together take no more than the budget lets one chunk take."""
-        num_rows = sum(len(call.chunk.rows) for call in calls)
-        num_tokens = sum(call.chunk.padded_tokens for call in calls)
-        return len(calls) == 1 or (num_rows <= self.options.budget.rows and num_tokens <= self.options.budget.tokens)
+    def _is_repairable(self, error: BaseException) -> bool:
+        """Return whether smaller chunks may cure an error."""
+        return is_out_of_memory(error) and self.options.oom_retry and bool(self._parameters)
 
-    def _encode(self, call: _Call) -> Tensor:
-        """Encode a chunk; the embeddings come out in at least float32."""
-        inputs = call.pool.collate(call.pool.features, call.chunk.rows, call.chunk.width)
-        inputs = {name: tensor.to(self.options.device, non_blocking=True) for name, tensor in inputs.items()}
-        with self._autocast():
-            z = call.pool.encode(inputs)
-        return z.to(torch.promote_types(z.dtype, torch.float32))
+    def _shrink(self, calls: Sequence[Call]) -> None:
+        """Halve the budget, alike on every rank, and let go of what the attempt held.
 
-    def _autocast(self) -> AbstractContextManager[None]:
-        if self.options.autocast_dtype is None:
-            return nullcontext()
-        # One context per chunk: its cache of cast weights must not outlive a no_grad call, or pass 2 has no graph.
-        return torch.autocast(self.options.device.type, self.options.autocast_dtype)
-
-    def _first_pass(self, calls: list[_Call], *, num_rows: int) -> Tensor:
-        """Encode everything once and return the embedding table (N, E)."""
-        table: Tensor | None = None
+        Raises:
+            MachineError: When a chunk is a single row already.
+        """
         for call in calls:
-            call.rng = RngState.capture(self.options.device)
-            with torch.set_grad_enabled(call.retained):
-                z = self._encode(call)
-            if call.retained:
-                call.graph = z
-            if table is None:
-                table = z.new_empty(num_rows, z.shape[1])
-            table[call.slots] = z.detach()
-        if table is None:
-            raise ValueError("a step needs at least one row")
-        return table
-
-    def _loss_stage(self, z_NE: Tensor, structure: BatchStructure, gradient_scale: float) -> tuple[Tensor, Tensor]:
-        """Return the loss and u = dL/dz (N, E) scaled; add the gradients of the loss's own parameters once."""
-        embeddings = z_NE.detach().requires_grad_()
-        own = [parameter for parameter in self.loss.parameters() if parameter.requires_grad]
-        loss = self.loss(embeddings[: structure.num_queries], embeddings[structure.num_queries :], structure)
-        u_NE, *own_gradients = torch.autograd.grad(loss, [embeddings, *own])
-        for parameter, gradient in zip(own, own_gradients, strict=True):
-            scaled = gradient * gradient_scale
-            parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
-        return loss.detach(), u_NE * gradient_scale
-
-    def _second_pass(self, calls: list[_Call], z_NE: Tensor, u_NE: Tensor) -> float:
-        """Backward every chunk, the retained ones first: that frees their memory. Return the replay drift."""
-        worst = z_NE.new_zeros(())
-        for call in reversed([call for call in calls if call.retained]):
-            assert call.graph is not None
-            torch.autograd.backward(call.graph, u_NE[call.slots])
             call.graph = None
-        for call in calls:
-            if call.retained:
-                continue
-            assert call.rng is not None
-            with call.rng.replayed() if self.options.replay_rng else nullcontext():
-                z = self._encode(call)
-            worst = torch.maximum(worst, (z.detach() - z_NE[call.slots]).abs().max())
-            torch.autograd.backward(z, u_NE[call.slots])
-        return (worst / z_NE.abs().max().clamp_min(torch.finfo(z_NE.dtype).tiny)).item()
+        largest = [max(len(call.chunk.rows) for call in calls), max(call.chunk.padded_tokens for call in calls)]
+        rows, tokens = self.options.ranks.max_(torch.tensor(largest, device=self.options.device)).tolist()
+        shrunk = smaller(self.budget, rows=rows, tokens=tokens)
+        if shrunk is None:
+            raise MachineError(
+                f"out of memory with a single row of {tokens} tokens in a chunk: shorten the rows (max_seq_length, or "
+                f"smaller pictures), set gradient_checkpointing: true, or take a smaller model"
+            )
+        _log.warning(
+            "out of memory in chunks of %d rows and %d tokens: the same step again with %d rows and %d tokens, "
+            "no graph kept",
+            rows,
+            tokens,
+            shrunk.rows,
+            shrunk.tokens,
+        )
+        self.budget, self.retain = shrunk, 0.0
 
-    def _check_drift(self, drift: float, z_NE: Tensor) -> None:
+    def _check_drift(self, drift: float, dtype: torch.dtype) -> None:
         """Raise when the two passes differ by more than rounding. NaN passes: that is the guards' business."""
-        dtype = self.options.autocast_dtype or z_NE.dtype
-        if drift > DRIFT_TOLERANCE[dtype]:
+        tolerance = DRIFT_TOLERANCE[self.options.autocast_dtype or dtype]
+        if drift > tolerance:
             raise ReplayDriftError(
                 f"the second pass of gradient caching computed other embeddings than the first (relative difference "
-                f"{drift:.2g}, rounding explains {DRIFT_TOLERANCE[dtype]:.0e}): the gradients would be wrong. "
+                f"{drift:.2g}, rounding explains {tolerance:.0e}): the gradients would be wrong. "
                 f"The encoder draws random numbers from a generator of its own, or changes its buffers in forward. "
                 f"use_gradient_cache: false trains it without a second pass."
             )
+
+
+def _first_places(own: np.ndarray, counts_N: np.ndarray) -> np.ndarray:
+    """Return where the vectors of each of a rank's rows begin among its own, (N,); -1 for the rows of others."""
+    places_N = np.full(len(counts_N), -1, dtype=np.int64)
+    places_N[own] = np.cumsum(counts_N[own]) - counts_N[own]
+    return places_N

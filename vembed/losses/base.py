@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from vembed.batch import ContrastiveBatch
 
 
@@ -47,6 +49,17 @@ class BatchStructure:
         )
         return cls(*(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays))
 
+    def to(self, device: torch.device) -> BatchStructure:
+        """Return the same on a device."""
+        tensors = (
+            self.positives_P2,
+            self.query_ids_Q,
+            self.document_ids_D,
+            self.query_groups_Q,
+            self.document_groups_D,
+        )
+        return BatchStructure(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+
     @property
     def num_queries(self) -> int:
         """Q."""
@@ -58,8 +71,20 @@ class BatchStructure:
         return len(self.document_ids_D)
 
 
-class ContrastiveLoss(nn.Module, ABC):
-    """A loss over the embeddings of a whole batch, with or without parameters of its own."""
+class BatchLoss(nn.Module, ABC):
+    """A loss over a whole batch, with or without parameters of its own."""
+
+    def constrain(self) -> None:
+        """Bring the loss's own parameters back into their bounds; called after each optimizer step."""
+
+    @property
+    def temperature(self) -> float | None:
+        """The present temperature, for logs; None where the loss has none."""
+        return None
+
+
+class ContrastiveLoss(BatchLoss):
+    """A loss over rows with one embedding each."""
 
     @abstractmethod
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
@@ -74,10 +99,49 @@ class ContrastiveLoss(nn.Module, ABC):
             A scalar, the mean over what the loss averages.
         """
 
-    def constrain(self) -> None:
-        """Bring the loss's own parameters back into their bounds; called after each optimizer step."""
 
-    @property
-    def temperature(self) -> float | None:
-        """The present temperature, for logs; None where the loss has none."""
-        return None
+@dataclass(frozen=True, slots=True)
+class MultiVectors:
+    """Rows with several embedding vectors each, as encoders of late interaction give them.
+
+    Attributes:
+        values_VE: All vectors (V, E), row after row.
+        counts_R: Vectors of each row, int64, on the CPU.
+    """
+
+    values_VE: Tensor
+    counts_R: Tensor
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Return the vectors of each row, (count, E)."""
+        rows: tuple[Tensor, ...] = self.values_VE.split(self.counts_R.tolist())
+        return rows
+
+    @classmethod
+    def sides(
+        cls, values_VE: Tensor, counts_N: NDArray[np.int64], num_queries: int
+    ) -> tuple[MultiVectors, MultiVectors]:
+        """Cut the vectors of [queries; documents] into both sides.
+
+        Args:
+            values_VE: Vectors of all rows.
+            counts_N: Vectors of each row.
+            num_queries: Rows that are queries.
+        """
+        counts = torch.from_numpy(counts_N)
+        first = int(counts_N[:num_queries].sum())
+        return cls(values_VE[:first], counts[:num_queries]), cls(values_VE[first:], counts[num_queries:])
+
+
+class MultiVectorLoss(BatchLoss):
+    """A loss over rows with several vectors each."""
+
+    @abstractmethod
+    def forward(self, q: MultiVectors, d: MultiVectors, structure: BatchStructure) -> Tensor:
+        """Return the loss of the batch, a scalar.
+
+        Args:
+            q: Queries.
+            d: Documents.
+            structure: Positives and identities.
+        """

@@ -8,23 +8,41 @@ S is the matrix of similarities, s the logit scale (1 / temperature). Hard negat
 are added to the in-batch negatives of every query. Document to query is the same over the columns of those documents
 that are some query's positive; bidirectional training averages both.
 
+Streamed over tiles: with the log-sum-exps p_i over positives and n_i over negatives, L_i = softplus(n_i - p_i) and
+
+    dL_i/d(s S_ij) = exp(s S_ij - log(e^p_i + e^n_i))                    for a negative,
+                   = -exp(s S_ij - p_i) sigmoid(n_i - p_i)               for a positive,
+
+which keeps its digits where p_i is far above n_i. Both directions come from the same tiles, 4 products of Q x D x E.
+One direction alone keeps the tiles of a strip of rows, whose sums are complete, and saves the fourth product.
+
 Source: van den Oord et al., 2018, "Representation Learning with Contrastive Predictive Coding"; the two directions as
-in Radford et al., 2021 (CLIP); a sum over positives inside the logarithm as in Miech et al., 2020 (MIL-NCE).
+in Radford et al., 2021 (CLIP); a sum over positives inside the logarithm as in Miech et al., 2020 (MIL-NCE); sums
+merged online as in Milakov & Gimelshein, 2018, "Online normalizer calculation for softmax".
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
-from vembed.losses.base import ContrastiveLoss
 from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.prefixes import weighted_similarities
+from vembed.losses.statistics import LogSumExp, Statistics
+from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
+from vembed.losses.tiles import BOUNDED_LOGIT, DEFAULT_TILE_SIZE
 
 if TYPE_CHECKING:
     from vembed.losses.base import BatchStructure
+    from vembed.losses.cells import Tile
+    from vembed.losses.prefixes import Prefixes
+    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
 
 MAX_LOGIT_SCALE = 100.0
 """Upper bound of a learned logit scale, as in CLIP: below a temperature of 0.01 training diverges."""
@@ -32,8 +50,14 @@ MAX_LOGIT_SCALE = 100.0
 MIN_LOGIT_SCALE = 1.0
 """Lower bound of a learned logit scale: a temperature over 1 flattens cosine similarities to nothing."""
 
+STRIP_TILES = 10
+"""Most logits of a strip of rows that are kept to save a product, in whole tiles: 40 MiB for tiles of 4."""
 
-class InfoNCE(ContrastiveLoss):
+LEAST_STRIP_ROWS = 32
+"""Under this, products with so few rows cost more than the one that is saved."""
+
+
+class InfoNCE(StreamedLoss):
     """InfoNCE with a fixed or learned temperature.
 
     Args:
@@ -42,6 +66,8 @@ class InfoNCE(ContrastiveLoss):
         bidirectional: Whether the document-to-query direction is averaged in.
         mask_false_negatives: Whether copies of positives are left out of the negatives.
         dtype: Type of the learned logit scale.
+        prefixes: Prefixes to train, or None for the embeddings as they are.
+        tile_size: Rows and columns of a tile.
     """
 
     def __init__(
@@ -52,8 +78,10 @@ class InfoNCE(ContrastiveLoss):
         bidirectional: bool = False,
         mask_false_negatives: bool = True,
         dtype: torch.dtype = torch.float32,
+        prefixes: Prefixes | None = None,
+        tile_size: int = DEFAULT_TILE_SIZE,
     ) -> None:
-        super().__init__()
+        super().__init__(mask_false_negatives=mask_false_negatives, prefixes=prefixes, tile_size=tile_size)
         if learn_temperature and not MIN_LOGIT_SCALE <= 1 / temperature <= MAX_LOGIT_SCALE:
             raise ValueError(
                 f"a learned temperature starts between {1 / MAX_LOGIT_SCALE} and {1 / MIN_LOGIT_SCALE}, "
@@ -66,19 +94,119 @@ class InfoNCE(ContrastiveLoss):
         else:
             self.register_buffer("log_scale", log_scale, persistent=False)
         self.bidirectional = bidirectional
-        self.mask_false_negatives = mask_false_negatives
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the mean loss over queries (averaged with that over positive documents when bidirectional)."""
-        logits_QD = (q_QE @ d_DE.T) * self.log_scale.exp()
         positive_QD = positive_mask(structure)
-        if self.mask_false_negatives:
-            logits_QD = logits_QD.masked_fill(false_negative_mask(structure, positive_QD), -math.inf)
-        loss = _direction(logits_QD, positive_QD)
-        if not self.bidirectional:
-            return loss
-        wanted_D = positive_QD.any(dim=0)
-        return (loss + _direction(logits_QD.T[wanted_D], positive_QD.T[wanted_D])) / 2
+        masked_QD = false_negative_mask(structure, positive_QD) if self.mask_false_negatives else None
+        losses = []
+        for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
+            logits_QD = similarity_QD * self.log_scale.exp()
+            if masked_QD is not None:
+                logits_QD = logits_QD.masked_fill(masked_QD, -math.inf)
+            loss = _direction(logits_QD, positive_QD)
+            if self.bidirectional:
+                wanted_D = positive_QD.any(dim=0)
+                loss = (loss + _direction(logits_QD.T[wanted_D], positive_QD.T[wanted_D])) / 2
+            losses.append(weight * loss)
+        return torch.stack(losses).sum()
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Columns need the sums of all queries, rows only those of their own strip."""
+        return self.bidirectional
+
+    @torch.no_grad()
+    def statistics(self, batch: StreamedBatch) -> Statistics:
+        """Sweep the tiles once for the log-sum-exps of rows, and of columns when bidirectional."""
+        tiles = self.tiles(batch, self.cells(batch), scale=self._scale())
+        sums = _Sums(tiles, columns=self.bidirectional)
+        for strip in tiles.strips():
+            for tile in strip:
+                for prefix, logits_RC in enumerate(tiles.logits(tile)):
+                    sums.add(prefix, tile, logits_RC)
+        return sums.finished()
+
+    @torch.no_grad()
+    def gradients(
+        self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
+    ) -> LossGradients:
+        """Return loss and gradients from statistics, or in one sweep where the rows alone decide."""
+        if statistics is None and self.needs_statistics:
+            raise ValueError("two directions need the statistics of all ranks first")
+        cells = self.cells(batch) if statistics is None else statistics.cells
+        tiles = self.tiles(batch, cells, scale=self._scale())
+        out = empty_gradients(tiles, batch, into)
+        height = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // cells.num_columns)
+        enough = min(LEAST_STRIP_ROWS, tiles.tile_size, cells.num_rows)
+        if statistics is None and self.prefixes is None and height >= enough:
+            loss = self._one_sweep(tiles, batch, out, height)
+        else:
+            known = self.statistics(batch) if statistics is None else statistics
+            loss = self._second_sweep(tiles, batch, known, out)
+        return LossGradients(loss, out.dq_QE, out.dd_DE, {"log_scale": tiles.finish(out).to(self.log_scale.dtype)})
+
+    def _one_sweep(self, tiles: SimilarityTiles, batch: StreamedBatch, out: EmbeddingGradients, height: int) -> Tensor:
+        """Keep the logits of a strip until its rows are complete; return the loss."""
+        cells, sums, loss = tiles.cells, _Sums(tiles, columns=False), tiles.zeros()
+        weights_K1 = self._weights(tiles, 1 / batch.structure.num_queries)
+        for strip in tiles.strips(height):
+            kept: list[tuple[Tile, Tensor]] = []
+            for tile in strip:
+                logits_RC = tiles.plain_logits(tile, f"kept {len(kept)}")
+                sums.add(0, tile, logits_RC)
+                kept.append((tile, logits_RC))
+            rows = kept[0][0].rows
+            pairs = cells.pairs_of(rows)
+            logits_KP, groups_P = sums.positive_logits_KP[:, pairs], cells.pair_rows[pairs] - rows.start
+            positives = LogSumExp.of_groups(logits_KP, groups_P, rows.stop - rows.start)
+            terms = _terms(sums.rows[:, rows], positives, (logits_KP, groups_P), weights_K1)
+            loss += terms.loss
+            for tile, matrix_RC in kept:
+                slopes = _Slopes(terms.shifts_KG[0], None, terms.pair_gradients_KP[0, tile.pairs - pairs.start])
+                slopes.apply(tiles, tile, matrix_RC, exponentials=sums.bounded)
+                tiles.backward_plain(tile, matrix_RC, out)
+        return loss
+
+    def _second_sweep(
+        self, tiles: SimilarityTiles, batch: StreamedBatch, known: Statistics, out: EmbeddingGradients
+    ) -> Tensor:
+        """Compute every tile again, now that its rows and columns are complete; return the loss."""
+        cells, logits_KP, num_queries = known.cells, known.positive_logits_KP, batch.structure.num_queries
+        share = 1.0 if known.columns is None else 0.5
+        positives = LogSumExp.of_groups(logits_KP, cells.pair_rows, cells.num_rows)
+        weights_K1 = self._weights(tiles, share / num_queries)
+        rows = _terms(known.rows, positives, (logits_KP, cells.pair_rows), weights_K1)
+        loss, pair_gradients_KP, columns = rows.loss, rows.pair_gradients_KP, None
+        if known.columns is not None:
+            weights_K1 = self._weights(tiles, share / cells.num_wanted)
+            columns = _terms(known.columns[0], known.columns[1], (logits_KP, cells.pair_columns), weights_K1)
+            loss = loss + columns.loss * (cells.num_rows / num_queries)  # every rank has all of it: this is its share
+            pair_gradients_KP = pair_gradients_KP + columns.pair_gradients_KP
+        exponentials = tiles.largest_logit() <= BOUNDED_LOGIT
+        for strip in tiles.strips():
+            for tile in strip:
+
+                def differentiate(prefix: int, matrix_RC: Tensor, tile: Tile = tile) -> None:
+                    matrix_RC.view(-1)[tile.excluded] = -math.inf
+                    slopes = _Slopes(
+                        rows.shifts_KG[prefix, tile.rows],
+                        None if columns is None else columns.shifts_KG[prefix, tile.columns],
+                        pair_gradients_KP[prefix, tile.pairs],
+                    )
+                    if exponentials:
+                        matrix_RC.exp_()
+                    slopes.apply(tiles, tile, matrix_RC, exponentials=exponentials)
+
+                tiles.backward(tile, differentiate, out)
+        return loss
+
+    def _weights(self, tiles: SimilarityTiles, factor: float) -> Tensor:
+        """Return what one row (or column) of each prefix counts, (K, 1)."""
+        return tiles.zeros().new_tensor(self.prefix_weights)[:, None] * factor
+
+    def _scale(self) -> float:
+        return self.log_scale.exp().item()
 
     @torch.no_grad()
     def constrain(self) -> None:
@@ -93,6 +221,127 @@ class InfoNCE(ContrastiveLoss):
 
 
 def _direction(logits_RC: Tensor, positive_RC: Tensor) -> Tensor:
-    """Return the mean over rows R of log-sum-exp over all columns C minus that over the positive ones."""
-    positives_R = logits_RC.masked_fill(~positive_RC, -math.inf).logsumexp(dim=1)
-    return (logits_RC.logsumexp(dim=1) - positives_R).mean()
+    """Return the mean over rows R of log-sum-exp over all columns C minus that over the positive ones.
+
+    A row without positives counts 0.
+    """
+    counted_R = positive_RC.any(dim=1)
+    logits, positive = logits_RC[counted_R], positive_RC[counted_R]
+    losses = logits.logsumexp(dim=1) - logits.masked_fill(~positive, -math.inf).logsumexp(dim=1)
+    return losses.sum() / len(counted_R)
+
+
+class _Sums:
+    """The sums of a sweep, as they grow.
+
+    Args:
+        tiles: What is swept.
+        columns: Whether columns are summed as well.
+    """
+
+    def __init__(self, tiles: SimilarityTiles, *, columns: bool) -> None:
+        self.tiles, self._cells = tiles, tiles.cells
+        self.bounded = tiles.largest_logit() <= BOUNDED_LOGIT
+        self.rows = self._empty(self._cells.num_rows)
+        self.columns = self._empty(self._cells.num_columns) if columns else None
+        self.positive_logits_KP = tiles.zeros(tiles.num_prefixes, len(self._cells.pair_rows))
+
+    def _empty(self, count: int) -> LogSumExp:
+        return LogSumExp.empty(self.tiles.num_prefixes, count, like=self.tiles.zeros(), bounded=self.bounded)
+
+    def add(self, prefix: int, tile: Tile, logits_RC: Tensor) -> None:
+        """Add a tile. It comes out with -inf where it is excluded, or all of it exponentiated when bounded."""
+        cells = logits_RC.view(-1)
+        self.positive_logits_KP[prefix, tile.pairs] = cells[tile.pair_cells]
+        cells[tile.excluded] = -math.inf
+        if self.bounded:
+            logits_RC.exp_()
+        for sums, where, dim in ((self.rows, tile.rows, 1), (self.columns, tile.columns, 0)):
+            if sums is None:
+                continue
+            if self.bounded:
+                sums.sum[prefix, where] += logits_RC.sum(dim)
+            else:
+                scratch_RC = self.tiles.room("scratch", tile.shape)
+                sums.add_logits((prefix, where), logits_RC, dim=dim, scratch_RC=scratch_RC)
+
+    def finished(self) -> Statistics:
+        """Return what ranks merge."""
+        columns = None
+        if self.columns is not None:
+            cells = self._cells
+            positives = LogSumExp.of_groups(self.positive_logits_KP, cells.pair_columns, cells.num_columns)
+            columns = LogSumExp.stack([self.columns.without_idle_maxima(), positives])
+        return Statistics(self.rows, columns, self.positive_logits_KP, self._cells)
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What one direction comes to. A group is a row, or a column.
+
+    Attributes:
+        loss: Its weighted sum.
+        shifts_KG: What to add to a logit so that its exponential is the gradient; -inf where a group doesn't count.
+        pair_gradients_KP: Gradient of each positive pair's logit.
+    """
+
+    loss: Tensor
+    shifts_KG: Tensor
+    pair_gradients_KP: Tensor
+
+
+def _terms(negatives: LogSumExp, positives: LogSumExp, pairs: tuple[Tensor, Tensor], weights_K1: Tensor) -> _Terms:
+    """Return the loss of one direction and its slopes.
+
+    Args:
+        negatives: Sums over the negatives of each group, (K, G).
+        positives: Sums over its positives, (K, G). A group without any doesn't count.
+        pairs: Logits (K, P) and groups (P,) of this rank's positive pairs.
+        weights_K1: What one group counts.
+    """
+    n_KG, p_KG = negatives.value(), positives.value()
+    counts_KG = p_KG != -math.inf  # NaN counts, so that it reaches the loss
+    gap_KG = torch.where(counts_KG, n_KG - p_KG, -math.inf)
+    logits_KP, groups_P = pairs
+    of_pairs_KP = (logits_KP - p_KG[:, groups_P]).exp() * gap_KG[:, groups_P].sigmoid()
+    return _Terms(
+        loss=(-logsigmoid(-gap_KG) * weights_K1).sum(),
+        shifts_KG=torch.where(counts_KG, weights_K1.log() - torch.logaddexp(n_KG, p_KG), -math.inf),
+        pair_gradients_KP=-weights_K1 * of_pairs_KP,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Slopes:
+    """What turns the logits of one tile into their gradients.
+
+    Attributes:
+        row_shifts_R: Shift of each row.
+        column_shifts_C: Shift of each column; None with one direction.
+        pair_gradients_P: Gradients of the positive cells.
+    """
+
+    row_shifts_R: Tensor
+    column_shifts_C: Tensor | None
+    pair_gradients_P: Tensor
+
+    def apply(self, tiles: SimilarityTiles, tile: Tile, matrix_RC: Tensor, *, exponentials: bool) -> None:
+        """Turn a tile into dL/dlogits, in place.
+
+        Args:
+            tiles: Lends room.
+            tile: The tile.
+            matrix_RC: Its logits, -inf where excluded, or their exponentials.
+            exponentials: Which of the two.
+        """
+        rows_R1, columns_C = self.row_shifts_R[:, None], self.column_shifts_C
+        if exponentials and columns_C is None:
+            matrix_RC.mul_(rows_R1.exp())
+        elif exponentials and columns_C is not None:
+            matrix_RC.mul_(torch.add(rows_R1.exp(), columns_C.exp(), out=tiles.room("scratch", tile.shape)))
+        elif columns_C is None:
+            matrix_RC.add_(rows_R1).exp_()
+        else:
+            by_column_RC = torch.add(matrix_RC, columns_C, out=tiles.room("scratch", tile.shape)).exp_()
+            matrix_RC.add_(rows_R1).exp_().add_(by_column_RC)
+        matrix_RC.view(-1)[tile.pair_cells] = self.pair_gradients_P

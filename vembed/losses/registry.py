@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vembed.losses.infonce import InfoNCE
+from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.tiles import DEFAULT_TILE_SIZE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -13,25 +15,34 @@ if TYPE_CHECKING:
     import torch
 
     from vembed.losses.base import ContrastiveLoss
+    from vembed.losses.prefixes import Prefixes
 
 
 @dataclass(frozen=True, slots=True)
 class LossOptions:
-    """Everything that a loss can be told.
+    """Everything that a loss can be told; each takes what it knows.
 
     Attributes:
         temperature: Starting (or fixed) temperature.
         learn_temperature: Whether it is learned.
         bidirectional: Whether both directions are trained.
         mask_false_negatives: Whether copies of positives are left out of the negatives.
+        init_logit_scale: Starting log of the sigmoid loss's scale.
+        init_logit_bias: Starting bias of the sigmoid loss.
         dtype: Type of the loss's own parameters.
+        prefixes: Prefixes to train, or None for the embeddings as they are.
+        tile_size: Rows and columns of a tile of the similarity matrix.
     """
 
     temperature: float
     learn_temperature: bool
     bidirectional: bool
     mask_false_negatives: bool
+    init_logit_scale: float
+    init_logit_bias: float
     dtype: torch.dtype
+    prefixes: Prefixes | None = None
+    tile_size: int = DEFAULT_TILE_SIZE
 
 
 def _infonce(options: LossOptions) -> ContrastiveLoss:
@@ -41,8 +52,21 @@ def _infonce(options: LossOptions) -> ContrastiveLoss:
         bidirectional=options.bidirectional,
         mask_false_negatives=options.mask_false_negatives,
         dtype=options.dtype,
+        prefixes=options.prefixes,
+        tile_size=options.tile_size,
     )
 
 
-LOSSES: dict[str, Callable[[LossOptions], ContrastiveLoss]] = {"infonce": _infonce}
+def _sigmoid(options: LossOptions) -> ContrastiveLoss:
+    return SigmoidLoss(
+        init_logit_scale=options.init_logit_scale,
+        init_logit_bias=options.init_logit_bias,
+        mask_false_negatives=options.mask_false_negatives,
+        dtype=options.dtype,
+        prefixes=options.prefixes,
+        tile_size=options.tile_size,
+    )
+
+
+LOSSES: dict[str, Callable[[LossOptions], ContrastiveLoss]] = {"infonce": _infonce, "sigmoid": _sigmoid}
 """`loss_type` -> how to build it."""

@@ -19,13 +19,15 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from transformers import AutoModel
 
-from vembed.batch import Features, Ragged, modality_of, texts_of
+from vembed.batch import Features, Ragged, modality_of, parts_of, texts_of
+from vembed.models.composed import join_features, sum_of_units
 from vembed.models.encoder import Encoder
 from vembed.models.pictures import (
     blank_picture,
     picture_lengths,
     pictures_of,
     process_pictures,
+    rows_of,
     run_processor,
 )
 from vembed.models.text import count_truncated
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from vembed.batch import Item, Modality, Side
+    from vembed.batch import Image, Item, Modality, Side
     from vembed.data.images import ImageLimits
     from vembed.models.huggingface import ModelFiles, ModelOptions
 
@@ -89,7 +91,7 @@ class DualEncoder(Encoder):
         image_limits: What a picture may be.
     """
 
-    modalities: frozenset[Modality] = frozenset({"text", "image"})
+    modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
 
     def __init__(self, name: str, *, parts: DualParts, image_limits: ImageLimits) -> None:
         super().__init__()
@@ -121,11 +123,18 @@ class DualEncoder(Encoder):
         return self.model  # every dual family has get_text_features and get_image_features; their base class doesn't
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
-        """Tokenize texts, or decode pictures and run the image processor; both sides are read alike."""
-        if modality_of(items[0]) == "text":
+        """Tokenize texts, or decode pictures and run the image processor, or both; both sides are read alike."""
+        modality = modality_of(items[0])
+        if modality == "text":
             return self._tokenized(texts_of(items))
+        if modality == "image":
+            return self._processed(pictures_of(items))
+        images, texts = parts_of(items)
+        return join_features(self._processed(images), self._tokenized(texts))
+
+    def _processed(self, images: Sequence[Image]) -> Features:
         process = partial(run_processor, self.image_processor)
-        arrays = process_pictures(pictures_of(items), process, self.image_limits)
+        arrays = process_pictures(images, process, self.image_limits)
         return Features({}, picture_lengths(arrays["pixel_values"], self.patch_size), arrays)
 
     def _tokenized(self, texts: list[str]) -> Features:
@@ -149,21 +158,26 @@ class DualEncoder(Encoder):
         return padding + row if self.tokenizer.padding_side == "left" else row + padding
 
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Take the rows of pictures, or pad those of texts at the right, never past the last position."""
-        if features.per_row:
-            return {name: torch.from_numpy(values[rows]) for name, values in features.per_row.items()}
-        ids = features.columns["input_ids"].take(rows)
-        return {"input_ids": torch.from_numpy(ids.padded(min(width, self.max_length), self._pad_id)).long()}
+        """Take the rows of pictures, or pad those of texts at the right, never past the last position, or both."""
+        inputs = {name: rows_of(values, rows) for name, values in features.per_row.items()}
+        if "input_ids" in features.columns:
+            ids = features.columns["input_ids"].take(rows)
+            # Beside a picture the width is that of both.
+            width = int(ids.lengths.max()) if inputs else min(width, self.max_length)
+            inputs["input_ids"] = torch.from_numpy(ids.padded(width, self._pad_id)).long()
+        return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return embeddings (R, E) of texts or of pictures, of unit length, at least float32."""
-        if "input_ids" in inputs:
-            features = self._towers.get_text_features(input_ids=inputs["input_ids"])
-        else:
-            pixels = inputs["pixel_values"].to(self.model.dtype)
-            features = self._towers.get_image_features(**{**inputs, "pixel_values": pixels})
-        x = features.pooler_output
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+        """Return embeddings (R, E) of texts, of pictures or of both, of unit length, at least float32."""
+        pictures = {name: tensor for name, tensor in inputs.items() if name != "input_ids"}
+        if "input_ids" not in inputs:
+            return self._embed_pictures(pictures)
+        text_RE = _unit(self._towers.get_text_features(input_ids=inputs["input_ids"]).pooler_output)
+        return sum_of_units(self._embed_pictures(pictures), text_RE) if pictures else text_RE
+
+    def _embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
+        pixels = inputs["pixel_values"].to(self.model.dtype)
+        return _unit(self._towers.get_image_features(**{**inputs, "pixel_values": pixels}).pooler_output)
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers and vembed load."""
@@ -192,6 +206,11 @@ class DualEncoder(Encoder):
         if not self.model.supports_gradient_checkpointing:
             super().enable_gradient_checkpointing()
         self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return x in at least float32, of unit length."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
 
 def _dimension(config: PreTrainedConfig) -> int:

@@ -18,15 +18,20 @@ from vembed.batch import modality_of
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from vembed.batch import Features, Item, Modality, Side
+    from vembed.data.images import ImageLimits
 
 Similarity: TypeAlias = Literal["cosine", "dot"]
 """How two embeddings are compared. Both are inner products: those of cosine models have unit length."""
+
+
+MODALITY_WORDS: Mapping[Modality, str] = {"text": "texts", "image": "images", "image+text": "images with a text"}
+"""What items of each modality are called in messages."""
 
 
 class Encoder(nn.Module, ABC):
@@ -36,16 +41,17 @@ class Encoder(nn.Module, ABC):
         name: What the model was loaded by, for people.
         dimension: E.
         max_length: Longest text in tokens, special tokens included; None where there is no limit, or no text tower.
-        modalities: What it takes: texts, pictures or both.
+        modalities: What it takes: texts, pictures, and items that are both.
     """
 
     name: str
     dimension: int
     max_length: int | None
     modalities: frozenset[Modality] = frozenset({"text"})
+    image_limits: ImageLimits
 
     def by_modality(self, items: Sequence[Item]) -> list[tuple[Modality, NDArray[np.int64]]]:
-        """Return the places of the texts and of the pictures among items, each modality that occurs once.
+        """Return the places of the items of each modality that occurs.
 
         Raises:
             DataError: An item is of a modality that this encoder doesn't take.
@@ -57,7 +63,7 @@ class Encoder(nn.Module, ABC):
         if strange:
             raise DataError(
                 f"{self.name} takes {' and '.join(sorted(self.modalities))}, and {len(places[strange[0]])} items of "
-                f"the data are {strange[0]}s: choose a model for both, or map other columns"
+                f"the data are {MODALITY_WORDS[strange[0]]}: choose a model for both, or map other columns"
             )
         return [(modality, np.array(places[modality], dtype=np.int64)) for modality in sorted(places)]
 

@@ -1,8 +1,10 @@
 """Two towers from open_clip: `open_clip:NAME[:pretrained]`, `open_clip:hf-hub:OWNER/NAME`, or a folder that it wrote.
 
-Texts are always padded to the context length, as open_clip's own tokenizers do: its models may pool anywhere.
+open_clip's tokenizers pad every text to the context length. Where attention is causal and the tower pools at the end
+token, what stands behind that token can't reach the embedding: such texts are cut there, and a chunk is as wide as its
+longest text. All other towers see their texts as open_clip pads them.
 
-Shape legend: R rows of a chunk, E embedding dim.
+Shape legend: N texts, R rows of a chunk, T tokens, E embedding dim.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import safetensors.torch
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from vembed.batch import Features, Ragged, modality_of, texts_of
+from vembed.batch import Features, Ragged, modality_of, parts_of, texts_of
 from vembed.errors import ConfigError, MachineError
+from vembed.models.composed import join_features, sum_of_units
 from vembed.models.encoder import Encoder
-from vembed.models.pictures import blank_picture, pictures_of, process_pictures
+from vembed.models.pictures import blank_picture, pictures_of, process_pictures, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
     import PIL.Image
     from numpy.typing import NDArray
 
-    from vembed.batch import Item, Modality, Side
+    from vembed.batch import Image, Item, Modality, Side
     from vembed.data.images import ImageLimits
     from vembed.models.huggingface import ModelOptions
 
@@ -62,6 +66,76 @@ class OpenClipParts:
     weights: str
 
 
+@dataclass(frozen=True, slots=True)
+class CausalTexts:
+    """How to run a text tower on no more than it sees: the tokens up to the one that it pools.
+
+    Attributes:
+        prefix: Where the tower's tensors are in the model.
+        end_id: The id whose first place is pooled; None where the largest id of a text is.
+    """
+
+    prefix: str
+    end_id: int | None
+
+    @property
+    def padding_id(self) -> int:
+        """An id that is never pooled instead of one of the text: neither the end token, nor larger than any."""
+        return 1 if self.end_id == 0 else 0
+
+    def cut(self, ids_NT: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+        """Return each text up to the token that is pooled; without an end token that is its first, as in open_clip."""
+        ends_N = (ids_NT if self.end_id is None else ids_NT == self.end_id).argmax(axis=1)
+        return [row[: end + 1] for row, end in zip(ids_NT, ends_N, strict=True)]
+
+    def encode(self, model: nn.Module, ids_RT: Tensor) -> Tensor:
+        """Call open_clip's own `encode_text` with the positions and the part of the mask that T tokens need."""
+        width = ids_RT.shape[1]
+        positions = model.get_parameter(f"{self.prefix}positional_embedding")
+        mask = model.get_buffer(f"{self.prefix}attn_mask")
+        needed = {"positional_embedding": positions[:width], "attn_mask": mask[:width, :width]}
+        tensors = {f"model.{self.prefix}{name}": tensor for name, tensor in needed.items()}
+        embeddings: Tensor = functional_call(_EncodeText(model), tensors, (ids_RT,), tie_weights=False)
+        return embeddings
+
+
+class _EncodeText(nn.Module):
+    """A model whose forward is `encode_text`, which is what `functional_call` calls."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids_RT: Tensor) -> Tensor:
+        embeddings: Tensor = self.model.encode_text(ids_RT)
+        return embeddings
+
+
+def _how_texts_are_read(model: Any, max_length: int) -> tuple[CausalTexts | None, str]:
+    """Return how texts are cut, or None where the whole row may reach the embedding, and either way why, in words."""
+    import open_clip
+    from open_clip.transformer import TextTransformer
+
+    padded = f"padded to {max_length} tokens"
+    if type(model) is open_clip.CLIP:  # its text tower is taken apart, and its tensors are the model's own
+        tower, prefix, pooled, end_id = model, "", model.text_pool_type, getattr(model, "text_eos_id", None)
+    elif type(model) is open_clip.CustomTextCLIP and type(model.text) is TextTransformer:
+        tower, prefix = model.text, "text."
+        pooled, end_id = tower.pool_type, getattr(tower, "eos_id", None)  # open_clip 2.32 knows no such id
+        if tower.cls_emb is not None:
+            return None, f"{padded} (the tower pools a class token behind them)"
+    else:
+        parts = dict.fromkeys((type(model).__name__, type(getattr(model, "text", model)).__name__))
+        return None, f"{padded} (the embedding may depend on all of them: {' with '.join(parts)})"
+    mask = tower.attn_mask
+    if mask is None or not torch.equal(mask, torch.full_like(mask, -torch.inf).triu(1)):
+        return None, f"{padded} (attention isn't causal)"
+    if pooled not in ("argmax", "eos"):
+        return None, f"{padded} (the tower pools {pooled!r}, not the end token)"
+    cut = CausalTexts(prefix, end_id if pooled == "eos" else None)
+    return cut, f"cut to their own length, at most {max_length} tokens (attention is causal up to the end token)"
+
+
 class OpenClipEncoder(Encoder):
     """A text tower and an image tower that end in one space.
 
@@ -71,7 +145,7 @@ class OpenClipEncoder(Encoder):
         image_limits: What a picture may be.
     """
 
-    modalities: frozenset[Modality] = frozenset({"text", "image"})
+    modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
 
     def __init__(self, name: str, *, parts: OpenClipParts, image_limits: ImageLimits) -> None:
         super().__init__()
@@ -81,6 +155,7 @@ class OpenClipEncoder(Encoder):
         self.image_limits = image_limits
         self.max_length: int = parts.config.get("text_cfg", {}).get("context_length", 77)
         self.dimension = int(parts.config["embed_dim"])
+        self.causal_texts, self._texts_are_read = _how_texts_are_read(parts.model, self.max_length)
         self.picture_tokens = self._count_picture_tokens()
         for key in ("logit_scale", "logit_bias"):
             parameter = getattr(self.model, key, None)
@@ -105,18 +180,25 @@ class OpenClipEncoder(Encoder):
         ]
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
-        """Tokenize texts, or decode and preprocess pictures; both sides are read alike."""
-        if modality_of(items[0]) == "text":
+        """Tokenize texts, or decode and preprocess pictures, or both; both sides are read alike."""
+        modality = modality_of(items[0])
+        if modality == "text":
             return self._tokenized([text.strip() for text in texts_of(items)])
-        arrays = process_pictures(pictures_of(items), self._preprocessed, self.image_limits)
-        return Features({}, np.full(len(items), self.picture_tokens, dtype=np.int64), arrays)
+        if modality == "image":
+            return self._processed(pictures_of(items))
+        images, texts = parts_of(items)
+        return join_features(self._processed(images), self._tokenized([text.strip() for text in texts]))
+
+    def _processed(self, images: Sequence[Image]) -> Features:
+        arrays = process_pictures(images, self._preprocessed, self.image_limits)
+        return Features({}, np.full(len(images), self.picture_tokens, dtype=np.int64), arrays)
 
     def _preprocessed(self, pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
         return {"pixel_values": np.stack([self.parts.preprocess(picture).numpy() for picture in pictures])}
 
     def _tokenized(self, texts: list[str]) -> Features:
         ids_NT = self.parts.tokenizer(texts, context_length=self.max_length).numpy()
-        ids = Ragged.from_rows(list(ids_NT))
+        ids = Ragged.from_rows(list(ids_NT) if self.causal_texts is None else self.causal_texts.cut(ids_NT))
         return Features({"input_ids": ids}, ids.lengths, num_truncated=self._count_truncated(texts))
 
     def _count_truncated(self, texts: list[str]) -> int:
@@ -127,21 +209,32 @@ class OpenClipEncoder(Encoder):
         place = self.max_length - 1 if longer_NT[0, 0] == padding else self.max_length
         return int((longer_NT[1:, place] != padding).sum())
 
-    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:  # noqa: ARG002
-        """Take the rows; texts are of one length already, and so are pictures."""
-        if features.per_row:
-            return {"pixel_values": torch.from_numpy(features.per_row["pixel_values"][rows])}
-        ids = features.columns["input_ids"].take(rows)
-        return {"input_ids": torch.from_numpy(ids.padded(self.max_length, 0)).long()}
+    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
+        """Take the rows of pictures, or pad those of texts, never past the last position, or both."""
+        inputs = {name: rows_of(values, rows) for name, values in features.per_row.items()}
+        if "input_ids" in features.columns:
+            ids = features.columns["input_ids"].take(rows)
+            # Beside a picture the width is that of both.
+            width = int(ids.lengths.max()) if inputs else min(width, self.max_length)
+            padding_id = 0 if self.causal_texts is None else self.causal_texts.padding_id
+            inputs["input_ids"] = torch.from_numpy(ids.padded(width, padding_id)).long()
+        return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return embeddings (R, E) of texts or of pictures, of unit length, at least float32."""
-        if "input_ids" in inputs:
-            x: Tensor = self.parts.model.encode_text(inputs["input_ids"])
-        else:
+        """Return embeddings (R, E) of texts, of pictures or of both, of unit length, at least float32."""
+        found = []
+        if "pixel_values" in inputs:
             dtype = next(self.parts.model.visual.parameters()).dtype
-            x = self.parts.model.encode_image(inputs["pixel_values"].to(dtype))
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+            found.append(self.parts.model.encode_image(inputs["pixel_values"].to(dtype)))
+        if "input_ids" in inputs:
+            found.append(self._encode_texts(inputs["input_ids"]))
+        units = [F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in found]
+        return units[0] if len(units) == 1 else sum_of_units(*units)
+
+    def _encode_texts(self, ids_RT: Tensor) -> Tensor:
+        if self.causal_texts is None:
+            return self.parts.model.encode_text(ids_RT)  # type: ignore[no-any-return]
+        return self.causal_texts.encode(self.model, ids_RT)
 
     def save(self, folder: Path) -> None:
         """Write a folder that open_clip (`local-dir:`) and vembed load."""
@@ -160,7 +253,7 @@ class OpenClipEncoder(Encoder):
         return {
             "family": "open_clip",
             "weights": self.parts.weights,
-            "texts": f"padded to {self.max_length} tokens ({CONFIG_FILE})",
+            "texts": self._texts_are_read,
             "pictures": f"{self.parts.model.visual.image_size} pixels, open_clip's own preprocessing for evaluation",
             "logit_scale of the model file": f"{scale:.4g}, not used: the loss has its own",
             "similarity": "cosine",

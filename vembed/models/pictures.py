@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,15 +10,16 @@ import PIL.Image
 import torch
 
 from vembed.batch import Image
-from vembed.data.images import decode_images
+from vembed.data.images import ImageLimits, decode_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from vembed.batch import Item
-    from vembed.data.images import ImageLimits
+    from vembed.models.encoder import Encoder
 
 DECODED_AT_ONCE = 32
 """Pictures that stand decoded in memory at full size; a photograph takes some 40 MB."""
@@ -78,6 +80,31 @@ def picture_lengths(pixel_values: NDArray[Any], patch_size: int) -> NDArray[np.i
     else:
         patches = (pixel_values.shape[2] // patch_size) * (pixel_values.shape[3] // patch_size)
     return np.full(len(pixel_values), patches + 1, dtype=np.int64)
+
+
+def rows_of(values: NDArray[Any], rows: NDArray[np.int64]) -> Tensor:
+    """Return some rows as a tensor. Rows that stand one after the other are seen, not copied.
+
+    Pictures are all of one length, so a chunk's rows stand so: no pixel is copied on the CPU, and memory that is pinned
+    for an accelerator stays so.
+    """
+    if len(rows) and bool((np.diff(rows) == 1).all()):
+        return torch.from_numpy(values[int(rows[0]) : int(rows[-1]) + 1])
+    return torch.from_numpy(values[rows])
+
+
+def picture_bytes(encoder: Encoder) -> int:
+    """Return the memory that the features of one picture take; 0 for an encoder of texts."""
+    if "image" not in encoder.modalities:
+        return 0
+    encoded = BytesIO()
+    blank_picture().save(encoded, "PNG")
+    allowed, encoder.image_limits = encoder.image_limits, ImageLimits()  # this picture is ours, not the user's
+    try:
+        features = encoder.featurize([Image("blank", encoded.getvalue())], "document")
+    finally:
+        encoder.image_limits = allowed
+    return sum(values.nbytes for values in features.per_row.values())
 
 
 def blank_picture() -> PIL.Image.Image:

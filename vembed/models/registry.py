@@ -12,6 +12,7 @@ from vembed.models.dual import DUAL_FAMILIES, load_dual_encoder
 from vembed.models.huggingface import ModelFiles, ModelOptions, load_text_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.open_clip_encoder import OPEN_CLIP_PREFIX, is_open_clip_folder, load_open_clip
+from vembed.models.sentence_transformers_pictures import names_picture_model, refuse_other_pipeline
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 from vembed.models.tiny_transformer import build_tiny_transformer
 from vembed.models.vision import VISION_FAMILIES, load_vision_encoder
@@ -83,16 +84,18 @@ def _load(options: ModelOptions, texts: Iterable[str]) -> Encoder:
 def _load_from_hugging_face(options: ModelOptions) -> Encoder:
     """Load by what the files say: sentence-transformers' description first, else the model_type of config.json."""
     files = ModelFiles(options)
-    if files.read("modules.json") is not None:
+    described = files.read("modules.json") is not None
+    if described and not names_picture_model(files):
         return load_text_encoder(options)
     config = files.config("")
-    if config.model_type in DUAL_FAMILIES:
-        _refuse_text_options(options, allowed=HUGGING_FACE_OPTIONS)
-        return load_dual_encoder(options, files, config)
-    if config.model_type in VISION_FAMILIES:
-        _refuse_text_options(options, allowed=HUGGING_FACE_OPTIONS)
-        return load_vision_encoder(options, files, config)
-    return load_text_encoder(options)
+    if config.model_type not in DUAL_FAMILIES and config.model_type not in VISION_FAMILIES:
+        return load_text_encoder(options)
+    _refuse_text_options(options, allowed=HUGGING_FACE_OPTIONS)
+    load = load_dual_encoder if config.model_type in DUAL_FAMILIES else load_vision_encoder
+    encoder = load(options, files, config)
+    if described:
+        refuse_other_pipeline(encoder, files)
+    return encoder
 
 
 def _build(options: ModelOptions, texts: Iterable[str]) -> Encoder:

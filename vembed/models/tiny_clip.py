@@ -1,8 +1,8 @@
 """A small encoder of texts and pictures, trained from scratch on a CPU in a minute or two.
 
-Pictures go through a few convolutions, each halving the side, and one linear layer that sees where things are; texts
-through the bag of hashed n-grams. Both end in one space. Groups of channels are normalised, never batches: a batch norm
-would see chunks instead of batches, and gradient caching would no longer be exact.
+Pictures go through a few convolutions, each followed by a pool that halves the side, and one linear layer that sees
+where things are; texts through the bag of hashed n-grams. Both end in one space. Groups of channels are normalised,
+never batches: a batch norm would see chunks instead of batches, and gradient caching would no longer be exact.
 
 Shape legend: R rows of a chunk, C channels, S side in pixels, E embedding dim.
 """
@@ -22,11 +22,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from vembed.batch import Features, modality_of
+from vembed.batch import Features, modality_of, parts_of
 from vembed.data.images import ImageLimits
+from vembed.errors import ConfigError
+from vembed.models.composed import join_features, sum_of_units
 from vembed.models.encoder import Encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.pictures import pictures_of, process_pictures
+from vembed.models.pictures import pictures_of, process_pictures, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,11 +50,15 @@ GRAMS_PER_TOKEN = 16
 NORM_GROUPS = 8
 """Groups of channels that are normalised together."""
 
+ARCHITECTURE = 2
+"""Written beside the weights; grows when the same weights would no longer mean the same."""
+
 CACHED_PICTURES = 8192
 """Resized pictures that are kept from one epoch to the next: 100 MB at 64 pixels a side."""
 
-VALUES_PER_OUTPUT = 3
-"""Values that backward keeps for each output of a convolution: itself, normalised, and behind the activation."""
+VALUES_PER_OUTPUT = 7
+"""Values that backward keeps for each output of a block: the four that were pooled, the largest of them and its place,
+and what is behind the activation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +68,8 @@ class TinyClipConfig:
     Attributes:
         dimension: Embedding dim.
         image_size: Side to which pictures are resized, in pixels.
-        patch_size: Side of the squares that the first convolution reads, in pixels.
-        channels: Of each convolution; the side halves in each but the first.
+        patch_size: Side of the squares that become one place each in the first block, in pixels; even.
+        channels: Of each block; the side halves in each but the first.
         buckets: Rows of the n-gram table.
         max_words: Words of a text that count; the rest is cut.
     """
@@ -71,13 +77,17 @@ class TinyClipConfig:
     dimension: int = 256
     image_size: int = 64
     patch_size: int = 4
-    channels: tuple[int, ...] = (48, 96, 192)
+    channels: tuple[int, ...] = (32, 96, 192)
     buckets: int = 1 << 14
     max_words: int = 64
 
+    def __post_init__(self) -> None:
+        if self.patch_size % 2:
+            raise ValueError(f"patch_size {self.patch_size} is odd; the pool of the first block halves it")
+
     @property
     def sides(self) -> tuple[int, ...]:
-        """Side of what comes out of each convolution."""
+        """Side of what comes out of each block."""
         first = self.image_size // self.patch_size
         return tuple(math.ceil(first / 2**index) for index in range(len(self.channels)))
 
@@ -91,7 +101,7 @@ class TinyClip(Encoder):
         image_limits: What a picture may be.
     """
 
-    modalities: frozenset[Modality] = frozenset({"text", "image"})
+    modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
 
     def __init__(
         self,
@@ -112,8 +122,12 @@ class TinyClip(Encoder):
         self._pixels: OrderedDict[Image, NDArray[np.uint8]] = OrderedDict()
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
-        """Hash the n-grams of texts, or decode and resize pictures; both sides are read alike."""
-        if modality_of(items[0]) == "text":
+        """Hash the n-grams of texts, or decode and resize pictures, or both; both sides are read alike."""
+        modality = modality_of(items[0])
+        if modality == "image+text":
+            images, texts = parts_of(items)
+            return join_features(self.featurize(images, side), self.featurize(texts, side))
+        if modality == "text":
             features = self.text.featurize(items, side)
             tokens = np.ceil(features.lengths / GRAMS_PER_TOKEN).astype(np.int64)
             return replace(features, lengths=np.minimum(tokens, self.config.max_words))
@@ -142,8 +156,9 @@ class TinyClip(Encoder):
             made = process_pictures(missing, self._resized, self.image_limits)
             found |= dict(zip(missing, made["pixels"], strict=True))
         for image, pixels in found.items():
-            self._pixels[image] = pixels
-            self._pixels.move_to_end(image)
+            if image.augmentation is None:  # one that is changed doesn't come back
+                self._pixels[image] = pixels
+                self._pixels.move_to_end(image)
         while len(self._pixels) > CACHED_PICTURES:
             self._pixels.popitem(last=False)
         return np.stack([found[image] for image in images])
@@ -155,31 +170,48 @@ class TinyClip(Encoder):
         return {"pixels": np.stack(resized)}
 
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Pack the rows of texts one after the other, or take the rows of pictures; neither is padded."""
-        if "pixels" in features.per_row:
-            return {"pixels": torch.from_numpy(features.per_row["pixels"][rows])}
-        return self.text.collate(features, rows, width)
+        """Pack the rows of texts one after the other, or take the rows of pictures, or both; neither is padded."""
+        inputs = {name: rows_of(values, rows) for name, values in features.per_row.items()}
+        return inputs | self.text.collate(features, rows, width) if features.columns else inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return embeddings (R, E) of texts or of pictures, of unit length."""
+        """Return embeddings (R, E) of texts, of pictures or of both, of unit length."""
         if "pixels" not in inputs:
             x: Tensor = self.text(inputs)
             return x
-        pixels_RSS3 = inputs["pixels"].to(next(self.vision.parameters()).dtype)
-        x = self.vision((pixels_RSS3 / 127.5 - 1).permute(0, 3, 1, 2))
+        picture_RE = self._embed_pictures(inputs["pixels"])
+        return sum_of_units(picture_RE, self.text(inputs)) if len(inputs) > 1 else picture_RE
+
+    def _embed_pictures(self, pixels_RSS3: Tensor) -> Tensor:
+        pixels_RSS3 = pixels_RSS3.to(next(self.vision.parameters()).dtype)
+        x = (pixels_RSS3 / 127.5 - 1).permute(0, 3, 1, 2)
+        if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
+            x = x.contiguous()  # channels last is faster in float32 but takes half as long again in bfloat16
+        x = self.vision(x)
         return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
     def save(self, folder: Path) -> None:
         """Write shape and weights; only vembed loads this family."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=2) + "\n", "utf-8")
+        content = {"architecture": ARCHITECTURE, **asdict(self.config)}
+        (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
         weights = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict().items()}
         safetensors.torch.save_file(weights, folder / WEIGHTS_FILE)
 
     @classmethod
     def load(cls, folder: Path, *, dtype: torch.dtype, image_limits: ImageLimits | None = None) -> TinyClip:
-        """Load what `save` wrote."""
+        """Load what `save` wrote.
+
+        Raises:
+            ConfigError: Another version of vembed wrote it.
+        """
         content = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
+        architecture = content.pop("architecture", 1)
+        if architecture != ARCHITECTURE:
+            raise ConfigError(
+                f"{folder / CONFIG_FILE}: the model is of architecture {architecture}, and this version of vembed has "
+                f"{ARCHITECTURE}, which computes otherwise; train it again, or load it with the version that wrote it"
+            )
         config = TinyClipConfig(**{**content, "channels": tuple(content["channels"])})
         encoder = cls(config, name=str(folder), image_limits=image_limits).to(dtype)
         encoder.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS_FILE))
@@ -197,17 +229,19 @@ class TinyClip(Encoder):
 
 
 def _vision_tower(config: TinyClipConfig) -> nn.Sequential:
-    """Build the convolutions; the last layer sees each place on its own, so that left and right are two things."""
+    """Build the blocks; the last layer sees each place on its own, so that left and right are two things."""
     layers: list[nn.Module] = []
     before = 3
     for channels in config.channels:
+        half = config.patch_size // 2
         convolution = (
-            nn.Conv2d(before, channels, 3, stride=2, padding=1, bias=False)
+            nn.Conv2d(before, channels, 3, padding=1, bias=False)
             if layers
-            else nn.Conv2d(before, channels, config.patch_size, stride=config.patch_size, bias=False)
+            else nn.Conv2d(before, channels, 2 * half + 1, stride=half, padding=half, bias=False)
         )
         nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
-        layers += [convolution, nn.GroupNorm(NORM_GROUPS, channels), nn.ReLU()]
+        # Pooled first, the rest has a quarter of the work.
+        layers += [convolution, nn.MaxPool2d(2, ceil_mode=True), nn.GroupNorm(NORM_GROUPS, channels), nn.ReLU()]
         before = channels
     projection = nn.Linear(before * config.sides[-1] ** 2, config.dimension)
     nn.init.orthogonal_(projection.weight)

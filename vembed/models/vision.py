@@ -21,6 +21,7 @@ from vembed.models.pictures import (
     picture_lengths,
     pictures_of,
     process_pictures,
+    rows_of,
     run_processor,
 )
 
@@ -107,7 +108,7 @@ class VisionEncoder(Encoder):
 
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:  # noqa: ARG002
         """Take the rows; pictures need no padding."""
-        return {"pixel_values": torch.from_numpy(features.per_row["pixel_values"][rows])}
+        return {"pixel_values": rows_of(features.per_row["pixel_values"], rows)}
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return embeddings (R, E) of unit length, at least float32."""

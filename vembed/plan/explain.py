@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from vembed.plan.chunks import WHOLE_BATCH
 from vembed.plan.memory import show_bytes
-from vembed.plan.plan import WHOLE_BATCH
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

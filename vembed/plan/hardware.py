@@ -19,6 +19,7 @@ class Machine:
         memory_bytes: Memory that one process may use: of its accelerator, else of the container or the machine.
         num_cores: Cores that this process may use.
         fast_bf16: Whether bfloat16 saves time here.
+        num_busy_cores: Cores that training itself keeps busy: on a CPU its threads, else the one that feeds the device.
     """
 
     device: str
@@ -26,6 +27,7 @@ class Machine:
     memory_bytes: int
     num_cores: int
     fast_bf16: bool
+    num_busy_cores: int = 1
 
 
 def cpu_memory_bytes() -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 ADAM_STATES = 2
 """AdamW keeps two moments for each trainable parameter."""
 
-LOSS_MATRICES = 6
-"""Matrices of queries x documents that the dense loss holds at once: logits, masked ones, masks, softmax, gradient."""
+LOSS_STRIP_TILES = 10
+"""Tiles that the loss keeps at most to save a matrix product, where one direction is trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,22 @@ class BytesPerDevice:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.loss
 
 
-def step_bytes(size: ModelSize, *, chunk_tokens: int, num_queries: int, num_documents: int) -> BytesPerDevice:
+@dataclass(frozen=True, slots=True)
+class LossTiles:
+    """The blocks in which the similarity matrix is computed.
+
+    Attributes:
+        size: Rows and columns of a block, at most.
+        count: Blocks that live at once.
+    """
+
+    size: int
+    count: int
+
+
+def step_bytes(
+    size: ModelSize, *, chunk_tokens: int, num_queries: int, num_documents: int, tiles: LossTiles
+) -> BytesPerDevice:
     """Return the memory of one step.
 
     Args:
@@ -56,14 +71,17 @@ def step_bytes(size: ModelSize, *, chunk_tokens: int, num_queries: int, num_docu
         chunk_tokens: Padded tokens whose activations live at once.
         num_queries: Queries of the batch.
         num_documents: Documents of the batch, positives and hard negatives.
+        tiles: Of the loss.
     """
+    tile = min(tiles.size, num_queries) * min(tiles.size, num_documents)
+    strip = min(LOSS_STRIP_TILES * tiles.size**2, num_queries * num_documents)
     table = (num_queries + num_documents) * size.dimension * size.bytes_per_value
     return BytesPerDevice(
         parameters=size.num_parameters * size.bytes_per_value,
         gradients=size.num_trainable * size.bytes_per_value,
         optimizer=size.num_trainable * size.bytes_per_value * ADAM_STATES,
         activations=chunk_tokens * size.activation_bytes_per_token,
-        loss=3 * table + LOSS_MATRICES * num_queries * num_documents * size.bytes_per_value,
+        loss=2 * table + (tiles.count * tile + strip) * size.bytes_per_value,
     )
 
 

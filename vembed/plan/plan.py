@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from vembed.plan.memory import BytesPerDevice, ModelSize, show_bytes, step_bytes
+from vembed.plan.chunks import ChunkPlan, plan_chunks, plan_retention
+from vembed.plan.loading import plan_loading
+from vembed.plan.memory import BytesPerDevice, LossTiles, ModelSize, show_bytes, step_bytes
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
     from vembed.plan.hardware import Machine
 
-CPU_CHUNK_BYTES = 128 << 20
-"""Activations of one chunk on a CPU. Small chunks stay in its caches and cost no launch, so less padding wins."""
+CPU_TILE_SIZE = 1024
+"""Side of a block of the similarity matrix: 4 MiB of float32, so that a few of them stay in a core's caches."""
 
-ACCELERATOR_CHUNK_BYTES = 2 << 30
-"""The same on an accelerator, which wants large matrices; never over a quarter of its memory."""
+ACCELERATOR_TILE_SIZE = 4096
+"""The same on an accelerator: 64 MiB of float32, wide enough for its matrix units, few enough to launch."""
 
-WHOLE_BATCH = 2**31 - 1
-"""Rows and tokens of a chunk that holds any batch: plain training."""
-
-LEAST_CHUNK_TOKENS = 512
-MOST_CHUNK_ROWS = 512
 FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE = 1.1, int(1.5 * (1 << 30)), 0.95
 """A step fits when 1.1 x prediction + 1.5 GiB is at most 95% of the memory."""
 
@@ -35,6 +32,8 @@ class DataSize:
         num_records: Records to train on.
         steps_per_epoch: Global batches of one epoch.
         documents_per_query: Mean number of documents of a record.
+        pictures_per_record: Mean number of pictures of a record.
+        picture_bytes: Memory of one picture as the encoder takes it.
         notes: What was held out, skipped or is unusual, one plain sentence each.
     """
 
@@ -42,6 +41,8 @@ class DataSize:
     steps_per_epoch: int
     documents_per_query: float
     notes: tuple[str, ...] = ()
+    pictures_per_record: float = 0.0
+    picture_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Plan:
         gradient_cache_chunk_tokens: Most padded tokens of one encoder call.
         retain: Share of the chunks whose graphs are kept; 1 is plain training.
         dtype: What the encoder computes in.
+        loss_tile_size: Rows and columns of the blocks in which the similarity matrix is computed.
         steps: Optimizer steps of the run.
         steps_per_epoch: Optimizer steps of one epoch.
         warmup_steps: Steps of rising learning rate.
@@ -65,6 +67,8 @@ class Plan:
         bytes_per_device: Predicted peak of one process.
         fits: Whether that fits with reserve.
         memory_bytes: Memory of one process.
+        num_workers: Processes that make batches ahead; 0: they are made when they are needed.
+        batches_ahead: Most batches that wait or are being made there.
     """
 
     strategy: str
@@ -76,6 +80,7 @@ class Plan:
     gradient_cache_chunk_tokens: int
     retain: float
     dtype: str
+    loss_tile_size: int
     steps: int
     steps_per_epoch: int
     warmup_steps: int
@@ -83,6 +88,8 @@ class Plan:
     bytes_per_device: BytesPerDevice
     fits: bool
     memory_bytes: int
+    num_workers: int = 0
+    batches_ahead: int = 0
     model: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -117,29 +124,32 @@ def make_plan(config: Config, machine: Machine, model: ModelSize, data: DataSize
     reasons = list(data.notes)
     batch_size = config.global_batch_size or config.batch_size
     dtype = _dtype(config, machine, reasons)
-    rows, tokens = _chunk_budget(config, machine, model, reasons)
     steps = config.max_steps or config.epochs * data.steps_per_epoch
     num_queries = min(batch_size, data.num_records)
     num_documents = math.ceil(num_queries * data.documents_per_query)
-    live_tokens, retain = tokens, 0.0
-    if config.use_gradient_cache is False:
-        rows, tokens, retain = WHOLE_BATCH, WHOLE_BATCH, 1.0
-        if model.max_length is not None:  # without a limit nothing says how long a batch is
-            live_tokens = (num_queries + num_documents) * model.max_length
-    sizes = step_bytes(model, chunk_tokens=live_tokens, num_queries=num_queries, num_documents=num_documents)
+    num_rows = num_queries + num_documents
+    tiles = _loss_tiles(config, machine, model, reasons)
+    chunks = plan_chunks(config, machine, model, num_rows=num_rows)
+    sizes = step_bytes(
+        model, chunk_tokens=chunks.live_tokens, num_queries=num_queries, num_documents=num_documents, tiles=tiles
+    )
+    chunks, sizes = _retained(config, machine, model, chunks, sizes, num_rows)
+    reasons += chunks.reasons
     fits = FIT_FACTOR * sizes.total + FIT_RESERVE_BYTES <= FIT_SHARE * machine.memory_bytes
-    _explain_caching(config, reasons)
     _explain_memory(sizes, machine, reasons, fits=fits)
+    loading = plan_loading(config, machine, data, num_queries=num_queries)
+    reasons.append(loading.reason)
     return Plan(
         strategy="single",
         reasons=("single: one process on one device", *reasons),
         world_size=1,
         batch_size=batch_size,
         global_batch_size=batch_size,
-        gradient_cache_chunk_size=rows,
-        gradient_cache_chunk_tokens=tokens,
-        retain=retain,
+        gradient_cache_chunk_size=chunks.rows,
+        gradient_cache_chunk_tokens=chunks.tokens,
+        retain=chunks.retain,
         dtype=dtype,
+        loss_tile_size=tiles.size,
         steps=steps,
         steps_per_epoch=data.steps_per_epoch,
         warmup_steps=_warmup_steps(config, steps),
@@ -147,6 +157,8 @@ def make_plan(config: Config, machine: Machine, model: ModelSize, data: DataSize
         bytes_per_device=sizes,
         fits=fits,
         memory_bytes=machine.memory_bytes,
+        num_workers=loading.num_workers,
+        batches_ahead=loading.batches_ahead,
     )
 
 
@@ -161,29 +173,27 @@ def _dtype(config: Config, machine: Machine, reasons: list[str]) -> str:
     return config.torch_dtype
 
 
-def _chunk_budget(config: Config, machine: Machine, model: ModelSize, reasons: list[str]) -> tuple[int, int]:
-    """Return the most rows and the most padded tokens of one encoder call."""
-    rows = MOST_CHUNK_ROWS if config.gradient_cache_chunk_size == "auto" else config.gradient_cache_chunk_size
-    if config.gradient_cache_chunk_tokens != "auto":
-        return rows, config.gradient_cache_chunk_tokens
-    if config.gradient_cache_chunk_size != "auto" and model.max_length is not None:
-        return rows, rows * model.max_length  # the user thinks in rows: tokens must not cut their chunks shorter
-    wanted = CPU_CHUNK_BYTES
-    if machine.device != "cpu":
-        wanted = min(ACCELERATOR_CHUNK_BYTES, machine.memory_bytes // 4)
-    tokens = max(LEAST_CHUNK_TOKENS, model.max_length or 0, wanted // model.activation_bytes_per_token)
-    reasons.append(
-        f"gradient_cache_chunk_tokens {tokens}: {show_bytes(tokens * model.activation_bytes_per_token)} of "
-        f"activations at {show_bytes(model.activation_bytes_per_token)} a token (estimated)"
-    )
-    return rows, tokens
+def _loss_tiles(config: Config, machine: Machine, model: ModelSize, reasons: list[str]) -> LossTiles:
+    """Return the blocks of the similarity matrix; a Matryoshka loss holds one for each prefix beside the others."""
+    prefixes = config.mrl_dims or ()
+    if prefixes and max(prefixes) < model.dimension:
+        reasons.append(
+            f"mrl_dims: the whole vector of {model.dimension} dims is not among them, so only its first "
+            f"{max(prefixes)} are trained"
+        )
+    count = 2 if not prefixes else 2 + len(prefixes)
+    if config.loss_tile_size != "auto":
+        return LossTiles(config.loss_tile_size, count)
+    return LossTiles(CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE, count)
 
 
-def _explain_caching(config: Config, reasons: list[str]) -> None:
-    if config.use_gradient_cache is False:
-        reasons.append("use_gradient_cache false: the batch is encoded in one call, memory grows with the batch")
-    else:
-        reasons.append("gradient caching: batches of several chunks are encoded twice, memory is that of one chunk")
+def _retained(
+    config: Config, machine: Machine, model: ModelSize, chunks: ChunkPlan, sizes: BytesPerDevice, num_rows: int
+) -> tuple[ChunkPlan, BytesPerDevice]:
+    """Return chunks and sizes with the graphs that are kept."""
+    room = (FIT_SHARE * machine.memory_bytes - FIT_RESERVE_BYTES) / FIT_FACTOR - sizes.total
+    kept = plan_retention(config, machine, model, chunks, num_rows=num_rows, room_bytes=int(room))
+    return kept, replace(sizes, activations=kept.live_tokens * model.activation_bytes_per_token)
 
 
 def _explain_memory(sizes: BytesPerDevice, machine: Machine, reasons: list[str], *, fits: bool) -> None:

@@ -1,11 +1,12 @@
 """Make an index: a corpus in, a folder out that appears complete or not at all.
 
 1. The corpus is read and checked to its end, and written as ids.jsonl: an invalid last row costs no encoding.
-2. The texts are read back in slices, encoded, and the vectors appended to vectors.npy.
+2. It is read again in slices: documents are encoded and the vectors appended to vectors.npy, and of each picture a
+   small copy is kept. A document that is no longer what it was in step 1 ends the work.
 3. FAISS builds its index from the mapped file.
 4. meta.json is written last, and the folder takes its name.
 
-Memory: a slice of texts and vectors, the ids, and in step 3 what FAISS holds ("Flat": all vectors once).
+Memory: a slice of documents and vectors, the ids, and in step 3 what FAISS holds ("Flat": all vectors once).
 """
 
 from __future__ import annotations
@@ -14,27 +15,42 @@ import json
 import logging
 import shutil
 import time
-from dataclasses import dataclass
-from itertools import islice
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import faiss
 import numpy as np
+import torch
 
+from vembed.batch import Image, modality_of, pictures_in
 from vembed.checkpoint.files import fsync_path, write_durably
-from vembed.errors import ConfigError, MachineError, NonFiniteError
-from vembed.evaluation.encode import SLICE_ROWS
+from vembed.data.given import NAMES, modality_names
+from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
+from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
 from vembed.evaluation.index import build_index, new_index
-from vembed.search.format import DOCUMENTS_FILE, INDEX_FILE, META_FILE, VECTORS_FILE, IndexMeta, is_index
+from vembed.search.format import (
+    DOCUMENTS_FILE,
+    INDEX_FILE,
+    META_FILE,
+    OFFSETS_FILE,
+    PROBE_FILE,
+    PROBE_TEXT,
+    THUMBNAILS_FILE,
+    VECTORS_FILE,
+    IndexMeta,
+    is_index,
+)
+from vembed.search.thumbnails import ThumbnailWriter, make_thumbnails
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Side
-    from vembed.data.corpus import Corpus
+    from vembed.batch import Item, Side
+    from vembed.data.corpus import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder
     from vembed.models.identity import ModelIdentity
 
@@ -42,6 +58,8 @@ _log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0
 DISK_MARGIN = 1.2
+USUAL_THUMBNAIL_BYTES = 8_192
+"""What the copy of a photograph takes, for the check of the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,15 +140,15 @@ def refuse_taken(output: Path, *, overwrite: bool) -> None:
 
 
 def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
-    num_documents = _write_documents(folder / DOCUMENTS_FILE, corpus, encode.poll)
+    num_documents, num_pictures = _write_documents(folder / DOCUMENTS_FILE, corpus, encode)
     dim = options.model.dimension
-    _require_disk(folder, 2 * num_documents * dim * 4)  # the vectors, and the index that holds them again
+    # The vectors, the index that holds them again, and the copies.
+    _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES)
     before = encode.num_truncated[options.side]
-    _write_vectors(folder, num_documents, encode, options.side)
+    _write_vectors(folder, (num_documents, num_pictures), corpus, encode, options.side)
+    num_truncated = encode.num_truncated[options.side] - before
     vectors_DE = np.load(folder / VECTORS_FILE, mmap_mode="r")
     faiss.write_index(build_index(vectors_DE, options.factory), str(folder / INDEX_FILE))
-    for name in (DOCUMENTS_FILE, VECTORS_FILE, INDEX_FILE):
-        fsync_path(folder / name)
     meta = IndexMeta(
         model=options.model,
         model_options=dict(options.model_options),
@@ -138,25 +156,47 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
         side=options.side,
         factory=options.factory,
         num_documents=num_documents,
-        num_truncated=encode.num_truncated[options.side] - before,
+        num_pictures=num_pictures,
+        num_truncated=num_truncated,
         notes=corpus.notes,
-        file_bytes={name: (folder / name).stat().st_size for name in (DOCUMENTS_FILE, VECTORS_FILE, INDEX_FILE)},
+        file_bytes={},
     )
+    for name in meta.files:
+        fsync_path(folder / name)
+    meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
     write_durably(folder / META_FILE, meta.to_json())
     fsync_path(folder)
     return meta
 
 
-def _write_documents(path: Path, corpus: Corpus, poll: Callable[[], None]) -> int:
-    """Write {"id", "text"} of each document on a line, and return how many there are."""
-    num_documents = 0
+def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> tuple[int, int]:
+    """Write each document's row on a line, and return how many there are, and how many of them have a picture."""
+    num_documents = num_pictures = 0
+    taken = encode.encoder.modalities
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for document in corpus:
             if num_documents % SLICE_ROWS == 0:
-                poll()
-            file.write(json.dumps({"id": document.id, "text": document.text}, ensure_ascii=False) + "\n")
+                encode.poll()
+            modality = modality_of(document.item)
+            if modality not in taken:
+                raise DataError(
+                    f"{encode.encoder.name} takes {modality_names(taken)}, and document {document.id!r} is a "
+                    f"{NAMES[modality][0]}: choose a model for it, or leave such documents out"
+                )
+            file.write(json.dumps(_row(document), ensure_ascii=False) + "\n")
             num_documents += 1
-    return num_documents
+            num_pictures += modality != "text"
+    return num_documents, num_pictures
+
+
+def _row(document: Document) -> dict[str, str]:
+    """Return what is kept of a document beside its vector."""
+    row = {"id": document.id, "text": document.text}
+    return row if isinstance(document.item, str) else {**row, "image": document.path}
+
+
+def _picture(item: Item) -> Image | None:
+    return next(pictures_in([item]), None)
 
 
 def _require_disk(folder: Path, num_bytes: int) -> None:
@@ -168,45 +208,110 @@ def _require_disk(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _write_vectors(folder: Path, num_documents: int, encode: ItemEncoder, side: Side) -> None:
+def _write_vectors(folder: Path, counts: tuple[int, int], corpus: Corpus, encode: ItemEncoder, side: Side) -> None:
     """Append the vectors slice by slice: a plain write says that the disk is full, where a mapped page would crash."""
-    started = last_line = time.perf_counter()
-    done = 0
-    with (folder / VECTORS_FILE).open("wb") as file:
+    num_documents, num_pictures = counts
+    progress = _Progress(num_documents)
+    keeping = _Copies(folder, corpus, encode) if num_pictures else nullcontext()
+    with (folder / VECTORS_FILE).open("wb") as file, keeping as copies:
         header = {"descr": "<f4", "fortran_order": False, "shape": (num_documents, encode.encoder.dimension)}
         np.lib.format.write_array_header_1_0(file, header)
-        for ids, texts in _slices(folder / DOCUMENTS_FILE):
-            vectors_RE = encode(texts, side)
-            _refuse_nonfinite(vectors_RE, ids)
+        for documents in _slices(folder / DOCUMENTS_FILE, corpus):
+            items = [document.item for document in documents]
+            vectors_RE = encode(items, side)
+            _refuse_nonfinite(vectors_RE, documents)
             file.write(vectors_RE.astype("<f4", copy=False).tobytes())
-            done += len(ids)
-            now = time.perf_counter()
-            if now - last_line > SECONDS_BETWEEN_LINES:
-                _log.info(
-                    "encoded %s of %s documents, %.0f a second", *_counts(done, num_documents), done / (now - started)
-                )
-                last_line = now
-    assert done == num_documents
+            if copies is not None:
+                copies.add(items)
+            progress.add(len(documents))
+        assert progress.done == num_documents
+        if copies is not None:
+            copies.finish(side)
 
 
-def _counts(*numbers: int) -> tuple[str, ...]:
-    return tuple(f"{number:,}" for number in numbers)
+class _Copies:
+    """Keep a small copy of each picture, and what tells the model by them."""
+
+    def __init__(self, folder: Path, corpus: Corpus, encode: ItemEncoder) -> None:
+        self._folder = folder
+        self._limits = corpus.limits
+        self._encode = encode
+        self._first = b""
+        self._file = (folder / THUMBNAILS_FILE).open("wb")
+        self._writer = ThumbnailWriter(self._file)
+
+    def __enter__(self) -> _Copies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Copy the pictures of the next documents."""
+        self._writer.add(self._polled(items))
+
+    def finish(self, side: Side) -> None:
+        """Write the last two files."""
+        self._writer.write_offsets(self._folder / OFFSETS_FILE)
+        probes: list[Item] = [Image("the first thumbnail", self._first)]
+        if "text" in self._encode.encoder.modalities:
+            probes.append(PROBE_TEXT)
+        np.save(self._folder / PROBE_FILE, self._encode(probes, side).astype("<f4", copy=False))
+
+    def _polled(self, items: Sequence[Item]) -> Iterator[bytes]:
+        for copy in make_thumbnails(map(_picture, items), self._limits, torch.get_num_threads()):
+            self._encode.poll()
+            self._first = self._first or copy
+            yield copy
 
 
-def _slices(path: Path) -> Iterator[tuple[list[str], list[str]]]:
-    """Yield (ids, texts) of the next documents."""
+class _Progress:
+    """Say every few seconds how far the encoding has come."""
+
+    def __init__(self, num_documents: int) -> None:
+        self._num_documents = num_documents
+        self._started = self._last_line = time.perf_counter()
+        self.done = 0
+
+    def add(self, num_documents: int) -> None:
+        """Count the next documents."""
+        self.done += num_documents
+        now = time.perf_counter()
+        if now - self._last_line > SECONDS_BETWEEN_LINES:
+            done, of = (f"{number:,}" for number in (self.done, self._num_documents))
+            _log.info("encoded %s of %s documents, %.0f a second", done, of, self.done / (now - self._started))
+            self._last_line = now
+
+
+def _slices(path: Path, corpus: Corpus) -> Iterator[list[Document]]:
+    """Yield the next documents: many texts, or as many pictures as may stand in memory.
+
+    Raises:
+        DataError: A document isn't what its line of ids.jsonl says: the corpus changed while it was read.
+    """
+    documents: list[Document] = []
+    num_pictures = 0
     with path.open(encoding="utf-8", newline="\n") as file:
-        while lines := list(islice(file, SLICE_ROWS)):
-            rows = [json.loads(line) for line in lines]
-            yield [row["id"] for row in rows], [row["text"] for row in rows]
+        for document in corpus:
+            if json.loads(file.readline() or "null") != _row(document):
+                raise DataError(f"the corpus changed while it was read, at document {document.id!r}; encode it again")
+            documents.append(document)
+            num_pictures += not isinstance(document.item, str)
+            if len(documents) == SLICE_ROWS or num_pictures == PICTURE_SLICE_ROWS:
+                yield documents
+                documents, num_pictures = [], 0
+        if file.read(1):
+            raise DataError("the corpus lost documents while it was read; encode it again")
+    if documents:
+        yield documents
 
 
-def _refuse_nonfinite(vectors_RE: NDArray[np.float32], ids: list[str]) -> None:
+def _refuse_nonfinite(vectors_RE: NDArray[np.float32], documents: Sequence[Document]) -> None:
     bad = np.flatnonzero(~np.isfinite(vectors_RE).all(axis=1))
     if bad.size:
         raise NonFiniteError(
-            f"the vector of document {ids[int(bad[0])]!r} holds NaN or infinity: the weights are damaged, or half "
-            f"precision overflowed; encode without --bf16, or take an earlier checkpoint"
+            f"the vector of document {documents[int(bad[0])].id!r} holds NaN or infinity: the weights are damaged, or "
+            f"half precision overflowed; encode without --bf16, or take an earlier checkpoint"
         )
 
 

@@ -1,9 +1,16 @@
 """The folder of an index: which files it holds, and what its meta.json says.
 
     vectors.npy     (n, E) float32, row i is document i
-    ids.jsonl       {"id", "text"} of document i on line i
+    ids.jsonl       {"id", "text"} of document i on line i, with a picture {"id", "text", "image"}: its path
     index.faiss     a FAISS index by inner product, document i under number i
     meta.json       model, counts, sizes of the others; written last
+
+and where there are pictures:
+
+    thumbnails.bin  a small WebP copy of each, one after the other
+    thumbnails.npy  (n + 1,) int64, where the copy of document i starts
+    probe.npy       (1 or 2, E) float32, the vector of the first copy, and that of `PROBE_TEXT` where the model takes
+                    texts: with the originals gone, they still tell whether a model is the one of the vectors
 
 Nothing in it depends on when or where it was made: equal inputs give equal bytes.
 """
@@ -28,8 +35,14 @@ VECTORS_FILE = "vectors.npy"
 DOCUMENTS_FILE = "ids.jsonl"
 INDEX_FILE = "index.faiss"
 META_FILE = "meta.json"
+THUMBNAILS_FILE = "thumbnails.bin"
+OFFSETS_FILE = "thumbnails.npy"
+PROBE_FILE = "probe.npy"
+FILES = (VECTORS_FILE, DOCUMENTS_FILE, INDEX_FILE)
+PICTURE_FILES = (THUMBNAILS_FILE, OFFSETS_FILE, PROBE_FILE)
+PROBE_TEXT = "a small red picture of 7 things"
 KIND = "vembed index"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +56,7 @@ class IndexMeta:
         side: Which prompt the documents got.
         factory: FAISS index string.
         num_documents: n.
+        num_pictures: Of them, those that are or have a picture.
         num_truncated: Documents that were longer than the model takes and were cut.
         notes: What was skipped or is unusual, one plain sentence each.
         file_bytes: File name -> size.
@@ -54,9 +68,15 @@ class IndexMeta:
     side: Side
     factory: str
     num_documents: int
+    num_pictures: int
     num_truncated: int
     notes: tuple[str, ...]
     file_bytes: Mapping[str, int]
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files beside meta.json."""
+        return (*FILES, *PICTURE_FILES) if self.num_pictures else FILES
 
     def to_json(self) -> str:
         """Return the text of meta.json."""
@@ -97,7 +117,7 @@ def read_meta(folder: Path) -> IndexMeta:
         values = {name: content[name] for name in IndexMeta.__dataclass_fields__}
         values["model"] = ModelIdentity(**{name: content["model"][name] for name in ModelIdentity.__dataclass_fields__})
         meta = IndexMeta(**values)
-        sizes = {name: int(meta.file_bytes[name]) for name in (VECTORS_FILE, DOCUMENTS_FILE, INDEX_FILE)}
+        sizes = {name: int(meta.file_bytes[name]) for name in meta.files}
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is broken ({type(error).__name__}: {error}); encode the corpus again") from error
     for name, size in sizes.items():

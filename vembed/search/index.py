@@ -1,6 +1,6 @@
-"""Read an index back and ask it.
+"""Read an index back: the nearest documents of a vector, and what is known of each.
 
-Memory: what FAISS holds, and 8 bytes a document; the texts stay on disk.
+Memory: what FAISS holds, and 8 bytes a document; texts and thumbnails stay on disk.
 Shape legend: Q queries, E embedding dim, k hits per query.
 """
 
@@ -8,22 +8,33 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import faiss
 import numpy as np
 
+from vembed.batch import Image
 from vembed.errors import ConfigError, DataError, NonFiniteError
-from vembed.search.format import DOCUMENTS_FILE, INDEX_FILE, VECTORS_FILE, IndexMeta, read_meta
+from vembed.search.format import (
+    DOCUMENTS_FILE,
+    INDEX_FILE,
+    OFFSETS_FILE,
+    PROBE_FILE,
+    PROBE_TEXT,
+    THUMBNAILS_FILE,
+    VECTORS_FILE,
+    IndexMeta,
+    read_meta,
+)
+from vembed.search.thumbnails import ThumbnailReader
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from vembed.batch import Item
     from vembed.evaluation.evaluator import Encode
     from vembed.models.identity import ModelIdentity
 
@@ -41,17 +52,35 @@ class Hit:
         rank: From 1.
         id: The document's id.
         score: Inner product of query and document: the cosine, unless the model is one for dot products.
-        text: The document.
+        text: The document; of a picture, what the corpus says that it shows, or "".
+        image: Path of the picture as the corpus names it; None of a text, "" of a picture without a path.
+        row: Its place in the index, from 0.
     """
 
     rank: int
     id: str
     score: float
     text: str
+    image: str | None = None
+    row: int = -1
+
+
+class StoredDocument(NamedTuple):
+    """What an index keeps of a document beside its vector.
+
+    Attributes:
+        id: The document's id.
+        text: As in `Hit`.
+        image: As in `Hit`.
+    """
+
+    id: str
+    text: str
+    image: str | None
 
 
 class SearchIndex:
-    """An index in memory, its texts on disk. Several threads may ask it.
+    """An index in memory, its texts and thumbnails on disk. Several threads may ask it.
 
     Args:
         folder: What `write_index` wrote.
@@ -71,6 +100,10 @@ class SearchIndex:
         self._offsets = _line_offsets(folder / DOCUMENTS_FILE)
         if len(self._offsets) != len(self) + 1:
             raise self._broken(DOCUMENTS_FILE, f"{len(self._offsets) - 1} lines for {len(self)} documents")
+        self._vectors = np.load(folder / VECTORS_FILE, mmap_mode="r")
+        self._thumbnails: ThumbnailReader | None = None
+        if self.meta.num_pictures:
+            self._thumbnails = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE, num_documents=len(self))
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -94,28 +127,38 @@ class SearchIndex:
         scores_Qk, rows_Qk = self._index.search(np.ascontiguousarray(vectors_QE), min(k, len(self)))
         return [
             [
-                Hit(rank=rank, score=score, **self.document(row))
+                Hit(rank=rank, score=score, row=row, **self.document(row)._asdict())
                 for rank, (row, score) in enumerate(zip(rows.tolist(), scores.tolist(), strict=True), start=1)
                 if row >= 0
             ]
             for rows, scores in zip(rows_Qk, scores_Qk, strict=True)
         ]
 
-    def document(self, row: int) -> dict[str, str]:
-        """Return id and text of a document."""
+    def document(self, row: int) -> StoredDocument:
+        """Return what is kept of a document."""
         start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
         try:
             content = json.loads(os.pread(self._file.fileno(), stop - start, start))
-            return {"id": str(content["id"]), "text": str(content["text"])}
-        except (ValueError, KeyError, TypeError) as error:
+            image = content.get("image")
+            return StoredDocument(str(content["id"]), str(content["text"]), None if image is None else str(image))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise self._broken(DOCUMENTS_FILE, f"line {row + 1}: {error}") from error
+
+    def thumbnail(self, row: int) -> bytes:
+        """Return a small WebP copy of a document's picture; no bytes where it has none."""
+        return b"" if self._thumbnails is None else self._thumbnails.read(row)
+
+    def vector(self, row: int) -> NDArray[np.float32]:
+        """Return the vector of a document, (E,)."""
+        return np.array(self._vectors[row])
 
     def check_model(self, model: ModelIdentity, encode: Encode) -> None:
         """Refuse a model other than the one that made the vectors.
 
         Args:
             model: The model that will encode queries.
-            encode: Its encoder: the first document is encoded again, which shows another tokenizer or pooling.
+            encode: Its encoder: the first document is encoded again, which shows another tokenizer or pooling; where
+                there are pictures, the first thumbnail and a text.
 
         Raises:
             ConfigError: Weights, dimension or similarity differ, or the document's vector does.
@@ -127,14 +170,25 @@ class SearchIndex:
                 f"weights {model.weights_sha256[:12]}: its vectors mean something else. Take that model with --model, "
                 f"or encode the corpus again"
             )
-        stored = np.load(self._folder / VECTORS_FILE, mmap_mode="r")[0]
-        vector = encode([self.document(0)["text"]], self.meta.side)[0]
-        same_shape = vector.shape == stored.shape and model.similarity == own.similarity
-        if not same_shape or _cosine(vector, stored) < LEAST_AGREEMENT:
+        items, stored_NE = self._probes()
+        vectors_NE = encode(items, self.meta.side)
+        same_kind = vectors_NE.shape == stored_NE.shape and model.similarity == own.similarity
+        if not same_kind or any(
+            _cosine(vector, stored) < LEAST_AGREEMENT for vector, stored in zip(vectors_NE, stored_NE, strict=True)
+        ):
             raise ConfigError(
                 f"{model.name} has the weights that {self._folder} was made with, but another vector for its first "
-                f"document: its tokenizer, pooling, length or prompts have changed. Encode the corpus again"
+                f"document: its tokenizer, image processor, pooling, length or prompts have changed. Encode the corpus "
+                f"again"
             )
+
+    def _probes(self) -> tuple[list[Item], NDArray[np.float32]]:
+        """Return items, and the vectors that the model of the index has for them."""
+        if self._thumbnails is None:
+            return [self.document(0).text], self._vectors[:1]
+        stored_NE = np.load(self._folder / PROBE_FILE, allow_pickle=False)
+        items: list[Item] = [Image("the first thumbnail", self.thumbnail(self._thumbnails.first())), PROBE_TEXT]
+        return items[: len(stored_NE)], stored_NE
 
     def _read_faiss(self) -> Any:
         path = self._folder / INDEX_FILE
@@ -148,38 +202,6 @@ class SearchIndex:
 
     def _broken(self, name: str, reason: str) -> DataError:
         return DataError(f"{self._folder / name} is broken: {reason}; encode the corpus again with --overwrite")
-
-
-class Searcher:
-    """An index with the model for its queries. Several threads may ask it.
-
-    Args:
-        index: The documents.
-        encode: The model.
-
-    Attributes:
-        index: The documents.
-    """
-
-    def __init__(self, index: SearchIndex, encode: Encode) -> None:
-        self.index = index
-        self._encode = encode
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        """Return the number of documents."""
-        return len(self.index)
-
-    def search(self, queries: Sequence[str], k: int = 10) -> list[list[Hit]]:
-        """Return the best documents of each query, best first.
-
-        Args:
-            queries: Texts.
-            k: Hits per query; clipped to the number of documents.
-        """
-        with self._lock:  # an encoder serves one call at a time
-            vectors_QE = self._encode(queries, "query")
-        return self.index.search(vectors_QE, k)
 
 
 def _cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:

@@ -1,18 +1,22 @@
-"""The page of the local search: one HTML file without scripts, its style inside, every text escaped."""
+"""The page of the local search: one HTML file without scripts, its style and pictures inside, every text escaped."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlencode
 
+from vembed.data.images import FORMATS
 from vembed.evaluation.report.markup import Html, element, join
-from vembed.evaluation.report.text import visible
+from vembed.evaluation.report.text import one_line, visible
+from vembed.search.page_style import STYLE
+from vembed.search.thumbnails import thumbnail_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vembed.batch import Modality
     from vembed.search.index import Hit
 
 MAX_QUERY_CHARACTERS = 2_000
@@ -22,74 +26,27 @@ COUNTS = (5, 10, 20, 50, 100)
 SHORT_CHARACTERS = 360
 """Of a longer text the beginning is shown, and the rest behind a click."""
 
-STYLE = Html("""
-:root {
-  color-scheme: light dark;
-  --page: #f7f7f5; --card: #ffffff; --ink: #1d2126; --muted: #59616b; --line: #d5d9dd; --accent: #2f62b5;
-  --on-accent: #ffffff; --warn: #a8401a; --warn-soft: #faeae3;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --page: #14171a; --card: #1b1f23; --ink: #e4e7ea; --muted: #a0a8b1; --line: #3a4149; --accent: #86b2f2;
-    --on-accent: #10151c; --warn: #f0966f; --warn-soft: #40261b;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; max-width: 48rem; padding: 2rem 1.25rem 4rem; background: var(--page); color: var(--ink);
-  font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Noto Sans", Arial, sans-serif;
-  overflow-wrap: anywhere;
-}
-h1 { font-size: 1.35rem; line-height: 1.25; margin: 0; letter-spacing: -0.01em; }
-.facts { margin: 0.2rem 0 1.25rem; }
-.facts, .count, .meta, footer { color: var(--muted); font-size: 0.875rem; }
-form { display: flex; flex-wrap: wrap; gap: 0.6rem; align-items: stretch; }
-input, select, button {
-  font: inherit; color: inherit; background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: 0.6rem 0.8rem; min-height: 2.9rem;
-}
-input { flex: 1 1 18rem; min-width: 0; }
-button {
-  background: var(--accent); color: var(--on-accent); border-color: transparent; font-weight: 600; cursor: pointer;
-}
-:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
-.hidden { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
-.count { margin: 1.4rem 0 0.7rem; }
-.problem {
-  margin: 1.4rem 0; padding: 0.75rem 1rem; border-radius: 8px; color: var(--warn); background: var(--warn-soft);
-}
-ol { list-style: none; margin: 0; padding: 0; }
-li {
-  background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  padding: 0.85rem 1.1rem; margin-bottom: 0.7rem;
-}
-.meta { display: flex; gap: 0.9rem; margin: 0 0 0.3rem; font-variant-numeric: tabular-nums; }
-.meta .id { flex: 1 1 auto; min-width: 0; color: var(--ink); font-weight: 600; }
-.meta .score { flex: none; }
-.text { margin: 0; white-space: pre-wrap; }
-summary { cursor: pointer; list-style: none; }
-summary::-webkit-details-marker { display: none; }
-.short { display: block; }
-details[open] .short { display: none; }
-.more { color: var(--accent); font-size: 0.875rem; }
-.more::after { content: "Show the whole text"; }
-details[open] .more::after { content: "Show less"; }
-footer { margin-top: 2rem; }
-@media (max-width: 36rem) {
-  body { padding: 1.1rem 0.9rem 3rem; }
-  input { flex-basis: 100%; }
-  button { flex: 1 1 auto; }
-}
-""")
-
-POLICY = (
-    "default-src 'none'; img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'; style-src "
-    f"'sha256-{base64.b64encode(hashlib.sha256(STYLE.encode()).digest()).decode()}'"
-)
-"""The Content-Security-Policy: this style and nothing else, no script, no resource from anywhere."""
+CAPTION_CHARACTERS = 160
+PICTURE_FIELD = "picture"
+ACCEPTED = ",".join(f"image/{name.lower()}" for name in FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
+class ShownPicture:
+    """A small picture of the page.
+
+    Attributes:
+        copy: WebP bytes.
+        name: What it is called.
+        row: The document that it is of; None of a picture that was given.
+    """
+
+    copy: bytes
+    name: str
+    row: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PageFacts:
     """What stands above and below the results.
 
@@ -97,30 +54,47 @@ class PageFacts:
         corpus: Name of the corpus.
         model: Name of the model.
         num_documents: Documents searched.
+        num_pictures: Of them, those with a picture.
         similarity: What a score is.
+        takes: What may be searched with.
+        example_queries: Queries to begin with.
+        example_pictures: Documents to begin with.
     """
 
     corpus: str
     model: str
     num_documents: int
+    num_pictures: int
     similarity: str
+    takes: frozenset[Modality]
+    example_queries: Sequence[str] = ()
+    example_pictures: Sequence[ShownPicture] = ()
+
+    @property
+    def noun(self) -> str:
+        """What the documents are called."""
+        return "pictures" if self.num_pictures == self.num_documents else "documents"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
     """What one request came to.
 
     Attributes:
-        query: As it was asked.
+        query: Text that was asked.
+        picture: Picture that was asked.
         k: Hits asked for.
         hits: Best first; None when nothing was asked.
+        copies: Row of each hit with a picture -> its small copy.
         milliseconds: For the search.
         problem: Why there are no hits, or "".
     """
 
     query: str = ""
+    picture: ShownPicture | None = None
     k: int = 10
     hits: Sequence[Hit] | None = None
+    copies: dict[int, bytes] | None = None
     milliseconds: float = 0.0
     problem: str = ""
 
@@ -132,7 +106,8 @@ def render(facts: PageFacts, answer: Answer) -> str:
         facts: What is searched.
         answer: What came of the request.
     """
-    title = f"{answer.query[:60]} - vembed search" if answer.query else "vembed search"
+    asked = answer.query or (answer.picture.name if answer.picture else "")
+    title = f"{asked[:60]} - vembed search" if asked else "vembed search"
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -142,22 +117,24 @@ def render(facts: PageFacts, answer: Answer) -> str:
         element("title", title),
         element("style", STYLE),
     )
+    forms = [_text_form(answer, facts)] * ("text" in facts.takes) + [_picture_form(answer, facts)] * (
+        "image" in facts.takes
+    )
     body = element(
         "body",
         element(
             "header",
             element("h1", "vembed search"),
-            element("p", f"{facts.num_documents:,} documents of {facts.corpus}", class_="facts"),
+            element("p", f"{facts.num_documents:,} {facts.noun} of {facts.corpus}", class_="facts"),
         ),
-        element("main", _form(answer, facts), _outcome(answer, facts)),
+        element("main", element("div", *forms, role="search"), _outcome(answer, facts)),
         element("footer", f"Model {facts.model}. Scores are {facts.similarity} of query and document."),
+        class_="pictures" if facts.num_pictures else None,
     )
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
-def _form(answer: Answer, facts: PageFacts) -> Html:
-    counts = sorted({*COUNTS, answer.k})
-    options = [element("option", f"{count} results", value=count, selected=count == answer.k) for count in counts]
+def _text_form(answer: Answer, facts: PageFacts) -> Html:
     return element(
         "form",
         element("label", "Query", for_="q", class_="hidden"),
@@ -166,34 +143,143 @@ def _form(answer: Answer, facts: PageFacts) -> Html:
             type="search",
             id="q",
             name="q",
-            value=answer.query,
-            placeholder=f"Search {facts.num_documents:,} documents",
+            value="" if answer.picture else answer.query,
+            placeholder=f"Search {facts.num_documents:,} {facts.noun}",
             maxlength=MAX_QUERY_CHARACTERS,
             autocomplete="off",
             autofocus=answer.hits is None,
         ),
-        element("label", "How many", for_="k", class_="hidden"),
-        element("select", *options, id="k", name="k"),
+        _count_choice(answer),
         element("button", "Search", type="submit"),
         method="get",
         action="/",
-        role="search",
     )
+
+
+def _picture_form(answer: Answer, facts: PageFacts) -> Html:
+    """Return the form of a picture; a file that is dropped onto the field is chosen, without a script."""
+    count = (
+        element("input", type="hidden", name="k", value=answer.k) if "text" in facts.takes else _count_choice(answer)
+    )
+    return element(
+        "form",
+        element(
+            "div",
+            element("label", "By picture", for_="p", class_="title"),
+            element("input", type="file", id="p", name=PICTURE_FIELD, accept=ACCEPTED, required=True),
+            element("span", "or drop one here", class_="hint"),
+            class_="drop",
+        ),
+        _difference(answer) if "image+text" in facts.takes else "",
+        count,
+        element("button", "Search by picture", type="submit"),
+        method="post",
+        action="/",
+        enctype="multipart/form-data",
+        class_="by-picture",
+    )
+
+
+def _difference(answer: Answer) -> Html:
+    """Return the field of a text that goes with a picture."""
+    field = element(
+        "input",
+        type="text",
+        id="t",
+        name="q",
+        value=answer.query if answer.picture else "",
+        placeholder="… but different: how?",
+        maxlength=MAX_QUERY_CHARACTERS,
+        autocomplete="off",
+    )
+    return join([element("label", "What should differ", for_="t", class_="hidden"), field])
+
+
+def _count_choice(answer: Answer) -> Html:
+    counts = sorted({*COUNTS, answer.k})
+    options = [element("option", f"{count} results", value=count, selected=count == answer.k) for count in counts]
+    label = element("label", "How many", for_="k", class_="hidden")
+    return join([label, element("select", *options, id="k", name="k")])
 
 
 def _outcome(answer: Answer, facts: PageFacts) -> Html:
     if answer.problem:
         return element("p", answer.problem, class_="problem", role="alert")
     if answer.hits is None:
-        return Html("")
+        return _examples(answer, facts)
     if not answer.hits:
         return element("p", "The index found no document.", class_="count")
+    copies = answer.copies or {}
+    hits = [_picture_hit(hit, copies[hit.row], answer.k) if hit.row in copies else _hit(hit) for hit in answer.hits]
+    return join([_heading(answer, facts), element("ol", *hits, class_="grid" if copies else "hits")])
+
+
+def _heading(answer: Answer, facts: PageFacts) -> Html:
+    """Return how many were found and, where a picture was asked, the picture."""
+    assert answer.hits
     clipped = f"; all there are, of {answer.k} asked for" if answer.k > facts.num_documents else ""
-    noun = "document" if len(answer.hits) == 1 else "documents"
+    noun = facts.noun if len(answer.hits) > 1 else facts.noun.removesuffix("s")
     count = f"{len(answer.hits)} nearest {noun} in {answer.milliseconds:.0f} ms{clipped}"
-    return join(
-        [element("p", count, class_="count"), element("ol", *(_hit(hit) for hit in answer.hits), class_="hits")]
+    line = element("p", count, class_="count")
+    if answer.picture is None:
+        return line
+    named = element("p", "Nearest to ", element("strong", one_line(answer.picture.name), dir="auto"))
+    text = element("p", f"and “{answer.query}”", dir="auto") if answer.query else Html("")
+    picture = _image(answer.picture.copy, "The picture that was asked with") if answer.picture.copy else Html("")
+    return element("div", picture, element("div", named, text, line), class_="asked")
+
+
+def _examples(answer: Answer, facts: PageFacts) -> Html:
+    """Return queries to begin with, as links."""
+    parts = []
+    if facts.example_queries:
+        links = [_link({"q": query, "k": answer.k}, query, "chip") for query in facts.example_queries]
+        parts += [element("h2", "Try a query" if len(links) == 1 else "Try one of these"), element("div", *links)]
+    if facts.example_pictures:
+        links = [
+            _link({"like": shown.row or 0, "k": answer.k}, _image(shown.copy, f"Like {shown.name}"), "tile")
+            for shown in facts.example_pictures
+        ]
+        title = "Or find what is like one of these" if parts else "Find what is like one of these"
+        parts += [element("h2", title), element("div", *links)]
+    return element("section", *parts, class_="examples", aria_label="Examples") if parts else Html("")
+
+
+def _link(fields: dict[str, str | int], content: str, kind: str) -> Html:
+    return element("a", content, href=f"/?{urlencode(fields)}", class_=kind, dir="auto")
+
+
+def _image(copy: bytes, alt: str) -> Html:
+    width, height = thumbnail_size(copy)
+    uri = f"data:image/webp;base64,{base64.b64encode(copy).decode('ascii')}"
+    return element("img", src=uri, alt=alt, width=width, height=height)
+
+
+def _picture_hit(hit: Hit, copy: bytes, k: int) -> Html:
+    """Return a card; the picture leads to what is like it."""
+    caption = _cut(one_line(hit.text), CAPTION_CHARACTERS)
+    name = one_line(hit.id)
+    path = one_line(hit.image or "")
+    names = [element("p", element("span", name, class_="id", dir="auto"), class_="name")]
+    if path and path != name:
+        names.append(element("p", element("span", path, class_="path", dir="auto"), class_="name"))
+    image = _image(copy, caption or f"Picture {path or name}")
+    about = element(
+        "div",
+        element(
+            "p",
+            element("span", str(hit.rank), class_="rank"),
+            element("span", f"score {hit.score:.4f}", class_="score"),
+            class_="meta",
+        ),
+        element("p", caption, class_="caption", dir="auto") if caption else Html(""),
+        *names,
+        class_="about",
     )
+    link = element(
+        "a", image, href=f"/?{urlencode({'like': hit.row, 'k': k})}", class_="thumb", title="Find what is like this"
+    )
+    return element("li", link, about, class_="picture")
 
 
 def _hit(hit: Hit) -> Html:
@@ -208,8 +294,15 @@ def _hit(hit: Hit) -> Html:
     text = visible(hit.text)
     if len(text) <= SHORT_CHARACTERS:
         return element("li", meta, element("p", text or "(no text)", class_="text", dir="auto"))
-    short = text[:SHORT_CHARACTERS].rpartition(" ")[0] or text[:SHORT_CHARACTERS]
+    short = _cut(text, SHORT_CHARACTERS)
     summary = element(
-        "summary", element("span", f"{short} …", class_="text short", dir="auto"), element("span", class_="more")
+        "summary", element("span", short, class_="text short", dir="auto"), element("span", class_="more")
     )
     return element("li", meta, element("details", summary, element("p", text, class_="text", dir="auto")))
+
+
+def _cut(text: str, characters: int) -> str:
+    """Cut a text at a word's end; an ellipsis says that something is missing."""
+    if len(text) <= characters:
+        return text
+    return f"{text[:characters].rpartition(' ')[0] or text[:characters]} …"

@@ -17,7 +17,7 @@ ELLIPSIS = "…"
 
 
 def hit_lines(hits: Sequence[Hit], *, width: int) -> list[str]:
-    """Return two lines for each hit: rank, score and id; and the beginning of its text.
+    """Return two lines for each hit: rank, score and id; and the beginning of its text, or a picture's path.
 
     Args:
         hits: Best first.
@@ -27,8 +27,11 @@ def hit_lines(hits: Sequence[Hit], *, width: int) -> list[str]:
     for hit in hits:
         lines.append(clip_to_width(f"{hit.rank:>{INDENT - 2}}  {hit.score:7.4f}  {one_line(hit.id)}", width))
         # Far fewer characters than this fit: a text of megabytes need not be looked at whole.
-        text = clip_to_width(one_line(hit.text[: 8 * width]), width - INDENT) or "(no text)"
-        lines.append(f"{' ' * INDENT}{text}")
+        text = one_line(hit.text[: 8 * width])
+        if hit.image is not None:
+            path = "" if hit.image == hit.id else one_line(hit.image)
+            text = ": ".join(part for part in (path, text) if part) or "(picture)"
+        lines.append(f"{' ' * INDENT}{clip_to_width(text, width - INDENT) or '(no text)'}")
     return lines
 
 

@@ -6,9 +6,10 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vembed.errors import MachineError
+from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
-from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.directions import Directions, evaluate_directions
+from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.evaluation.store import read_evaluation, write_evaluation
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from vembed.evaluation.result import EvaluationResult
 
 _log = logging.getLogger(__name__)
+
+REVERSED_SUFFIX = "-reversed"
+"""What the folder of a result has behind its name where the documents asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Evaluations:
         metric: The metric that checkpoints and the verdict are judged by.
         poll: Called in long loops; raises to stop.
         with_bm25: Whether BM25 is evaluated beside the model.
+        both_directions: Whether the untrained and the trained model are measured in reverse too, on the verdict's set;
+            evaluations in between never are.
     """
 
     encode: ItemEncoder
@@ -43,6 +49,7 @@ class Evaluations:
     metric: str
     poll: Callable[[], None]
     with_bm25: bool
+    both_directions: bool = False
     _said: set[str] = field(default_factory=set)
 
     @property
@@ -58,31 +65,56 @@ class Evaluations:
         Raises:
             MachineError: It can't be measured any more.
         """
-        name = "step-0" if self.test is None else "baseline"
-        if not (self.folder / name / "metrics.json").is_file():
-            raise MachineError(
-                f"{self.folder / name} is gone, and the model is no longer the untrained one that it was of; put it "
-                f"back, or start anew with resume=never overwrite_output_dir=true"
-            )
+        names = ["step-0" if self.test is None else "baseline"]
+        names += [f"baseline{REVERSED_SUFFIX}"] if self.both_directions else []
+        for name in names:
+            if not self._is_there(name):
+                raise MachineError(
+                    f"{self.folder / name} is gone, and the model is no longer the untrained one that it was of; put "
+                    f"it back, or start anew with resume=never overwrite_output_dir=true"
+                )
 
     def baseline(self) -> EvaluationResult:
         """Return the result of the untrained model on the verdict's set. On resuming it is read back."""
-        if self.test is None:
-            result = self.at_step(0)
-            write_evaluation(self.folder / "baseline", result)
-            return result
-        return self._once("baseline", self.test)
+        reversed_name = self._reversed_name("baseline")
+        if self.test is not None:
+            return self._once("baseline", self.test, reversed_name)
+        result = self._once("step-0", self.verdict_task, reversed_name)
+        write_evaluation(self.folder / "baseline", result)
+        return result
+
+    def baseline_reversed(self) -> EvaluationResult | None:
+        """Return the result of the untrained model in reverse, which `baseline` wrote; None where it isn't measured."""
+        return read_evaluation(self.folder / f"baseline{REVERSED_SUFFIX}") if self.both_directions else None
 
     def at_step(self, step: int) -> EvaluationResult:
         """Evaluate on the dev set after a step; step 0 is the untrained model."""
         assert self.dev is not None
         if step == 0:
             return self._once("step-0", self.dev)
-        return self._evaluate(f"step-{step}", self.dev)
+        return self._evaluate(f"step-{step}", self.dev).forward
 
-    def final(self) -> EvaluationResult:
+    def final(self) -> Directions:
         """Evaluate the kept model on the verdict's set."""
-        return self._evaluate("final", self.verdict_task)
+        return self._evaluate("final", self.verdict_task, self._reversed_name("final"))
+
+    def last(self, step: int) -> Directions | None:
+        """Evaluate the model of the last step on the verdict's set, where another one is kept.
+
+        Args:
+            step: The last step, which the dev set may have been evaluated after.
+
+        Returns:
+            Its results; None where its numbers aren't finite: what is kept is another model.
+        """
+        evaluated = f"step-{step}"
+        if self.test is None and not self.both_directions and self._is_there(evaluated):
+            return Directions(read_evaluation(self.folder / evaluated))
+        try:
+            return self._evaluate("last", self.verdict_task, self._reversed_name("last"))
+        except NonFiniteError as error:
+            _log.warning("the model of the last step, which isn't kept, has no result: %s", error)
+            return None
 
     def bm25(self) -> EvaluationResult | None:
         """Evaluate BM25 on the verdict's set, as a reference line; None where it isn't wanted or can't be."""
@@ -96,20 +128,31 @@ class Evaluations:
         self._say("bm25", result)
         return result
 
-    def _once(self, name: str, task: RetrievalData) -> EvaluationResult:
-        """Evaluate the untrained model, unless a run that is resumed did so before."""
-        if not (self.folder / name / "metrics.json").is_file():
-            return self._evaluate(name, task)
-        result = read_evaluation(self.folder / name)
-        self._say(name, result)
-        return result
+    def _reversed_name(self, name: str) -> str | None:
+        return f"{name}{REVERSED_SUFFIX}" if self.both_directions else None
 
-    def _evaluate(self, name: str, task: RetrievalData) -> EvaluationResult:
+    def _is_there(self, name: str) -> bool:
+        return (self.folder / name / "metrics.json").is_file()
+
+    def _once(self, name: str, task: RetrievalData, reversed_name: str | None = None) -> EvaluationResult:
+        """Evaluate the untrained model, unless a run that is resumed did so before."""
+        names = [name] if reversed_name is None else [name, reversed_name]
+        if not all(map(self._is_there, names)):
+            return self._evaluate(name, task, reversed_name).forward
+        results = [read_evaluation(self.folder / each) for each in names]
+        for each, result in zip(names, results, strict=True):
+            self._say(each, result)
+        return results[0]
+
+    def _evaluate(self, name: str, task: RetrievalData, reversed_name: str | None = None) -> Directions:
+        """Evaluate the present model and write what comes out; in reverse too, where that has a name."""
         options = EvaluationOptions(system=self.encode.encoder.name, poll=self.poll)
-        result = evaluate(self.encode, task, options)
-        write_evaluation(self.folder / name, result)
-        self._say(name, result)
-        return result
+        found = evaluate_directions(self.encode, task, options, both=reversed_name is not None)
+        for each, result in ((name, found.forward), (reversed_name, found.reverse)):
+            if each is not None and result is not None:
+                write_evaluation(self.folder / each, result)
+                self._say(each, result)
+        return found
 
     def _say(self, name: str, result: EvaluationResult) -> None:
         wanted = dict.fromkeys([self.metric, "ndcg@10", "recall@10", "mrr@10"])

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.report.data import RunReport
+from vembed.evaluation.directions import Directions, recall_sums
+from vembed.evaluation.report.data import Reverse, RunReport
 from vembed.evaluation.report.write import write_report
 from vembed.evaluation.significance import Verdict, verdict
+from vembed.plan.hardware import cpu_cores
+from vembed.training.card import write_model_card
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,6 +44,8 @@ class RunResult:
         final: The kept model.
         bm25: BM25 on the same set, if asked for.
         output: The output folder.
+        reverse: Baseline and kept model with documents that search queries, where that is measured.
+        last: The model of the last step, where another one is kept.
     """
 
     verdict: Verdict
@@ -48,6 +53,8 @@ class RunResult:
     final: EvaluationResult
     bm25: EvaluationResult | None
     output: Path
+    reverse: Reverse | None = None
+    last: EvaluationResult | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,7 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
         state: Where training ended.
         baseline: The result of the untrained model.
     """
+    last = _last(parts, state)
     kept = parts.checkpoints.load_best()
     if kept is not None:
         _log.info("the best checkpoint is of step %d", kept)
@@ -95,17 +103,69 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
     parts.output.share(parts.output.model)
     final = parts.evaluations.final()
     bm25 = parts.evaluations.bm25()
-    result = RunResult(verdict(baseline, final, parts.evaluations.metric), baseline, final, bm25, parts.output.path)
-    _write_report(parts, state, result)
+    result = RunResult(
+        verdict=verdict(baseline, final.forward, parts.evaluations.metric),
+        baseline=baseline,
+        final=final.forward,
+        bm25=bm25,
+        output=parts.output.path,
+        reverse=_reverse(parts, final, last),
+        last=None if last is None else last.forward,
+    )
+    _write_report(parts, state, result, kept_step=state.step if kept is None else kept)
+    write_model_card(
+        parts.output,
+        parts.checkpoints.encoder,
+        config=parts.config,
+        data_facts=parts.data_facts,
+        environment=environment(parts.device_name, parts.plan),
+    )
     _log.info("model   %s", parts.output.model)
     _log.info("report  %s", parts.output.path / "report" / "report.html")
+    if result.reverse is not None:
+        _log.info("reversed  %s: %s", result.reverse.task.direction, result.reverse.verdict.sentence)
+        if sums := recall_sums(Directions(baseline, result.reverse.baseline), final):
+            _log.info("rsum      %.1f -> %.1f", sums[0].value, sums[1].value)
     _log.info("%s", result.verdict.sentence)
     return result
 
 
-def _write_report(parts: FinishParts, state: RunState, result: RunResult) -> None:
+def _last(parts: FinishParts, state: RunState) -> Directions | None:
+    """Evaluate the model of the last step, which the encoder still is, where the best one is another."""
+    is_another = state.best_metric is not None and state.best_step != state.step
+    return parts.evaluations.last(state.step) if is_another and parts.checkpoints.manager.best() is not None else None
+
+
+def _reverse(parts: FinishParts, final: Directions, last: Directions | None) -> Reverse | None:
+    """Return the comparison in the reversed direction, where it is measured."""
+    baseline = parts.evaluations.baseline_reversed()
+    if baseline is None or final.reverse is None:
+        return None
+    return Reverse(
+        task=parts.evaluations.verdict_task.reversed(),
+        verdict=verdict(baseline, final.reverse, parts.evaluations.metric),
+        baseline=baseline,
+        final=final.reverse,
+        last=None if last is None else last.reverse,
+    )
+
+
+def _training_facts(state: RunState, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+    """Return (label, value) of what training met in the data, counted over all steps."""
+    facts = [("over-long training texts cut", f"{state.num_truncated:,}")]
+    masked = [int(row["masked_negatives"]) for row in rows if "masked_negatives" in row]
+    if masked:
+        facts.append(("false negatives masked", f"{sum(masked):,} (query, document) pairs in {len(masked):,} steps"))
+    else:
+        facts.append(("false negatives masked", "none: mask_false_negatives is false"))
+    facts.append(("steps skipped for numbers that aren't finite", f"{state.skipped_steps:,}"))
+    return facts
+
+
+def _write_report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> None:
     """Write the report. The model is saved by now: a report that fails must not make the run look lost."""
     dev = parts.evaluations.dev
+    rows = _read_rows(parts.output.path / "metrics.jsonl")
     report = RunReport(
         title=parts.output.path.name,
         verdict=result.verdict,
@@ -113,12 +173,16 @@ def _write_report(parts: FinishParts, state: RunState, result: RunResult) -> Non
         baseline=result.baseline,
         final=result.final,
         bm25=result.bm25,
-        steps=_read_rows(parts.output.path / "metrics.jsonl"),
+        last=result.last,
+        reverse=result.reverse,
+        kept_step=kept_step,
+        last_step=state.step,
+        steps=rows,
         evaluations=state.evaluations,
         plan=parts.plan.to_json(),
         config=parts.config,
         environment=environment(parts.device_name, parts.plan),
-        data_facts=[*parts.data_facts, ("over-long training texts cut", str(state.num_truncated))],
+        data_facts=[*parts.data_facts, *_training_facts(state, rows)],
         command=parts.command,
         image_limits=parts.image_limits,
         dev_task=dev.name if dev is not None and parts.evaluations.test is not None else "",
@@ -142,6 +206,7 @@ def environment(device_name: str, plan: Plan) -> dict[str, str]:
         **{package: version(package) for package in PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
         "device": device_name,
+        "cpu cores": str(cpu_cores()),
         "processes": str(plan.world_size),
         "dtype": plan.dtype,
     }

@@ -32,8 +32,8 @@ class StopSignal:
 
     The handler only sets the flag, so a signal during a save or a step breaks nothing. The second signal ends the
     process without any clean-up, with exit code 75 after SIGTERM and 130 after SIGINT; Python sees it when the torch
-    call that is running returns. Processes forked inside the context (data workers) die of SIGTERM as usual; SIGINT,
-    which a terminal sends to all of them, they leave to the process that made this object.
+    call that is running returns. Processes forked inside the context die of SIGTERM as usual; SIGINT, which a terminal
+    sends to all of them, they leave to the process that made this object.
 
     Use as a context manager, in the main thread: Python delivers signals nowhere else, so in another thread it does
     nothing but say so once.

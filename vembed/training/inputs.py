@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vembed.batch import Image, content_id
+from vembed.batch import Composed, Image, content_id
 from vembed.data.hold_out import hold_out
 from vembed.data.retrieval_sources import load_retrieval, retrieval_from_records
 from vembed.data.sources import load_records
@@ -54,6 +54,7 @@ class RunData:
         notes: What was held out, skipped or ignored, one plain sentence each.
         counts: What the training records hold.
         fingerprint: Hash of the training records and of the dev and test sets.
+        num_invalid: Rows of the training data that were skipped because they can't be used.
     """
 
     records: RecordTable
@@ -62,6 +63,7 @@ class RunData:
     notes: tuple[str, ...]
     counts: RecordCounts
     fingerprint: str
+    num_invalid: int = 0
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, value) for the report."""
@@ -72,6 +74,7 @@ class RunData:
             ("hard negatives among those", str(counts.num_negatives)),
             ("records whose query another record before has", str(counts.repeated_queries)),
             ("positives that another record before has", str(counts.repeated_positives)),
+            ("rows skipped because they can't be used", str(self.num_invalid)),
         ]
         if counts.items.has_pictures:
             facts += [
@@ -156,7 +159,7 @@ def load_run_data(paths: DataPaths) -> RunData:
         notes += task.notes
     if paths.train[1].image_root is not None and not _any_pictures(counts, tasks):
         notes.append("image_root has no effect: the data hold no pictures.")
-    return RunData(records, dev, test, tuple(notes), counts, _fingerprint(records, tasks))
+    return RunData(records, dev, test, tuple(notes), counts, _fingerprint(records, tasks), loaded.num_invalid)
 
 
 def _any_pictures(counts: RecordCounts, tasks: Sequence[RetrievalData]) -> bool:
@@ -179,11 +182,16 @@ def _fingerprint(records: RecordTable, tasks: Sequence[RetrievalData]) -> str:
             for key, value in part.items():
                 digest.update(json.dumps((key, _fingerprint_of(value))).encode())
             digest.update(b"\n")
+        for limits in (task.excluded, task.candidates):
+            if limits:
+                digest.update(json.dumps([(query, sorted(ids)) for query, ids in limits.items()]).encode())
     return digest.hexdigest()
 
 
 def _fingerprint_of(value: Item | Mapping[str, int]) -> object:
     """Return a text or judgements as they are, and of a picture what it shows, wherever it lies."""
+    if isinstance(value, Composed):
+        return {"picture": content_id(value.image), "text": value.text}
     return {"picture": content_id(value)} if isinstance(value, Image) else value
 
 
@@ -191,5 +199,5 @@ def record_texts(records: RecordTable) -> Iterator[str]:
     """Yield every text of the records, for tokenizers that are trained on them; pictures are passed over."""
     for record in records:
         for item in (record.query, *record.positives, *record.negatives):
-            if isinstance(item, str):
-                yield item
+            if not isinstance(item, Image):
+                yield item.text if isinstance(item, Composed) else item

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from vembed.batch import Image, content_id
+from vembed.batch import content_id, modality_of, pictures_in
 from vembed.data.images import check_image
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
-    from vembed.batch import Item, Side
+    from vembed.batch import Item, Modality, Side
     from vembed.data.images import ImageLimits
     from vembed.data.retrieval import RetrievalData
 
-RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i"]
-"""What searches what: t for texts, i for pictures."""
+RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
+"""What searches what: t for texts, i for pictures, m for pictures with a text."""
 
-KINDS = {"t": "texts", "i": "pictures"}
+KINDS = {"t": "texts", "i": "pictures", "m": "pictures with a text"}
+KIND_OF: Mapping[Modality, str] = {"text": "texts", "image": "pictures", "image+text": "pictures with a text"}
 
 
 @dataclass(slots=True)
 class ItemCounts:
-    """Texts and pictures of one set, by side; the same item counts each time that it is added.
+    """Items of one set by kind and side; the same item counts each time that it is added.
 
     Attributes:
-        texts: Texts by side.
-        pictures: Pictures by side.
+        counts: How many items of each kind of `KINDS` a side holds.
     """
 
-    texts: dict[Side, int] = field(default_factory=lambda: {"query": 0, "document": 0})
-    pictures: dict[Side, int] = field(default_factory=lambda: {"query": 0, "document": 0})
+    counts: dict[str, dict[Side, int]] = field(
+        default_factory=lambda: {kind: {"query": 0, "document": 0} for kind in KINDS.values()}
+    )
 
     @classmethod
     def of(cls, task: RetrievalData) -> ItemCounts:
@@ -45,19 +46,21 @@ class ItemCounts:
     def add(self, side: Side, items: Iterable[Item]) -> None:
         """Count items of one side."""
         for item in items:
-            kind = self.texts if isinstance(item, str) else self.pictures
-            kind[side] += 1
+            self.counts[KIND_OF[modality_of(item)]][side] += 1
+
+    @property
+    def num_pictures(self) -> int:
+        """How many items are a picture, or have one."""
+        return sum(sum(counts.values()) for kind, counts in self.counts.items() if kind != KINDS["t"])
 
     @property
     def has_pictures(self) -> bool:
-        """Whether any item is a picture."""
-        return any(self.pictures.values())
+        """Whether any item is a picture, or has one."""
+        return any(any(counts.values()) for kind, counts in self.counts.items() if kind != KINDS["t"])
 
     def side_text(self, side: Side) -> str:
         """Return what a side holds in words, e.g. "pictures", "texts and pictures"."""
-        return " and ".join(
-            word for word, counts in (("texts", self.texts), ("pictures", self.pictures)) if counts[side]
-        )
+        return " and ".join(kind for kind, counts in self.counts.items() if counts[side])
 
     @property
     def direction(self) -> str:
@@ -80,14 +83,13 @@ class ItemCounts:
         found = self.side_text("query"), self.side_text("document")
         if found == wanted:
             return
+        sides: tuple[Side, ...] = ("query", "document")
         counts = ", ".join(
-            f"{held[side]:,} {side} {word}"
-            for side in ("query", "document")
-            for word, held in (("texts", self.texts), ("pictures", self.pictures))
-            if held[side]
+            f"{held[side]:,} {side} {word}" for side in sides for word, held in self.counts.items() if held[side]
         )
         kinds = {words: letter for letter, words in KINDS.items()}
-        own = f"{kinds[found[0]]}2{kinds[found[1]]}" if {*found} <= kinds.keys() else "auto"
+        own = f"{kinds.get(found[0], '')}2{kinds.get(found[1], '')}"
+        own = own if own in get_args(RetrievalMode) else "auto"
         raise DataError(
             f"retrieval_mode {mode} is for data in which {wanted[0]} search {wanted[1]}, and {source} holds {counts}; "
             f"set retrieval_mode to {own} or choose other data"
@@ -132,9 +134,9 @@ class PictureSurvey:
 
     def add(self, items: Iterable[Item]) -> None:
         """Look at items; texts are passed over."""
-        for item in items:
-            if isinstance(item, Image) and (identity := content_id(item)) not in self._sizes:
-                header = check_image(item, self._limits)
+        for image in pictures_in(items):
+            if (identity := content_id(image)) not in self._sizes:
+                header = check_image(image, self._limits)
                 self._sizes[identity] = header.width, header.height
 
     def result(self) -> PictureSizes:

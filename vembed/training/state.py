@@ -26,6 +26,7 @@ class RunState:
         skipped_steps: Steps whose numbers weren't finite.
         num_truncated: Over-long texts that training has cut.
         evaluations: (step, dev metrics), in order.
+        smaller_chunk: Most rows and tokens of a chunk since the run last ran out of memory; None where it never did.
     """
 
     step: int = 0
@@ -36,6 +37,7 @@ class RunState:
     skipped_steps: int = 0
     num_truncated: int = 0
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    smaller_chunk: tuple[int, int] | None = None
 
     def record(self, metrics: Mapping[str, float], metric: str) -> bool:
         """Take in an evaluation of the present step.
@@ -64,6 +66,8 @@ class RunState:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
         """Return what `to_json` wrote."""
-        values = {name: content[name] for name in cls.__dataclass_fields__}
+        values = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
         values["evaluations"] = [(int(step), dict(metrics)) for step, metrics in content["evaluations"]]
+        if values.get("smaller_chunk") is not None:
+            values["smaller_chunk"] = tuple(values["smaller_chunk"])
         return cls(**values)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from vembed.errors import PreemptedError
 from vembed.training.guards import StepFacts
+from vembed.training.masking import count_masked
 from vembed.training.memory import peak_memory_bytes
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.result import EvaluationResult
     from vembed.gradcache.engine import GradCacheEngine, StepResult
     from vembed.plan.plan import Plan
-    from vembed.training.batches import BatchSource, PreparedBatch
+    from vembed.training.batches import Batches, PreparedBatch
     from vembed.training.evaluations import Evaluations
     from vembed.training.guards import NonFiniteGuard, StopSignal
     from vembed.training.optimizer import Updater
@@ -47,6 +48,7 @@ class TrainerOptions:
         save_steps: Steps from one checkpoint to the next, or None.
         save_seconds: Seconds from one checkpoint to the next, or None.
         logging_steps: Steps from one log line to the next.
+        counts_masked: Whether the loss masks false negatives, so that they are counted.
     """
 
     seed: int
@@ -55,6 +57,7 @@ class TrainerOptions:
     save_steps: int | None
     save_seconds: float | None
     logging_steps: int
+    counts_masked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,7 @@ class TrainerParts:
     """What the loop works with; `build` puts them together."""
 
     plan: Plan
-    source: BatchSource
+    source: Batches
     engine: GradCacheEngine
     updater: Updater
     evaluations: Evaluations
@@ -128,8 +131,11 @@ class Trainer:
         started = time.perf_counter()
         parts, state = self.parts, self.state
         batch = parts.source.batch(step)
+        waited = time.perf_counter() - started
         torch.manual_seed(self.options.seed * SEED_STRIDE + step)
         result = parts.engine.step(batch.pools, batch.structure, gradient_scale=parts.updater.gradient_scale)
+        if result.num_repairs:
+            state.smaller_chunk = parts.engine.budget.rows, parts.engine.budget.tokens
         grad_norm = parts.updater.gradient_norm()
         learning_rate = parts.updater.schedule.learning_rate(step)
         facts = StepFacts(
@@ -150,7 +156,8 @@ class Trainer:
         state.step = step + 1
         state.skipped_steps = parts.guard.skipped
         state.num_truncated += batch.num_truncated
-        return self._measured(result, batch, grad_norm, learning_rate, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return {**self._measured(result, batch, grad_norm, learning_rate, seconds), "data_seconds": waited}
 
     def _measured(
         self, result: StepResult, batch: PreparedBatch, grad_norm: float, learning_rate: float, seconds: float
@@ -168,7 +175,9 @@ class Trainer:
             "padding_ratio": result.padding_ratio,
             "replay_drift": result.replay_drift,
             "num_chunks": result.num_chunks,
+            "oom_repairs": result.num_repairs,
             **({} if temperature is None else {"temperature": temperature}),
+            **({"masked_negatives": count_masked(batch.batch)} if self.options.counts_masked else {}),
         }
 
     def _log(self, metrics: Mapping[str, float]) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from vembed.batch import modality_of
+from vembed.batch import Composed, modality_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,10 +43,11 @@ def items_digest(items: Iterable[Item]) -> str:
     """Return the SHA-256 of items and their order; where one ends and the next begins counts."""
     total = hashlib.sha256()
     for item in items:
-        content = item.encode("utf-8", "surrogatepass") if isinstance(item, str) else item.read()
         total.update(modality_of(item).encode())
-        total.update(len(content).to_bytes(8, "little"))
-        total.update(content)
+        for part in (item.text, item.image) if isinstance(item, Composed) else (item,):
+            content = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part.read()
+            total.update(len(content).to_bytes(8, "little"))
+            total.update(content)
     return total.hexdigest()
 
 
@@ -101,6 +102,9 @@ def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
         "judgements": digest(qrels),
         "task": digest([task.name, list(task.notes)]),
     }
+    if task.excluded or task.candidates or task.cutoffs:
+        limits = [{query: sorted(ids) for query, ids in part.items()} for part in (task.excluded, task.candidates)]
+        key["ranking"] = digest([*limits, list(task.cutoffs)])
     if with_texts:
         key["texts"] = items_digest([*task.queries.values(), *task.documents.values()])
     return key

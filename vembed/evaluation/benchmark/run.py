@@ -18,8 +18,10 @@ import faiss
 import numpy as np
 import torch
 
+from vembed.data.retrieval import REVERSED
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import SourceOptions
+from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.identity import digest, model_key, task_key, vectors_key
 from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.searchers import build_searcher
@@ -32,9 +34,10 @@ from vembed.evaluation.benchmark.stored import (
     write_stored,
 )
 from vembed.evaluation.benchmark.variants import REFERENCE, check_model, check_sizes, size_note
-from vembed.evaluation.benchmark.vectors import SideVectors
+from vembed.evaluation.benchmark.vectors import SharedVectors, SideVectors
 from vembed.evaluation.bm25 import K1, B, evaluate_bm25, why_no_bm25
 from vembed.evaluation.bm25 import SYSTEM as BM25
+from vembed.evaluation.directions import asking_rows, sides_agree
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
 from vembed.evaluation.metrics import DEFAULT_KS
@@ -80,6 +83,7 @@ class BenchmarkOptions:
         variants: Forms of the vectors to search, the reference first.
         keep_vectors: Whether vectors are kept on disk.
         image_root: Folder that the paths of pictures start from; None is each set's own.
+        both_directions: Whether sets that cross from texts to pictures are also searched in reverse.
     """
 
     device: torch.device
@@ -92,6 +96,12 @@ class BenchmarkOptions:
     variants: tuple[Variant, ...] = (REFERENCE,)
     keep_vectors: bool = True
     image_root: Path | None = None
+    both_directions: bool = False
+
+    @property
+    def depth(self) -> int:
+        """Documents kept per query: the usual number, or as many as the largest cut-off asks for."""
+        return max(DEFAULT_DEPTH, *self.ks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,7 @@ class Entry:
         folder: Folder below the output.
         variants: Forms of the vectors, the reference first; none for word matching.
         resumed: Whether nothing had to be done.
+        reverse_of: What the set is called that this is the reverse of; empty for a set as it was given.
     """
 
     system: str
@@ -123,15 +134,17 @@ class Entry:
     folder: str
     variants: tuple[VariantResult, ...] = ()
     resumed: bool = False
+    reverse_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """A set, its name on the leaderboard, and its folder below a model's."""
+    """A set, its name on the leaderboard, its folder below a model's, and the set that it is the reverse of."""
 
     task: RetrievalData
     label: str
     folder: str
+    forward: _Set | None = None
 
 
 def run_benchmark(
@@ -159,7 +172,7 @@ def run_benchmark(
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
             check_model(options.variants, label, _load(model).dimension)
     if options.with_bm25:
-        for each in sets:
+        for each in (each for each in sets if each.forward is None):
             if reason := why_no_bm25(each.task):
                 _logger.info("%s", reason)
             else:
@@ -179,9 +192,29 @@ def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     source = SourceOptions(role="test", split=options.split, image_root=options.image_root)
     tasks = [load_retrieval(path, source) for path in paths]
     labels = set_labels([task.name for task in tasks], paths)
+    wanted = []
     for task, label in zip(tasks, labels, strict=True):
+        wanted.append((task, label, False))
+        if options.both_directions and _has_reverse(task, label):
+            wanted.append((task.reversed(), f"{label} {REVERSED}", True))
+    if options.both_directions and len(wanted) == len(tasks):
+        raise ConfigError(
+            "--both-directions: no set is one of texts that search pictures or pictures that search texts; leave the "
+            "option out, or name such a set"
+        )
+    sets: list[_Set] = []
+    folders = unique_folders([label for _, label, _ in wanted])
+    for (task, label, is_reverse), folder in zip(wanted, folders, strict=True):
         check_sizes(options.variants, label, len(task.documents))
-    return [_Set(*each) for each in zip(tasks, labels, unique_folders(labels), strict=True)]
+        sets.append(_Set(task, label, folder, sets[-1] if is_reverse else None))
+    return sets
+
+
+def _has_reverse(task: RetrievalData, label: str) -> bool:
+    """Return whether a set is searched in reverse too; say so where it isn't."""
+    if not task.crosses_modalities:
+        _logger.info("%s: searched in one direction, as %s", label, task.direction)
+    return task.crosses_modalities
 
 
 def _load(model: ModelOptions) -> Encoder:
@@ -194,7 +227,7 @@ def _load(model: ModelOptions) -> Encoder:
 def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions) -> Entry:
     """Return what word matching finds in a set."""
     folder = f"{BM25}/{each.folder}"
-    settings = {"k1": K1, "b": B, "bm25s": bm25s.__version__, "ks": list(options.ks), "depth": DEFAULT_DEPTH}
+    settings = {"k1": K1, "b": B, "bm25s": bm25s.__version__, "ks": list(options.ks), "depth": options.depth}
     key = {**task_key(each.task, with_texts=True), "search": digest(settings)}
     title = f"{BM25} on {each.label}"
     stored, reason = read_stored(output / folder, key, system=BM25)
@@ -203,7 +236,7 @@ def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions) -> Entry:
         return Entry(BM25, each.label, stored.result, folder, resumed=True)
     if reason:
         _logger.info("%s: done again (%s)", title, reason)
-    result = evaluate_bm25(each.task, options.ks, poll=options.poll)
+    result = evaluate_bm25(each.task, options.ks, depth=options.depth, poll=options.poll)
     write_stored(output / folder, Stored(result, cost=None), key)
     return Entry(BM25, each.label, result, folder)
 
@@ -220,11 +253,14 @@ class _ModelRun:
         self.options = options
         self.system = system
         self.label = label
+        self._forward: _SetRun | None = None
 
     def entry(self, each: _Set, output: Path, *, folder: str) -> Entry:
         """Return every variant on one set: read where it is done, else done now."""
         folder = f"{folder}/{each.folder}"
-        work = _SetRun(self, each, output / folder)
+        work = _SetRun(self, each, output / folder, None if each.forward is None else self._forward)
+        # The reversed set comes next, if there is one, and takes its vectors from this one.
+        self._forward = work if self.options.both_directions else None
         results, num_done = [], 0
         for variant in self.options.variants:
             place = folder if variant.is_reference else f"{folder}/{VARIANTS_FOLDER}/{variant.folder}"
@@ -240,23 +276,33 @@ class _ModelRun:
             results.append(VariantResult(variant, stored.result, stored.cost, place))
         if not num_done:
             _logger.info("%s: done and unchanged, skipped", work.title)
-        return Entry(self.label, each.label, results[0].result, folder, tuple(results), resumed=not num_done)
+        reverse_of = "" if each.forward is None else each.forward.label
+        return Entry(self.label, each.label, results[0].result, folder, tuple(results), not num_done, reverse_of)
 
 
 class _SetRun:
     """One model on one set: keys, vectors, and results made of them."""
 
-    def __init__(self, run: _ModelRun, each: _Set, folder: Path) -> None:
+    def __init__(self, run: _ModelRun, each: _Set, folder: Path, forward: _SetRun | None) -> None:
         self.title = f"{run.label} on {each.label}"
         self._run = run
         self._task = each.task
         query_ids = self._builder().query_ids
-        self._documents = self._side(list(each.task.documents.values()), "document", folder)
-        self._queries = self._side([each.task.queries[query_id] for query_id in query_ids], "query", folder)
+        documents = list(each.task.documents.values())
+        queries = [each.task.queries[query_id] for query_id in query_ids]
+        self._documents: SideVectors | SharedVectors = self._side(documents, "document", folder)
+        self._queries: SideVectors | SharedVectors = self._side(queries, "query", folder)
+        if forward is not None:
+            encoder = run.encode.encoder
+            if sides_agree(encoder, documents):
+                self._documents = SharedVectors(self._documents, forward._queries)
+            if sides_agree(encoder, queries):
+                rows = asking_rows(forward._task, each.task)
+                self._queries = SharedVectors(self._queries, forward._documents, rows)
         self._task_key = task_key(each.task, with_texts=False)
 
     def _builder(self) -> RunBuilder:
-        return RunBuilder(self._task, ks=self._run.options.ks, depth=DEFAULT_DEPTH)
+        return RunBuilder(self._task, ks=self._run.options.ks, depth=self._run.options.depth)
 
     def _side(self, items: Sequence[Item], side: Side, folder: Path) -> SideVectors:
         run = self._run
@@ -270,7 +316,7 @@ class _SetRun:
             "precision": variant.precision,
             "index": variant.index,
             "ks": list(self._run.options.ks),
-            "depth": DEFAULT_DEPTH,
+            "depth": self._run.options.depth,
             "faiss": faiss.__version__,
         }
         vectors = {

@@ -22,6 +22,7 @@ import numpy as np
 
 from vembed.errors import MachineError
 from vembed.evaluation.benchmark.identity import changed_parts
+from vembed.evaluation.directions import count_truncated
 from vembed.evaluation.index import check_finite
 
 if TYPE_CHECKING:
@@ -100,6 +101,10 @@ class SideVectors:
             self._found = self._read_or_encode(title)
         return self._found
 
+    def count_truncated(self) -> int:
+        """Return how many of the items are cut; they are tokenized and not encoded."""
+        return count_truncated(self._encode.encoder, self._texts, self._side)
+
     def _read_or_encode(self, title: str) -> tuple[NDArray[np.float32], Facts]:
         name = FILE_NAMES[self._side]
         found, reason = read_vectors(self._folder, self._side, self.key, rows=len(self._texts))
@@ -115,6 +120,42 @@ class SideVectors:
         if self._keep:
             write_vectors(self._folder, self._side, self.key, vectors_NE, facts)
         return vectors_NE, facts
+
+
+class SharedVectors:
+    """The vectors of one side of a reversed set, taken from the other side of the set itself.
+
+    Args:
+        own: What would encode them: their key, and the items.
+        source: The vectors to take.
+        rows: Which of them, in order; None is all.
+
+    Attributes:
+        key: What the vectors are made of.
+    """
+
+    def __init__(
+        self, own: SideVectors, source: SideVectors | SharedVectors, rows: NDArray[np.int64] | None = None
+    ) -> None:
+        self.key = own.key
+        self._own = own
+        self._source = source
+        self._rows = rows
+
+    def get(self, title: str) -> tuple[NDArray[np.float32], Facts]:
+        """Return the vectors (rows, dim) and what encoding them had to say; it takes no time of its own.
+
+        Args:
+            title: Model and set, for the log line of those that they are taken from.
+
+        Raises:
+            MachineError: When those can't be written.
+            NonFiniteError: When a vector holds NaN or infinity.
+        """
+        vectors_NE, facts = self._source.get(title)
+        if self._rows is None:
+            return vectors_NE, Facts(facts.num_truncated, seconds=0.0)
+        return vectors_NE[self._rows], Facts(self._own.count_truncated() if facts.num_truncated else 0, seconds=0.0)
 
 
 def write_vectors(folder: Path, side: Side, key: Key, vectors_NE: NDArray[np.float32], facts: Facts) -> None:

@@ -7,10 +7,12 @@ comparison each and not corrected for their number.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from vembed.evaluation.directions import RSUM_METRICS, recall_sum
 from vembed.evaluation.evaluator import approximate_note
 from vembed.evaluation.randomisation import randomisation_test
 from vembed.evaluation.significance import bootstrap_interval, mean_interval
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from vembed.evaluation.benchmark.run import Entry, VariantResult
     from vembed.evaluation.benchmark.stored import Cost
+    from vembed.evaluation.directions import RecallSum
 
 CONFIDENCE = 0.95
 
@@ -63,13 +66,46 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system: its mean over the sets with an interval, and each set."""
+    """One system: its mean over the sets with an interval, and each set.
+
+    Attributes:
+        system: Name of the system.
+        mean: Mean over its sets.
+        low: Lower bound of its interval.
+        high: Upper bound of its interval.
+        cells: The sets that it was evaluated on.
+        is_whole: Whether these are all sets; the mean of a system that lacks some is of another thing, and not shown.
+    """
 
     system: str
     mean: float
     low: float
     high: float
     cells: tuple[Cell, ...]
+    is_whole: bool = True
+
+    def cell(self, task: str) -> Cell | None:
+        """Return the system on one set, or None where it wasn't evaluated there."""
+        return next((cell for cell in self.cells if cell.task == task), None)
+
+
+@dataclass(frozen=True, slots=True)
+class SumRow:
+    """One system on one set in both directions.
+
+    Attributes:
+        system: Name of the system.
+        task: Name of the set.
+        forward: R@1, R@5 and R@10 of the set in percent.
+        reverse: The same of the reversed set.
+        total: Their sum, 600 at best.
+    """
+
+    system: str
+    task: str
+    forward: tuple[float, ...]
+    reverse: tuple[float, ...]
+    total: RecallSum
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +143,12 @@ class Board:
 
     Attributes:
         metric: What systems are compared by.
-        rows: Systems, best mean first.
+        rows: Systems, best mean first; behind them those that weren't evaluated on every set.
         tasks: Names of the sets, in the order they were given.
         variants: Every form of every model's vectors, set by set; exact search alone is no entry.
         facts: (label, value): versions, machine.
         command: The command that makes this leaderboard again.
+        sums: Recalls of both directions in one number, set by set, the highest first.
     """
 
     metric: str
@@ -120,6 +157,7 @@ class Board:
     variants: tuple[VariantRow, ...]
     facts: tuple[tuple[str, str], ...]
     command: str
+    sums: tuple[SumRow, ...] = ()
 
     def variants_of(self, task: str) -> list[VariantRow]:
         """Return the forms tried on one set."""
@@ -136,7 +174,8 @@ class Board:
         for row, cell in self.cells_of(task):
             for note in cell.notes:
                 systems.setdefault(note, []).append(row.system)
-        return [("" if len(names) == len(self.rows) else ", ".join(names), note) for note, names in systems.items()]
+        num_systems = len(self.cells_of(task))
+        return [("" if len(names) == num_systems else ", ".join(names), note) for note, names in systems.items()]
 
 
 def build_board(
@@ -145,7 +184,7 @@ def build_board(
     """Compare finished results.
 
     Args:
-        entries: Every system on every set.
+        entries: Systems on sets; one that can't take a set, such as word matching on pictures, isn't on it.
         metric: What to compare by; each result must have it.
         facts: (label, value) about where it ran.
         command: The command that makes it again, without secrets.
@@ -153,28 +192,48 @@ def build_board(
     Raises:
         ValueError: A result lacks the metric, or there is none.
     """
-    tasks = tuple(dict.fromkeys(entry.task for entry in entries))
+    num_sets = Counter(entry.system for entry in entries)
+    # Whoever is on most sets gives their order: word matching comes first and passes some over.
+    tasks = tuple(dict.fromkeys(entry.task for entry in sorted(entries, key=lambda entry: -num_sets[entry.system])))
     systems = dict.fromkeys(entry.system for entry in entries)
     by_place = {(entry.system, entry.task): entry for entry in entries}
-    best = {task: _best([by_place[system, task] for system in systems], metric) for task in tasks}
+    best = {task: _best([entry for entry in entries if entry.task == task], metric) for task in tasks}
     rows = []
     for system in systems:
-        own = [by_place[system, task] for task in tasks]
+        own = [by_place[system, task] for task in tasks if (system, task) in by_place]
         low, high = mean_interval([entry.result for entry in own], metric, confidence=CONFIDENCE)
         mean = fmean(entry.result.metrics[metric] for entry in own)
-        rows.append(Row(system, mean, low, high, tuple(_cell(entry, best[entry.task], metric) for entry in own)))
-    rows.sort(key=lambda row: -row.mean)
+        cells = tuple(_cell(entry, best[entry.task], metric) for entry in own)
+        rows.append(Row(system, mean, low, high, cells, is_whole=len(own) == len(tasks)))
+    rows.sort(key=lambda row: (not row.is_whole, -row.mean))
     order = [row.system for row in rows]
     return Board(
         metric=metric,
         rows=tuple(rows),
         tasks=tasks,
         variants=tuple(
-            row for task in tasks for row in _variant_rows([by_place[name, task] for name in order], metric)
+            row
+            for task in tasks
+            for row in _variant_rows([by_place[name, task] for name in order if (name, task) in by_place], metric)
         ),
         facts=tuple(facts),
         command=command,
+        sums=_sums(by_place, tasks),
     )
+
+
+def _sums(by_place: Mapping[tuple[str, str], Entry], tasks: Sequence[str]) -> tuple[SumRow, ...]:
+    """Return the sum of recalls of each system on each set that was searched in both directions."""
+    found = []
+    for (system, _), entry in by_place.items():
+        forward = by_place.get((system, entry.reverse_of))
+        total = None if forward is None else recall_sum(forward.result, entry.result)
+        if forward is not None and total is not None:
+            parts = [
+                tuple(100 * result.metrics[name] for name in RSUM_METRICS) for result in (forward.result, entry.result)
+            ]
+            found.append(SumRow(system, forward.task, parts[0], parts[1], total))
+    return tuple(sorted(found, key=lambda row: (tasks.index(row.task), -row.total.value)))
 
 
 def _best(entries: Sequence[Entry], metric: str) -> Entry:

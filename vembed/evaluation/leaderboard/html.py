@@ -9,16 +9,31 @@ from vembed.evaluation.leaderboard.content import CONFIDENCE, settings
 from vembed.evaluation.leaderboard.style import LEADERBOARD_STYLE
 from vembed.evaluation.leaderboard.text import (
     LEGEND,
+    NOTHING,
+    SUM_HEADS,
+    SUM_NOTE,
     difference_text,
     headline,
     interval,
     mark,
+    mean_cells,
     milliseconds,
     p_text,
     reading,
     size,
+    sum_cells,
 )
-from vembed.evaluation.report.html_parts import long_block, pairs_table, scroll_table, section, whole_page
+from vembed.evaluation.report.html_parts import (
+    MAIN_ID,
+    Column,
+    long_block,
+    pairs_table,
+    section,
+    stacked_row,
+    stacked_table,
+    whole_page,
+    with_bounds,
+)
 from vembed.evaluation.report.markup import Html, element, join
 from vembed.evaluation.report.text import clip, count_text, metric_text, one_line, plural
 
@@ -32,80 +47,94 @@ NAME_CHARACTERS = 40
 
 def render_html(board: Board) -> str:
     """Return the page."""
-    sections = [_leaderboard(board), _sets(board)]
-    if board.variants:
-        sections.append(_costs(board))
-    sections += [_method(board)]
+    sections = [_overview(board), _leaderboard(board), _sets(board)]
+    sections += [_sums(board)] if board.sums else []
+    sections += [_costs(board)] if board.variants else []
+    title = one_line(board.rows[0].system) if len(board.rows) == 1 else "Leaderboard"
     return whole_page(
         f"Retrieval benchmark: {one_line(board.rows[0].system)}",
-        _header(board),
-        element("main", join(sections, "\n")),
+        element("header", element("p", "Retrieval benchmark", class_="kind"), element("h1", title)),
+        element("main", join([*sections, _method(board)], "\n"), id=MAIN_ID, tabindex=-1),
         style=LEADERBOARD_STYLE,
     )
 
 
-def _header(board: Board) -> Html:
-    """Return title, the sentence, key facts and the way to the sections."""
+def _overview(board: Board) -> Html:
+    """Return the leaderboard in a sentence, key facts and the way to the sections."""
+    sizes = [board.cells_of(task)[0][1] for task in board.tasks]
     facts = [
         ("Compared by", one_line(board.metric)),
         ("Systems", count_text(len(board.rows))),
         ("Sets", count_text(len(board.tasks))),
-        ("Queries", count_text(sum(cell.num_queries for cell in board.rows[0].cells))),
-        ("Documents", count_text(sum(cell.num_documents for cell in board.rows[0].cells))),
+        ("Queries", count_text(sum(cell.num_queries for cell in sizes))),
+        ("Documents", count_text(sum(cell.num_documents for cell in sizes))),
     ]
     links = [("leaderboard", "Leaderboard"), ("sets", "Set by set")]
+    links += [("both", "Both directions")] if board.sums else []
     links += [("costs", "Quality and cost")] if board.variants else []
     links += [("method", "How it was measured")]
-    return element(
-        "header",
-        element("p", "Retrieval benchmark", class_="kind"),
-        element("h1", one_line(board.rows[0].system) if len(board.rows) == 1 else "Leaderboard"),
-        element("p", headline(board), class_="lead"),
-        element(
-            "dl",
-            *(element("div", element("dt", label), element("dd", value)) for label, value in facts),
-            class_="facts",
-        ),
-        element(
-            "nav",
-            element("ul", *(element("li", element("a", text, href=f"#{target}")) for target, text in links)),
-            aria_label="Sections",
-        ),
+    return join(
+        [
+            element("p", headline(board), class_="lead"),
+            element(
+                "dl",
+                *(element("div", element("dt", label), element("dd", value)) for label, value in facts),
+                class_="facts",
+            ),
+            element(
+                "nav",
+                element("ul", *(element("li", element("a", text, href=f"#{target}")) for target, text in links)),
+                aria_label="Sections",
+            ),
+        ]
     )
+
+
+def _ranked(rank: int, name: str) -> Html:
+    """Return a name behind its place."""
+    return join([element("span", f"{rank}.", class_="muted"), f" {name}"])
 
 
 def _leaderboard(board: Board) -> Html:
     """Return the table of means."""
-    low, high = min(row.low for row in board.rows), max(row.high for row in board.rows)
-    heads = [f"Mean {one_line(board.metric)}", f"{100 * CONFIDENCE:g}% interval"]
-    header = element(
-        "tr",
-        element("th", "#", scope="col", class_="number"),
-        element("th", "System", scope="col"),
-        *(element("th", head, scope="col", class_="number") for head in heads),
-        element("th", f"Drawn from {metric_text(low)} to {metric_text(high)}", scope="col"),
-        *(element("th", one_line(task), scope="col", class_="number") for task in board.tasks),
-    )
-    body = [
-        element(
-            "tr",
-            element("td", str(rank), class_="number"),
-            element("th", one_line(row.system), scope="row"),
-            element("td", metric_text(row.mean), class_="number"),
-            element("td", interval(row.low, row.high), class_="number"),
-            element("td", _span(row, low, high)),
-            *(element("td", metric_text(cell.value), " ", _mark(cell), class_="number") for cell in row.cells),
-            class_="decisive" if rank == 1 and len(board.rows) > 1 else None,
-        )
-        for rank, row in enumerate(board.rows, start=1)
+    whole = [row for row in board.rows if row.is_whole]
+    low, high = min((row.low for row in whole), default=0.0), max((row.high for row in whole), default=1.0)
+    columns = [
+        Column("System", is_number=False),
+        Column(f"Mean {one_line(board.metric)}"),
+        Column(f"From {metric_text(low)} to {metric_text(high)}", is_number=False),
+        *(Column(one_line(task)) for task in board.tasks),
     ]
+    rows = []
+    for rank, row in enumerate(board.rows, start=1):
+        mean, bounds = mean_cells(row)
+        cells = [
+            with_bounds(mean, bounds if row.is_whole else ""),
+            _span(row, low, high) if row.is_whole else element("span", "not on every set", class_="muted"),
+            *(_valued(row.cell(task)) for task in board.tasks),
+        ]
+        is_first = rank == 1 and len(board.rows) > 1
+        rows.append(
+            stacked_row(columns, _ranked(rank, one_line(row.system)), cells, tone="decisive" if is_first else None)
+        )
     lead = "Each set counts the same in the mean. " if len(board.tasks) > 1 else ""
     return section(
         "leaderboard",
         "Leaderboard",
-        element("p", f"{lead}The interval says how far a mean would move with other queries of the same kind."),
-        scroll_table(LEGEND, header, body, label="Leaderboard"),
+        element(
+            "p",
+            f"{lead}The small numbers are {100 * CONFIDENCE:g}% intervals: how far a mean would move with other "
+            "queries of the same kind.",
+        ),
+        stacked_table(LEGEND, columns, rows, label="Leaderboard"),
     )
+
+
+def _valued(cell: Cell | None) -> Html:
+    """Return a value and its mark, or a dash where the system wasn't evaluated."""
+    if cell is None:
+        return element("span", NOTHING, class_="muted")
+    return element("span", metric_text(cell.value), " ", _mark(cell))
 
 
 def _span(row: Row, low: float, high: float) -> Html:
@@ -142,15 +171,13 @@ def _sets(board: Board) -> Html:
         scope = (
             f"{plural(pairs[0][1].num_queries, 'query', 'queries')}, {plural(pairs[0][1].num_documents, 'document')}."
         )
-        names = [one_line(board.metric), f"{100 * CONFIDENCE:g}% interval", "To the best", "p"]
-        header = element(
-            "tr",
-            element("th", "System", scope="col"),
-            *(element("th", name, scope="col", class_="number") for name in names),
-            element("th", "Reading", scope="col"),
-        )
-        body = [_set_row(row, cell) for row, cell in pairs]
-        parts += [element("h3", one_line(task)), scroll_table(scope, header, body, label=one_line(task))]
+        columns = [
+            Column("System", is_number=False),
+            *(Column(name) for name in (one_line(board.metric), "To the best", "p")),
+            Column("Reading", is_number=False),
+        ]
+        rows = [_set_row(columns, row, cell) for row, cell in pairs]
+        parts += [element("h3", one_line(task)), stacked_table(scope, columns, rows, label=one_line(task))]
         notes = board.notes_of(task)
         parts += _bullets(
             [f"{one_line(names)}: {one_line(note)}" if names else one_line(note) for names, note in notes]
@@ -163,15 +190,32 @@ def _bullets(notes: list[str]) -> list[Html]:
     return [element("ul", *(element("li", note) for note in notes), class_="small muted")] if notes else []
 
 
-def _set_row(row: Row, cell: Cell) -> Html:
+def _set_row(columns: list[Column], row: Row, cell: Cell) -> Html:
     """Return one system on one set."""
-    numbers = [metric_text(cell.value), interval(cell.low, cell.high), difference_text(cell), p_text(cell.p_value)]
-    return element(
-        "tr",
-        element("th", one_line(row.system), scope="row"),
-        *(element("td", number, class_="number") for number in numbers),
-        element("td", _mark(cell), " ", reading(cell), class_="nowrap"),
-    )
+    cells = [
+        with_bounds(metric_text(cell.value), interval(cell.low, cell.high)),
+        difference_text(cell),
+        p_text(cell.p_value),
+        element("span", _mark(cell), " ", reading(cell), class_="nowrap"),
+    ]
+    return stacked_row(columns, one_line(row.system), cells)
+
+
+def _sums(board: Board) -> Html:
+    """Return the recalls of both directions and their sum."""
+    columns = [
+        Column("System", is_number=False),
+        *([Column("Set", is_number=False)] if len({row.task for row in board.sums}) > 1 else []),
+        *(Column(head) for head in SUM_HEADS),
+        Column("rsum"),
+    ]
+    rows = []
+    for row in board.sums:
+        *recalls, total, bounds = sum_cells(row)
+        where = [one_line(row.task)] if columns[1].head == "Set" else []
+        rows.append(stacked_row(columns, one_line(row.system), [*where, *recalls, with_bounds(total, bounds)]))
+    table = stacked_table("Recalls in percent; their sum, with its interval.", columns, rows, label="Both directions")
+    return section("both", "Both directions", element("p", SUM_NOTE), table)
 
 
 def _costs(board: Board) -> Html:
@@ -225,17 +269,17 @@ def _swatch(position: int) -> Html:
 def _cost_table(board: Board, rows: list[VariantRow]) -> Html:
     """Return the numbers behind the drawings."""
     names = [one_line(board.metric), "To exact", "p", "Dims", "Bytes per document", "ms per query"]
-    header = element(
-        "tr",
-        element("th", "#", scope="col", class_="number"),
-        element("th", "Form", scope="col"),
-        element("th", "Model", scope="col"),
-        *(element("th", name, scope="col", class_="number") for name in names),
-    )
+    columns = [
+        Column("Form", is_number=False),
+        Column("Model", is_number=False),
+        *(Column(name) for name in names),
+    ]
     systems = {system: place for place, system in enumerate(dict.fromkeys(row.system for row in rows))}
     body = []
     for row in rows:
-        numbers = [
+        name = clip(row.system, NAME_CHARACTERS).short
+        cells = [
+            element("span", _swatch(systems[row.system]), " ", name, class_="nowrap"),
             metric_text(row.value),
             difference_text(row),
             p_text(row.p_value),
@@ -243,20 +287,10 @@ def _cost_table(board: Board, rows: list[VariantRow]) -> Html:
             size(row.cost.bytes_per_document),
             milliseconds(row.cost.milliseconds_per_query),
         ]
-        body.append(
-            element(
-                "tr",
-                element("td", str(row.number), class_="number"),
-                element("th", one_line(row.name), scope="row"),
-                element(
-                    "td", _swatch(systems[row.system]), " ", clip(row.system, NAME_CHARACTERS).short, class_="nowrap"
-                ),
-                *(element("td", number, class_="number") for number in numbers),
-                class_="decisive" if row.p_value is None else None,
-            )
-        )
+        tone = "decisive" if row.p_value is None else None
+        body.append(stacked_row(columns, _ranked(row.number, one_line(row.name)), cells, tone=tone))
     caption = "Exact search over all dimensions in float32 is what the other forms of a model are compared with."
-    return scroll_table(caption, header, body, label="Quality and cost", kind="records")
+    return stacked_table(caption, columns, body, label="Quality and cost")
 
 
 def _method(board: Board) -> Html:

@@ -28,12 +28,13 @@ def render_json(board: Board) -> str:
             {
                 "rank": rank,
                 "system": row.system,
-                "mean": row.mean,
-                "interval": [row.low, row.high],
+                "mean": row.mean if row.is_whole else None,
+                "interval": [row.low, row.high] if row.is_whole else None,
                 "sets": [_record(cell) for cell in row.cells],
             }
             for rank, row in enumerate(board.rows, start=1)
         ],
+        "both_directions": [asdict(row) for row in board.sums],
         "variants": [{**asdict(row), "cost": asdict(row.cost)} for row in board.variants],
         "settings": dict(settings(board)),
         "command": board.command,

@@ -7,14 +7,19 @@ from typing import TYPE_CHECKING
 from vembed.evaluation.leaderboard.content import CONFIDENCE, settings
 from vembed.evaluation.leaderboard.text import (
     LEGEND,
+    SUM_HEADS,
+    SUM_NOTE,
+    cell_text,
     difference_text,
     headline,
     interval,
     mark,
+    mean_cells,
     milliseconds,
     p_text,
     reading,
     size,
+    sum_cells,
 )
 from vembed.evaluation.report.markdown import escape, fenced, pairs_table, table
 from vembed.evaluation.report.text import count_text, metric_text
@@ -29,6 +34,8 @@ def render_markdown(board: Board) -> str:
     blocks.append("## Set by set")
     for task in board.tasks:
         blocks += [f"### {escape(task)}", _set(board, task), *_notes(board, task)]
+    if board.sums:
+        blocks += ["## Both directions", SUM_NOTE, _sums(board)]
     if board.variants:
         blocks.append("## Quality and cost")
         for task in board.tasks:
@@ -46,9 +53,8 @@ def _leaderboard(board: Board) -> str:
         [
             str(rank),
             escape(row.system),
-            metric_text(row.mean),
-            interval(row.low, row.high),
-            *(f"{metric_text(cell.value)} {mark(cell)}" for cell in row.cells),
+            *mean_cells(row),
+            *(cell_text(row.cell(task)) for task in board.tasks),
         ]
         for rank, row in enumerate(board.rows, start=1)
     ]
@@ -77,6 +83,12 @@ def _notes(board: Board, task: str) -> list[str]:
     notes = board.notes_of(task)
     found = [f"- {escape(names)}: {escape(note)}" if names else f"- {escape(note)}" for names, note in notes]
     return ["\n".join(found)] if found else []
+
+
+def _sums(board: Board) -> str:
+    heads = ["Set", "System", *SUM_HEADS, "rsum", f"{100 * CONFIDENCE:g}% interval"]
+    body = [[escape(row.task), escape(row.system), *sum_cells(row)] for row in board.sums]
+    return table(heads, body, numeric=range(2, len(heads)))
 
 
 def _variants(board: Board, task: str) -> str:

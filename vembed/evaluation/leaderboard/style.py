@@ -19,6 +19,9 @@ svg.span line.frame { stroke: var(--line); stroke-width: 1; }
 svg.span line.span { stroke: currentColor; stroke-width: 2.4; stroke-linecap: round; }
 svg.span circle { fill: currentColor; }
 ul.legend.across { display: flex; flex-wrap: wrap; gap: 0.1rem 1.6rem; margin: 0.6rem 0; }
+@media (max-width: 40rem) {
+  table.stack svg.span { width: 100%; }
+}
 @media print {
   :root { --series-2: #b0531b; --series-3: #0b735a; --series-4: #7a4fb0; }
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.leaderboard.text import LEGEND, interval, mark, milliseconds, size
+from vembed.evaluation.leaderboard.text import LEGEND, cell_text, mean_cells, milliseconds, size, sum_cells
 from vembed.evaluation.report.text import clip, metric_text
 
 if TYPE_CHECKING:
@@ -24,13 +24,19 @@ def render_terminal(board: Board) -> str:
         [
             str(rank),
             clip(row.system, NAME_CHARACTERS).short,
-            metric_text(row.mean),
-            interval(row.low, row.high),
-            *(f"{metric_text(cell.value)} {mark(cell)}" for cell in row.cells),
+            *mean_cells(row),
+            *(cell_text(row.cell(task)) for task in board.tasks),
         ]
         for rank, row in enumerate(board.rows, start=1)
     ]
     blocks = [_aligned([heads, *body], left={1}), LEGEND]
+    if board.sums:
+        heads = ["set", "system", "rsum", "95% interval"]
+        lines = [
+            [clip(row.task, TASK_CHARACTERS).short, clip(row.system, NAME_CHARACTERS).short, *sum_cells(row)[-2:]]
+            for row in board.sums
+        ]
+        blocks += ["", _aligned([heads, *lines], left={0, 1})]
     if board.variants:
         heads = ["set", "system", "form", board.metric, "bytes/document", "ms/query"]
         lines = [

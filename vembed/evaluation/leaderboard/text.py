@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vembed.evaluation.report.text import metric_text, number_text, one_line, signed_text
 
 if TYPE_CHECKING:
-    from vembed.evaluation.leaderboard.content import Board, Cell, VariantRow
+    from vembed.evaluation.leaderboard.content import Board, Cell, Row, SumRow, VariantRow
 
 SMALLEST_P = 0.001
 
@@ -49,6 +49,34 @@ def interval(low: float, high: float) -> str:
     return f"{metric_text(low)} to {metric_text(high)}"
 
 
+SUM_HEADS = tuple(f"{side} R@{k}" for side in ("Forward", "Reversed") for k in (1, 5, 10))
+"""Heads of the recalls that a sum is made of."""
+
+SUM_NOTE = (
+    "R@k is the share of queries, in percent, that find a right one among the first k (hit@k); rsum adds up all six, "
+    "600 at best. Forward is the set as it was given, reversed its documents searching its queries."
+)
+
+
+def sum_cells(row: SumRow) -> list[str]:
+    """Return the recalls of both directions, their sum, and its interval."""
+    return [
+        *(metric_text(value, 1) for value in (*row.forward, *row.reverse)),
+        metric_text(row.total.value, 1),
+        f"{metric_text(row.total.low, 1)} to {metric_text(row.total.high, 1)}",
+    ]
+
+
+def mean_cells(row: Row) -> tuple[str, str]:
+    """Return the mean of a system and its interval, or dashes where it isn't over all sets."""
+    return (metric_text(row.mean), interval(row.low, row.high)) if row.is_whole else (NOTHING, NOTHING)
+
+
+def cell_text(cell: Cell | None) -> str:
+    """Return a value and its mark, or a dash where the system wasn't evaluated."""
+    return NOTHING if cell is None else f"{metric_text(cell.value)} {mark(cell)}"
+
+
 def milliseconds(value: float) -> str:
     """Return a duration in three significant digits."""
     return number_text(float(f"{value:.3g}"))
@@ -62,11 +90,13 @@ def size(value: float) -> str:
 def headline(board: Board) -> str:
     """Return the leaderboard in a sentence."""
     first, *others = board.rows
+    if not first.is_whole:
+        return f"No system was evaluated on all {len(board.tasks)} sets."
     over = "" if len(board.tasks) == 1 else f" over {len(board.tasks)} sets"
     sentence = f"{one_line(first.system)}: {board.metric} {metric_text(first.mean)}{over}"
     if not others:
         return f"{sentence}; nothing to compare it with."
-    even = [row for row in others if not any(cell.is_behind for cell in row.cells)]
+    even = [row for row in others if row.is_whole and not any(cell.is_behind for cell in row.cells)]
     if even:
         count = "1 system is" if len(even) == 1 else f"{len(even)} systems are"
         return f"{sentence}; {count} significantly behind the best on no set."

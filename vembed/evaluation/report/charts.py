@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from vembed.evaluation.report.content import MetricRow
+    from vembed.evaluation.report.comparison import MetricRow
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.ranks import RecallCurve, ScoreSplit
 
@@ -85,14 +85,15 @@ BARS = 40
 RECALL_TICKS = (1, 2, 5, 10, 20, 50, 100)
 
 
-def draw_curve(curve: Curve, *, name: str, label: str, marks: bool = False) -> Html:
+def draw_curve(curve: Curve, *, name: str, label: str, marked_step: int | None = None, is_metric: bool = False) -> Html:
     """Draw one curve over the steps.
 
     Args:
         curve: What to draw.
         name: Prefix of the ids in the drawing: a word of ours, another one for each drawing of a page.
         label: What a screen reader says in place of the drawing.
-        marks: Draw a mark at each point, unless there are too many, and a large one at the highest.
+        marked_step: Step of a point that gets a large mark and a line down to its step.
+        is_metric: Values lie between 0 and 1 and are few: each gets a mark, and the axis is linear from 0.
 
     Returns:
         An `svg` element as wide as what it stands in.
@@ -107,15 +108,21 @@ def draw_curve(curve: Curve, *, name: str, label: str, marks: bool = False) -> H
             color=SERIES,
             alpha=0.35 if faint else 1.0,
             linewidth=0.9 if faint else 1.6,
-            marker="o" if lone or (marks and len(values_N) <= MAX_MARKS) else "",
+            marker="o" if lone or (is_metric and len(values_N) <= MAX_MARKS) else "",
             markersize=4.0,
         )
         if curve.mean_N is not None:
             axes.plot(curve.steps_N, curve.mean_N / curve.spec.divisor, color=SERIES)
-        if marks and not lone:
-            best = int(values_N.argmax())
-            axes.plot(curve.steps_N[best], values_N[best], color=BETTER, marker="o", markersize=7.0)
-        _scale(axes, values_N)
+        if marked_step is not None and not lone:
+            value = values_N[curve.steps_N == marked_step][0]
+            axes.axvline(marked_step, color=BETTER, linewidth=1.0, linestyle=(0, (3, 3)))
+            axes.plot(marked_step, value, color=BETTER, marker="o", markersize=7.5)
+        if is_metric:
+            axes.yaxis.set_major_locator(MaxNLocator(4))
+            axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
+            axes.set_ylim(bottom=min(0.0, float(values_N.min())))
+        else:
+            _scale(axes, values_N)
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
@@ -173,11 +180,12 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
         return inline_svg(figure, name="histogram", label=label)
 
 
-def draw_recall(curves: Sequence[RecallCurve], *, label: str) -> Html:
+def draw_recall(curves: Sequence[RecallCurve], *, name: str, label: str) -> Html:
     """Draw recall over the cut-off, one line for each system, told apart by dashes as well as by colour.
 
     Args:
         curves: At least one, all of the same length.
+        name: Prefix of the ids in the drawing: a word of ours, another one for each drawing of a page.
         label: What a screen reader says in place of the drawing.
     """
     looks = {"final": (SERIES, "-", 2.0), "baseline": (INK, "--", 1.4), "BM25": (INK, ":", 1.6)}
@@ -206,7 +214,7 @@ def draw_recall(curves: Sequence[RecallCurve], *, label: str) -> Html:
         axes.set_xlabel("k, documents looked at")
         axes.grid(axis="y")
         axes.legend(frameon=False, fontsize=9.0, loc="best")
-        return inline_svg(figure, name="recall", label=label)
+        return inline_svg(figure, name=name, label=label)
 
 
 def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) -> Html:

@@ -6,45 +6,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.report.curves import STEP_CURVES, Curve, dev_curve, step_curve
+from vembed.evaluation.report.comparison import forward_comparisons, recall_sums, reverse_comparisons
+from vembed.evaluation.report.curves import OPTIONAL_CURVES, STEP_CURVES, Curve, dev_curve, step_curve
 from vembed.evaluation.report.examples import Group, choose_examples, paired_values, shown_pictures
 from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.report.ranks import Ranks, build_ranks
-from vembed.evaluation.report.text import count_text, finite, metric_text, plural, signed_text
-from vembed.evaluation.significance import Verdict, verdict
+from vembed.evaluation.report.text import count_text, finite, metric_text, one_line, plural, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vembed.evaluation.report.comparison import Comparisons, RecallSums
     from vembed.evaluation.report.data import RunReport
-    from vembed.evaluation.significance import Comparison
 
 MAX_EVALUATION_ROWS = 30
 """Most rows of the table of dev metrics; the curve and report.json have the rest."""
 
 TITLES = {"improved": "Improved most", "worse": "Got worst", "lowest": "Lowest scores now"}
 SYMBOLS = {"improved": "▲", "within noise": "≈", "worse": "▼"}
-
-
-@dataclass(frozen=True, slots=True)
-class MetricRow:
-    """One metric of all systems.
-
-    Attributes:
-        name: Name of the metric.
-        baseline: Mean before training, or None.
-        final: Mean after training, or None.
-        bm25: Mean of BM25, or None.
-        verdict: The paired comparison, or None where one of the two lacks the metric.
-        is_headline: Stands in the first table.
-    """
-
-    name: str
-    baseline: float | None
-    final: float | None
-    bm25: float | None
-    verdict: Verdict | None
-    is_headline: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,29 +51,37 @@ class Content:
 
     Attributes:
         report: What the trainer gave.
-        metrics: Rows of the metric table, the verdict's metric first, then the headline, then the rest.
+        metrics: All metrics of the direction that the verdict is on.
+        reverse: The same of the other direction, or None where it isn't measured.
+        sums: Recalls of both directions in one number, or None.
         dev_metric: Metric of the dev curve, or None without evaluations.
         evaluations: Dev metrics by step, the baseline included as step 0 where it is on the same set.
         dev: The dev curve, or None.
-        curves: Step curves that have values.
-        not_logged: Titles of the step curves that have none.
+        marked_step: Step of the dev curve that is marked: the kept checkpoint's, or where that isn't known the highest.
+        curves: Step curves that have values; of the optional ones those that vary.
+        not_logged: Titles of the other step curves that have none.
         changes: How the queries moved.
         groups: Example queries.
         thumbnails: Small copies of the pictures of the examples.
         ranks: Recall at every cut-off, and the scores by judgement.
+        reverse_ranks: The same of the other direction, or None.
     """
 
     report: RunReport
-    metrics: tuple[MetricRow, ...]
+    metrics: Comparisons
+    reverse: Comparisons | None
+    sums: RecallSums | None
     dev_metric: str | None
     evaluations: tuple[tuple[int, Mapping[str, float]], ...]
     dev: Curve | None
+    marked_step: int | None
     curves: tuple[Curve, ...]
     not_logged: tuple[str, ...]
     changes: Changes
     groups: tuple[Group, ...]
     thumbnails: Thumbnails
     ranks: Ranks
+    reverse_ranks: Ranks | None
 
 
 def build_content(report: RunReport) -> Content:
@@ -108,68 +95,30 @@ def build_content(report: RunReport) -> Content:
     dev_metric = _dev_metric(report.evaluations, metric)
     groups = choose_examples(report.task, report.baseline, report.final, metric)
     curves = {spec.title: step_curve(report.steps, spec) for spec in STEP_CURVES}
+    optional = [step_curve(report.steps, spec) for spec in OPTIONAL_CURVES]
+    dev = None if dev_metric is None else dev_curve(evaluations, dev_metric)
+    metrics, reverse = forward_comparisons(report), reverse_comparisons(report)
+    turned = report.reverse
     return Content(
         report=report,
-        metrics=metric_rows(report),
+        metrics=metrics,
+        reverse=reverse,
+        sums=recall_sums(metrics, reverse),
         dev_metric=dev_metric,
         evaluations=evaluations,
-        dev=None if dev_metric is None else dev_curve(evaluations, dev_metric),
-        curves=tuple(curve for curve in curves.values() if curve is not None),
+        dev=dev,
+        marked_step=_marked_step(report, dev),
+        curves=(
+            *(curve for curve in curves.values() if curve is not None),
+            *(curve for curve in optional if curve is not None and curve.varies),
+        ),
         not_logged=tuple(title for title, curve in curves.items() if curve is None),
         changes=_changes(report, metric),
         groups=groups,
         thumbnails=Thumbnails.of(shown_pictures(groups), report.image_limits),
         ranks=build_ranks(report.task, report.baseline, report.final, report.bm25),
+        reverse_ranks=None if turned is None else build_ranks(turned.task, turned.baseline, turned.final, None),
     )
-
-
-def metric_rows(report: RunReport) -> tuple[MetricRow, ...]:
-    """Return a row for each metric that the baseline or the final result has.
-
-    The interval of each is a paired bootstrap over the queries; the verdict's own row repeats the verdict.
-    """
-    decisive = report.verdict.comparison.metric
-    found = dict.fromkeys([*report.final.metrics, *report.baseline.metrics])
-    names = dict.fromkeys([decisive, *(name for name in HEADLINE if name in found), *found])
-    headline = {decisive, *HEADLINE} if any(name in found for name in HEADLINE) else set(names)
-    return tuple(_metric_row(report, name, is_headline=name in headline) for name in names)
-
-
-def _metric_row(report: RunReport, name: str, *, is_headline: bool) -> MetricRow:
-    """Compare all systems in one metric.
-
-    The means are the comparison's own where there is one: a mean summed in another order may round to another digit.
-    """
-    if name == report.verdict.comparison.metric:
-        compared: Verdict | None = report.verdict
-    elif name in report.baseline.per_query and name in report.final.per_query:
-        compared = verdict(report.baseline, report.final, name)
-    else:
-        compared = None
-    pair = compared.comparison if compared else None
-    return MetricRow(
-        name=name,
-        baseline=pair.baseline if pair else report.baseline.metrics.get(name),
-        final=pair.candidate if pair else report.final.metrics.get(name),
-        bm25=report.bm25.metrics.get(name) if report.bm25 else None,
-        verdict=compared,
-        is_headline=is_headline,
-    )
-
-
-def row_decimals(row: MetricRow) -> int:
-    """Return 3 decimals, or as many as keep the bound that decided from reading as zero, at most 6."""
-    if row.verdict is None or row.verdict.word == "within noise":
-        return 3
-    bound = row.verdict.comparison.low if row.verdict.word == "improved" else row.verdict.comparison.high
-    return next((decimals for decimals in (3, 4, 5) if round(bound, decimals)), 6)
-
-
-def interval_text(comparison: Comparison, decimals: int = 3) -> str:
-    """Return the interval of a difference, e.g. "+0.084 to +0.106"."""
-    if comparison.num_queries < 2:
-        return "none with 1 query"
-    return f"{signed_text(comparison.low, decimals)} to {signed_text(comparison.high, decimals)}"
 
 
 def _evaluations(report: RunReport) -> tuple[tuple[int, Mapping[str, float]], ...]:
@@ -185,6 +134,15 @@ def _dev_metric(evaluations: Sequence[tuple[int, Mapping[str, float]]], preferre
     if any(preferred in metrics for _, metrics in evaluations):
         return preferred
     return next((name for _, metrics in reversed(evaluations) for name in metrics), None)
+
+
+def _marked_step(report: RunReport, dev: Curve | None) -> int | None:
+    """Return the step of the dev curve to mark."""
+    if dev is None:
+        return None
+    if report.kept_step is None:
+        return int(dev.steps_N[dev.values_N.argmax()])
+    return report.kept_step if report.kept_step in dev.steps_N else None
 
 
 def _changes(report: RunReport, metric: str) -> Changes:
@@ -231,12 +189,35 @@ def dev_note(content: Content) -> str:
     return f"On {where}; {start}."
 
 
+def mark_note(content: Content) -> str:
+    """Say which point of the dev curve is marked."""
+    if content.marked_step is None or content.dev is None or len(content.dev.values_N) < 2:
+        return ""
+    if content.report.kept_step is None:
+        return f"The large dot is the highest, step {count_text(content.marked_step)}."
+    return f"The large dot is step {count_text(content.marked_step)}, the checkpoint that was kept."
+
+
+def reverse_lines(content: Content) -> tuple[str, ...]:
+    """Return what the verdict's block says of the other direction, or nothing where it isn't measured."""
+    reverse = content.report.reverse
+    if reverse is None:
+        return ()
+    lines = [f"Reversed, {reverse.task.direction}: {one_line(reverse.verdict.sentence)}"]
+    if content.sums is not None:
+        before, after = (content.sums.by_system[key].value for key in ("baseline", "final"))
+        lines.append(f"Both directions: rsum {metric_text(before, 1)} → {metric_text(after, 1)} of 600")
+    return tuple(lines)
+
+
 def notes(report: RunReport) -> tuple[str, ...]:
     """Return what was left out or clipped, each sentence once with the system it is about."""
-    found = dict.fromkeys(report.task.notes)
+    found, reverse = dict.fromkeys(report.task.notes), report.reverse
     for result in (report.baseline, report.final, report.bm25):
         for note in result.notes if result else ():
             found.setdefault(note)
+    for result in (reverse.baseline, reverse.final) if reverse else ():
+        found |= dict.fromkeys(f"Reversed: {note}" for note in result.notes)
     return tuple(found)
 
 

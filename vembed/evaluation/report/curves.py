@@ -49,9 +49,17 @@ STEP_CURVES = (
     CurveSpec("loss", "Training loss", "", number_text, is_noisy=True),
     CurveSpec("learning_rate", "Learning rate", "", number_text),
     CurveSpec("grad_norm", "Gradient norm", "", number_text, is_noisy=True),
-    CurveSpec("samples_per_second", "Throughput", "samples/s", number_text, is_noisy=True),
+    CurveSpec("samples_per_second", "Samples per second", "", number_text, is_noisy=True),
+    CurveSpec("tokens_per_second", "Tokens per second", "", number_text, is_noisy=True),
     CurveSpec("peak_memory_bytes", "Peak memory", "GB", bytes_text, divisor=1e9),
 )
+
+OPTIONAL_CURVES = (
+    CurveSpec("temperature", "Temperature", "", number_text),
+    CurveSpec("masked_negatives", "False negatives masked", "per step", number_text, is_noisy=True),
+    CurveSpec("data_seconds", "Waiting for data", "s per step", number_text, is_noisy=True),
+)
+"""Curves that say something only where they move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +83,16 @@ class Curve:
     num_points: int
     num_non_finite: int
     summary: str
+
+    @property
+    def title(self) -> str:
+        """Title of the chart, with the unit of its axis."""
+        return f"{self.spec.title}, {self.spec.unit}" if self.spec.unit else self.spec.title
+
+    @property
+    def varies(self) -> bool:
+        """Whether not all points are the same."""
+        return bool((self.values_N != self.values_N[0]).any())
 
 
 def step_curve(rows: Sequence[Mapping[str, float]], spec: CurveSpec) -> Curve | None:

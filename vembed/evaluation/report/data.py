@@ -16,6 +16,25 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reverse:
+    """The same systems with documents that search queries.
+
+    Attributes:
+        task: The reversed set.
+        verdict: Baseline against final.
+        baseline: The model before training.
+        final: The trained model.
+        last: The model of the last step, where `final` is another one.
+    """
+
+    task: RetrievalData
+    verdict: Verdict
+    baseline: EvaluationResult
+    final: EvaluationResult
+    last: EvaluationResult | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """Everything that a report shows. Values are shown as they are: secrets must be gone before they come here.
 
@@ -36,6 +55,10 @@ class RunReport:
         dev_task: Name of the set that `evaluations` are on, where it isn't `task`. Left empty, they are on `task`, and
             the baseline is their step 0; else step 0 is there only if `evaluations` has it.
         image_limits: Which pictures may be decoded for the page.
+        last: The model of the last step on `task`, where `final` is another one: an earlier checkpoint.
+        reverse: The other direction, where it is measured.
+        kept_step: Step that `final` is of, or None where that isn't known.
+        last_step: Last step of training, or None where that isn't known.
     """
 
     title: str
@@ -53,6 +76,10 @@ class RunReport:
     command: str
     dev_task: str = ""
     image_limits: ImageLimits = field(default_factory=ImageLimits)
+    last: EvaluationResult | None = None
+    reverse: Reverse | None = None
+    kept_step: int | None = None
+    last_step: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a report whose verdict speaks of a metric that the results don't have."""

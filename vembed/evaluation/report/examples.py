@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from vembed.batch import Image
+from vembed.batch import Composed, Image, pictures_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -31,11 +31,12 @@ class Hit:
 
     Attributes:
         document_id: Its id.
-        item: Its text or picture, or None where the task doesn't have it.
+        item: Its text, picture or both, or None where the task doesn't have it.
         is_relevant: Judged relevant (grade above 0).
         score: Score that the trained model gave; None where it isn't retrieved.
         rank: Rank from 1 in the trained model's list; None where it isn't retrieved.
         baseline_rank: The same in the baseline's list.
+        caption: Of a picture, the text of a query that it is relevant to: what it shows, for those who don't see it.
     """
 
     document_id: str
@@ -44,6 +45,7 @@ class Hit:
     score: float | None
     rank: int | None
     baseline_rank: int | None
+    caption: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,13 @@ class Example:
 
     Attributes:
         query_id: Its id.
-        item: Its text or picture, or None where the task doesn't have it.
+        item: Its text, picture or both, or None where the task doesn't have it.
         baseline: Metric before training.
         final: Metric after training.
         hits: The first documents of the trained model's list, best first.
         missed: Relevant documents that aren't among `hits`, best ranked first, at most `MISSED_DOCUMENTS`.
         num_missed: How many there are in all.
+        caption: Of a picture, the text of a document that is relevant to it.
     """
 
     query_id: str
@@ -67,12 +70,13 @@ class Example:
     hits: tuple[Hit, ...]
     missed: tuple[Hit, ...]
     num_missed: int
+    caption: str = ""
 
     @property
     def has_picture_results(self) -> bool:
         """Whether every document that is shown is a picture: a grid then shows more than a list."""
         items = [hit.item for hit in (*self.hits, *self.missed)]
-        return any(isinstance(item, Image) for item in items) and not any(isinstance(item, str) for item in items)
+        return any(picture_of(item) for item in items) and not any(isinstance(item, str) for item in items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +115,10 @@ def choose_examples(
     shown = {*improved[:GROUP_QUERIES], *worse[:GROUP_QUERIES]}
     lowest = sorted((i for i in pairs if i not in shown), key=lambda i: (pairs[i][1], i))
 
+    captions = picture_captions(task)
+
     def group(kind: GroupKind, ids: Sequence[str]) -> Group:
-        examples = tuple(_example(i, task, (baseline, final), pairs[i]) for i in ids[:GROUP_QUERIES])
+        examples = tuple(_example(i, task, (baseline, final), pairs[i], captions) for i in ids[:GROUP_QUERIES])
         return Group(kind, examples, len(ids))
 
     return group("improved", improved), group("worse", worse), group("lowest", lowest)
@@ -133,6 +139,7 @@ def _example(
     task: RetrievalData,
     results: tuple[EvaluationResult, EvaluationResult],
     values: tuple[float, float],
+    captions: Mapping[str, str],
 ) -> Example:
     """Collect what is shown of one query."""
     baseline, final = results
@@ -150,6 +157,7 @@ def _example(
                 score=scores.get(document_id),
                 rank=ranks.get(document_id),
                 baseline_rank=baseline_ranks.get(document_id),
+                caption=captions.get(document_id, ""),
             )
             for document_id in document_ids
         )
@@ -167,18 +175,49 @@ def _example(
         hits=hits(top),
         missed=hits(missed[:MISSED_DOCUMENTS]),
         num_missed=len(missed),
+        caption=_query_caption(task, query_id),
     )
 
 
 def shown_pictures(groups: Iterable[Group]) -> list[Image]:
     """Return the pictures that the examples show, in order, one that stands twice named twice."""
-    return [
+    items = [
         item
         for group in groups
         for example in group.examples
         for item in (example.item, *(hit.item for hit in (*example.hits, *example.missed)))
-        if isinstance(item, Image)
+        if item is not None
     ]
+    return list(pictures_in(items))
+
+
+def picture_of(item: Item | None) -> Image | None:
+    """Return the picture of an item, or None where it has none."""
+    return item.image if isinstance(item, Composed) else item if isinstance(item, Image) else None
+
+
+def text_of(item: Item | None) -> str | None:
+    """Return the text of an item, or None where it has none."""
+    return item.text if isinstance(item, Composed) else item if isinstance(item, str) else None
+
+
+def picture_captions(task: RetrievalData) -> dict[str, str]:
+    """Return for each document that is a picture the text of the first query, by id, that it is relevant to."""
+    captions: dict[str, str] = {}
+    for query_id in sorted(task.qrels):
+        text = text_of(task.queries.get(query_id))
+        for document_id, grade in task.qrels[query_id].items() if text else ():
+            if grade > 0 and document_id not in captions and picture_of(task.documents.get(document_id)):
+                captions[document_id] = text or ""
+    return captions
+
+
+def _query_caption(task: RetrievalData, query_id: str) -> str:
+    """Return the text of the first document, by id, that is relevant to a picture, or nothing."""
+    if picture_of(task.queries.get(query_id)) is None:
+        return ""
+    relevant = sorted(name for name, grade in task.qrels.get(query_id, {}).items() if grade > 0)
+    return next((text for name in relevant if (text := text_of(task.documents.get(name)))), "")
 
 
 def _ranks(ranked: Sequence[tuple[str, float]]) -> Mapping[str, int]:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.report.charts import draw_curve, draw_histogram, draw_interval, draw_shares
-from vembed.evaluation.report.content import (
-    SYMBOLS,
-    dev_metric_names,
-    dev_note,
-    evaluation_cell,
-    evaluation_rows,
-    interval_text,
-    notes,
-    row_decimals,
-    scope_text,
-)
-from vembed.evaluation.report.html_parts import (
-    long_block,
-    pairs_table,
-    records_table,
-    scroll_table,
-    section,
-    whole_page,
-)
+from vembed.evaluation.report.charts import draw_histogram, draw_shares
+from vembed.evaluation.report.comparison import row_decimals
+from vembed.evaluation.report.content import SYMBOLS, notes, reverse_lines
+from vembed.evaluation.report.html_curves import curves_section
+from vembed.evaluation.report.html_metrics import metrics_section
+from vembed.evaluation.report.html_parts import MAIN_ID, long_block, pairs_table, records_table, section, whole_page
 from vembed.evaluation.report.html_queries import queries_section
 from vembed.evaluation.report.html_ranks import ranks_section
 from vembed.evaluation.report.markup import Html, element, join
@@ -32,10 +17,7 @@ from vembed.evaluation.report.settings import plan_parts
 from vembed.evaluation.report.text import count_text, metric_text, one_line, plural, signed_text, value_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from vembed.evaluation.report.content import Content, MetricRow
-    from vembed.evaluation.report.curves import Curve
+    from vembed.evaluation.report.content import Content
     from vembed.evaluation.report.data import RunReport
 
 
@@ -43,24 +25,28 @@ def render_html(content: Content) -> str:
     """Return the page."""
     title = one_line(content.report.title)
     sections = [
-        _metrics(content),
+        _verdict(content),
+        _facts(content.report),
+        _contents(content),
+        metrics_section(content),
         ranks_section(content),
-        _curves(content),
+        curves_section(content),
         _changes(content),
         queries_section(content),
         _data(content),
         _plan(content),
         _reproduce(content),
     ]
-    parts = [_header(content), element("main", join(sections, "\n"))]
-    return whole_page(f"{title}: {content.report.verdict.word}", *parts)
+    header = element("header", element("p", "Retrieval report", class_="kind"), element("h1", title))
+    main = element("main", join(sections, "\n"), id=MAIN_ID, tabindex=-1)
+    return whole_page(f"{title}: {content.report.verdict.word}", header, main)
 
 
-def _header(content: Content) -> Html:
-    """Return title, verdict, key facts and the way to the sections."""
+def _verdict(content: Content) -> Html:
+    """Return the verdict: its word, the numbers, its sentence, and a line on the other direction."""
     report = content.report
     verdict, comparison = report.verdict, report.verdict.comparison
-    decimals = row_decimals(content.metrics[0])
+    decimals = row_decimals(content.metrics.rows[0])
     figures = element(
         "div",
         element(
@@ -74,30 +60,31 @@ def _header(content: Content) -> Html:
         element("p", one_line(comparison.metric), class_="muted"),
         class_="figures",
     )
-    links = (
-        [("metrics", "Metrics"), ("ranks", "Ranks and scores")] if content.ranks.curves else [("metrics", "Metrics")]
+    heading = element(
+        "h2",
+        element("span", "Verdict: ", class_="unseen"),
+        element("span", f"{SYMBOLS[verdict.word]} {verdict.word}", class_="badge"),
+        id="verdict-title",
     )
+    return element(
+        "section",
+        heading,
+        figures,
+        element("p", one_line(verdict.sentence), class_="sentence"),
+        *(element("p", line, class_="sentence other") for line in reverse_lines(content)),
+        class_=f"verdict card {verdict.word.replace(' ', '-')}",
+        id="verdict",
+        aria_labelledby="verdict-title",
+    )
+
+
+def _contents(content: Content) -> Html:
+    """Return the way to the sections."""
+    links = [("metrics", "Metrics"), *([("ranks", "Ranks and scores")] if content.ranks.curves else [])]
     links += [("curves", "Curves"), ("changes", "Query by query"), ("queries", "Examples")]
     links += [("data", "Data"), ("plan", "Plan"), ("reproduce", "Reproduce")]
-    return element(
-        "header",
-        element("p", "Retrieval report", class_="kind"),
-        element("h1", one_line(report.title)),
-        element(
-            "section",
-            element("span", f"{SYMBOLS[verdict.word]} {verdict.word}", class_="badge"),
-            figures,
-            element("p", one_line(verdict.sentence), class_="sentence"),
-            class_=f"verdict card {_tone(verdict.word)}",
-            aria_label="Verdict",
-        ),
-        _facts(report),
-        element(
-            "nav",
-            element("ul", *(element("li", element("a", text, href=f"#{target}")) for target, text in links)),
-            aria_label="Sections",
-        ),
-    )
+    items = (element("li", element("a", text, href=f"#{target}")) for target, text in links)
+    return element("nav", element("ul", *items), aria_label="Sections")
 
 
 def _facts(report: RunReport) -> Html:
@@ -114,124 +101,6 @@ def _facts(report: RunReport) -> Html:
         *(element("div", element("dt", label), element("dd", value, dir="auto")) for label, value in facts),
         class_="facts",
     )
-
-
-def _metrics(content: Content) -> Html:
-    """Return the metric table, with the metrics beyond the headline folded away."""
-    headline = [row for row in content.metrics if row.is_headline]
-    rest = [row for row in content.metrics if not row.is_headline]
-    parts = [_metric_table(content, headline, f"Mean over the queries of {scope_text(content.report)}.")]
-    if rest:
-        more = _metric_table(content, rest, "Further metrics and cut-offs, on the same queries.")
-        parts.append(
-            element("details", element("summary", plural(len(rest), "further metric")), more, class_="section")
-        )
-    lead = (
-        f"The {_share(content.report)} interval comes from a paired bootstrap over the queries: where it lies on one "
-        "side of zero, the difference is more than luck with these queries."
-    )
-    return section("metrics", "Metrics", element("p", lead), *parts)
-
-
-def _metric_table(content: Content, rows: Sequence[MetricRow], caption: str) -> Html:
-    """Return one table of metrics."""
-    has_bm25 = content.report.bm25 is not None
-    heads = ["Baseline", "Final", "Difference", f"{_share(content.report)} interval"]
-    header = element(
-        "tr",
-        element("th", "Metric", scope="col"),
-        *(element("th", head, scope="col", class_="number") for head in heads),
-        element("th", "Reading", scope="col"),
-        element("th", "BM25", scope="col", class_="number") if has_bm25 else Html(),
-    )
-    reach = _reach(rows)
-    body = [_metric_row(content, row, reach=reach, has_bm25=has_bm25) for row in rows]
-    return scroll_table(caption, header, body, label="Metrics of baseline and final model")
-
-
-def _metric_row(content: Content, row: MetricRow, *, reach: float, has_bm25: bool) -> Html:
-    """Return one row of the metric table."""
-    decimals = row_decimals(row)
-    if row.verdict is None:
-        difference, interval, reading, tone = metric_text(None), metric_text(None), "not compared", "muted"
-    else:
-        difference = signed_text(row.verdict.comparison.difference, decimals)
-        interval = interval_text(row.verdict.comparison, decimals)
-        reading, tone = f"{SYMBOLS[row.verdict.word]} {row.verdict.word}", _tone(row.verdict.word)
-    decisive = row.name == content.report.verdict.comparison.metric
-    numbers = [metric_text(row.baseline, decimals), metric_text(row.final, decimals), difference, interval]
-    return element(
-        "tr",
-        element("th", one_line(row.name), scope="row"),
-        *(element("td", number, class_="number") for number in numbers),
-        element(
-            "td", element("div", draw_interval(row, reach=reach), element("span", reading), class_=f"reading {tone}")
-        ),
-        element("td", metric_text(row.bm25), class_="number") if has_bm25 else Html(),
-        class_="decisive" if decisive else None,
-    )
-
-
-def _reach(rows: Sequence[MetricRow]) -> float:
-    """Return the largest bound of the table's intervals: what its little bars are drawn against."""
-    compared = [row.verdict.comparison for row in rows if row.verdict]
-    bounds = [abs(bound) for comparison in compared for bound in (comparison.low, comparison.high)]
-    return max((bound for bound in bounds if math.isfinite(bound)), default=0.0)
-
-
-def _curves(content: Content) -> Html:
-    """Return the dev curve, the training curves, and the table of evaluations."""
-    figures = []
-    if content.dev is not None and content.dev_metric is not None:
-        dot = " The large dot is the highest." if len(content.dev.values_N) > 1 else ""
-        note = f"{content.dev.summary} {dev_note(content)}{dot}"
-        figures.append(_figure(f"Dev {one_line(content.dev_metric)}", content.dev, name="dev", note=note, marks=True))
-    for curve in content.curves:
-        note = curve.summary + (" The strong line is a running mean." if curve.mean_N is not None else "")
-        title = f"{curve.spec.title}, {curve.spec.unit}" if curve.spec.unit else curve.spec.title
-        figures.append(_figure(title, curve, name=curve.spec.key, note=note))
-    parts = [element("div", join(figures), class_="grid")] if figures else []
-    missing = [*content.not_logged, *([] if content.dev else ["Dev metrics"])]
-    if missing:
-        parts.append(element("p", f"Not logged: {', '.join(missing)}.", class_="muted"))
-    if content.evaluations:
-        table = _evaluation_table(content)
-        count = plural(len(content.evaluations), "evaluation")
-        parts.append(element("details", element("summary", f"Table of {count} on dev"), table, class_="section"))
-    return section("curves", "Curves", *parts)
-
-
-def _figure(title: str, curve: Curve, *, name: str, note: str, marks: bool = False) -> Html:
-    """Return one chart with its title and its text."""
-    return element(
-        "figure",
-        element("p", title, class_="title"),
-        draw_curve(curve, name=name, label=f"{title} over the steps. {curve.summary}", marks=marks),
-        element("figcaption", note),
-        class_="card",
-    )
-
-
-def _evaluation_table(content: Content) -> Html:
-    """Return the dev metrics by step."""
-    names, rows = dev_metric_names(content), evaluation_rows(content)
-    header = element(
-        "tr",
-        element("th", "Step", scope="col", class_="number"),
-        *(element("th", one_line(name), scope="col", class_="number") for name in names),
-    )
-    body = [
-        element(
-            "tr",
-            element("th", count_text(step), scope="row", class_="number"),
-            *(element("td", evaluation_cell(metrics, name), class_="number") for name in names),
-        )
-        for step, metrics in rows
-    ]
-    caption = dev_note(content)
-    if len(rows) < len(content.evaluations):
-        caption += f" {len(rows)} of {count_text(len(content.evaluations))} evaluations, evenly spread."
-    return scroll_table(caption, header, body, label="Dev metrics by step")
 
 
 def _changes(content: Content) -> Html:
@@ -318,16 +187,6 @@ def _reproduce(content: Content) -> Html:
             class_="section",
         ),
     )
-
-
-def _tone(word: str) -> str:
-    """Return the class of a verdict's word."""
-    return word.replace(" ", "-")
-
-
-def _share(report: RunReport) -> str:
-    """Return the confidence of the verdict, e.g. "95%"."""
-    return f"{100 * report.verdict.comparison.confidence:g}%"
 
 
 def _percent(count: int, total: int) -> str:

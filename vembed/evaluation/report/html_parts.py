@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.report.markup import Html, element
+from vembed.evaluation.report.markup import Html, element, join
 from vembed.evaluation.report.settings import columns
 from vembed.evaluation.report.style import STYLE
 from vembed.evaluation.report.text import clip, count_text, one_line, visible
@@ -20,6 +21,23 @@ VALUE_CHARACTERS = 2_000
 
 SECURITY_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """What the page may do: show itself. A second wall behind the escaping."""
+
+
+MAIN_ID = "main"
+"""Where the link for keyboards leads to: every page's `main` has this id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of a table whose rows become small lists on a narrow screen.
+
+    Attributes:
+        head: What it is called.
+        is_number: Numbers stand at the right.
+    """
+
+    head: str
+    is_number: bool = True
 
 
 def whole_page(title: str, *parts: Html, style: Html = STYLE) -> str:
@@ -39,8 +57,9 @@ def whole_page(title: str, *parts: Html, style: Html = STYLE) -> str:
         element("title", title),
         element("style", style),
     )
+    skip = element("a", "Skip to the results", href=f"#{MAIN_ID}", class_="skip")
     footer = element("footer", "Written by vembed. This page needs no network and runs no script.")
-    return "<!DOCTYPE html>\n" + element("html", head, "\n", element("body", *parts, footer), lang="en") + "\n"
+    return "<!DOCTYPE html>\n" + element("html", head, "\n", element("body", skip, *parts, footer), lang="en") + "\n"
 
 
 def section(name: str, title: str, *parts: Html) -> Html:
@@ -69,6 +88,46 @@ def scroll_table(caption: str, header: Html, body: Sequence[Html], *, label: str
     )
 
 
+def with_bounds(number: str, bounds: str) -> Html:
+    """Return a number with its interval in small under it; nothing under it where there is none."""
+    under = element("span", bounds, class_="bounds") if bounds else Html()
+    return join([element("span", number, class_="value"), under])
+
+
+def stacked_row(columns: Sequence[Column], title: str, cells: Sequence[str], *, tone: str | None = None) -> Html:
+    """Return a row of a stacked table.
+
+    Args:
+        columns: All columns; the first is that of the title.
+        title: Cell that names the row.
+        cells: The others, in order.
+        tone: Class of the row.
+    """
+    # A table whose parts are laid out as something else is none for screen readers, unless the roles say so.
+    body = [
+        element("td", cell, class_="number" if column.is_number else None, data_label=column.head, role="cell")
+        for column, cell in zip(columns[1:], cells, strict=True)
+    ]
+    return element("tr", element("th", title, scope="row", role="rowheader"), *body, class_=tone, role="row")
+
+
+def stacked_table(caption: str, columns: Sequence[Column], rows: Sequence[Html], *, label: str) -> Html:
+    """Return a table that a narrow screen shows row by row, each cell behind the head of its column."""
+    heads = (
+        element("th", column.head, scope="col", class_="number" if column.is_number else None, role="columnheader")
+        for column in columns
+    )
+    table = element(
+        "table",
+        element("caption", element("span", caption)),
+        element("thead", element("tr", *heads, role="row"), role="rowgroup"),
+        element("tbody", *rows, role="rowgroup"),
+        class_="stack",
+        role="table",
+    )
+    return element("div", table, class_="scroll card", role="region", aria_label=label, tabindex=0)
+
+
 def pairs_table(caption: str, pairs: Sequence[tuple[str, str]], *, label: str) -> Html:
     """Return a table of names and values."""
     header = element("tr", element("th", "Name", scope="col"), element("th", "Value", scope="col"))
@@ -86,19 +145,19 @@ def pairs_table(caption: str, pairs: Sequence[tuple[str, str]], *, label: str) -
 def records_table(name: str, records: Sequence[Record], *, chosen: str | None) -> Html:
     """Return a table of records, the one whose strategy was chosen marked by a word."""
     names = columns(records)
-    header = element("tr", *(element("th", one_line(column.replace("_", " ")), scope="col") for column in names))
-    body = []
+    heads = [Column(one_line(name.replace("_", " ")), is_number=False) for name in names]
+    rows = []
     for record in records:
         is_chosen = chosen is not None and record.get("strategy") == chosen
-        cells = [
-            element("td", clip(record.get(column, ""), VALUE_CHARACTERS).short, class_="nowrap") for column in names
+        first, *cells = [
+            f"✓ {one_line(record[name])} (chosen)"
+            if is_chosen and name == "strategy"
+            else clip(record.get(name, ""), VALUE_CHARACTERS).short
+            for name in names
         ]
-        if is_chosen:
-            word = f"✓ {one_line(record['strategy'])} (chosen)"
-            cells[names.index("strategy")] = element("td", word, class_="nowrap")
-        body.append(element("tr", *cells, class_="chosen" if is_chosen else None))
+        rows.append(stacked_row(heads, first, cells, tone="chosen" if is_chosen else None))
     title = one_line(name.replace("_", " ")).capitalize()
-    return scroll_table(f"{title}.", header, body, label=title, kind="records")
+    return stacked_table(f"{title}.", heads, rows, label=title)
 
 
 def long_block(text: str, *, label: str) -> Html:

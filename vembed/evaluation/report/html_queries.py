@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vembed.batch import Image
 from vembed.evaluation.report.content import TITLES
+from vembed.evaluation.report.examples import picture_of, text_of
 from vembed.evaluation.report.html_parts import full_text, section, short_text
 from vembed.evaluation.report.markup import Html, element
-from vembed.evaluation.report.text import count_text, id_text, metric_text, one_line, plural, signed_text
+from vembed.evaluation.report.text import clip, count_text, id_text, metric_text, one_line, plural, signed_text
 
 if TYPE_CHECKING:
+    from vembed.batch import Image
     from vembed.evaluation.report.content import Content
     from vembed.evaluation.report.examples import Example, Hit
 
 QUERY_CHARACTERS = 300
 DOCUMENT_CHARACTERS = 220
+CAPTION_CHARACTERS = 110
 OPEN_QUERIES = 3
 """Queries of a group that are open; the others are folded away."""
 
@@ -71,24 +73,33 @@ def _query(content: Content, example: Example) -> Html:
 
 
 def _question(content: Content, example: Example) -> tuple[Html, ...]:
-    """Return the query as a heading: its text, or its picture beside its id."""
-    if not isinstance(example.item, Image):
-        return (
-            element("h4", short_text(example.item, QUERY_CHARACTERS)),
-            full_text(example.item, QUERY_CHARACTERS),
-        )
-    picture = _picture(content, example.item, example.query_id)
-    return (element("h4", picture, element("span", "Query picture"), class_="picture"),)
+    """Return the query as a heading: its text, its picture, or both."""
+    picture, text = picture_of(example.item), text_of(example.item)
+    if picture is None:
+        return element("h4", short_text(text, QUERY_CHARACTERS)), full_text(text, QUERY_CHARACTERS)
+    frame = _picture(content, picture, example.query_id, example.caption)
+    if text is None:
+        return (element("h4", frame, element("span", "Query picture"), class_="picture"),)
+    words = element("span", "Query picture, with: ", short_text(text, QUERY_CHARACTERS))
+    return element("h4", frame, words, class_="picture"), full_text(text, QUERY_CHARACTERS)
 
 
-def _picture(content: Content, picture: Image | None, identifier: str) -> Html:
-    """Return the thumbnail of a picture, or a box where there is none; either is called by the id."""
+def _picture(content: Content, picture: Image | None, identifier: str, caption: str = "") -> Html:
+    """Return the thumbnail of a picture, or a box where there is none; either is called by the id.
+
+    Whoever doesn't see it hears the id and the text of something that it is relevant to.
+    """
     thumbnail = None if picture is None else content.thumbnails.by_picture.get(picture)
     if thumbnail is None:
         reason = "not in the set" if picture is None else "can't be shown"
         return element("span", element("span", f"Picture {reason}: {id_text(identifier)}"), class_="frame empty")
-    image = element("img", src=thumbnail.uri, alt=id_text(identifier), width=thumbnail.width, height=thumbnail.height)
+    words = f"{id_text(identifier)}, relevant to: {_clipped(caption)}" if caption else id_text(identifier)
+    image = element("img", src=thumbnail.uri, alt=words, width=thumbnail.width, height=thumbnail.height)
     return element("span", image, class_="frame")
+
+
+def _clipped(caption: str) -> str:
+    return clip(caption, CAPTION_CHARACTERS).short
 
 
 def _mark(hit: Hit, *, is_missed: bool) -> Html:
@@ -102,7 +113,7 @@ def _mark(hit: Hit, *, is_missed: bool) -> Html:
 
 def _tile(content: Content, hit: Hit, *, is_missed: bool) -> Html:
     """Return one picture of a query's results."""
-    picture = hit.item if isinstance(hit.item, Image) else None
+    text = text_of(hit.item)
     before = f"baseline: rank {count_text(hit.baseline_rank)}" if hit.baseline_rank else "baseline: not retrieved"
     rank = f"rank {count_text(hit.rank)}" if hit.rank else "not retrieved"
     facts = [*([f"score {metric_text(hit.score)}"] if hit.score is not None else []), before]
@@ -114,9 +125,13 @@ def _tile(content: Content, hit: Hit, *, is_missed: bool) -> Html:
     )
     return element(
         "li",
-        _picture(content, picture, hit.document_id),
+        _picture(content, picture_of(hit.item), hit.document_id, hit.caption),
         heading,
+        short_text(text, DOCUMENT_CHARACTERS) if text is not None else Html(),
         *(element("span", fact, class_="meta") for fact in facts),
+        element("span", "relevant to ", element("q", _clipped(hit.caption), dir="auto"), class_="meta caption")
+        if hit.caption and not hit.is_relevant
+        else Html(),
         element("span", id_text(hit.document_id), class_="meta", dir="auto"),
         class_="tile right" if hit.is_relevant and not is_missed else "tile",
     )
@@ -139,6 +154,8 @@ def _hit(content: Content, hit: Hit, *, is_missed: bool) -> Html:
 
 def _body(content: Content, hit: Hit, meta: str) -> tuple[Html, ...]:
     """Return the text of a row, or its picture where texts and pictures stand in one list."""
-    if isinstance(hit.item, Image):
-        return _picture(content, hit.item, hit.document_id), element("p", meta, class_="meta")
-    return short_text(hit.item, DOCUMENT_CHARACTERS), full_text(hit.item, DOCUMENT_CHARACTERS, label=meta)
+    picture, text = picture_of(hit.item), text_of(hit.item)
+    shown = [_picture(content, picture, hit.document_id, hit.caption)] if picture is not None else []
+    if picture is not None and text is None:
+        return *shown, element("p", meta, class_="meta")
+    return *shown, short_text(text, DOCUMENT_CHARACTERS), full_text(text, DOCUMENT_CHARACTERS, label=meta)

@@ -29,6 +29,11 @@ def ranks_section(content: Content) -> Html:
         float(end) for split in scored for part in (split.relevant, split.others) if len(part) for end in _ends(part)
     ]
     figures = [_figure(split, reach=(min(ends), max(ends))) for split in scored]
+    turned = content.reverse_ranks
+    reverse, tables = [], [_table(ranks, label="Recall by k", caption="Mean recall over the queries.")]
+    if turned is not None and turned.curves:
+        reverse.append(_recall(turned, name="recall-reversed", title="Recall reversed"))
+        tables.append(_table(turned, label="Recall by k, reversed", caption="The same, reversed."))
     lead = (
         "Recall is the share of a query's relevant documents among the first k. The scores are those of the retrieved "
         "documents: the less the two shapes overlap, the better a threshold would tell right from wrong."
@@ -37,8 +42,12 @@ def ranks_section(content: Content) -> Html:
         "ranks",
         "Ranks and scores",
         element("p", lead),
-        element("div", _recall(ranks), *figures, class_="grid"),
-        element("details", element("summary", "Table of recall by k"), _table(ranks), class_="section"),
+        element(
+            "div",
+            *(_recall(ranks, name="recall", title="Recall"), *reverse, *figures),
+            class_="grid two pairs" if reverse else "grid",
+        ),
+        element("details", element("summary", "Table of recall by k"), *tables, class_="section"),
     )
 
 
@@ -47,13 +56,13 @@ def _ends(scores: NDArray[np.float64]) -> tuple[float, float]:
     return float(scores.min()), float(scores.max())
 
 
-def _recall(ranks: Ranks) -> Html:
+def _recall(ranks: Ranks, *, name: str, title: str) -> Html:
     """Return the drawing of recall over the depth."""
-    title = f"Recall at k = 1 to {len(ranks.curves[0].recall_K)}"
+    title = f"{title} at k = 1 to {len(ranks.curves[0].recall_K)}"
     return element(
         "figure",
         element("p", title, class_="title"),
-        draw_recall(ranks.curves, label=f"{title}. {ranks.summary}"),
+        draw_recall(ranks.curves, name=name, label=f"{title}. {ranks.summary}"),
         element("figcaption", ranks.summary),
         class_="card",
     )
@@ -71,7 +80,7 @@ def _figure(split: ScoreSplit, *, reach: tuple[float, float]) -> Html:
     )
 
 
-def _table(ranks: Ranks) -> Html:
+def _table(ranks: Ranks, *, label: str, caption: str) -> Html:
     """Return the recalls as numbers."""
     first, *others = cut_heads(ranks.cuts)
     header = element(
@@ -81,7 +90,7 @@ def _table(ranks: Ranks) -> Html:
     )
     body = []
     for curve in ranks.curves:
-        label, *cells = cut_cells(curve, ranks.cuts)
+        system, *cells = cut_cells(curve, ranks.cuts)
         numbers = (element("td", cell, class_="number") for cell in cells)
-        body.append(element("tr", element("th", label, scope="row"), *numbers))
-    return scroll_table("Mean recall over the queries.", header, body, label="Recall by k")
+        body.append(element("tr", element("th", system, scope="row"), *numbers))
+    return scroll_table(caption, header, body, label=label)

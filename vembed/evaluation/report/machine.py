@@ -6,18 +6,24 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vembed.evaluation.report.content import notes
 from vembed.evaluation.report.text import plain
-from vembed.evaluation.significance import bootstrap_interval
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from vembed.evaluation.report.comparison import Comparisons, SystemKey
     from vembed.evaluation.report.content import Content
+    from vembed.evaluation.report.curves import Curve
+    from vembed.evaluation.report.ranks import Ranks, ScoreSplit
     from vembed.evaluation.result import EvaluationResult
 
 SCHEMA_VERSION = 1
 """Raised when a key changes its meaning or goes away; a new key doesn't raise it."""
+
+QUARTILES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def render_json(content: Content) -> str:
@@ -34,20 +40,22 @@ def render_json(content: Content) -> str:
             "notes": list(notes(report)),
         },
         "metrics": {
-            "baseline": _system(content, report.baseline),
-            "final": _system(content, report.final),
-            "bm25": _system(content, report.bm25) if report.bm25 else None,
-            "differences": {row.name: asdict(row.verdict) for row in content.metrics if row.verdict},
+            **_systems(content.metrics),
+            "differences": _differences(content.metrics),
         },
+        "reverse": _reverse(content),
+        "checkpoint": {"kept_step": report.kept_step, "last_step": report.last_step},
         "queries": {
             "improved": content.changes.num_improved,
             "unchanged": content.changes.num_unchanged,
             "worse": content.changes.num_worse,
             "examples": {group.kind: [example.query_id for example in group.examples] for group in content.groups},
         },
-        "recall_at_k": {curve.label: curve.recall_K.tolist() for curve in content.ranks.curves},
+        "recall_at_k": _recalls(content.ranks),
+        "scores": [_scores(split) for split in content.ranks.splits],
         "pictures": {"shown": content.thumbnails.num_pictures, "decoded": len(content.thumbnails.by_picture)},
         "dev_task": report.dev_task or report.task.name,
+        "curves": {curve.spec.key: _curve(curve) for curve in content.curves},
         "evaluations": [{"step": step, "metrics": dict(metrics)} for step, metrics in content.evaluations],
         "num_step_rows": len(report.steps),
         "data_facts": [list(fact) for fact in report.data_facts],
@@ -59,9 +67,15 @@ def render_json(content: Content) -> str:
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
 
 
-def _system(content: Content, result: EvaluationResult) -> Mapping[str, object]:
-    """Return the means of one system, with an interval for each metric of the headline that it has by query."""
-    names = [row.name for row in content.metrics if row.is_headline and result.per_query.get(row.name)]
+def _systems(comparisons: Comparisons) -> dict[str, object]:
+    """Return every system of one direction; one that wasn't measured is null."""
+    found = {system.key: system.result for system in comparisons.systems}
+    keys: tuple[SystemKey, ...] = ("baseline", "last", "final", "bm25")
+    return {key: _system(comparisons, key, found[key]) if key in found else None for key in keys}
+
+
+def _system(comparisons: Comparisons, key: SystemKey, result: EvaluationResult) -> Mapping[str, object]:
+    """Return the means of one system, with an interval for each that it has by query."""
     return {
         "system": result.system,
         "task": result.task,
@@ -69,5 +83,58 @@ def _system(content: Content, result: EvaluationResult) -> Mapping[str, object]:
         "num_documents": result.num_documents,
         "seconds": result.seconds,
         "values": dict(result.metrics),
-        "intervals": {name: list(bootstrap_interval(result, name)) for name in names},
+        "intervals": {row.name: list(row.intervals[key]) for row in comparisons.rows if key in row.intervals},
+    }
+
+
+def _differences(comparisons: Comparisons) -> Mapping[str, object]:
+    """Return each metric's comparison of baseline and final."""
+    return {row.name: asdict(row.verdict) for row in comparisons.rows if row.verdict}
+
+
+def _reverse(content: Content) -> Mapping[str, object] | None:
+    """Return the other direction, or null where it isn't measured."""
+    reverse, comparisons = content.report.reverse, content.reverse
+    if reverse is None or comparisons is None:
+        return None
+    return {
+        "direction": comparisons.direction,
+        "task": {
+            "name": reverse.task.name,
+            "num_queries": reverse.final.num_queries,
+            "num_documents": reverse.final.num_documents,
+        },
+        "verdict": asdict(reverse.verdict),
+        "metrics": {**_systems(comparisons), "differences": _differences(comparisons)},
+        "recall_at_k": _recalls(content.reverse_ranks) if content.reverse_ranks else {},
+        "rsum": {key: asdict(value) for key, value in content.sums.by_system.items()} if content.sums else None,
+    }
+
+
+def _recalls(ranks: Ranks) -> Mapping[str, object]:
+    """Return the recall curve of each system."""
+    return {curve.label: curve.recall_K.tolist() for curve in ranks.curves}
+
+
+def _scores(split: ScoreSplit) -> Mapping[str, object]:
+    """Return how the scores of one system lie: counts and quartiles of each group."""
+    groups = {"relevant": split.relevant, "others": split.others}
+    return {
+        "system": split.label,
+        **{
+            name: {"count": len(scores), "quartiles": np.quantile(scores, QUARTILES).tolist() if len(scores) else None}
+            for name, scores in groups.items()
+        },
+    }
+
+
+def _curve(curve: Curve) -> Mapping[str, object]:
+    """Return what the words under a curve say; metrics.jsonl has every point."""
+    return {
+        "first": float(curve.values_N[0]),
+        "last": float(curve.values_N[-1]),
+        "lowest": float(curve.values_N.min()),
+        "highest": float(curve.values_N.max()),
+        "num_points": curve.num_points,
+        "num_non_finite": curve.num_non_finite,
     }

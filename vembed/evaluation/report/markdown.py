@@ -9,7 +9,13 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from vembed.batch import Image
+from vembed.evaluation.report.comparison import (
+    bounds_text,
+    difference_text,
+    row_decimals,
+    share_text,
+    systems_note,
+)
 from vembed.evaluation.report.content import (
     SYMBOLS,
     TITLES,
@@ -17,16 +23,16 @@ from vembed.evaluation.report.content import (
     dev_note,
     evaluation_cell,
     evaluation_rows,
-    interval_text,
     notes,
-    row_decimals,
-    scope_text,
+    reverse_lines,
 )
 from vembed.evaluation.report.curves import sparkline
+from vembed.evaluation.report.examples import picture_of, text_of
 from vembed.evaluation.report.pictures import picture_name
 from vembed.evaluation.report.ranks import cut_cells, cut_heads
 from vembed.evaluation.report.settings import columns, plan_parts
 from vembed.evaluation.report.text import (
+    capitalised,
     clip,
     count_text,
     id_text,
@@ -42,7 +48,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from vembed.batch import Item
-    from vembed.evaluation.report.content import Content, MetricRow
+    from vembed.evaluation.report.comparison import Comparisons, MetricRow, RecallSums
+    from vembed.evaluation.report.content import Content
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.examples import Example, Hit
     from vembed.evaluation.report.settings import Record
@@ -100,38 +107,75 @@ def _head(content: Content) -> list[str]:
         f"# {escape(content.report.title)}",
         f"**{SYMBOLS[verdict.word]} {verdict.word.upper()}**",
         escape(verdict.sentence),
-        f"Evaluated on {escape(scope_text(content.report))}. Model: {escape(content.report.final.system)}.",
+        *(escape(line) for line in reverse_lines(content)),
+        f"Evaluated on {escape(content.metrics.scope)}. Model: {escape(content.report.final.system)}.",
         "Drawings and full texts: [report.html](report.html).",
     ]
 
 
 def _metrics(content: Content) -> list[str]:
-    """Return the metric table; the metrics beyond the headline follow in one of their own."""
-    headline = [row for row in content.metrics if row.is_headline]
-    rest = [row for row in content.metrics if not row.is_headline]
-    blocks = ["## Metrics", _metric_table(content, headline)]
-    if rest:
-        blocks += ["### Further metrics", _metric_table(content, rest)]
-    return blocks
+    """Return the metric tables of each direction; the metrics beyond the headline follow in tables of their own."""
+    share = share_text(content.report)
+    blocks = ["## Metrics"]
+    if note := systems_note(content.report):
+        blocks.append(escape(note))
+    blocks.append(f"In parentheses: the {share} interval.")
+    if content.reverse is None:
+        return [*blocks, *_metric_tables(content.metrics)]
+    blocks += [f"### {escape(capitalised(content.metrics.direction))}", *_metric_tables(content.metrics)]
+    blocks += [f"### Reversed: {escape(content.reverse.direction)}", *_metric_tables(content.reverse)]
+    return [*blocks, "### Both directions in one number", _sums(content.sums)] if content.sums else blocks
 
 
-def _metric_table(content: Content, rows: Sequence[MetricRow]) -> str:
+def _metric_tables(comparisons: Comparisons) -> list[str]:
+    """Return the headline of one direction, and the other metrics."""
+    headline = [row for row in comparisons.rows if row.is_headline]
+    rest = [row for row in comparisons.rows if not row.is_headline]
+    more = ["#### Further metrics", _metric_table(comparisons, rest)] if rest else []
+    return [f"On {escape(comparisons.scope)}.", _metric_table(comparisons, headline), *more]
+
+
+def _metric_table(comparisons: Comparisons, rows: Sequence[MetricRow]) -> str:
     """Return one table of metrics."""
-    share = f"{100 * content.report.verdict.comparison.confidence:g}%"
-    bm25 = content.report.bm25 is not None
-    heads = ["Metric", "Baseline", "Final", "Difference", f"{share} interval", "Reading", *(["BM25"] if bm25 else [])]
+    models = [system for system in comparisons.systems if system.key != "bm25"]
+    others = [system for system in comparisons.systems if system.key == "bm25"]
+    heads = ["Metric", *(system.head for system in models), "Difference", "Reading"]
+    heads += [system.head for system in others]
     body = []
     for row in rows:
         decimals = row_decimals(row)
-        cells = [escape(row.name), metric_text(row.baseline, decimals), metric_text(row.final, decimals)]
+        numbers = {
+            system.key: _bounded(
+                metric_text(row.values.get(system.key), decimals), bounds_text(row.intervals.get(system.key), decimals)
+            )
+            for system in comparisons.systems
+        }
         if row.verdict is None:
-            cells += [metric_text(None), metric_text(None), "not compared"]
+            compared = [metric_text(None), "not compared"]
         else:
             comparison = row.verdict.comparison
-            cells += [signed_text(comparison.difference, decimals), interval_text(comparison, decimals)]
-            cells += [f"{SYMBOLS[row.verdict.word]} {row.verdict.word}"]
-        body.append([*cells, *([metric_text(row.bm25)] if bm25 else [])])
-    return table(heads, body, numeric={1, 2, 3, 4, 6})
+            difference = signed_text(comparison.difference, decimals)
+            compared = [_bounded(difference, difference_text(comparison, decimals))]
+            compared.append(f"{SYMBOLS[row.verdict.word]} {row.verdict.word}")
+        cells = [numbers[system.key] for system in models] + compared + [numbers[system.key] for system in others]
+        body.append([escape(row.name), *cells])
+    words = {0, heads.index("Reading")}
+    return table(heads, body, numeric=set(range(len(heads))) - words)
+
+
+def _bounded(number: str, bounds: str) -> str:
+    """Return a number with its interval in parentheses."""
+    return f"{number} ({bounds})" if bounds else number
+
+
+def _sums(sums: RecallSums) -> str:
+    """Return the sums of recalls."""
+    cells = []
+    for system in sums.systems:
+        found = sums.by_system[system.key]
+        cells.append(_bounded(metric_text(found.value, 1), bounds_text((found.low, found.high), 1)))
+    heads = ["R@1 + R@5 + R@10 of both, in percent", *(system.head for system in sums.systems)]
+    return table(heads, [["rsum", *cells]], numeric=range(1, len(heads)))
 
 
 def _ranks(content: Content) -> list[str]:
@@ -142,12 +186,18 @@ def _ranks(content: Content) -> list[str]:
     body = [cut_cells(curve, ranks.cuts) for curve in ranks.curves]
     heads = cut_heads(ranks.cuts)
     lines = [f"- {split.label}: {split.summary}" for split in ranks.splits]
-    return ["## Ranks and scores", table(heads, body, numeric=range(1, len(heads))), "\n".join(lines)]
+    blocks = ["## Ranks and scores", table(heads, body, numeric=range(1, len(heads)))]
+    turned = content.reverse_ranks
+    if turned is not None and turned.curves:
+        heads = cut_heads(turned.cuts)
+        rows = [cut_cells(curve, turned.cuts) for curve in turned.curves]
+        blocks += ["Reversed:", table(heads, rows, numeric=range(1, len(heads)))]
+    return [*blocks, "\n".join(lines)]
 
 
 def _curves(content: Content) -> list[str]:
     """Return each curve as a line of blocks and a sentence, then the dev metrics by step."""
-    body = [_curve_cells(curve.spec.title, curve) for curve in content.curves]
+    body = [_curve_cells(curve.title, curve) for curve in content.curves]
     if content.dev is not None and content.dev_metric is not None:
         body.insert(0, _curve_cells(f"Dev {escape(content.dev_metric)}", content.dev))
     blocks = ["## Curves"]
@@ -158,7 +208,14 @@ def _curves(content: Content) -> list[str]:
         blocks.append(f"Not logged: {', '.join(missing)}.")
     if content.evaluations:
         names, rows = dev_metric_names(content), evaluation_rows(content)
-        cells = [[count_text(step), *(evaluation_cell(metrics, name) for name in names)] for step, metrics in rows]
+        kept = content.report.kept_step
+        cells = [
+            [
+                f"✓ {count_text(step)} (kept)" if step == kept else count_text(step),
+                *(evaluation_cell(metrics, name) for name in names),
+            ]
+            for step, metrics in rows
+        ]
         note = escape(dev_note(content))
         if len(rows) < len(content.evaluations):
             note += f" {len(rows)} of {count_text(len(content.evaluations))} evaluations, evenly spread."
@@ -223,10 +280,13 @@ def _place(hit: Hit) -> str:
 
 def _item(item: Item | None, identifier: str) -> str:
     """Return a text of the set, clipped, or what a picture is called."""
-    if isinstance(item, Image):
-        name = picture_name(item)
-        return f"picture {escape(id_text(name))}" if name != identifier else "picture"
-    return "(the set has no text for this id)" if item is None else escape(clip(item, TEXT_CHARACTERS).short)
+    picture, text = picture_of(item), text_of(item)
+    words = "" if text is None else escape(clip(text, TEXT_CHARACTERS).short)
+    if picture is None:
+        return "(the set has no text for this id)" if text is None else words
+    name = picture_name(picture)
+    shown = f"picture {escape(id_text(name))}" if name != identifier else "picture"
+    return f"{shown}, with: {words}" if words else shown
 
 
 def _data(content: Content) -> list[str]:

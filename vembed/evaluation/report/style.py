@@ -34,6 +34,17 @@ code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans 
 .small { font-size: 0.875rem; }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 10px; }
 
+.unseen {
+  position: absolute; width: 1px; height: 1px; margin: -1px; padding: 0; overflow: hidden; clip-path: inset(50%);
+  white-space: nowrap;
+}
+.skip {
+  position: absolute; left: 0.75rem; top: -6rem; z-index: 9; padding: 0.6rem 1rem; border-radius: 6px;
+  background: var(--card); border: 2px solid var(--series); font-weight: 600;
+}
+.skip:focus { top: 0.75rem; }
+main:focus { outline: none; }
+
 header { padding-top: 2.5rem; }
 header .kind { margin: 0 0 0.2rem; color: var(--muted); font-size: 0.875rem; }
 .verdict { margin: 1.25rem 0 1.1rem; padding: 1.4rem 1.6rem 1.3rem; border-left: 5px solid var(--tone); }
@@ -53,6 +64,8 @@ header .kind { margin: 0 0 0.2rem; color: var(--muted); font-size: 0.875rem; }
 .verdict .change .from { color: var(--muted); font-weight: 450; }
 .verdict .difference { font-size: 1.35rem; font-weight: 650; color: var(--tone); }
 .verdict .sentence { margin: 0; max-width: none; }
+.verdict .sentence.other { margin-top: 0.35rem; color: var(--muted); font-size: 0.9375rem; }
+.verdict h2 { margin: 0; font-size: 1rem; }
 dl.facts { display: flex; flex-wrap: wrap; gap: 1rem 3rem; margin: 1.2rem 0; }
 dl.facts dt { color: var(--muted); font-size: 0.8125rem; }
 dl.facts dd { margin: 0; font-weight: 550; }
@@ -72,6 +85,8 @@ th, td {
 thead th { font-weight: 550; color: var(--muted); font-size: 0.8125rem; vertical-align: bottom; white-space: nowrap; }
 tbody th { font-weight: 550; position: sticky; left: 0; background: var(--card); }
 .number { text-align: right; white-space: nowrap; }
+.number .value, .number .bounds { display: block; }
+.bounds { color: var(--muted); font-size: 0.8125rem; line-height: 1.35; }
 .nowrap { white-space: nowrap; }
 tr.decisive > * { background: var(--soft); }
 tr.chosen > * { background: var(--better-soft); }
@@ -108,6 +123,7 @@ svg.shares .worse { fill: var(--worse); }
   margin: 1rem 0;
 }
 .grid.two { grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); }
+.grid.pairs svg.chart { max-width: 25rem; }
 figure { margin: 0; padding: 1rem 1.1rem 0.9rem; display: flex; flex-direction: column; }
 figure .title { margin: 0 0 0.6rem; font-weight: 600; font-size: 0.9375rem; }
 figcaption { margin-top: auto; padding-top: 0.6rem; color: var(--muted); font-size: 0.8125rem; line-height: 1.5; }
@@ -171,6 +187,24 @@ footer {
 }
 
 @media (max-width: 40rem) {
+  table.stack, table.stack tbody, table.stack caption { display: block; }
+  table.stack thead {
+    display: block; position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%);
+  }
+  table.stack tr {
+    display: block; padding: 0.7rem 0.9rem; border-top: 1px solid var(--line);
+  }
+  table.stack tr.decisive { background: var(--soft); }
+  table.stack tr.chosen { background: var(--better-soft); }
+  table.stack td, table.stack tr.decisive > *, table.stack tr.chosen > * { background: none; }
+  table.stack th { display: block; position: static; padding: 0 0 0.2rem; border: 0; background: none; }
+  table.stack td {
+    display: flex; flex-wrap: wrap; justify-content: space-between; gap: 0 1rem; padding: 0.15rem 0; border: 0;
+    text-align: left; white-space: normal;
+  }
+  table.stack td::before { content: attr(data-label); color: var(--muted); }
+  table.stack td::before { margin-right: auto; }
+  table.stack td { align-items: baseline; gap: 0 0.6rem; justify-content: flex-end; }
   body { padding-inline: 0.9rem; }
   header { padding-top: 1.5rem; }
   h1 { font-size: 1.35rem; }
@@ -190,7 +224,7 @@ footer {
   @page { margin: 16mm; }
   body { background: none; padding: 0; font-size: 10pt; }
   header { padding-top: 0; }
-  nav { display: none; }
+  nav, .skip { display: none; }
   h2, h3, h4, summary { break-after: avoid; }
   figure, article.query, tr, .verdict { break-inside: avoid; }
   .card, .badge, svg, tr > * { print-color-adjust: exact; -webkit-print-color-adjust: exact; }

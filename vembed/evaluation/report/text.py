@@ -46,6 +46,11 @@ def one_line(text: str) -> str:
     return " ".join(visible(text).split())
 
 
+def capitalised(text: str) -> str:
+    """Return a text with its first letter large, the others as they are."""
+    return text[:1].upper() + text[1:]
+
+
 @dataclass(frozen=True, slots=True)
 class Clipped:
     """A text in its short and its full form, both visible.

@@ -1,0 +1,417 @@
+"""Compare one training step: vembed's engine, sentence-transformers' cached loss, GradCache's padding, and no caching.
+
+Every variant gets the same weights and the same batch of (query, document) pairs and leaves the gradients of the same
+loss. The lengths are lognormal (median 40 tokens, sigma 0.7, at most 256) or all equal. Variants are interleaved: one
+step of each, then the next round; the table has the median. Before that each variant's gradients are compared with
+those of the plain step, without dropout.
+
+    OMP_NUM_THREADS=1 python benchmarks/engine.py --output /tmp/engine            # minutes on one core
+    OMP_NUM_THREADS=1 python benchmarks/engine.py --texts 64 --rounds 1 --layers 2  # to try it
+    python benchmarks/engine.py --device cuda --shape bert-base --texts 8192 --bf16
+
+Needs sentence-transformers. FLOPs are counted by torch's FlopCounterMode; memory is what a step adds at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from measure import Measurement, measure
+
+from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
+from vembed.gradcache.replay import RngState
+from vembed.losses.base import BatchStructure
+from vembed.losses.infonce import InfoNCE
+from vembed.models.huggingface import ModelOptions
+from vembed.models.registry import load_encoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+SHAPES = {"small": (6, 384, 12), "minilm": (6, 384, 12), "bert-base": (12, 768, 12)}
+"""Layers, width and heads of the encoder."""
+
+TEMPERATURE = 0.05
+VOCABULARY = 8192
+PEER_ROWS = (2, 4, 8, 16, 32, 64)
+PEER_TOKENS = (256, 512, 1024)
+DEFAULT_PEER = "ST cached, 32 rows"
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One model and one batch, in the forms that the trainers take.
+
+    Attributes:
+        device: Where the step runs.
+        encoder: The model as vembed loads it.
+        peer: The same weights as a SentenceTransformer.
+        columns: Token ids of the queries and of the documents.
+        autocast: Type of mixed precision, or None.
+    """
+
+    device: torch.device
+    encoder: Any
+    peer: Any
+    columns: tuple[Ragged, Ragged]
+    autocast: torch.dtype | None
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every text."""
+        return np.concatenate([column.lengths for column in self.columns])
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to compute the step.
+
+    Attributes:
+        name: For the table.
+        step: Runs it; returns padded tokens, gradients left in `.grad` of `parameters()`.
+        parameters: The model's parameters, in the same order for every variant.
+    """
+
+    name: str
+    step: Callable[[], int]
+    parameters: Callable[[], list[Tensor]]
+
+
+def main() -> int:
+    """Run the comparison and print it."""
+    arguments = _arguments()
+    if arguments.device == "cpu" and os.environ.get("OMP_NUM_THREADS") != "1":
+        sys.exit("set OMP_NUM_THREADS=1: a forked child of a process with several OpenMP threads hangs")
+    results = {}
+    for lengths in ("mixed", "equal") if arguments.lengths == "both" else (arguments.lengths,):
+        results[lengths] = _compare(arguments, lengths)
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        settings = {key: str(value) for key, value in vars(arguments).items()}
+        content = {"settings": settings, "torch": torch.__version__, "results": results}
+        (arguments.output / "engine.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="small", help="size of the encoder")
+    parser.add_argument("--layers", type=int, help="fewer or more layers than the shape has")
+    parser.add_argument("--texts", type=int, default=256, help="queries and documents together")
+    parser.add_argument("--median", type=int, default=40, help="median length in tokens")
+    parser.add_argument("--lengths", choices=("mixed", "equal", "both"), default="both")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--rounds", type=int, default=5, help="steps of each variant")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024], help="vembed's chunk budgets")
+    parser.add_argument("--bf16", action="store_true", help="mixed precision")
+    parser.add_argument(
+        "--no-plain", action="store_true", help="leave the step without caching out: it takes most memory"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="folder that gets engine.json")
+    return parser.parse_args()
+
+
+def _compare(arguments: argparse.Namespace, lengths: str) -> dict[str, dict[str, float]]:
+    errors, flops = {}, {}
+    exact = build_workload(arguments, lengths, dropout=0.0)
+    variants = _variants(exact, arguments)
+    plain_gradients = measure(partial(_gradients, variants["plain"]), exact.device).value
+    for name, variant in variants.items():
+        gradients = measure(partial(_gradients, variant), exact.device).value
+        errors[name] = _worst_error(gradients, plain_gradients)
+        flops[name] = measure(partial(_flops, variant, exact), exact.device).value
+    timed = build_workload(arguments, lengths, dropout=arguments.dropout)
+    variants = _variants(timed, arguments)
+    if arguments.no_plain:
+        del variants["plain"]
+    measured: dict[str, list[Measurement]] = {name: [] for name in variants}
+    for _ in range(arguments.rounds):
+        for name, variant in variants.items():
+            measured[name].append(measure(partial(_counted, variant, timed), timed.device))
+    rows = {
+        name: {
+            "cpu_seconds": statistics.median(each.cpu_seconds for each in own),
+            "wall_seconds": statistics.median(each.wall_seconds for each in own),
+            "peak_bytes": statistics.median(each.peak_bytes for each in own),
+            "padded_tokens": own[0].value,
+            "flops": flops[name],
+            "gradient_error": errors[name],
+        }
+        for name, own in measured.items()
+    }
+    _print(rows, timed, lengths)
+    return rows
+
+
+def _print(rows: dict[str, dict[str, float]], workload: Workload, lengths: str) -> None:
+    """Print the table; speed is relative to the peer's default."""
+    tokens = int(workload.lengths.sum())
+    base = rows[DEFAULT_PEER]["cpu_seconds"]
+    print(f"\n{lengths} lengths: {len(workload.lengths)} texts, {tokens} tokens, longest {workload.lengths.max()}")
+    print(f"{'':26}{'CPU s':>8}{'speed':>8}{'peak MB':>9}{'padding':>9}{'TFLOP':>8}{'gradient error':>16}")
+    for name, row in rows.items():
+        print(
+            f"{name:26}{row['cpu_seconds']:8.2f}{base / row['cpu_seconds']:8.2f}{row['peak_bytes'] / 1e6:9.0f}"
+            f"{row['padded_tokens'] / tokens:9.2f}{row['flops'] / 1e12:8.3f}{row['gradient_error']:16.1e}"
+        )
+    best = min((name for name in rows if name.startswith("ST")), key=lambda name: rows[name]["cpu_seconds"])
+    room = rows[best]["peak_bytes"]
+    fitting = [name for name in rows if name.startswith("vembed") and rows[name]["peak_bytes"] <= room]
+    print(f"fastest of the peer: {best}, {rows[best]['cpu_seconds']:.2f} s, {room / 1e6:.0f} MB")
+    if fitting:
+        ours = min(fitting, key=lambda name: rows[name]["cpu_seconds"])
+        print(f"vembed in no more memory: {ours}, {rows[best]['cpu_seconds'] / rows[ours]['cpu_seconds']:.2f}x")
+
+
+def build_workload(arguments: argparse.Namespace, lengths: str, *, dropout: float) -> Workload:
+    """Build model and batch. The encoder is vembed's own loading of what the peer saved."""
+    from sentence_transformers import SentenceTransformer
+
+    rng = np.random.default_rng(arguments.seed)
+    num_pairs = arguments.texts // 2
+    columns = tuple(_token_ids(num_pairs, lengths, arguments.median, rng) for _ in range(2))
+    device = torch.device(arguments.device)
+    with tempfile.TemporaryDirectory() as folder:
+        _save_model(Path(folder), arguments, dropout)
+        peer = SentenceTransformer(folder, device=arguments.device)
+        encoder = load_encoder(ModelOptions(name=folder)).to(device)
+    autocast = torch.bfloat16 if arguments.bf16 else None
+    assert len(columns) == 2
+    return Workload(device, encoder.train(), peer.train(), columns, autocast)
+
+
+def _token_ids(num_rows: int, lengths: str, median: int, rng: np.random.Generator) -> Ragged:
+    """Draw texts as token ids; 5 and above are words."""
+    drawn = rng.lognormal(np.log(median), 0.7, num_rows) if lengths == "mixed" else np.full(num_rows, median)
+    return Ragged.from_rows([rng.integers(5, VOCABULARY, min(256, max(4, int(length)))) for length in drawn])
+
+
+def _save_model(folder: Path, arguments: argparse.Namespace, dropout: float) -> None:
+    """Write a BERT with random weights as a sentence-transformers model."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+    from tokenizers import Tokenizer, models
+    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+
+    layers, width, heads = SHAPES[arguments.shape]
+    torch.manual_seed(arguments.seed)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        num_hidden_layers=arguments.layers or layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=256,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    backbone = folder / "backbone"
+    BertModel(config).save_pretrained(backbone)
+    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
+    words |= {f"w{index}": index for index in range(5, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=256,
+    ).save_pretrained(backbone)
+    transformer = modules.Transformer(str(backbone))
+    pooling = modules.Pooling(width, pooling_mode="mean")
+    SentenceTransformer(modules=[transformer, pooling, modules.Normalize()]).save(str(folder))
+
+
+def _variants(workload: Workload, arguments: argparse.Namespace) -> dict[str, Variant]:
+    """Return every way to compute the step, by its name in the table."""
+    ours: list[tuple[str, ChunkBudget, float]] = []
+    for tokens in arguments.tokens:
+        for retain in (0.0, 0.5):
+            name = f"vembed, {tokens} tokens" + (f", retain {retain}" if retain else "")
+            ours.append((name, ChunkBudget(rows=2**20, tokens=tokens), retain))
+    ours.append(("vembed, 32 rows", ChunkBudget(rows=32, tokens=2**20), 0.0))
+    ours.append((f"vembed, {arguments.tokens[0]} tokens, retain 1", ChunkBudget(2**20, arguments.tokens[0]), 1.0))
+    variants = [
+        Variant(name, partial(our_step, workload, budget, retain), partial(_own_parameters, workload))
+        for name, budget, retain in ours
+    ]
+    peers: list[tuple[str, dict[str, Any]]] = [(f"ST cached, {n} rows", {"mini_batch_size": n}) for n in PEER_ROWS]
+    peers += [(f"ST cached, {n} tokens", {"mini_batch_num_tokens": n}) for n in PEER_TOKENS]
+    peer_parameters = partial(_peer_parameters, workload)
+    variants += [Variant(name, partial(_peer_step, workload, options), peer_parameters) for name, options in peers]
+    variants.append(Variant("GradCache padding, 32 rows", partial(_batch_padded_step, workload, 32), peer_parameters))
+    variants.append(Variant("plain", partial(plain_step, workload), peer_parameters))
+    return {variant.name: variant for variant in variants}
+
+
+def _own_parameters(workload: Workload) -> list[Tensor]:
+    return [parameter for _, parameter in sorted(_named(workload.encoder.backbone))]
+
+
+def _peer_parameters(workload: Workload) -> list[Tensor]:
+    return [parameter for _, parameter in sorted(_named(workload.peer[0].auto_model))]
+
+
+def _named(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    # The pooler takes no part in mean pooling; some loaders build it and some don't.
+    return [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith("pooler")]
+
+
+def our_step(workload: Workload, budget: ChunkBudget, retain: float) -> int:
+    """Run vembed's engine; return padded tokens."""
+    encoder = workload.encoder
+    features = [Features({"input_ids": column}, column.lengths) for column in workload.columns]
+    pool = Pool(encoder, encoder.collate, Features.concat(features), np.arange(len(workload.lengths)))
+    num_pairs = len(workload.columns[0].lengths)
+    batch = ContrastiveBatch(
+        queries=("",) * num_pairs,
+        documents=("",) * num_pairs,
+        positives_P2=np.stack([np.arange(num_pairs)] * 2, axis=1),
+        query_ids_Q=np.arange(num_pairs),
+        document_ids_D=np.arange(num_pairs, 2 * num_pairs),
+        record_ids=tuple(range(num_pairs)),
+    )
+    options = EngineOptions(budget=budget, device=workload.device, retain=retain, autocast_dtype=workload.autocast)
+    engine = GradCacheEngine(InfoNCE(temperature=TEMPERATURE).to(workload.device), options)
+    return engine.step([pool], BatchStructure.of(batch, workload.device)).padded_tokens
+
+
+def _padded(column: Ragged, device: torch.device) -> dict[str, Tensor]:
+    """Return a column padded to its longest row, as the peers' collators make it."""
+    width = int(column.lengths.max())
+    ids = torch.from_numpy(column.padded(width, 0)).long()
+    mask = torch.from_numpy(np.arange(width) < column.lengths[:, None]).long()
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def _peer_step(workload: Workload, options: dict[str, Any]) -> int:
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+
+    loss = CachedMultipleNegativesRankingLoss(workload.peer, scale=1 / TEMPERATURE, **options)
+    features = [_padded(column, workload.device) for column in workload.columns]
+    with _PaddedTokens(workload.peer) as counter, _autocast(workload):
+        value = loss(features, None)
+    value.backward()
+    return counter.tokens
+
+
+def _batch_padded_step(workload: Workload, rows: int) -> int:
+    """Run GradCache's algorithm: every column padded to its longest row, chunks in data order."""
+    with _PaddedTokens(workload.peer) as counter:
+        chunks = []
+        for column in workload.columns:
+            padded = _padded(column, workload.device)
+            for start in range(0, len(column.lengths), rows):
+                chunk = {name: tensor[start : start + rows] for name, tensor in padded.items()}
+                state = RngState.capture(workload.device)
+                with torch.no_grad(), _autocast(workload):
+                    chunks.append((chunk, state, workload.peer(dict(chunk))["sentence_embedding"].float()))
+    table = torch.cat([z for _, _, z in chunks]).requires_grad_()
+    _in_batch_loss(table).backward()
+    assert table.grad is not None
+    start = 0
+    for chunk, state, z in chunks:
+        with state.replayed(), _autocast(workload):
+            again = workload.peer(dict(chunk))["sentence_embedding"]
+        torch.autograd.backward(again.float(), table.grad[start : start + len(z)])
+        start += len(z)
+    return counter.tokens
+
+
+def plain_step(workload: Workload) -> int:
+    """Run the batch in one graph; return padded tokens."""
+    with _PaddedTokens(workload.peer) as counter, _autocast(workload):
+        padded = [_padded(column, workload.device) for column in workload.columns]
+        table = torch.cat([workload.peer(features)["sentence_embedding"] for features in padded])
+    _in_batch_loss(table.float()).backward()
+    return counter.tokens
+
+
+def _in_batch_loss(table: Tensor) -> Tensor:
+    queries, documents = table.chunk(2)
+    labels = torch.arange(len(queries), device=table.device)
+    return torch.nn.functional.cross_entropy(queries @ documents.T / TEMPERATURE, labels)
+
+
+def _autocast(workload: Workload) -> torch.autocast:
+    return torch.autocast(workload.device.type, workload.autocast, enabled=workload.autocast is not None)
+
+
+class _PaddedTokens:
+    """Counts the tokens that a SentenceTransformer's first module sees."""
+
+    def __init__(self, peer: Any) -> None:
+        self.tokens = 0
+        self._handle = peer[0].register_forward_pre_hook(self._count)
+
+    def _count(self, _: Any, inputs: tuple[dict[str, Tensor], ...]) -> None:
+        self.tokens += inputs[0]["input_ids"].numel()
+
+    def __enter__(self) -> _PaddedTokens:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+
+def _counted(variant: Variant, workload: Workload) -> int:
+    torch.manual_seed(0)
+    tokens = variant.step()
+    if workload.device.type == "cuda":  # a forked child takes its gradients with it, this process keeps them
+        for parameter in variant.parameters():
+            parameter.grad = None
+    return tokens
+
+
+def _flops(variant: Variant, workload: Workload) -> int:
+    with FlopCounterMode(display=False) as counter:
+        _counted(variant, workload)
+    return int(counter.get_total_flops())
+
+
+def _gradients(variant: Variant) -> list[np.ndarray]:
+    for parameter in variant.parameters():
+        parameter.grad = None
+    variant.step()
+    gradients = [_array(parameter.grad) for parameter in variant.parameters()]
+    for parameter in variant.parameters():
+        parameter.grad = None
+    return gradients
+
+
+def _array(gradient: Tensor | None) -> np.ndarray:
+    assert gradient is not None, "a parameter of the encoder got no gradient"
+    return gradient.cpu().double().numpy()
+
+
+def _worst_error(gradients: list[np.ndarray], reference: list[np.ndarray]) -> float:
+    """Return the largest relative difference of a parameter's gradient; those that are zero in truth are left out."""
+    norms = [float(np.linalg.norm(own)) for own in reference]
+    pairs = zip(gradients, reference, norms, strict=True)
+    return max(float(np.linalg.norm(own - other)) / norm for own, other, norm in pairs if norm > 1e-6 * max(norms))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""docs/data.md is true: its rows load as it says, its configuration is valid, its names are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import yaml
+
+from vembed.batch import Composed, Image, modality_of
+from vembed.config.schema import Config
+from vembed.data.builtin import BUILTIN_SETS
+from vembed.data.columns import COLUMNS
+from vembed.data.presets import PRESETS
+from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.sources import SourceOptions, load_records
+
+if TYPE_CHECKING:
+    from conftest import WritePicture
+
+DOCUMENT = (Path(__file__).parents[2] / "docs/data.md").read_text("utf-8")
+BLOCKS = re.findall(r"```(\w+ ?\w*)\n(.*?)```", DOCUMENT, flags=re.DOTALL)
+ROWS = [[json.loads(line) for line in text.splitlines()] for kind, text in BLOCKS if kind == "jsonl"]
+DIRECTIONS = [("text", "text"), ("text", "image"), ("image", "image"), ("image+text", None)]
+
+
+def write_pictures(rows: list[dict[str, Any]], write_picture: WritePicture) -> None:
+    """Write a picture wherever the rows name one."""
+    for number, name in enumerate(sorted(set(re.findall(r"[\w/]+\.jpg", json.dumps(rows))))):
+        write_picture(name, f"#0000{10 + number}")
+
+
+@pytest.mark.parametrize("place", range(len(DIRECTIONS)))
+def test_the_rows_load_as_what_they_are_said_to_be(tmp_path: Path, write_picture: WritePicture, place: int) -> None:
+    assert len(ROWS) == len(DIRECTIONS)
+    rows, (query, document) = ROWS[place], DIRECTIONS[place]
+    write_pictures(rows, write_picture)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    loaded = load_records(str(path), SourceOptions("train"))
+    assert len(loaded.table) == len(rows)
+    assert loaded.notes == ()
+    for record in loaded.table:
+        assert modality_of(record.query) == query
+        assert document is None or {modality_of(item) for item in record.positives} == {document}
+
+
+def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, write_picture: WritePicture) -> None:
+    (text,) = (text for kind, text in BLOCKS if kind == "jsonl corpus")
+    write_pictures([json.loads(line) for line in text.splitlines()], write_picture)
+    (tmp_path / "corpus.jsonl").write_text(text)
+    (tmp_path / "queries.jsonl").write_text('{"_id": "q", "text": "red"}\n')
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels/test.tsv").write_text("q\td2\t1\n")
+    documents = load_retrieval(str(tmp_path), SourceOptions("test")).documents
+    folder = tmp_path.resolve()
+    assert documents == {
+        "d1": Image(str(folder / "shirts/blue.jpg")),
+        "d2": Composed(Image(str(folder / "shirts/red.jpg")), "Shirt Red, of cotton"),
+        "d3": "Shirts How to wash them",
+    }
+
+
+def test_the_configuration_is_valid() -> None:
+    (text,) = (text for kind, text in BLOCKS if kind == "yaml")
+    assert Config.model_validate(yaml.safe_load(text)).retrieval_mode == "m2i"
+
+
+def test_every_column_name_and_every_set_is_listed() -> None:
+    table = DOCUMENT.partition("## Rows")[2].partition("```")[0]
+    for column, aliases in COLUMNS.items():
+        (line,) = (line for line in table.splitlines() if line.startswith(f"| `{column}` |"))
+        assert line.split(" | ")[1].partition(";")[0].split(", ") == list(aliases)
+    for name in PRESETS:
+        assert f"\n### {name}\n" in DOCUMENT
+    assert all(f"`builtin:{name}`" in DOCUMENT for name in BUILTIN_SETS)

@@ -1,0 +1,407 @@
+"""Published sets in their published form: what they become, and what is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from preset_cases import (
+    CAPTIONS,
+    PHOTOS,
+    PRODUCTS,
+    WRITERS,
+    draw,
+    pairs,
+    photos,
+    write_cirr,
+    write_flickr30k,
+    write_flickr30k_lists,
+    write_json,
+    write_sop,
+)
+
+from vembed.batch import Composed, Image
+from vembed.data.collate import collate
+from vembed.data.hold_out import hold_out
+from vembed.data.presets import preset_hint
+from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.sources import SourceOptions, load_records
+from vembed.errors import DataError
+from vembed.losses.base import BatchStructure
+from vembed.losses.masks import false_negative_mask, positive_mask
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.data.records import LoadedRecords
+    from vembed.data.retrieval import RetrievalData
+
+
+def records(name: str, folder: Path, **options: Any) -> LoadedRecords:
+    return load_records(f"{name}:{folder}", SourceOptions("train", **options))
+
+
+def task(name: str, folder: Path, **options: Any) -> RetrievalData:
+    return load_retrieval(f"{name}:{folder}", SourceOptions("test", **options))
+
+
+def image(folder: Path, path: str) -> Image:
+    return Image(str((folder / path).resolve()))
+
+
+# Flickr30k
+
+
+@pytest.mark.parametrize("write", [write_flickr30k, write_flickr30k_lists])
+def test_each_caption_of_flickr30k_is_a_record_and_a_query_of_its_picture(tmp_path: Path, write: Any) -> None:
+    folder = write(tmp_path / "f30k")
+    table = records("flickr30k", folder).table
+    assert len(table) == PHOTOS["train"] * CAPTIONS
+    assert table[0].query == "train photo 0 seen by 0."
+    assert table[4].positives == (image(folder, "flickr30k-images/train0.jpg"),)
+    assert table[5].positives == (image(folder, "flickr30k-images/train1.jpg"),)
+    found = task("flickr30k", folder)
+    assert found.name == "flickr30k/test"
+    assert list(found.documents) == ["test0.jpg", "test1.jpg", "test2.jpg"]
+    assert len(found.queries) == PHOTOS["test"] * CAPTIONS
+    assert found.queries["test1.jpg#3"] == "test photo 1 seen by 3."
+    assert all(found.qrels[name] == {name.partition("#")[0]: 1} for name in found.queries)
+    assert found.cutoffs == (1, 5, 10)
+    dev = load_retrieval(f"flickr30k:{folder}", SourceOptions("validation"))
+    assert (dev.name, len(dev.documents)) == ("flickr30k/val", PHOTOS["val"])
+
+
+def test_captions_of_one_picture_are_never_negatives_of_each_other(tmp_path: Path) -> None:
+    table = records("flickr30k", write_flickr30k(tmp_path)).table
+    batch = collate(table.take([0, 1, 5, 6, 2]), [0, 1, 5, 6, 2])
+    structure = BatchStructure.of(batch)
+    positive_QD = positive_mask(structure)
+    allowed_QD = ~(positive_QD | false_negative_mask(structure, positive_QD))
+    photo = torch.tensor([0, 0, 1, 1, 0])
+    assert torch.equal(allowed_QD, photo[:, None] != photo[None, :])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"filename": "../../secret.png"}, "dataset_flickr30k.json:2 (../../secret.png): filename: '"),
+        (
+            {"filename": "gone.jpg"},
+            "dataset_flickr30k.json:2 (gone.jpg): filename: 'flickr30k-images/gone.jpg': no such",
+        ),
+        ({"filename": 3}, "dataset_flickr30k.json:2: filename: expected text, got the number 3"),
+        ({"filename": "test0.jpg"}, "dataset_flickr30k.json:2 (test0.jpg): filename: the picture stands twice"),
+        ({"sentences": []}, "dataset_flickr30k.json:2 (test9.jpg): sentences: expected a list of sentences"),
+        (
+            {"sentences": [{"raw": "ok"}, {"raw": " "}]},
+            "dataset_flickr30k.json:2 (test9.jpg): sentences: blank text in 'raw' (sentence 2 of 2)",
+        ),
+    ],
+)
+def test_a_broken_picture_of_flickr30k_is_refused_by_its_number(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    draw(tmp_path / "secret.png", 1)
+    base = {**next(photo for photo in photos() if photo["filename"] == "test0.jpg")}
+    good = {**base, "filename": "test9.jpg"}
+    folder = write_flickr30k(tmp_path / "a/f30k", [base, good])
+    draw(folder / "flickr30k-images/test9.jpg", 99)
+    assert len(task("flickr30k", folder).documents) == 2
+    write_flickr30k(folder, [base, {**good, **change}])
+    with pytest.raises(DataError) as caught:
+        task("flickr30k", folder)
+    assert words in str(caught.value)
+
+
+def test_training_may_drop_broken_pictures_but_never_one_outside(tmp_path: Path) -> None:
+    draw(tmp_path / "secret.png", 1)
+    entries = photos()
+    entries[0]["filename"] = "gone.jpg"
+    folder = write_flickr30k(tmp_path / "a/f30k", entries)
+    assert entries[0]["split"] == "test"
+    assert records("flickr30k", folder).num_invalid == 0, "other splits are not looked at"
+    first = next(photo for photo in entries if photo["split"] == "train")
+    first["filename"] = "gone.jpg"
+    write_flickr30k(folder, entries)
+    with pytest.raises(DataError, match="skip_invalid_records: true"):
+        records("flickr30k", folder)
+    loaded = records("flickr30k", folder, skip_invalid=True, max_invalid=1)
+    assert len(loaded.table) == (PHOTOS["train"] - 1) * CAPTIONS
+    assert loaded.notes[0].startswith("1 invalid row dropped: dataset_flickr30k.json:")
+    first["filename"] = "../../../secret.png"
+    write_flickr30k(folder, entries)
+    with pytest.raises(DataError, match="leads out of"):
+        records("flickr30k", folder, skip_invalid=True, max_invalid=9)
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "words"),
+    [
+        (
+            "results_20130124.token",
+            "nonsense",
+            "results_20130124.token:56: expected NAME.jpg#NUMBER, a tab and a caption",
+        ),
+        ("test.txt", "nobody", "test.txt:4: 'nobody.jpg' has no caption in results_20130124.token"),
+        ("test.txt", "test0.jpg", "test.txt:4 (test0.jpg): filename: the picture stands twice"),
+    ],
+)
+def test_a_broken_line_of_the_original_captions_is_named(tmp_path: Path, file: str, line: str, words: str) -> None:
+    folder = write_flickr30k_lists(tmp_path)
+    assert len(task("flickr30k", folder).documents) == 3
+    with (folder / file).open("a") as handle:
+        handle.write(f"{line}\n")
+    with pytest.raises(DataError) as caught:
+        task("flickr30k", folder)
+    assert words in str(caught.value)
+
+
+# Stanford Online Products
+
+
+def test_each_picture_of_a_product_is_paired_with_the_next_one(tmp_path: Path) -> None:
+    folder = write_sop(tmp_path)
+    loaded = records("sop", folder)
+    found = [(record.query, record.positives, record.label) for record in loaded.table]
+    ring = [(7, 0, 1), (8, 0, 1), (7, 1, 2), (8, 1, 0), (7, 2, 0)]
+    assert found == [
+        (image(folder, f"mug_final/{p}_{a}.JPG"), (image(folder, f"mug_final/{p}_{b}.JPG"),), p) for p, a, b in ring
+    ]
+    assert loaded.table[0].location == "Ebay_train.txt:2"
+    assert loaded.notes == ("1 product has one picture and so no pair: left out.",)
+
+
+def test_pictures_of_a_product_are_never_negatives_and_a_copy_of_the_query_is_no_positive(tmp_path: Path) -> None:
+    table = records("sop", write_sop(tmp_path)).table
+    batch = collate(list(table), range(len(table)))
+    structure = BatchStructure.of(batch)
+    positive_QD = positive_mask(structure)
+    neither_QD = false_negative_mask(structure, positive_QD)
+    product = torch.tensor([record.label for record in table])
+    itself_QD = torch.from_numpy(batch.query_ids_Q[:, None] == batch.document_ids_D[None, :])
+    assert torch.equal(positive_QD | neither_QD, product[:, None] == product[None, :])
+    assert torch.equal(neither_QD, itself_QD)
+    assert itself_QD.sum() == len(table)
+    assert (batch.positives_P2 == np.argwhere(positive_QD.numpy())).all(), "sorted, without repeats"
+
+
+def test_a_record_whose_positive_repeats_its_query_keeps_it(tmp_path: Path) -> None:
+    folder = write_sop(tmp_path)
+    (folder / "mug_final/8_1.JPG").write_bytes((folder / "mug_final/8_0.JPG").read_bytes())
+    table = records("sop", folder).table
+    batch = collate(list(table), range(len(table)))
+    assert set(batch.positives_P2[:, 0].tolist()) == set(range(len(table)))
+
+
+def test_held_out_products_share_no_picture_with_training(tmp_path: Path) -> None:
+    table = records("sop", write_sop(tmp_path)).table
+    split = hold_out(table, fraction=0.5)
+    kept, held = ({table[row].label for row in rows.tolist()} for rows in (split.train_rows, split.held_out_rows))
+    assert (kept, held) == ({7}, {8})
+
+
+def test_every_test_picture_searches_all_others_of_its_list(tmp_path: Path) -> None:
+    found = task("sop", write_sop(tmp_path))
+    count = sum(PRODUCTS["test"].values())
+    assert found.queries == found.documents
+    assert len(found.queries) == count
+    relevant = sorted(len(grades) for grades in found.qrels.values())
+    assert relevant == [0, 1, 1, 2, 2, 2]
+    assert not any(name in grades for name, grades in found.qrels.items())
+    assert found.cutoffs == (1, 10, 100)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("99 20 8", "Ebay_test.txt:8: 3 columns; expected image_id class_id super_class_id path"),
+        ("x 20 8 mug_final/20_0.JPG", "Ebay_test.txt:8: image_id 'x' is not a whole number"),
+        ("99 -1 8 mug_final/20_0.JPG", "Ebay_test.txt:8: class_id '-1' is not a whole number"),
+        ("99 20 8 ../secret.png", "Ebay_test.txt:8: path: '../secret.png' leads out of"),
+        ("99 20 8 http://host.example/x.png", "Ebay_test.txt:8: path: a path that starts with http: is an address"),
+        ("99 20 8 mug_final/none.JPG", "Ebay_test.txt:8: path: 'mug_final/none.JPG': no such file"),
+        ("7 20 8 mug_final/20_0.JPG", "Ebay_test.txt:8: image_id 7 stands twice"),
+    ],
+)
+def test_a_broken_line_of_sop_is_named(tmp_path: Path, line: str, words: str) -> None:
+    draw(tmp_path / "secret.png", 1)
+    folder = write_sop(tmp_path / "sop")
+    with (folder / "Ebay_test.txt").open("a") as handle:
+        handle.write("\n")
+    assert len(task("sop", folder).queries) == 6, "blank lines hold nothing"
+    lines = (folder / "Ebay_test.txt").read_text().rstrip()
+    (folder / "Ebay_test.txt").write_text(f"{lines}\n{line}\n")
+    with pytest.raises(DataError) as caught:
+        task("sop", folder)
+    assert words in str(caught.value)
+
+
+# CIRR
+
+
+def test_a_query_of_cirr_is_a_picture_with_a_text_and_its_reference_is_never_ranked(tmp_path: Path) -> None:
+    folder = write_cirr(tmp_path)
+    first = records("cirr", folder).table[0]
+    assert first.query == Composed(image(folder, "img_raw/train/3/train-0-0.png"), "show 1 more of group 0")
+    assert first.positives == (image(folder, "img_raw/train/3/train-0-1.png"),)
+    found = task("cirr", folder)
+    assert found.name == "cirr/val"
+    assert (len(found.queries), len(found.documents)) == (4, 12)
+    assert found.qrels["11"] == {"val-1-2": 1}
+    assert found.excluded["11"] == {"val-1-0"}
+    assert (found.candidates, found.cutoffs) == ({}, (1, 5, 10, 50))
+    assert load_retrieval(f"cirr:{folder}", SourceOptions("validation")).queries == found.queries
+
+
+def test_the_subset_split_ranks_the_members_of_the_set_alone(tmp_path: Path) -> None:
+    found = task("cirr", write_cirr(tmp_path), split="val-subset")
+    assert found.candidates["10"] == {f"val-1-{place}" for place in range(6)}
+    assert (found.name, found.cutoffs) == ("cirr/val-subset", (1, 2, 3))
+
+
+@pytest.mark.parametrize("arrange", ["cirr/", "beside"])
+def test_other_projects_arrangements_of_cirr_are_read_too(tmp_path: Path, arrange: str) -> None:
+    folder = write_cirr(tmp_path)
+    if arrange == "cirr/":
+        (folder / "cirr").mkdir()
+        for name in ("captions", "image_splits"):
+            (folder / name).rename(folder / "cirr" / name)
+    for name in ("train", "dev", "test1"):
+        (folder / "img_raw" / name).rename(folder / name)
+    assert len(task("cirr", folder).documents) == 12
+    assert len(records("cirr", folder).table) == 4
+
+
+def test_the_targets_of_test1_are_nobodys(tmp_path: Path) -> None:
+    folder = write_cirr(tmp_path)
+    with pytest.raises(DataError, match="cirr has no split 'test1': the targets of test1 are not published"):
+        task("cirr", folder, split="test1")
+    assert len(task("cirr", folder, split="test").queries) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"reference": "nobody"}, "cap.rc2.val.json pairid 1: reference: 'nobody' is no picture of split.rc2.val.json"),
+        ({"target_hard": None}, "cap.rc2.val.json pairid 1: target_hard: missing, or no text"),
+        ({"target_hard": "val-0-0"}, "cap.rc2.val.json pairid 1: target_hard: is the reference itself"),
+        ({"caption": " "}, "cap.rc2.val.json pairid 1: caption: blank text"),
+        ({"pairid": 0}, "cap.rc2.val.json pairid 0: pairid: stands twice"),
+        ({"pairid": "x"}, "cap.rc2.val.json:1: pairid: missing, or not a whole number"),
+    ],
+)
+def test_a_broken_query_of_cirr_is_named_by_its_pairid(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    folder = write_cirr(tmp_path)
+    rows = pairs("val")
+    rows[1] |= change
+    write_json(folder / "captions/cap.rc2.val.json", rows)
+    with pytest.raises(DataError) as caught:
+        task("cirr", folder)
+    assert words in str(caught.value)
+
+
+def test_a_query_whose_set_lacks_its_target_has_no_place_in_the_subset(tmp_path: Path) -> None:
+    folder = write_cirr(tmp_path)
+    rows = pairs("val")
+    del rows[2]["img_set"]
+    write_json(folder / "captions/cap.rc2.val.json", rows)
+    assert len(task("cirr", folder).queries) == 4
+    with pytest.raises(DataError, match="pairid 10: img_set: its members don't hold the target"):
+        task("cirr", folder, split="val-subset")
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("./../../secret.png", "leads out of"),
+        ("./dev/none.png", "no such file"),
+        (7, "expected a path, got int"),
+    ],
+)
+def test_a_bad_path_of_cirr_is_refused_and_the_others_are_not(tmp_path: Path, path: object, words: str) -> None:
+    draw(tmp_path / "secret.png", 1)
+    folder = write_cirr(tmp_path / "cirr")
+    assert len(task("cirr", folder).documents) == 12
+    file = folder / "image_splits/split.rc2.val.json"
+    write_json(file, json.loads(file.read_text()) | {"val-0-3": path})
+    with pytest.raises(DataError) as caught:
+        task("cirr", folder)
+    assert "split.rc2.val.json 'val-0-3'" in str(caught.value)
+    assert words in str(caught.value)
+
+
+# All of them
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "words"),
+    [
+        ("flickr30k", ["dataset_flickr30k.json"], "is missing dataset_flickr30k.json or results_20130124.token in "),
+        ("flickr30k", ["flickr30k-images"], "is missing flickr30k-images/ or flickr30k_images/ or images/ in "),
+        (
+            "flickr30k",
+            ["dataset_flickr30k.json", "flickr30k-images"],
+            "is missing dataset_flickr30k.json or results_20130124.token, and flickr30k-images/ or ",
+        ),
+        ("sop", ["Ebay_test.txt"], "is missing Ebay_test.txt in "),
+        ("cirr", ["captions"], "is missing captions/cap.rc2.val.json or cirr/captions/cap.rc2.val.json in "),
+        ("cirr", ["img_raw"], "is missing img_raw/dev/ or dev/ in "),
+    ],
+)
+def test_all_that_is_missing_is_named(tmp_path: Path, name: str, gone: list[str], words: str) -> None:
+    folder = WRITERS[name](tmp_path / "set")
+    assert task(name, folder).queries
+    for part in gone:
+        (folder / part).rename(tmp_path / part)
+    with pytest.raises(DataError) as caught:
+        task(name, folder)
+    assert str(caught.value).startswith(f"{name}:{folder} {words}")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_folder_too_high_is_told_where_the_set_is(tmp_path: Path, name: str) -> None:
+    folder = WRITERS[name](tmp_path / "Set")
+    with pytest.raises(DataError, match=f"{folder} has it: name that folder, {name}:{folder}"):
+        task(name, tmp_path)
+    with pytest.raises(DataError, match="there is no folder"):
+        task(name, tmp_path / "nowhere")
+
+
+def test_pictures_may_lie_in_image_root(tmp_path: Path) -> None:
+    folder = write_flickr30k(tmp_path / "captions")
+    (folder / "flickr30k-images").rename(tmp_path / "elsewhere")
+    assert len(task("flickr30k", folder, image_root=tmp_path / "elsewhere").documents) == 3
+    cirr = write_cirr(tmp_path / "cirr")
+    (cirr / "img_raw").rename(tmp_path / "nlvr2")
+    assert len(task("cirr", cirr, image_root=tmp_path / "nlvr2").documents) == 12
+
+
+def test_a_split_that_a_set_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    folder = write_sop(tmp_path)
+    with pytest.raises(DataError, match="sop has no split 'dev': leave val_data_path out, and whole products"):
+        load_retrieval(f"sop:{folder}", SourceOptions("validation"))
+    with pytest.raises(DataError, match="sop has no split 'extra': it has: train, test"):
+        task("sop", folder, split="extra")
+
+
+def test_names_that_only_look_like_presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_sop(tmp_path / "set")
+    assert len(load_records("sop:set", SourceOptions("train")).table) == 5
+    (tmp_path / "sop:set.jsonl").write_text('{"query": "q", "positive": "p"}\n')
+    assert len(load_records("./sop:set.jsonl", SourceOptions("train")).table) == 1
+    with pytest.raises(DataError, match="sop: names no folder: write sop:FOLDER"):
+        load_records("sop:", SourceOptions("train"))
+    with pytest.raises(DataError, match=r"flicker30k:set doesn't exist \(did you mean 'flickr30k:\.\.\.'\?\)"):
+        load_records("flicker30k:set", SourceOptions("train"))
+    assert preset_hint("owner/sop:config") == "", "a hub id with a configuration"
+
+
+def test_a_column_mapping_has_no_effect_and_says_so(tmp_path: Path) -> None:
+    folder = write_sop(tmp_path)
+    mapping = {"a": "query"}
+    assert "column_mapping has no effect on a published set." in records("sop", folder, column_mapping=mapping).notes
+    assert "column_mapping has no effect on a published set." in task("sop", folder, column_mapping=mapping).notes

@@ -1,0 +1,248 @@
+"""`vembed encode` on texts: the folder that it writes, the corpora that it takes, what it refuses and leaves behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from command_cases import environment
+from search_cases import DOCUMENTS, FILES, meta_of, write_corpus
+
+import vembed
+from vembed.search import build
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def test_the_folder_holds_vectors_ids_index_and_meta(call: Any, bag: Path, corpus: Path, tmp_path: Path) -> None:
+    import faiss
+
+    folder = tmp_path / "deep" / "index"
+    done = call("encode", bag, "--data", corpus, "--output", folder)
+    assert done.code == 0, done.err
+    assert "4 documents, 64 dimensions, index Flat" in done.out
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert [path.name for path in folder.parent.iterdir()] == ["index"], "nothing is left beside it"
+    vectors = np.load(folder / "vectors.npy", mmap_mode="r")
+    assert vectors.dtype == np.float32
+    np.testing.assert_array_equal(vectors, vembed.load(bag).encode(DOCUMENTS.values(), "document"))
+    rows = [json.loads(line) for line in (folder / "ids.jsonl").read_text().splitlines()]
+    assert {row["id"]: row["text"] for row in rows} == DOCUMENTS
+    flat = faiss.read_index(str(folder / "index.faiss"))
+    np.testing.assert_array_equal(flat.reconstruct_n(0, 4), vectors)
+    meta = meta_of(folder)
+    assert meta["model"]["name"] == str(bag)
+    assert re.fullmatch(r"[0-9a-f]{64}", meta["model"]["weights_sha256"])
+    assert (meta["model"]["dimension"], meta["model"]["similarity"], meta["num_documents"]) == (64, "cosine", 4)
+    assert (meta["vembed_version"], meta["side"], meta["factory"]) == (vembed.__version__, "document", "Flat")
+
+
+def test_equal_inputs_give_equal_bytes(bag: Path, corpus: Path, index: Path, tmp_path: Path) -> None:
+    vembed.build_index(vembed.load(bag), corpus, tmp_path / "again")
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (index / name).read_bytes(), name
+
+
+def test_slices_change_nothing(
+    bag: Path, corpus: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "SLICE_ROWS", 3)
+    vembed.build_index(bag, corpus, tmp_path / "sliced")
+    for name in FILES:
+        assert (tmp_path / "sliced" / name).read_bytes() == (index / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("kind", ["beir", "csv", "tsv", "parquet", "json", "txt", "gz"])
+def test_every_kind_of_corpus_gives_the_same_documents(kind: str, bag: Path, tmp_path: Path) -> None:
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    documents = {"1": "red apples", "2": "the train, at noon", "3": "apple pie"}
+    path = tmp_path / {"beir": "corpus.jsonl", "gz": "corpus.jsonl.gz"}.get(kind, f"corpus.{kind}")
+    if kind == "beir":
+        write_corpus(path, documents)
+        path = tmp_path
+    elif kind == "gz":
+        path.write_bytes(gzip.compress(write_corpus(tmp_path / "c", documents).read_bytes()))
+    elif kind == "parquet":
+        table = {"docid": [int(name) for name in documents], "passage": list(documents.values()), "other": [0] * 3}
+        pq.write_table(pa.table(table), path)
+    elif kind == "json":
+        path.write_text(json.dumps([{"id": name, "title": None, "content": text} for name, text in documents.items()]))
+    elif kind == "txt":
+        path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(documents.values()).encode())
+    else:
+        cells = [("id", "text"), *documents.items()]
+        line = '{}\t"{}"' if kind == "tsv" else '{},"{}"'
+        path.write_text("\n".join(line.format(*row) for row in cells))
+    vembed.build_index(bag, path, tmp_path / "index")
+    rows = [json.loads(line) for line in (tmp_path / "index" / "ids.jsonl").read_text().splitlines()]
+    assert {row["id"]: row["text"] for row in rows} == documents
+
+
+@pytest.mark.slow
+def test_a_built_in_set_is_a_corpus(bag: Path, tmp_path: Path) -> None:
+    assert vembed.build_index(bag, "builtin:stdlib-code", tmp_path / "index").num_documents > 100
+
+
+def test_titles_columns_and_empty_texts(call: Any, bag: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"key": 7, "title": "Pie", "body": "with apples"}\n\n{"key": 8, "body": ""}\n')
+    refused = call("encode", bag, "--data", path, "--output", tmp_path / "x")
+    assert refused.code == 3
+    assert "c.jsonl:1: no column '_id' or 'id'" in refused.err
+    assert "--id-column" in refused.err
+    near = call("encode", bag, "--data", path, "--output", tmp_path / "x", "--id-column", "key", "--text-column", "bdy")
+    assert "did you mean 'body'" in near.err
+    taken = call(
+        "encode", bag, "--data", path, "--output", tmp_path / "x", "--id-column", "key", "--text-column", "body"
+    )
+    assert taken.code == 0, taken.err
+    assert "1 document has neither a title nor a text." in taken.out
+    rows = [json.loads(line) for line in (tmp_path / "x" / "ids.jsonl").read_text().splitlines()]
+    assert rows == [{"id": "7", "text": "Pie with apples"}, {"id": "8", "text": ""}]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"_id": "a", "text": ', "c.jsonl:2: bad JSON"),
+        ('{"_id": "d1", "text": "b"}', "c.jsonl:2: _id: 'd1' stands twice"),
+        ('{"_id": "a", "text": null}', "c.jsonl:2: text: missing"),
+        ('{"_id": "a", "text": 3}', "c.jsonl:2: text: expected text, got int"),
+        ('{"_id": 1.5, "text": "b"}', "c.jsonl:2: _id: missing, or neither"),
+        ('{"_id": "a", "text": "nul \\u0000"}', "c.jsonl:2: text: holds a NUL byte"),
+        ('{"_id": "a", "text": "b", "image": "c.png"}', "c.jsonl:2: image: 'c.png': no such file"),
+    ],
+)
+def test_a_broken_row_is_named_and_nothing_is_written(
+    call: Any, bag: Path, tmp_path: Path, line: str, message: str
+) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text(f'{{"_id": "d1", "text": "a"}}\n{line}\n')
+    refused = call("encode", bag, "--data", path, "--output", tmp_path / "index")
+    assert refused.code == 3
+    assert message in refused.err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["c.jsonl"]
+    path.write_text('{"_id": "d1", "text": "a"}\n')
+    assert call("encode", bag, "--data", path, "--output", tmp_path / "index").code == 0
+
+
+def test_what_is_no_corpus_is_refused(call: Any, bag: Path, corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "a.bin").write_text("x")
+    for data, message in {
+        tmp_path / "empty.txt": "holds no documents",
+        tmp_path / "a.bin": "unknown kind of file",
+        tmp_path: "has no corpus.jsonl",
+        corpus.with_name("korpus.jsonl"): "did you mean 'corpus.jsonl'",
+        "https://user:canary@host/x": "is an address",
+    }.items():
+        refused = call("encode", bag, "--data", data, "--output", tmp_path / "index")
+        assert refused.code == 3
+        assert message in refused.err
+        assert "canary" not in refused.err
+    assert not (tmp_path / "index").exists()
+
+
+def test_an_index_is_replaced_only_when_asked_and_other_files_never(
+    call: Any, bag: Path, corpus: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "index"
+    assert call("encode", bag, "--data", corpus, "--output", folder).code == 0
+    before = (folder / "meta.json").read_bytes()
+    refused = call("encode", bag, "--data", corpus, "--output", folder, "--index", "HNSW32")
+    assert refused.code == 2
+    assert "--overwrite" in refused.err
+    assert (folder / "meta.json").read_bytes() == before
+    assert call("encode", bag, "--data", corpus, "--output", folder, "--index", "HNSW32", "--overwrite").code == 0
+    assert meta_of(folder)["factory"] == "HNSW32"
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
+    other = call("encode", bag, "--data", corpus, "--output", tmp_path / "thesis", "--overwrite")
+    assert other.code == 2
+    assert "holds other files" in other.err
+    assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
+
+
+def test_a_failed_replacement_leaves_the_old_index(
+    call: Any, bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "index"
+    vembed.build_index(bag, corpus, folder)
+    before = {name: (folder / name).read_bytes() for name in FILES}
+
+    def full(path: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "write_durably", full)
+        refused = call("encode", bag, "--data", corpus, "--output", folder, "--overwrite")
+    assert refused.code == 5
+    assert "No space left" in refused.err
+    assert {name: (folder / name).read_bytes() for name in FILES} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    assert call("search", folder, "apple").code == 0
+
+
+def test_a_disk_that_is_too_small_is_said_before_encoding(
+    bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(vembed.MachineError, match="GB free"):
+        vembed.build_index(bag, corpus, tmp_path / "index")
+    monkeypatch.undo()
+    vembed.build_index(bag, corpus, tmp_path / "index")
+
+
+def test_an_unknown_factory_is_refused_before_encoding(call: Any, bag: Path, corpus: Path, tmp_path: Path) -> None:
+    refused = call("encode", bag, "--data", corpus, "--output", tmp_path / "index", "--index", "Flit")
+    assert refused.code == 2
+    assert "Flit" in refused.err
+    assert not (tmp_path / "index").exists()
+
+
+def test_a_signal_stops_it_and_nothing_is_left(bag: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "big.txt"
+    corpus.write_text("\n".join(f"document number {number} about apples and trains" for number in range(300_000)))
+    (tmp_path / "out").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vembed", "encode", bag, "--data", corpus, "--output", tmp_path / "out/i"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path,
+    )  # fmt: skip
+    try:
+        deadline = 600
+        while not any((tmp_path / "out").glob(".i.tmp/ids.jsonl")) and deadline:
+            deadline -= 1
+            try:
+                process.wait(0.1)
+                break
+            except subprocess.TimeoutExpired:
+                continue
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 75, err
+    assert "nothing was written" in err
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_cut_texts_are_counted(call: Any, bag: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c.txt"
+    path.write_text(f"short\n{'word ' * 17}\n")
+    done = call("encode", bag, "--data", path, "--output", tmp_path / "index")
+    assert "1 texts are longer than the 16 tokens" in done.out
+    assert meta_of(tmp_path / "index")["num_truncated"] == 1

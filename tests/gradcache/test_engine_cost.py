@@ -1,0 +1,169 @@
+"""What a step costs, counted: floating point operations, AccumulateGrad calls, padded tokens, frozen parts."""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import SmallBert, make_case
+from test_engine import CPU, gradients, make_loss
+from torch.utils.flop_counter import FlopCounterMode
+
+from vembed.batch import Features, Ragged
+from vembed.gradcache.calls import Pool
+from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
+
+ROWS = 4
+
+
+def equal_lengths(case: Any) -> Any:
+    """Give every row the same length, so that each chunk costs the same."""
+    [pool] = case.pools
+    rng = np.random.default_rng(0)
+    ids = Ragged.from_rows([rng.integers(5, 60, 12) for _ in range(len(pool.slots))])
+    case.pools = [Pool(pool.encode, pool.collate, Features({"input_ids": ids}, ids.lengths), pool.slots)]
+    return case
+
+
+def flops(call: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops())
+
+
+def freeze_all_but_biases(encoder: torch.nn.Module) -> None:
+    """Train as adapters do: the weight matrices need no gradient, what flows through them does."""
+    for name, parameter in encoder.named_parameters():
+        parameter.requires_grad_(requires_grad=name.endswith("bias"))
+
+
+@pytest.mark.parametrize("weights", ["full", "frozen"])
+@pytest.mark.parametrize("retain", [0.0, 0.5, 1.0])
+def test_floating_point_operations_are_those_of_the_plain_step_and_one_forward_of_what_is_replayed(
+    weights: str, retain: float
+) -> None:
+    case = equal_lengths(make_case(dropout=0.0, negatives=1, num_queries=16))  # 48 rows: 12 chunks of 4
+    if weights == "frozen":
+        freeze_all_but_biases(case.encoder)
+    [pool] = case.pools
+    chunks = plan_chunks(pool.features.lengths, ChunkBudget(ROWS, 10**6))
+    assert len(chunks) == 12
+
+    def forward() -> None:
+        for chunk in chunks:
+            pool.encode(pool.collate(pool.features, chunk.rows, chunk.width))
+
+    loss = make_loss()
+    plain = flops(lambda: reference_step(case.pools, case.structure, loss, budget=ChunkBudget(ROWS, 10**6)))
+    one_forward = flops(forward)
+    # The streamed loss stage does four products where autograd does three: that product isn't the encoder's.
+    extra_product = 2 * case.structure.num_queries * case.structure.num_documents * 16
+    engine = GradCacheEngine(loss, EngineOptions(ChunkBudget(ROWS, 10**6), CPU, retain=retain))
+    step = flops(lambda: engine.step(case.pools, case.structure))
+    assert plain > 1.9 * one_forward
+    assert step - extra_product == pytest.approx(plain + (1 - retain) * one_forward, rel=0.01)
+
+
+class Accumulations:
+    """Counts how often the gradient of each parameter is accumulated."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.counts: Counter[str] = Counter()
+        self.handles = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in module.named_parameters()
+        ]
+
+    def _hook(self, name: str) -> Any:
+        return lambda _: self.counts.update([name])
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_each_parameter_is_accumulated_once_for_each_chunk(rows: int) -> None:
+    case = equal_lengths(make_case(dropout=0.0, negatives=1))
+    counter = Accumulations(case.encoder)
+    engine = GradCacheEngine(make_loss(), EngineOptions(ChunkBudget(rows, 10**6), CPU))
+    result = engine.step(case.pools, case.structure)
+    assert result.num_chunks == -(-27 // rows)
+    assert set(counter.counts.values()) == {result.num_chunks}
+
+
+def test_an_encoder_without_trainable_parts_is_encoded_once_and_the_other_is_exact() -> None:
+    case = make_case(dropout=0.0, negatives=2, towers=2)
+    case.encoder[0].requires_grad_(requires_grad=False)
+    loss = make_loss()
+    value = reference_step(case.pools, case.structure, loss)
+    expected = gradients(case.encoder, loss)
+    calls: Counter[int] = Counter()
+    for index, tower in enumerate(case.encoder):
+        tower.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
+    engine = GradCacheEngine(loss, EngineOptions(ChunkBudget(3, 10**6), CPU, retain=0.2))
+    result = engine.step(case.pools, case.structure)
+    found = gradients(case.encoder, loss)
+    assert result.loss == pytest.approx(value.item(), rel=1e-12)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-14) for name in expected)
+    chunks = [len(plan_chunks(pool.features.lengths, ChunkBudget(3, 10**6))) for pool in case.pools]
+    assert calls[0] == chunks[0] > 2
+    assert 1.5 * chunks[1] < calls[1] < 2 * chunks[1]  # a fifth of all is retained
+
+
+@pytest.mark.parametrize("width_multiple", [1, 8])
+@pytest.mark.parametrize("budget_share", [32, 64])
+def test_padding_stays_within_five_percent_of_the_rounded_lengths(width_multiple: int, budget_share: int) -> None:
+    rng = np.random.default_rng(4)
+    lengths = np.clip(rng.lognormal(np.log(40), 0.7, 4096), 1, 256).astype(np.int64)
+    rounded = -(-lengths // width_multiple) * width_multiple
+    budget = ChunkBudget(10**6, int(lengths.sum()) // budget_share, width_multiple)
+    chunks = plan_chunks(lengths, budget)
+    assert sum(chunk.padded_tokens for chunk in chunks) <= 1.05 * rounded.sum()
+    assert len(chunks) <= 1.25 * budget_share * rounded.sum() / lengths.sum()  # not bought with tiny chunks
+
+
+def test_half_precision_parameters_accumulate_their_gradients_in_float32() -> None:
+    """Hundreds of chunks added up in bfloat16 lose a good part of the gradient."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8, bias=False)
+    features = Features({}, np.ones(1024, dtype=np.int64), {"x": np.random.default_rng(0).random((1024, 8)) + 0.5})
+    errors = {}
+    truth = gradient_of(layer.double(), features, torch.float64, parameters=True)
+    for name, parameters in (("held", True), ("plain", False)):
+        gradient = gradient_of(layer.to(torch.bfloat16), features, torch.bfloat16, parameters=parameters)
+        errors[name] = ((gradient - truth).norm() / truth.norm()).item()
+    assert errors["held"] < 0.01
+    assert errors["plain"] > 3 * errors["held"]  # the comparison can fail
+
+
+class PairLoss(torch.nn.Module):
+    """Pulls every pair together: its gradient has one sign, so that nothing cancels in the sum."""
+
+    def forward(self, q_QE: torch.Tensor, d_DE: torch.Tensor, structure: Any) -> torch.Tensor:
+        return q_QE.sum() + d_DE.sum()
+
+
+def gradient_of(layer: torch.nn.Module, features: Features, dtype: torch.dtype, *, parameters: bool) -> torch.Tensor:
+    def collate(features: Features, rows: Any, width: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.from_numpy(features.per_row["x"][rows]).to(dtype)}
+
+    def encode(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return layer(inputs["x"])
+
+    case = make_case(dropout=0.0, negatives=0, num_queries=512)
+    pool = Pool(encode, collate, features, np.arange(1024))
+    engine = GradCacheEngine(
+        PairLoss(), EngineOptions(ChunkBudget(1, 10**6), CPU), list(layer.parameters()) if parameters else ()
+    )
+    engine.step([pool], case.structure)
+    [weight] = layer.parameters()
+    assert weight.grad is not None
+    assert weight.grad.dtype == weight.dtype
+    gradient = weight.grad.double()
+    weight.grad = None
+    return gradient
+
+
+def test_small_bert_has_weights_for_which_the_counts_mean_something() -> None:
+    assert sum(parameter.numel() for parameter in SmallBert(0.0).parameters()) > 4000

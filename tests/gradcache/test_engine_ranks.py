@@ -1,0 +1,175 @@
+"""The engine on two processes: each encodes its part, both end with the gradients of the whole batch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import Case, make_case
+from rank_pool import RankPool
+from test_engine import CPU, assert_same_gradients, gradients
+from test_engine_losses import NEGATIVES, make
+from torch.distributed.tensor.debug import CommDebugMode
+
+from vembed.distributed.ranks import Ranks
+from vembed.gradcache.calls import Pool
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.deal import Deal
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine, ReplayDriftError, StepResult
+from vembed.gradcache.reference import reference_step
+
+LOSSES = ["one direction", "both directions", "prefixes", "sigmoid", "sigmoid with prefixes", "not streamed"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run the step on every rank."""
+
+    loss: str = "both directions"
+    towers: int = 1
+    dropout: float = 0.0
+    retain: float = 0.0
+    chunk_rows: int = 4
+    negatives: Any = tuple(NEGATIVES)
+    deal: str = "uneven"
+    dealt: str = "rows"
+    freeze: str = ""
+    num_queries: int = 9
+
+
+def deal_of(num_rows: int, how: str) -> Deal:
+    """Split rows over two ranks; queries and their documents don't stay together."""
+    rows = np.arange(num_rows)
+    first = {"even": rows % 2 == 0, "uneven": rows % 4 == 1, "nearly all": rows > 0}[how]
+    return Deal((rows[first], rows[~first]))
+
+
+def pools_of(case: Case, own: np.ndarray) -> list[Pool]:
+    """Keep a rank's rows of each pool."""
+    pools = []
+    for pool in case.pools:
+        mine = np.flatnonzero(np.isin(pool.slots, own))
+        if len(mine):
+            pools.append(Pool(pool.encode, pool.collate, pool.features.take(mine), pool.slots[mine]))
+    return pools
+
+
+def frozen(case: Case, which: str) -> Case:
+    """Freeze a part of the encoder."""
+    for name, parameter in case.encoder.named_parameters():
+        if which and which in name:
+            parameter.requires_grad_(requires_grad=False)
+    return case
+
+
+def step_on(rank: int, setting: Setting, *, replay: bool = True) -> tuple[StepResult, dict[str, Any], dict[str, int]]:
+    case = make_case(
+        dropout=setting.dropout,
+        negatives=setting.negatives if isinstance(setting.negatives, int) else list(setting.negatives),
+        towers=setting.towers,
+        num_queries=setting.num_queries,
+    )
+    frozen(case, setting.freeze)
+    loss = make(setting.loss, 3)
+    deal = deal_of(case.structure.num_queries + case.structure.num_documents, setting.deal)
+    options = EngineOptions(
+        ChunkBudget(setting.chunk_rows, 10**6),
+        CPU,
+        retain=setting.retain,
+        replay_rng=replay,
+        ranks=Ranks.of_this_process(),
+    )
+    trainable = [parameter for parameter in case.encoder.parameters() if parameter.requires_grad]
+    engine = GradCacheEngine(loss, options, trainable)
+    torch.manual_seed(5 + rank)
+    with CommDebugMode() as communication:
+        result = engine.step(pools_of(case, deal.slots[rank]), case.structure, deal=deal)
+    counted = {str(name): number for name, number in communication.get_comm_counts().items()}
+    return result, gradients(case.encoder, loss), counted
+
+
+def expected_of(setting: Setting) -> tuple[float, dict[str, torch.Tensor]]:
+    case = make_case(
+        dropout=0.0,
+        negatives=setting.negatives if isinstance(setting.negatives, int) else list(setting.negatives),
+        towers=setting.towers,
+        num_queries=setting.num_queries,
+    )
+    frozen(case, setting.freeze)
+    loss = make(setting.loss, 1024)
+    value = reference_step(case.pools, case.structure, loss).item()
+    return value, gradients(case.encoder, loss)
+
+
+def assert_equals_one_shot(two_ranks: RankPool, setting: Setting) -> list[Any]:
+    value, expected = expected_of(setting)
+    answers = two_ranks.run(step_on, setting)
+    for result, found, _ in answers:
+        assert result.loss == pytest.approx(value, rel=1e-11)
+        assert result.replay_drift == 0
+        assert_same_gradients(found, expected, 1e-9)
+    return answers
+
+
+@pytest.mark.parametrize("deal", ["even", "uneven", "nearly all"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_two_ranks_have_the_gradients_of_one_shot(two_ranks: RankPool, loss: str, deal: str) -> None:
+    answers = assert_equals_one_shot(two_ranks, Setting(loss=loss, deal=deal))
+    assert sum(result.num_chunks for result, _, _ in answers) > 4
+    assert answers[0][0].tokens + answers[1][0].tokens > max(answers[0][0].tokens, answers[1][0].tokens)
+
+
+@pytest.mark.parametrize("retain", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("towers", [1, 2])
+@pytest.mark.parametrize("negatives", [0, 1, 7])
+def test_towers_retention_and_negatives_change_nothing_on_two_ranks(
+    two_ranks: RankPool, towers: int, retain: float, negatives: int
+) -> None:
+    assert_equals_one_shot(two_ranks, Setting(towers=towers, retain=retain, negatives=negatives))
+
+
+def test_a_frozen_tower_needs_no_gradient_on_any_rank(two_ranks: RankPool) -> None:
+    setting = Setting(towers=2, freeze="1.bert")
+    answers = assert_equals_one_shot(two_ranks, setting)
+    assert not any(name.startswith("0.1.") for name in answers[0][1])
+
+
+def test_fewer_queries_than_ranks_are_computed_by_all_of_them(two_ranks: RankPool) -> None:
+    # One query has no negatives but its own hard ones.
+    setting = Setting(num_queries=2, negatives=(3, 2), chunk_rows=2)
+    assert_equals_one_shot(two_ranks, setting)
+
+
+def test_collectives_are_constant_in_the_number_of_chunks(two_ranks: RankPool) -> None:
+    few, many = (two_ranks.run(step_on, Setting(chunk_rows=rows)) for rows in (100, 1))
+    assert many[0][0].num_chunks > few[0][0].num_chunks + 5
+    assert few[0][2] == many[0][2]
+    assert sum(few[0][2].values()) > 0
+
+
+def test_drift_of_one_rank_is_raised_on_all_of_them(two_ranks: RankPool) -> None:
+    for message in two_ranks.run(drift_on, Setting(dropout=0.1)):
+        assert "relative difference" in message
+
+
+def drift_on(rank: int, setting: Setting) -> str:
+    try:
+        step_on(rank, setting, replay=False)
+    except ReplayDriftError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_dropout_is_replayed_on_both_ranks(two_ranks: RankPool) -> None:
+    answers = two_ranks.run(step_on, Setting(dropout=0.1))
+    assert [result.replay_drift for result, _, _ in answers] == [0, 0]
+    assert answers[0][0].loss == answers[1][0].loss
+    for name, gradient in answers[0][1].items():
+        assert torch.equal(gradient, answers[1][1][name]), name
+
+
+def test_several_ranks_without_parameters_are_refused() -> None:
+    options = EngineOptions(ChunkBudget(1, 1), CPU, ranks=Ranks(rank=0, world_size=2))
+    with pytest.raises(ValueError, match="pass them"):
+        GradCacheEngine(make("both directions", 3), options)

@@ -1,0 +1,87 @@
+"""A streamed loss against its definition in plain autograd, on one rank and on several."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from loss_cases import LossCase
+from torch import Tensor
+
+from vembed.losses.statistics import LogSumExp
+from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def defined(loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor) -> LossGradients:
+    """Return loss and gradients by autograd over the whole matrix."""
+    own = dict(loss.named_parameters())
+    q, d = q_QE.detach().requires_grad_(), d_DE.detach().requires_grad_()
+    value = loss(q, d, case.structure)
+    dq, dd, *rest = torch.autograd.grad(value, [q, d, *own.values()])
+    return LossGradients(value.detach(), dq, dd, dict(zip(own, rest, strict=True)))
+
+
+def streamed(loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor) -> LossGradients:
+    """Return them tile by tile, as one rank does."""
+    batch = StreamedBatch(q_QE.detach(), d_DE.detach(), case.structure)
+    return loss.gradients(batch, loss.statistics(batch) if loss.needs_statistics else None)
+
+
+def over_ranks(loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor, sizes: Sequence[int]) -> LossGradients:
+    """Return them as ranks of these sizes do: their own queries, all documents, columns merged, shares added up."""
+    assert sum(sizes) == len(q_QE)
+    starts = np.cumsum([0, *sizes[:-1]])
+    batches = [
+        StreamedBatch(q_QE[start : start + size].detach(), d_DE.detach(), case.structure, int(start))
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+    statistics = [loss.statistics(batch) if loss.needs_statistics else None for batch in batches]
+    if loss.needs_statistics:
+        columns = [each.columns for each in statistics if each is not None and each.columns is not None]
+        assert len(columns) == len(sizes)
+        top = torch.stack([each.max for each in columns]).amax(0)  # all_reduce(MAX)
+        merged = LogSumExp(top, torch.stack([each.rescaled(top) for each in columns]).sum(0))  # all_reduce(SUM)
+        statistics = [replace(each, columns=merged) for each in statistics if each is not None]
+    shares = [loss.gradients(batch, each) for batch, each in zip(batches, statistics, strict=True)]
+    return LossGradients(
+        torch.stack([share.loss for share in shares]).sum(),
+        torch.cat([share.dq_QE for share in shares]),
+        torch.stack([share.dd_DE for share in shares]).sum(0),
+        {name: torch.stack([share.own[name] for share in shares]).sum(0) for name in shares[0].own},
+    )
+
+
+def assert_equal(found: LossGradients, expected: LossGradients, tolerance: float = 1e-10) -> None:
+    """Compare loss and every gradient, relative to the largest entry of each or absolutely where it is small."""
+    pairs = {
+        "loss": (found.loss, expected.loss),
+        "dq": (found.dq_QE, expected.dq_QE),
+        "dd": (found.dd_DE, expected.dd_DE),
+        **{name: (found.own[name], value) for name, value in expected.own.items()},
+    }
+    for name, (ours, reference) in pairs.items():
+        assert ours.shape == reference.shape, name
+        error = (ours - reference).abs().max().item()
+        assert error <= tolerance * max(1.0, reference.abs().max().item()), (name, error)
+
+
+def random_case(seed: int, *, num_queries: int = 6, num_documents: int = 11, texts: int = 10) -> LossCase:
+    """Draw texts from so few that queries, documents and both repeat each other, with one or two positives each."""
+    rng = np.random.default_rng(seed)
+    pairs = {(i, int(rng.integers(num_documents))) for i in range(num_queries) for _ in range(1 + i % 2)}
+    return LossCase(
+        tuple(f"text {rng.integers(texts)}" for _ in range(num_queries)),
+        tuple(f"text {rng.integers(texts)}" for _ in range(num_documents)),
+        tuple(sorted(pairs)),
+    )
+
+
+def unit_rows(count: int, dim: int, *, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(count, dim, generator=generator, dtype=torch.float64)
+    return torch.nn.functional.normalize(rows, dim=-1).to(dtype)

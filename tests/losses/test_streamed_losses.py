@@ -1,0 +1,309 @@
+"""Streamed losses equal their definition, whatever the tiles, the ranks, the masks and the temperature."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from loss_cases import CASES, LossCase, plain
+from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed, unit_rows
+from torch.utils.flop_counter import FlopCounterMode
+
+from vembed.losses import infonce
+from vembed.losses.base import BatchStructure
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.prefixes import Prefixes
+from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.streamed import StreamedBatch, StreamedLoss
+from vembed.losses.tiles import BOUNDED_LOGIT
+from vembed.plan.memory import LOSS_STRIP_TILES
+
+WARM, COLD = 0.2, 0.012
+"""Temperatures below and above the bound up to which logits are exponentiated without a maximum."""
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "one direction": {},
+    "both directions": {"bidirectional": True},
+    "one direction, cold": {"temperature": COLD},
+    "both directions, cold": {"temperature": COLD, "bidirectional": True},
+    "sigmoid": {"sigmoid": True},
+}
+PREFIXES = {"whole": None, "two prefixes": Prefixes.of([2, 4]), "weighted": Prefixes.of([5, 1, 3], [3, 1, 2])}
+
+
+def make(kind: str, **options: Any) -> StreamedLoss:
+    given = {**LOSSES[kind], "dtype": torch.float64, **options}
+    if given.pop("sigmoid", False):
+        return SigmoidLoss(**{"init_logit_scale": 1.6, "init_logit_bias": -2.0, **given})
+    return InfoNCE(**{"temperature": WARM, "learn_temperature": True, **given})
+
+
+def test_the_temperatures_lie_on_both_sides_of_the_bound() -> None:
+    assert 1 / WARM < BOUNDED_LOGIT < 1 / COLD
+
+
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("prefixes", PREFIXES)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_value_and_gradients_equal_the_definition(kind: str, prefixes: str, mask: bool) -> None:
+    loss = make(kind, prefixes=PREFIXES[prefixes], mask_false_negatives=mask, tile_size=2)
+    for case in CASES.values():
+        q_QE, d_DE = case.embeddings()
+        expected = defined(loss, case, q_QE, d_DE)
+        assert expected.own
+        assert_equal(streamed(loss, case, q_QE, d_DE), expected)
+
+
+@pytest.mark.parametrize("tile_size", [1, 3, 5, 29, 1000])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_size_of_the_tiles_changes_nothing(kind: str, tile_size: int) -> None:
+    for prefixes in PREFIXES.values():
+        case = random_case(1, num_queries=8, num_documents=13, texts=14)
+        loss = make(kind, prefixes=prefixes, tile_size=tile_size)
+        q_QE, d_DE = case.embeddings()
+        assert_equal(streamed(loss, case, q_QE, d_DE), defined(loss, case, q_QE, d_DE))
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_random_batches_with_many_repeats_equal_the_definition(kind: str) -> None:
+    for seed in range(8):
+        case = random_case(seed, num_queries=13, num_documents=29, texts=25)
+        loss = make(kind, tile_size=4 + 2 * seed)
+        q_QE, d_DE = case.embeddings(seed)
+        assert_equal(streamed(loss, case, q_QE, d_DE), defined(loss, case, q_QE, d_DE))
+
+
+def test_the_comparison_can_fail() -> None:
+    case = CASES["a query that stands twice"]
+    q_QE, d_DE = case.embeddings()
+    both = make("both directions")
+    with pytest.raises(AssertionError, match="loss"):
+        assert_equal(streamed(make("one direction"), case, q_QE, d_DE), defined(both, case, q_QE, d_DE))
+    unmasked = make("one direction", mask_false_negatives=False)
+    with pytest.raises(AssertionError):
+        assert_equal(streamed(make("one direction"), case, q_QE, d_DE), defined(unmasked, case, q_QE, d_DE))
+
+
+@pytest.mark.parametrize("sizes", [(7, 6), (5, 0, 8), (4, 4, 4, 1)])
+@pytest.mark.parametrize("prefixes", ["whole", "weighted"])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_shares_of_ranks_add_up_to_the_whole(kind: str, prefixes: str, sizes: tuple[int, ...]) -> None:
+    case = random_case(3, num_queries=13, num_documents=29, texts=25)
+    loss = make(kind, prefixes=PREFIXES[prefixes], tile_size=5)
+    q_QE, d_DE = case.embeddings()
+    assert_equal(over_ranks(loss, case, q_QE, d_DE, sizes), defined(loss, case, q_QE, d_DE))
+
+
+def test_a_positive_may_be_the_document_of_any_rank() -> None:
+    case = LossCase(("q0", "q1", "q2", "q3"), ("a", "b", "c", "d"), ((0, 3), (1, 2), (2, 1), (3, 0)))
+    loss = make("both directions", tile_size=2)
+    q_QE, d_DE = case.embeddings()
+    assert_equal(over_ranks(loss, case, q_QE, d_DE, (2, 2)), defined(loss, case, q_QE, d_DE))
+
+
+def test_ranks_with_and_without_bounded_logits_merge() -> None:
+    """Rank 0 has short queries, rank 1 long ones: one exponentiates as it is, the other subtracts a maximum."""
+    case = plain(6, 8)
+    loss = make("both directions", tile_size=3, temperature=1.0)
+    q_QE, d_DE = (each.detach() for each in case.embeddings())
+    q_QE = q_QE * torch.tensor([1.0, 1.0, 1.0, 80.0, 80.0, 80.0], dtype=torch.float64)[:, None]
+    assert_equal(over_ranks(loss, case, q_QE, d_DE, (3, 3)), defined(loss, case, q_QE, d_DE))
+
+
+def test_columns_that_no_rank_merged_give_another_loss() -> None:
+    case = plain(6, 8)
+    loss = make("both directions", tile_size=3)
+    q_QE, d_DE = case.embeddings()
+    shares = []
+    for first in (0, 3):
+        batch = StreamedBatch(q_QE[first : first + 3].detach(), d_DE.detach(), case.structure, first)
+        shares.append(loss.gradients(batch, loss.statistics(batch)).loss)
+    assert abs(sum(shares) - defined(loss, case, q_QE, d_DE).loss) > 1e-3
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_query_whose_others_are_all_masked_has_no_loss_and_no_gradient(kind: str) -> None:
+    case = LossCase(("q0", "q1", "q2"), ("a", "a", "a"), ((0, 0), (1, 1), (2, 2)))
+    q_QE, d_DE = case.embeddings()
+    found = streamed(make(kind, tile_size=2), case, q_QE, d_DE)
+    assert_equal(found, defined(make(kind), case, q_QE, d_DE))
+    if kind != "sigmoid":  # which asks of the positives themselves
+        assert found.loss == 0
+        assert (found.dq_QE == 0).all()
+        assert (found.dd_DE == 0).all()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_a_query_without_a_positive_counts_zero_and_does_not_spoil_the_others(kind: str) -> None:
+    case = LossCase(("q0", "q1", "q2"), ("a", "b", "c"), ((0, 0), (2, 1)))
+    q_QE, d_DE = case.embeddings()
+    found = streamed(make(kind, tile_size=2), case, q_QE, d_DE)
+    assert found.loss.isfinite()
+    assert_equal(found, defined(make(kind), case, q_QE, d_DE))
+    if kind.startswith("one direction"):
+        assert (found.dq_QE[1] == 0).all()
+        assert (found.dq_QE[0] != 0).any()
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_not_a_number_reaches_the_loss(kind: str) -> None:
+    case = plain(4, 6)
+    q_QE, d_DE = (each.detach() for each in case.embeddings())
+    d_DE[5, 2] = math.nan
+    assert streamed(make(kind, tile_size=3), case, q_QE, d_DE).loss.isnan()
+
+
+@pytest.mark.parametrize("prefixes", [None, Prefixes.of([2, 5])])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_zero_vectors_have_the_gradient_of_the_definition(kind: str, prefixes: Prefixes | None) -> None:
+    case = plain(4, 6)
+    q_QE, d_DE = (each.detach() for each in case.embeddings())
+    q_QE[1] = 0.0
+    d_DE[2, :2] = 0.0  # the first prefix only
+    loss = make(kind, prefixes=prefixes, tile_size=3)
+    found, expected = streamed(loss, case, q_QE, d_DE), defined(loss, case, q_QE, d_DE)
+    assert found.loss.isfinite()
+    largest = expected.dq_QE.abs().max()  # of a zero vector's prefix: 1e12, where epsilon is its norm
+    assert (largest > 1e9) == (prefixes is not None)
+    assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("prefixes", [None, Prefixes.of([16, 64])])
+@pytest.mark.parametrize("kind", LOSSES)
+def test_half_precision_embeddings_are_accumulated_in_float32(
+    kind: str, prefixes: Prefixes | None, dtype: torch.dtype
+) -> None:
+    case = plain(70, 90)
+    q_QE, d_DE = (unit_rows(count, 64, seed=seed, dtype=dtype) for seed, count in enumerate((70, 90)))
+    loss = make(kind, prefixes=prefixes, tile_size=32)
+    found = streamed(loss, case, q_QE, d_DE)
+    assert (found.loss.dtype, found.dq_QE.dtype, found.dd_DE.dtype) == (torch.float32,) * 3
+    assert_equal(found, defined(loss, case, q_QE.double(), d_DE.double()), 2e-5)
+
+
+@pytest.mark.parametrize(("temperature", "noise"), [(0.05, 0.3), (0.02, 1.2)])
+def test_small_gradients_keep_their_digits_in_float32(temperature: float, noise: float) -> None:
+    case = plain(6, 6)
+    q64_QE = unit_rows(6, 32, seed=0)
+    d64_DE = torch.nn.functional.normalize(q64_QE + noise * unit_rows(6, 32, seed=1), dim=-1)
+    q_QE, d_DE = q64_QE.float(), d64_DE.float()
+    loss = InfoNCE(temperature=temperature, bidirectional=True)
+    in_double = InfoNCE(temperature=temperature, bidirectional=True, dtype=torch.float64)
+    exact = defined(in_double, case, q_QE.double(), d_DE.double())
+    assert 1e-9 < exact.loss < 1e-5
+    found, naive = streamed(loss, case, q_QE, d_DE), defined(loss, case, q_QE, d_DE)
+    scale = exact.dq_QE.norm()
+    assert (found.dq_QE - exact.dq_QE).norm() < 1e-4 * scale < (naive.dq_QE - exact.dq_QE).norm()
+    assert found.loss.item() == pytest.approx(exact.loss.item(), rel=1e-4)
+
+
+def test_the_sharpest_temperature_overflows_nowhere() -> None:
+    case = plain(4, 6)
+    q_QE, d_DE = (unit_rows(count, 8, seed=count, dtype=torch.float32) for count in (4, 6))
+    for bidirectional in (False, True):
+        loss = InfoNCE(temperature=0.001, bidirectional=bidirectional, tile_size=3)
+        found = streamed(loss, case, q_QE, d_DE)
+        assert found.loss.isfinite()
+        assert found.dq_QE.isfinite().all()
+        assert found.dd_DE.isfinite().all()
+
+
+def test_long_embeddings_are_never_exponentiated_without_a_maximum() -> None:
+    case = plain(4, 6)
+    q_QE, d_DE = (30 * unit_rows(count, 8, seed=count, dtype=torch.float32) for count in (4, 6))
+    loss = InfoNCE(temperature=1.0, bidirectional=True, tile_size=3)  # logits up to 900
+    expected = defined(InfoNCE(temperature=1.0, bidirectional=True, dtype=torch.float64), case, q_QE, d_DE)
+    assert_equal(streamed(loss, case, q_QE, d_DE), expected, 1e-4)
+
+
+def flops(loss: StreamedLoss, num_queries: int, num_documents: int, dim: int) -> int:
+    case = plain(num_queries, num_documents)
+    q_QE, d_DE = (unit_rows(count, dim, seed=0) for count in (num_queries, num_documents))
+    with FlopCounterMode(display=False) as counter:
+        streamed(loss, case, q_QE, d_DE)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("tile_size", [16, 1000])
+@pytest.mark.parametrize(
+    ("kind", "products"),
+    [
+        ("both directions", 4),
+        ("both directions, cold", 4),
+        ("one direction", 3),
+        ("one direction, cold", 3),
+        ("sigmoid", 3),
+    ],
+)
+def test_the_matrix_products_are_as_many_as_the_formula_says(kind: str, products: int, tile_size: int) -> None:
+    one = 2 * 50 * 70 * 24
+    assert flops(make(kind, tile_size=tile_size), 50, 70, 24) == products * one
+
+
+@pytest.mark.parametrize(("kind", "products"), [("both directions", 4), ("one direction", 4), ("sigmoid", 3)])
+def test_prefixes_cost_no_more_than_the_longest_of_them(kind: str, products: int) -> None:
+    prefixes = Prefixes.of([4, 8, 16])
+    assert flops(make(kind, tile_size=16, prefixes=prefixes), 50, 70, 24) == products * 2 * 50 * 70 * 16
+
+
+def test_a_matrix_too_wide_for_a_strip_is_swept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, loss = plain(50, 70), make("one direction", tile_size=16)
+    q_QE, d_DE = (unit_rows(count, 24, seed=count) for count in (50, 70))
+    kept = streamed(loss, case, q_QE, d_DE)
+    monkeypatch.setattr(infonce, "STRIP_TILES", 2)
+    assert flops(loss, 50, 70, 24) == 4 * 2 * 50 * 70 * 24
+    assert_equal(streamed(loss, case, q_QE, d_DE), kept, 1e-14)
+
+
+def test_the_plan_knows_how_much_a_strip_keeps() -> None:
+    assert infonce.STRIP_TILES == LOSS_STRIP_TILES
+
+
+def test_gradients_are_written_where_the_caller_says() -> None:
+    case, loss = plain(5, 7), make("one direction")
+    q_QE, d_DE = (each.detach() for each in case.embeddings())
+    table = torch.full((12, 5), 9.0, dtype=torch.float64)
+    found = loss.gradients(StreamedBatch(q_QE, d_DE, case.structure), None, (table[:5], table[5:]))
+    assert found.dq_QE.data_ptr() == table.data_ptr()
+    expected = defined(loss, case, q_QE, d_DE)
+    assert torch.allclose(table, torch.cat([expected.dq_QE, expected.dd_DE]), rtol=0, atol=1e-12)
+
+
+def test_two_directions_without_statistics_are_refused_and_one_needs_none() -> None:
+    case = plain(3, 3)
+    batch = StreamedBatch(*(each.detach() for each in case.embeddings()), case.structure)
+    with pytest.raises(ValueError, match="statistics of all ranks"):
+        make("both directions").gradients(batch)
+    assert make("one direction").gradients(batch).loss > 0
+    with pytest.raises(NotImplementedError, match="needs no statistics"):
+        make("sigmoid").statistics(batch)
+
+
+def test_nothing_of_the_size_of_the_matrix_is_allocated() -> None:
+    num_queries, num_documents = 300, 500  # 150,000 cells
+    structure = BatchStructure.of(plain(num_queries, num_documents).batch)
+    q_QE, d_DE = (unit_rows(count, 8, seed=0) for count in (num_queries, num_documents))
+    for kind in ("both directions", "both directions, cold", "sigmoid"):
+        loss, largest = make(kind, tile_size=64), _LargestTensor()
+        with largest:
+            batch = StreamedBatch(q_QE, d_DE, structure)
+            loss.gradients(batch, loss.statistics(batch) if loss.needs_statistics else None)
+        assert 64 * 64 <= largest.numel <= 8 * num_documents + 64 * 64
+    with largest:
+        loss(q_QE, d_DE, structure)
+    assert largest.numel == num_queries * num_documents, "the definition does hold the matrix"
+
+
+class _LargestTensor(torch.overrides.TorchFunctionMode):
+    """Notes the largest tensor that a torch function returns."""
+
+    numel = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.numel = max(self.numel, result.numel())
+        return result

@@ -1,0 +1,164 @@
+"""Items that are a picture and a text: one vector made of both, exact gradients, refused by models of one tower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from model_cases import TEXTS, write_model
+from picture_cases import DUAL_BUILDERS, PICTURES, TINY, picture, vectors, write_open_clip
+from picture_cases import write_picture_model as write
+
+from vembed.batch import Composed, Features, Image, content_id
+from vembed.data.collate import collate
+from vembed.data.records import Record
+from vembed.data.sampler import GlobalSampler
+from vembed.errors import DataError
+from vembed.evaluation.encode import ItemEncoder
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
+from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure
+from vembed.losses.infonce import InfoNCE
+from vembed.models.composed import join_features
+from vembed.models.huggingface import ModelOptions
+from vembed.models.registry import load_encoder
+from vembed.models.tiny_clip import TinyClip
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.batch import Item, Side
+    from vembed.models.encoder import Encoder
+
+CPU = torch.device("cpu")
+KINDS = (*DUAL_BUILDERS, "tiny-clip", "open_clip")
+SHIRTS = tuple(Composed(image, text) for image, text in zip(PICTURES, TEXTS, strict=False))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("composed")
+    torch.manual_seed(0)
+    TinyClip(TINY).save(root / "tiny-clip")
+    written = {kind: write(root / kind, kind) for kind in (*DUAL_BUILDERS, "vit")}
+    return {**written, "tiny-clip": root / "tiny-clip", "open_clip": write_open_clip(root / "open_clip")}
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return load_encoder(ModelOptions(str(folder), **options)).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_vector_is_the_normalised_sum_of_the_units_of_both_parts(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind], dtype=torch.float64)
+    images = vectors(encoder, [item.image for item in SHIRTS])
+    texts = vectors(encoder, [item.text for item in SHIRTS])
+    found = vectors(encoder, SHIRTS)
+    assert torch.allclose(found, F.normalize(images + texts, dim=-1), atol=1e-9)
+    assert (found - images).norm(dim=-1).min() > 1e-3
+    assert (found - texts).norm(dim=-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_gives_the_same_vector_in_chunks_of_any_size_beside_any_items(
+    folders: dict[str, Path], kind: str
+) -> None:
+    encoder = load(folders[kind], dtype=torch.float64)
+    items: list[Item] = [TEXTS[0], *SHIRTS, PICTURES[0], *SHIRTS[::-1]]
+    alone = vectors(encoder, items).float().numpy()
+    for rows in (1, 2, 7):
+        assert np.allclose(ItemEncoder(encoder, ChunkBudget(rows, 10_000), CPU)(items, "query"), alone, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["vit", "text"])
+def test_a_model_of_one_tower_refuses_them(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    encoder = load(write_model(tmp_path / "text", "bert") if kind == "text" else folders[kind])
+    own: list[Item] = list(TEXTS if kind == "text" else PICTURES)
+    assert len(encoder.by_modality(own)) == 1
+    with pytest.raises(DataError, match="2 items of the data are images with a text: choose a model for both"):
+        encoder.by_modality([*own, *SHIRTS[:2]])
+
+
+def test_both_parts_count_for_the_budget_of_a_chunk_and_cut_texts_are_counted(folders: dict[str, Path]) -> None:
+    encoder = load(folders["clip"])
+    long = Composed(PICTURES[0], "red " * 500)
+    features = encoder.featurize([*SHIRTS, long], "query")
+    alone = encoder.featurize([*(item.text for item in SHIRTS), long.text], "query")
+    assert (features.lengths == encoder.picture_tokens + alone.lengths).all()
+    assert features.num_truncated == alone.num_truncated == 1
+    rows = np.array([0, 1])
+    inputs = encoder.collate(features, rows, int(features.lengths[rows].max()))
+    assert inputs["input_ids"].shape[1] == alone.lengths[rows].max(), "a text isn't padded to the picture's tokens"
+
+
+def test_parts_that_would_share_an_input_are_refused() -> None:
+    part = Features({}, np.ones(1, dtype=np.int64), {"x": np.zeros(1)})
+    assert join_features(part, replace(part, per_row={"y": np.zeros(1)})).per_row.keys() == {"x", "y"}
+    with pytest.raises(ValueError, match="share the inputs"):
+        join_features(part, part)
+
+
+def test_identity_is_of_both_parts_and_of_nothing_else(tmp_path: Path) -> None:
+    image = PICTURES[0]
+    copy = tmp_path / "copy.png"
+    copy.write_bytes(image.read())
+    item = Composed(image, "in red")
+    assert content_id(item) == content_id(Composed(Image(str(copy)), " in red "))
+    others: list[Item] = [image, "in red", Composed(PICTURES[1], "in red"), Composed(image, "in blue")]
+    assert len({content_id(each) for each in [item, *others]}) == 5
+
+
+def composed_batch() -> Any:
+    """Return 9 records: most queries are composed, positives are pictures, some negatives texts or composed."""
+    records = []
+    for number in range(9):
+        query: Item = Composed(picture(100 + number), f"but {'very ' * (number % 4)}red {number}")
+        negatives: tuple[Item, ...] = (f"text {number}", Composed(picture(300), "both"))[: number % 3]
+        records.append(Record(query if number % 4 else f"just {number}", (picture(number),), negatives, None, "f:1"))
+    order = GlobalSampler(len(records), batch_size=len(records), seed=3).rows(0)
+    return collate([records[row] for row in order], order.tolist())
+
+
+def pools_of(encoder: Encoder, batch: Any) -> list[Pool]:
+    items = (*batch.queries, *batch.documents)
+    side: Side = "query"
+    return [
+        Pool(encoder, encoder.collate, encoder.featurize([items[slot] for slot in slots], side), slots)
+        for _, slots in encoder.by_modality(items)
+    ]
+
+
+@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_mixed_batches_equal_those_of_the_plain_step(
+    folders: dict[str, Path], kind: str, rows: int
+) -> None:
+    encoder = load(folders[kind], dtype=torch.float64).train()
+    batch = composed_batch()
+    pools = pools_of(encoder, batch)
+    assert [modality for modality, _ in encoder.by_modality((*batch.queries, *batch.documents))] == [
+        "image",
+        "image+text",
+        "text",
+    ]
+    structure, loss = BatchStructure.of(batch), InfoNCE(temperature=0.1, bidirectional=True, dtype=torch.float64)
+    budget = ChunkBudget(rows=rows, tokens=10_000)
+    torch.manual_seed(5)
+    value = reference_step(pools, structure, loss, budget=budget)
+    expected = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
+    encoder.zero_grad()
+    torch.manual_seed(5)
+    result = GradCacheEngine(loss, EngineOptions(budget, CPU)).step(pools, structure)
+    assert result.loss == pytest.approx(value.item(), rel=1e-12)
+    assert result.num_chunks > 6
+    largest = max(gradient.norm().item() for gradient in expected.values())
+    assert largest > 0
+    for name, parameter in encoder.named_parameters():
+        if name in expected:
+            difference = (parameter.grad - expected[name]).norm()
+            assert difference <= 1e-10 * expected[name].norm() + 1e-13 * largest, name

@@ -1,0 +1,413 @@
+"""What is exported loads in the library that it is for, with the same vectors, or isn't there at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from model_cases import FAMILY_BUILDERS, TEXTS, edit_json, load, write_model
+from picture_cases import DUAL_BUILDERS, PICTURES, VISION_BUILDERS, opened, vectors, write_picture_model
+from safetensors.torch import load_file
+from test_picture_encoders import write_open_clip
+
+from vembed.errors import ConfigError, ExitCode, MachineError, NonFiniteError
+from vembed.models.export import write
+from vembed.models.export.forms import forms_of
+from vembed.models.export.samples import largest_difference, sample_vectors
+from vembed.models.export.write import TOLERANCE, Exported, ExportRequest, export_model, stored_dtype
+from vembed.models.huggingface import ModelOptions
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.registry import load_encoder
+from vembed.models.text import Dense, TextEncoder
+from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.models.encoder import Encoder
+
+LONG_TEXTS = (*TEXTS, "word " * 80)
+PICTURE_KINDS = (*DUAL_BUILDERS, *VISION_BUILDERS)
+
+
+def export(source: Path, output: Path, **changes: Any) -> Exported:
+    request = ExportRequest(options=ModelOptions(str(source)), output=output, **changes)
+    return export_model(request, lambda encoder, form: {"README.md": f"{form}\n"})
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Encoder:
+    return load_encoder(ModelOptions(str(folder), dtype=dtype)).eval()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("sources")
+    made = {kind: write_picture_model(root / kind, kind) for kind in PICTURE_KINDS}
+    made |= {kind: write_model(root / kind, kind) for kind in ("bert", "qwen3", "t5")}
+    torch.manual_seed(0)
+    bag = NgramBag(NgramBagConfig(dimension=16, buckets=512))
+    bag.save(root / "ngram-bag")
+    TinyClip(TinyClipConfig(dimension=16)).save(root / "tiny-clip")
+    load_encoder(ModelOptions("builtin:tiny-transformer"), TEXTS).save(root / "tiny-transformer")
+    write_open_clip(root / "open_clip")
+    return {**made, **{path.name: path for path in root.iterdir()}}
+
+
+def beside(folder: Path) -> list[str]:
+    """Return what lies beside a folder, hidden things too."""
+    return sorted(path.name for path in folder.parent.iterdir())
+
+
+@pytest.mark.parametrize("kind", PICTURE_KINDS)
+def test_sentence_transformers_gives_the_vectors_of_an_encoder_of_pictures(
+    folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    done = export(folders[kind], tmp_path / "out", form="sentence-transformers")
+    assert any("sentence-transformers" in reader for reader in done.readers)
+    assert done.difference <= TOLERANCE
+    source = loaded(folders[kind])
+    model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    expected = vectors(source, PICTURES)
+    assert (torch.from_numpy(model.encode(opened(PICTURES))) - expected).abs().max() <= TOLERANCE
+    assert (expected[0] - expected[1]).abs().max() > 100 * TOLERANCE, "pictures with one vector would always agree"
+    assert torch.equal(vectors(loaded(tmp_path / "out"), PICTURES), expected)
+    if "text" in source.modalities:
+        found = torch.from_numpy(model.encode(list(LONG_TEXTS)))
+        assert (found - vectors(source, LONG_TEXTS)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["bert", "qwen3", "t5", "tiny-transformer"])
+def test_sentence_transformers_gives_the_vectors_of_a_text_encoder(
+    folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    assert export(folders[kind], tmp_path / "out").form == "sentence-transformers"
+    model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
+    found = torch.from_numpy(model.encode_query(list(LONG_TEXTS)))
+    assert (found - vectors(loaded(folders[kind]), LONG_TEXTS)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["clip", "siglip2", "dinov2", "clip vision", "bert", "qwen3", "t5"])
+def test_a_folder_of_transformers_says_nothing_of_sentence_transformers_and_loads_alike(
+    folders: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    assert export(folders[kind], tmp_path / "out", form="transformers").difference <= TOLERANCE
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors"} <= names
+    assert not {name for name in names if name == "modules.json" or "sentence" in name or name[0].isdigit()}
+    source, again = loaded(folders[kind]), loaded(tmp_path / "out")
+    assert again.max_length == source.max_length
+    assert largest_difference(sample_vectors(source), sample_vectors(again)) == 0
+
+
+def test_a_shorter_longest_text_survives_in_a_folder_of_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
+    load(folders["bert"], max_length=9).save(tmp_path / "short")
+    export(tmp_path / "short", tmp_path / "out", form="transformers")
+    assert loaded(tmp_path / "out").max_length == 9
+
+
+def test_open_clip_gives_the_vectors_of_its_model(folders: dict[str, Path], tmp_path: Path) -> None:
+    import open_clip
+
+    assert export(folders["open_clip"], tmp_path / "out").form == "open_clip"
+    name = f"local-dir:{tmp_path / 'out'}"
+    model, _, preprocess = open_clip.create_model_and_transforms(name)
+    model.eval()
+    source = loaded(folders["open_clip"])
+    with torch.no_grad():
+        texts = model.encode_text(open_clip.get_tokenizer(name)(list(TEXTS)), normalize=True)
+        pictures = model.encode_image(torch.stack([preprocess(each) for each in opened(PICTURES)]), normalize=True)
+    assert (texts - vectors(source, TEXTS)).abs().max() <= TOLERANCE
+    assert (pictures - vectors(source, PICTURES)).abs().max() <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["ngram-bag", "tiny-clip"])
+def test_families_of_vembed_keep_their_own_form(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    done = export(folders[kind], tmp_path / "out")
+    assert (done.form, done.difference) == ("vembed", 0)
+    assert done.readers[0].startswith("vembed ")
+
+
+@pytest.mark.parametrize(
+    ("kind", "form", "nearest"),
+    [
+        ("bert", "open_clip", "--format sentence-transformers"),
+        ("clip", "open_clip", "--format transformers"),
+        ("vit", "open_clip", "--format transformers"),
+        ("open_clip", "transformers", "--format open_clip"),
+        ("open_clip", "sentence-transformers", "--format open_clip"),
+        ("ngram-bag", "sentence-transformers", "leave --format out"),
+        ("tiny-clip", "open_clip", "leave --format out"),
+        ("tiny-transformer", "open_clip", "--format sentence-transformers"),
+    ],
+)
+def test_a_form_that_would_give_other_vectors_is_refused_with_the_nearest(
+    folders: dict[str, Path], tmp_path: Path, kind: str, form: Any, nearest: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"--format {form}") as caught:
+        export(folders[kind], tmp_path / "out", form=form)
+    assert nearest in str(caught.value)
+    assert beside(tmp_path / "out") == []
+    export(folders[kind], tmp_path / "out", form=forms_of(loaded(folders[kind]))[0].replace("vembed", "auto"))
+
+
+@pytest.mark.parametrize(
+    ("change", "lost"),
+    [
+        ({"pooling": ("cls",)}, "cls pooling"),
+        ({"prompts": {"query": "find: ", "document": ""}}, "prompts"),
+        ({"normalize": False}, "unit length"),
+        ({"lower_case": True}, "lower-casing"),
+        ({}, "Dense layers"),
+    ],
+)
+def test_what_transformers_has_no_place_for_refuses_its_form(
+    folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], lost: str
+) -> None:
+    bare = load(folders["bert"])
+    torch.manual_seed(0)
+    dense = () if change else (Dense(32, 8, bias=True, activation=torch.nn.Tanh()),)
+    spec = replace(bare.spec, **change)
+    TextEncoder("x", backbone=bare.backbone, tokenizer=bare.tokenizer, spec=spec, dense=dense).save(tmp_path / "in")
+    with pytest.raises(ConfigError, match=lost):
+        export(tmp_path / "in", tmp_path / "out", form="transformers")
+    assert export(tmp_path / "in", tmp_path / "out").form == "sentence-transformers"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("bert", torch.float16), ("bert", torch.bfloat16), *((kind, torch.bfloat16) for kind in ("clip", "tiny-clip"))],
+)
+def test_weights_are_stored_in_the_type_asked_for_and_rounding_is_told(
+    folders: dict[str, Path], tmp_path: Path, kind: str, dtype: torch.dtype
+) -> None:
+    done = export(folders[kind], tmp_path / "out", dtype=dtype)
+    assert done.dtype == dtype
+    assert done.difference <= TOLERANCE < done.rounding < 0.05
+    (path,) = (tmp_path / "out").glob("*.safetensors")
+    assert {tensor.dtype for tensor in load_file(path).values() if tensor.is_floating_point()} == {dtype}
+    again = export(tmp_path / "out", tmp_path / "again")
+    assert (again.dtype, again.rounding) == (dtype, 0), "what is stored stays as it is unless another type is asked for"
+
+
+def test_the_stored_type_is_read_from_the_weights(folders: dict[str, Path], tmp_path: Path) -> None:
+    assert stored_dtype(ModelOptions(str(folders["bert"]))) == torch.float32
+    load(folders["bert"], dtype=torch.float64).save(tmp_path / "double")
+    assert stored_dtype(ModelOptions(str(tmp_path / "double"))) == torch.float64
+    assert export(tmp_path / "double", tmp_path / "out").dtype == torch.float64
+    (tmp_path / "double" / "model.safetensors").write_bytes(b"no header")
+    with pytest.raises(ConfigError, match=r"model\.safetensors is broken"):
+        stored_dtype(ModelOptions(str(tmp_path / "double")))
+
+
+def test_weights_that_a_narrower_type_cannot_hold_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    encoder = load(folders["bert"])
+    with torch.no_grad():
+        encoder.backbone.embeddings.word_embeddings.weight.mul_(1e6)  # type: ignore[operator,union-attr]
+    encoder.save(tmp_path / "large")
+    with pytest.raises(NonFiniteError, match=r"float16.*--dtype bfloat16"):
+        export(tmp_path / "large", tmp_path / "out", dtype=torch.float16)
+    assert beside(tmp_path / "out") == ["large"]
+    export(tmp_path / "large", tmp_path / "out", dtype=torch.bfloat16)
+
+
+def damage(monkeypatch: pytest.MonkeyPatch, amount: float) -> None:
+    """Let what is written differ from what was loaded."""
+    written = write.write_form
+
+    def damaged(encoder: Encoder, form: Any, folder: Path) -> None:
+        with torch.no_grad():
+            for parameter in encoder.parameters():
+                parameter.add_(amount * torch.randn_like(parameter))
+        written(encoder, form, folder)
+
+    monkeypatch.setattr(write, "write_form", damaged)
+
+
+@pytest.mark.parametrize("amount", [1e-2, math.nan])
+def test_a_model_that_reads_back_with_other_vectors_is_an_error_and_leaves_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, amount: float
+) -> None:
+    export(folders["bert"], tmp_path / "old")
+    before = {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()}
+    damage(monkeypatch, amount)
+    with pytest.raises(MachineError, match="was not written: read back by vembed") as caught:
+        export(folders["bert"], tmp_path / "out", form="transformers")
+    assert caught.value.exit_code == ExitCode.ENVIRONMENT == 5
+    with pytest.raises(MachineError, match="was not written"):
+        export(folders["bert"], tmp_path / "old", overwrite=True)
+    assert beside(tmp_path / "out") == ["old"]
+    assert {path: path.read_bytes() for path in (tmp_path / "old").rglob("*") if path.is_file()} == before
+
+
+def test_a_mismatch_of_sentence_transformers_alone_is_an_error_too(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("sentence_transformers")
+    wrong = {"query texts": np.ones((4, 32)), "document texts": np.ones((4, 32))}
+    monkeypatch.setattr(write, "_by_sentence_transformers", lambda *given: {"sentence-transformers": wrong})
+    with pytest.raises(MachineError, match="read back by sentence-transformers"):
+        export(folders["bert"], tmp_path / "out")
+    assert beside(tmp_path / "out") == []
+    export(folders["bert"], tmp_path / "out", form="transformers")
+
+
+def test_an_error_while_writing_leaves_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+    def failing(encoder: Encoder, form: Any) -> dict[str, str]:
+        raise OSError(28, "No space left on device")
+
+    request = ExportRequest(options=ModelOptions(str(folders["vit"])), output=tmp_path / "out")
+    with pytest.raises(MachineError, match="No space left"):
+        export_model(request, failing)
+    assert beside(tmp_path / "out") == []
+
+
+def test_a_folder_that_holds_something_is_replaced_only_where_that_is_a_model_and_asked_for(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    output.mkdir()
+    export(folders["vit"], output)
+    with pytest.raises(ConfigError, match=r"is not empty.*--overwrite"):
+        export(folders["clip"], output)
+    assert loaded(output).modalities == {"image"}
+    export(folders["clip"], output, overwrite=True)
+    assert "text" in loaded(output).modalities
+    assert beside(output) == ["out"]
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "diary.txt").write_text("dear diary")
+    with pytest.raises(ConfigError, match="holds no model"):
+        export(folders["vit"], notes, overwrite=True)
+    (output / ".git").mkdir()
+    with pytest.raises(ConfigError, match="Git checkout"):
+        export(folders["vit"], output, overwrite=True)
+    with pytest.raises(ConfigError, match="is a file"):
+        export(folders["vit"], notes / "diary.txt", overwrite=True)
+    assert (notes / "diary.txt").read_text() == "dear diary"
+
+
+def test_the_source_is_never_the_output(tmp_path: Path) -> None:
+    source = write_picture_model(tmp_path / "models" / "vit", "vit")
+    for output in (source, tmp_path / "models"):
+        with pytest.raises(ConfigError, match="is, or holds, the folder that the model is read from"):
+            export(source, output, overwrite=True)
+    export(source, source / "exported")
+
+
+def test_files_have_the_permissions_of_their_folder(folders: dict[str, Path], tmp_path: Path) -> None:
+    export(folders["bert"], tmp_path / "out")
+    mode = (tmp_path / "out").stat().st_mode & 0o666
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "out").rglob("*") if path.is_file()} == {mode}
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("bert", "auto"), ("bert", "transformers"), ("clip", "sentence-transformers"), ("open_clip", "auto")],
+)
+def test_no_file_tells_where_the_model_was(folders: dict[str, Path], tmp_path: Path, kind: str, form: Any) -> None:
+    export(folders[kind], tmp_path / "out", form=form)
+    texts = [path.read_text("utf-8") for path in (tmp_path / "out").rglob("*.json")]
+    assert texts
+    for leak in (str(folders[kind].parent), str(tmp_path), "is_local", "local_files_only"):
+        assert not any(leak in text for text in texts), leak
+
+
+@pytest.mark.parametrize("kind", ["siglip2", "clip", "vit"])
+def test_a_folder_that_describes_other_vectors_is_refused(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    output = tmp_path / "out"
+    export(folders[kind], output, form="sentence-transformers")
+    loaded(output)
+    settings = output / "sentence_bert_config.json"
+    before = settings.read_text()
+    config = json.loads(before)["modality_config"]
+    config["image"]["method_output_name"] = "pooler_output" if "text" not in config else "last_hidden_state"
+    edit_json(settings, modality_config=config)
+    with pytest.raises(ConfigError, match="modality_config say"):
+        loaded(output)
+    settings.write_text(before)
+    loaded(output)
+    if kind == "siglip2":
+        edit_json(settings, processing_kwargs=None)
+        with pytest.raises(ConfigError, match="processing_kwargs say"):
+            loaded(output)
+        settings.write_text(before)
+    edit_json(settings, query_expansion={"strategy": "fixed"})
+    with pytest.raises(ConfigError, match="other settings say"):
+        loaded(output)
+    settings.write_text(before)
+    edit_json(output / "config_sentence_transformers.json", prompts={"query": "find: "})
+    with pytest.raises(ConfigError, match="prompts say"):
+        loaded(output)
+
+
+def test_other_pooling_than_the_familys_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    export(folders["vit"], tmp_path / "out", form="sentence-transformers")
+    edit_json(tmp_path / "out" / "1_Pooling" / "config.json", pooling_mode="mean")
+    with pytest.raises(ConfigError, match="pooling_mode say 'mean'"):
+        loaded(tmp_path / "out")
+
+
+def test_what_sentence_transformers_saves_again_loads_here(folders: dict[str, Path], tmp_path: Path) -> None:
+    library = pytest.importorskip("sentence_transformers")
+    for kind in ("clip", "siglip", "vit"):
+        export(folders[kind], tmp_path / kind, form="sentence-transformers")
+        library.SentenceTransformer(str(tmp_path / kind), device="cpu").save(str(tmp_path / f"{kind} again"))
+        again = vectors(loaded(tmp_path / f"{kind} again"), PICTURES)
+        assert torch.equal(again, vectors(loaded(folders[kind]), PICTURES))
+
+
+def test_sentence_transformers_is_not_needed_to_write_for_it(folders: dict[str, Path], tmp_path: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "sentence_transformers" else find(name, *rest)
+sys.modules["sentence_transformers"] = None
+from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.huggingface import ModelOptions
+for name in sys.argv[2:]:
+    request = ExportRequest(
+        options=ModelOptions(name), output=Path(sys.argv[1]) / Path(name).name, form="sentence-transformers"
+    )
+    print(export_model(request, lambda encoder, form: {}).readers)
+"""
+    names = [str(folders["clip"]), str(folders["bert"])]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path), *names], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("vembed") == 2
+    assert "sentence-transformers" not in done.stdout
+    library = pytest.importorskip("sentence_transformers")
+    model = library.SentenceTransformer(str(tmp_path / "clip"), device="cpu")
+    found = torch.from_numpy(model.encode(opened(PICTURES)))
+    assert (found - vectors(loaded(folders["clip"]), PICTURES)).abs().max() <= TOLERANCE
+
+
+def test_the_largest_difference_sees_every_number() -> None:
+    one = {"texts": np.zeros((3, 4))}
+    other = {"texts": np.zeros((3, 4))}
+    assert largest_difference(one, other) == 0
+    other["texts"][2, 3] = 1e-3
+    assert largest_difference(one, other) == pytest.approx(1e-3)
+    other["texts"][2, 3] = math.nan
+    assert largest_difference(one, other) == math.inf
+    assert largest_difference(one, {"texts": np.zeros((3, 5))}) == math.inf
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILY_BUILDERS)
+def test_every_text_family_exports(tmp_path: Path, kind: str) -> None:
+    source = write_model(tmp_path / "in", kind)
+    for form in ("sentence-transformers", "transformers"):
+        assert export(source, tmp_path / form, form=form).difference <= TOLERANCE

@@ -1,0 +1,53 @@
+"""How many data workers there are: spare cores, pictures and memory decide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vembed.config.schema import Config
+from vembed.plan.hardware import Machine
+from vembed.plan.loading import plan_loading
+from vembed.plan.plan import DataSize
+
+if TYPE_CHECKING:
+    import pytest
+
+CPU = Machine("cpu", "the CPU", 16 << 30, 8, fast_bf16=False, num_busy_cores=6)
+PICTURES = DataSize(1000, 10, 1.0, pictures_per_record=1.0, picture_bytes=12_288)
+
+
+def planned(machine: Machine, data: DataSize, num_workers: int | str = "auto") -> tuple[int, int, str]:
+    config = Config.model_validate({"model_name": "builtin:tiny-clip", "num_workers": num_workers})
+    loading = plan_loading(config, machine, data, num_queries=100)
+    return loading.num_workers, loading.batches_ahead, loading.reason
+
+
+def test_auto_takes_the_cores_that_training_leaves_where_there_are_pictures() -> None:
+    assert planned(CPU, PICTURES)[:2] == (2, 4)
+    assert "8 cores less 6 that training keeps busy leave 2" in planned(CPU, PICTURES)[2]
+    assert planned(replace(CPU, num_busy_cores=8), PICTURES)[:2] == (0, 0)
+    assert planned(replace(CPU, num_cores=64, num_busy_cores=1), PICTURES)[0] == 8
+    texts = replace(PICTURES, pictures_per_record=0.0)
+    assert planned(CPU, texts) == (0, 0, "num_workers 0: no pictures to decode")
+    assert planned(CPU, texts, 3)[:2] == (3, 6)
+    assert planned(CPU, PICTURES, 0)[0] == 0
+
+
+def test_batches_ahead_stay_within_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vembed.plan.loading.cpu_memory_bytes", lambda: 8 * 100 * 1000)  # one batch of 100 x 1000 bytes
+    machine = replace(CPU, num_busy_cores=0)
+
+    def of(picture_bytes: int, num_workers: int | str = "auto") -> tuple[int, int]:
+        return planned(machine, replace(PICTURES, picture_bytes=picture_bytes), num_workers)[:2]
+
+    assert of(1000 // 16) == (8, 16)
+    assert of(1000 // 10) == (8, 8)
+    assert of(1000 // 2) == (2, 2)
+    assert of(1001) == (0, 0)
+    assert of(1001, 3) == (3, 3), "who sets a number gets it"
+
+
+def test_auto_is_none_where_workers_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert planned(CPU, PICTURES) == (0, 0, "num_workers 0: data workers need Linux")

@@ -1,0 +1,385 @@
+"""Batches made ahead by workers: the same ones, whatever becomes of the workers."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+import vembed.training.loading as room
+from vembed.batch import Composed, Image
+from vembed.config.schema import Config
+from vembed.data.augment import Augmenter
+from vembed.data.images import ImageError, ImageLimits
+from vembed.data.sampler import GlobalSampler
+from vembed.data.sources import SourceOptions, load_records
+from vembed.errors import DataError, MachineError
+from vembed.models.huggingface import ModelOptions
+from vembed.models.pictures import picture_bytes
+from vembed.models.registry import load_encoder
+from vembed.training.batches import BatchSource
+from vembed.training.build.run import run_from_config
+from vembed.training.loading import BatchLoader, LoadingOptions
+
+if TYPE_CHECKING:
+    from vembed.batch import Item
+    from vembed.data.sources import LoadedRecords
+    from vembed.training.batches import PreparedBatch
+
+NUM_RECORDS, BATCH, STEPS_PER_EPOCH = 10, 4, 3
+
+
+def drawn(number: int) -> bytes:
+    """Return a picture of noise: every pixel shows whether it was moved."""
+    pixels = np.random.default_rng(number).integers(0, 256, (20, 16 + number, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    PIL.Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write_rows(folder: Path) -> Path:
+    """Write captions with a picture each, and some with a second one as a hard negative."""
+    for number in range(NUM_RECORDS):
+        (folder / f"{number}.png").write_bytes(drawn(number))
+    rows: list[dict[str, Any]] = [
+        {"query": f"noise {number}", "positive_image": f"{number}.png"} for number in range(NUM_RECORDS)
+    ]
+    rows[3]["negative_images"] = ["5.png", "6.png"]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    return write_rows(tmp_path)
+
+
+def records_of(rows: Path) -> LoadedRecords:
+    return load_records(str(rows), SourceOptions(role="train"))
+
+
+def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmenter | None = None) -> BatchSource:
+    torch.manual_seed(1)
+    records = records_of(rows).table
+    encoder = load_encoder(ModelOptions(name=model, image_limits=ImageLimits()), ["noise"])
+    sampler = GlobalSampler(len(records), batch_size=BATCH, seed=3)
+    assert sampler.steps_per_epoch == STEPS_PER_EPOCH
+    changes = Augmenter("strong", flip=True, seed=3) if augmenter is None else augmenter
+    return BatchSource(records, sampler, encoder, torch.device("cpu"), changes)
+
+
+def loader_of(source: BatchSource, num_workers: int, *, num_steps: int = 9) -> BatchLoader:
+    return BatchLoader(source, LoadingOptions(num_workers, 2 * num_workers, num_steps))
+
+
+def numbers_of(batch: PreparedBatch) -> dict[str, bytes]:
+    """Return every number of a batch."""
+    arrays: dict[str, Any] = {
+        "positives": batch.structure.positives_P2.numpy(),
+        "queries": batch.structure.query_ids_Q.numpy(),
+        "documents": batch.structure.document_ids_D.numpy(),
+        "records": np.array(batch.batch.record_ids),
+        "truncated": np.array(batch.num_truncated),
+    }
+    for place, pool in enumerate(batch.pools):
+        arrays |= {f"{place} slots": pool.slots, f"{place} lengths": pool.features.lengths}
+        arrays |= {f"{place} {name}": values for name, values in pool.features.per_row.items()}
+        for name, column in pool.features.columns.items():
+            arrays |= {f"{place} {name} values": column.values, f"{place} {name} offsets": column.offsets}
+    return {name: np.ascontiguousarray(array).tobytes() for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["shared memory", "pipe"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_batches_of_workers_equal_those_of_this_process_bit_for_bit(
+    rows: Path, num_workers: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shares:
+        monkeypatch.setattr(room, "_free_shared_memory", lambda: 0)
+    source = source_of(rows)
+    expected = [numbers_of(source.batch(step)) for step in range(9)]
+    assert len({one["1 pixels"] if "1 pixels" in one else one["0 pixels"] for one in expected}) == 9
+    for first in (0, 5):  # a run that starts, and one that is resumed in the middle of an epoch
+        with loader_of(source, num_workers) as loader:
+            for step in range(first, 9):
+                batch = loader.batch(step)
+                assert numbers_of(batch) == expected[step], step
+                assert all(pool.encode is source.encoder for pool in batch.pools)
+
+
+def test_texts_are_tokenized_ahead_as_well(rows: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"query": f"a {n}", "positive": f"b {n}"}) + "\n" for n in range(NUM_RECORDS)))
+    source = source_of(texts, "builtin:ngram-bag")
+    with loader_of(source, 2) as loader:
+        assert [numbers_of(loader.batch(step)) for step in range(4)] == [
+            numbers_of(source.batch(step)) for step in range(4)
+        ]
+
+
+def test_batches_come_in_order_or_not_at_all(rows: Path) -> None:
+    with loader_of(source_of(rows), 1) as loader:
+        loader.batch(2)
+        with pytest.raises(ValueError, match="step 5 is asked for, and step 3 comes next"):
+            loader.batch(5)
+        loader.batch(3)
+
+
+def test_the_generators_of_this_process_are_not_touched(rows: Path) -> None:
+    source = source_of(rows)
+    before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].tolist()  # type: ignore[index,union-attr]
+    with loader_of(source, 2) as loader:
+        loader.batch(0)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert np.random.get_state()[1].tolist() == numpy_before  # type: ignore[index,union-attr]
+
+
+class Spy(BatchSource):
+    """Tells what a worker finds, in the place of a batch."""
+
+    __slots__ = ()
+
+    def features(self, step: int) -> Any:
+        free = sum(tensor.numel() for tensor in (*self.encoder.parameters(), *self.encoder.buffers()))
+        facts = {
+            "process": os.getpid(),
+            "threads": torch.get_num_threads(),
+            "weights": free,
+            "SIGINT ignored": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            "SIGTERM ignored": signal.getsignal(signal.SIGTERM) == signal.SIG_IGN,
+            "tokenizers": os.environ["TOKENIZERS_PARALLELISM"],
+            "blocked": [int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+        }
+        raise DataError(json.dumps(facts))
+
+
+def test_a_worker_has_one_thread_and_no_weights_and_leaves_signals_to_its_parent(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    source = source_of(rows)
+    num_weights = sum(parameter.numel() for parameter in source.encoder.parameters())
+    spy = Spy(source.records, source.sampler, source.encoder, source.device, source.augmenter)
+    with pytest.raises(DataError) as caught, loader_of(spy, 1) as loader:
+        loader.batch(0)
+    facts = json.loads(str(caught.value))
+    assert facts.pop("process") != os.getpid()
+    ignored = {"SIGINT ignored": True, "SIGTERM ignored": True}
+    assert facts == {"threads": 1, "weights": 0, "tokenizers": "false", "blocked": [], **ignored}
+    assert "TOKENIZERS_PARALLELISM" not in os.environ
+    assert num_weights == sum(parameter.numel() for parameter in source.encoder.parameters()) > 0
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+
+
+def test_a_picture_that_vanished_is_the_error_that_it_is_without_workers(rows: Path) -> None:
+    source = source_of(rows)
+    source.batch(0)  # the identities of the pictures are known by now, as they are in a run
+    source.batch(1)
+    source.batch(2)
+    names = {image.path for item in source.batch(1).batch.documents if isinstance(image := item, Image)}
+    for name in names:
+        Path(name).unlink()
+    source.encoder._pixels.clear()  # type: ignore[operator,union-attr]
+    with pytest.raises(ImageError, match=r"\.png: no such file") as here:
+        source.batch(1)
+    with loader_of(source, 2) as loader:
+        loader.batch(0)
+        with pytest.raises(ImageError) as there:
+            loader.batch(1)
+        assert str(there.value) == str(here.value)
+    assert pickle.loads(pickle.dumps(here.value)).reason == here.value.reason
+
+
+class Broken(BatchSource):
+    """Has a bug."""
+
+    __slots__ = ()
+
+    def features(self, step: int) -> Any:
+        raise KeyError("a bug of ours")
+
+
+def test_a_bug_in_a_worker_keeps_its_traceback(rows: Path) -> None:
+    source = source_of(rows)
+    broken = Broken(source.records, source.sampler, source.encoder, source.device, source.augmenter)
+    with pytest.raises(KeyError, match=r"(?s)DataLoader worker process 0.*in features.*a bug of ours"):  # noqa: SIM117
+        with loader_of(broken, 1) as loader:
+            loader.batch(0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_worker_is_an_error_that_says_so_soon(rows: Path, number: signal.Signals) -> None:
+    source = source_of(rows)
+    started = time.monotonic()
+    workers = []
+
+    def go_on() -> None:
+        with loader_of(source, 2, num_steps=10_000) as loader:
+            loader.batch(0)
+            workers.extend(loader._workers)
+            os.kill(workers[1].pid or 0, number)
+            for step in range(1, 10_000):
+                loader.batch(step)
+
+    with pytest.raises(MachineError, match=f"killed by {number.name}.*same command goes on") as caught:
+        go_on()
+    assert time.monotonic() - started < 60
+    assert f"process {workers[1].pid}" in str(caught.value)
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_signals_for_all_do_not_end_a_worker(rows: Path) -> None:
+    with loader_of(source_of(rows), 2) as loader:
+        loader.batch(0)
+        for worker in loader._workers:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                os.kill(worker.pid or 0, number)
+        for step in range(1, 9):
+            loader.batch(step)
+
+
+def test_leaving_ends_the_workers_whatever_was_raised(rows: Path) -> None:
+    source = source_of(rows)
+    for error in (KeyboardInterrupt, MachineError, None):
+        try:
+            with loader_of(source, 2, num_steps=1000) as loader:
+                loader.batch(0)
+                workers = loader._workers
+                assert len(workers) == 2
+                assert all(worker.is_alive() for worker in workers)
+                if error is not None:
+                    raise error
+        except (KeyboardInterrupt, MachineError):
+            pass
+        assert not any(worker.is_alive() for worker in workers)
+    gc.collect()  # what torch does when the iterator goes
+
+
+class Slow(BatchSource):
+    """Never gets ready."""
+
+    __slots__ = ()
+
+    def features(self, step: int) -> Any:
+        if step:
+            time.sleep(600)
+        return BatchSource.features(self, step)
+
+
+def test_a_worker_that_is_at_something_long_is_not_waited_for(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "CLOSE_SECONDS", 0.5)
+    source = source_of(rows)
+    slow = Slow(source.records, source.sampler, source.encoder, source.device, source.augmenter)
+    with loader_of(slow, 2) as loader:
+        loader.batch(0)
+        workers = loader._workers
+        started = time.monotonic()
+    assert time.monotonic() - started < 20
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_encoded_bytes_of_pictures_stay_in_the_worker(tmp_path: Path) -> None:
+    pictures = [Image(f"row {number}", drawn(number)) for number in range(2)]
+    items: list[Item] = ["a text", pictures[0], Composed(pictures[1], "a text")]
+    light = [room._without_bytes(item) for item in items]
+    assert light == ["a text", Image("row 0"), Composed(Image("row 1"), "a text")]
+
+
+def test_pinning_changes_no_number_and_a_chunk_of_pictures_is_not_copied(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.shape)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)  # no accelerator is needed to see what is pinned
+    source = source_of(rows)
+    for shares in (0, 1 << 40):
+        monkeypatch.setattr(room, "_free_shared_memory", lambda shares=shares: shares)
+        parcel = room._Parcel.of(source.features(0), 1).pin_memory()
+        assert numbers_of(source.prepared(parcel.unpacked())) == numbers_of(source.batch(0))
+    assert len(pinned) == 2
+    pool = next(pool for pool in source.prepared(parcel.unpacked()).pools if pool.features.per_row)
+    pixels = pool.features.per_row["pixels"]
+    assert len(pixels) >= 4
+
+    def shares_memory(rows: list[int]) -> bool:
+        made = pool.collate(pool.features, np.array(rows), 1)["pixels"]
+        assert np.array_equal(made.numpy(), pixels[rows])
+        return np.shares_memory(made.numpy(), pixels)
+
+    assert shares_memory([1, 2, 3])
+    assert shares_memory([2])
+    assert not shares_memory([2, 1])
+    assert not shares_memory([0, 2])
+
+
+def test_what_a_picture_takes_is_what_the_encoder_makes_of_it(rows: Path) -> None:
+    encoder = source_of(rows).encoder
+    features = encoder.featurize([Image("a", drawn(1))], "query")
+    assert picture_bytes(encoder) == features.per_row["pixels"].nbytes > 0
+    assert picture_bytes(load_encoder(ModelOptions(name="builtin:ngram-bag"), ["a"])) == 0
+
+
+def run_keys(rows: Path, folder: Path, **keys: object) -> Config:
+    values = {
+        "model_name": "builtin:tiny-clip",
+        "data_path": str(rows),
+        "test_data_path": str(rows),
+        "eval_strategy": "no",
+        "batch_size": BATCH,
+        "max_steps": 5,
+        "image_augmentation": "light",
+        "report_to": "none",
+        "output_dir": str(folder),
+    }
+    return Config.model_validate(values | keys)
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["data_seconds"] > 0 for row in metrics)
+    return [(row["loss"], row["grad_norm"]) for row in metrics]
+
+
+def test_a_run_is_the_same_with_0_1_and_2_workers_and_without_any_nothing_forks(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_workers in (1, 2):
+        run_from_config(run_keys(rows, tmp_path / str(num_workers), num_workers=num_workers))
+    other = run_from_config(run_keys(rows, tmp_path / "other", num_workers=2, image_augmentation="none"))
+    assert other is not None
+
+    def fork() -> int:
+        raise AssertionError("forked")
+
+    monkeypatch.setattr(os, "fork", fork)
+    run_from_config(run_keys(rows, tmp_path / "0", num_workers=0))
+    with pytest.raises(AssertionError, match="forked"):
+        run_from_config(run_keys(rows, tmp_path / "forks", num_workers=1))
+    assert losses(tmp_path / "0") == losses(tmp_path / "1") == losses(tmp_path / "2")
+    assert losses(tmp_path / "0") != losses(tmp_path / "other")
+    rankings = [(tmp_path / name / "evaluation/baseline/run.trec").read_bytes() for name in ("0", "2", "other")]
+    assert rankings[0] == rankings[1] == rankings[2], "an evaluation sees pictures as they are"
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("0", "1", "2", "other")]
+    assert weights[0] == weights[1] == weights[2] != weights[3]
+
+
+def test_other_systems_are_told_to_do_without_workers(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(MachineError, match="need Linux; set num_workers to 0"):
+        loader_of(source_of(rows), 1)

@@ -1,0 +1,106 @@
+"""Keys of the data."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from vembed.config.fields import LARGEST_COUNT, Auto, Count, Name, key, rule
+from vembed.config.keys.section import Section
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+
+
+ColumnName = Literal["query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label"]
+"""The columns that a row may have under our names."""
+
+
+class DataKeys(Section):
+    """Where the rows come from and what happens to broken ones."""
+
+    data_path: Name | None = key(
+        None, "Training data: file, folder, hub id, `builtin:SET`, or a published set as `flickr30k:FOLDER`."
+    )
+    val_data_path: Name | None = key(
+        None, "Data that chooses the best checkpoint; null holds out a part of the training data."
+    )
+    test_data_path: Name | None = key(None, "Data of the verdict, never used to choose anything.")
+    data_split: Name | None = key(None, "Split of data_path; null is its training split.")
+    val_data_split: Name | None = key(None, "Split of val_data_path; null is its validation split.")
+    test_data_split: Name | None = key(None, "Split of test_data_path; null is its test split.")
+    column_mapping: Mapping[Name, ColumnName | None] = key(
+        {},
+        "Column of the data -> our column (query, positive, negatives, query_image, positive_image, negative_images, "
+        "label), or null to ignore it.",
+    )
+    image_root: Name | None = key(
+        None, "Folder that paths of pictures in the data start from and stay in; null is the data file's own folder."
+    )
+    max_image_pixels: Count = key(
+        89_478_485, "A picture whose header says more is refused before it is decoded.", unit="pixels"
+    )
+    image_augmentation: Literal["none", "light", "strong"] = key(
+        "none",
+        "Change training pictures at random, anew in each epoch. light: a window of 80 to 100% of the area, up to "
+        "4% over the edge. strong: 60 to 120%, up to 8% over the edge, turned by up to 15 degrees; brightness and "
+        "contrast x 0.7 to 1.3, saturation x 0.5 to 1.5, hue turned by up to 18 degrees; 10% become grey and 20% are "
+        "blurred, by up to 1% of the side.",
+    )
+    image_flip: bool = key(
+        False,
+        "Mirror half of the training pictures, left to right, with any image_augmentation: for products and other "
+        "things that have no left and right; not where captions say left or right, nor where pictures show writing.",
+    )
+    retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = key(
+        "auto",
+        "What searches what, t for texts, i for pictures and m for pictures with a text (t2i: texts search pictures); "
+        "data of another kind are refused; auto takes what the data hold.",
+    )
+    num_workers: Auto | Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = key(
+        "auto",
+        "Data workers per process, which decode and tokenize the batches of coming steps; with 0 the training process "
+        "does it. auto: none for texts, else the cores that training leaves free, at most 8. No result depends on it.",
+        unit="processes",
+        on_resume="harmless",
+    )
+    skip_invalid_records: bool = key(False, "Drop and count rows that can't be used, instead of stopping.")
+    max_invalid_records: Count = key(
+        100, "With skip_invalid_records: more broken rows than this stop the run.", unit="rows"
+    )
+    drop_last: bool = key(False, "Drop the last, smaller batch of each epoch.")
+
+
+@rule("data_split", "data_path")
+def _split_has_data(config: "Config") -> str | None:
+    """`data_split` needs `data_path`."""
+    return _idle_split(config, "data")
+
+
+@rule("val_data_split", "val_data_path")
+def _val_split_has_data(config: "Config") -> str | None:
+    """`val_data_split` needs `val_data_path`."""
+    return _idle_split(config, "val_data")
+
+
+@rule("test_data_split", "test_data_path")
+def _test_split_has_data(config: "Config") -> str | None:
+    """`test_data_split` needs `test_data_path`."""
+    return _idle_split(config, "test_data")
+
+
+def _idle_split(config: "Config", data: str) -> str | None:
+    if getattr(config, f"{data}_split") is None or getattr(config, f"{data}_path") is not None:
+        return None
+    return f"{data}_split chooses a split of {data}_path, which is not set; set {data}_path or remove {data}_split"
+
+
+@rule("max_invalid_records", "skip_invalid_records")
+def _invalid_budget_acts(config: "Config") -> str | None:
+    """`max_invalid_records` other than its default needs `skip_invalid_records: true`."""
+    if config.skip_invalid_records or config.max_invalid_records == DataKeys.default("max_invalid_records"):
+        return None
+    return (
+        "max_invalid_records has no effect while skip_invalid_records is false, as any broken row stops the run; "
+        "set skip_invalid_records to true or remove max_invalid_records"
+    )

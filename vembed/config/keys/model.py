@@ -1,0 +1,48 @@
+"""Keys of the model."""
+
+import re
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from vembed.config.fields import LARGEST_COUNT, Auto, Name, Text, key, rule
+from vembed.config.keys.section import Section
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+
+
+class ModelKeys(Section):
+    """The model and how a text or a picture becomes a vector."""
+
+    model_name: Name = key(
+        ..., "Hub id or local folder of the model, or `builtin:NAME` to train a tiny one from scratch."
+    )
+    model_revision: Name | None = key(None, "Branch, tag or commit of a hub model; null is the hub's default branch.")
+    trust_remote_code: bool = key(False, "Run Python code that the model's repository holds; needs a pinned commit.")
+    allow_pickle: bool = key(
+        False, "Read pickled weights (with `weights_only`) when the model has no safetensors file."
+    )
+    torch_dtype: Literal["float32", "float64"] = key("float32", "Dtype of the weights and of the optimizer state.")
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key("auto", "Attention kernel.")
+    pooling_method: Literal["auto", "mean", "cls", "last_token"] = key(
+        "auto", "How token vectors become one vector; auto is what the model's own files say."
+    )
+    max_seq_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
+        "auto", "Longer texts are truncated and counted; auto is the model's own limit.", unit="tokens"
+    )
+    query_prompt: Text | None = key(None, "Text put before each query; null is the model's own, '' is none.")
+    document_prompt: Text | None = key(None, "Text put before each document; null is the model's own, '' is none.")
+    pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.")
+    gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass: less memory, more time.")
+
+
+@rule("trust_remote_code", "model_revision")
+def _remote_code_is_pinned(config: "Config") -> str | None:
+    """`trust_remote_code: true` needs `model_revision` to be a commit of 40 hex digits."""
+    if not config.trust_remote_code or re.fullmatch(r"[0-9a-f]{40}", config.model_revision or ""):
+        return None
+    return (
+        "trust_remote_code runs the repository's code, so model_revision must pin it to a commit of 40 lower-case hex "
+        "digits; copy the commit that you have read from the model's page, or set trust_remote_code to false"
+    )

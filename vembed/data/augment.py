@@ -1,0 +1,222 @@
+"""Change pictures at random for training: each in its own way in each epoch, and always in the same one.
+
+1. `Augmenter.record` gives every picture of a record an `Augmentation`, whose seed is a function of the run's seed, the
+   epoch, the record's row and the picture's place in the record: never of the batch, the process or the worker.
+2. `decode_image` calls `augmented` on the decoded picture, before the model's own processor sees it. An `Augmentation`
+   is part of an `Image`'s equality, so nothing that is kept by `Image` mixes two of them up.
+
+A window is cut out of the picture, turned about its middle, and its colours go through one matrix. What the window
+shows beyond the edge gets the median colour of the edge: white stays white behind a drawing.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import PIL.Image
+import PIL.ImageFilter
+import PIL.ImageStat
+
+from vembed.batch import Augmentation, Composed, Image
+
+if TYPE_CHECKING:
+    from vembed.batch import Item, Strength
+    from vembed.data.records import Record
+
+LEAST_SIDE = 640
+"""A large picture is first reduced by a whole factor, to a shorter side of at least so many pixels: what follows costs
+time by the pixel, and no processor makes more of it than that."""
+
+SMALL_SIDE = 256
+"""Shorter side of a window, in pixels, up to which a turned one is sampled with care."""
+
+_GREY = np.tile([0.213, 0.715, 0.072], (3, 1))
+"""Makes each channel the luminance."""
+
+_QUARTER_TURN = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.787, 0.715, 0.072]])
+"""Turns the hue by 90 degrees, once the luminance is taken away."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Ranges:
+    """What an augmentation draws from, each value evenly.
+
+    Attributes:
+        area: Least and most area of the window, in areas of the picture.
+        overhang: Most that the window stands over an edge, in sides of the window.
+        degrees: Most that it is turned, to either side.
+        brightness: Most that the factor of brightness differs from 1.
+        contrast: The same of contrast.
+        saturation: The same of saturation.
+        hue: Most that the hue is turned, to either side, in parts of the circle.
+        grey: Share of pictures that lose all colour.
+        blur: Share of pictures that are blurred.
+        blur_radius: Most standard deviation of the blur, in shorter sides of the window.
+    """
+
+    area: tuple[float, float] = (1.0, 1.0)
+    overhang: float = 0.0
+    degrees: float = 0.0
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hue: float = 0.0
+    grey: float = 0.0
+    blur: float = 0.0
+    blur_radius: float = 0.0
+
+    @property
+    def recolours(self) -> bool:
+        """Whether any colour is changed."""
+        return any((self.brightness, self.contrast, self.saturation, self.hue, self.grey))
+
+
+_RANGES: dict[Strength, _Ranges] = {
+    "light": _Ranges(area=(0.8, 1.0), overhang=0.04),
+    "strong": _Ranges(
+        area=(0.6, 1.2),
+        overhang=0.08,
+        degrees=15.0,
+        brightness=0.3,
+        contrast=0.3,
+        saturation=0.5,
+        hue=0.05,
+        grey=0.1,
+        blur=0.2,
+        blur_radius=0.01,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Augmenter:
+    """Says how each picture of the training records is changed in an epoch.
+
+    Attributes:
+        strength: How much; "none" leaves the pixels alone.
+        flip: Whether half of the pictures are mirrored, left to right.
+        seed: Seed of the run.
+    """
+
+    strength: Strength
+    flip: bool
+    seed: int
+
+    @property
+    def acts(self) -> bool:
+        """Whether any picture is changed."""
+        return self.flip or self.strength != "none"
+
+    def record(self, record: Record, *, row: int, epoch: int) -> Record:
+        """Return a record whose pictures say how they are changed when they are decoded.
+
+        Args:
+            record: The record.
+            row: Its number in the training records.
+            epoch: Counted from 0.
+        """
+        if not self.acts:
+            return record
+        items = (record.query, *record.positives, *record.negatives)
+        query, *documents = (self._item(item, (epoch, row, slot)) for slot, item in enumerate(items))
+        num_positives = len(record.positives)
+        return replace(
+            record,
+            query=query,
+            positives=tuple(documents[:num_positives]),
+            negatives=tuple(documents[num_positives:]),
+        )
+
+    def _item(self, item: Item, place: tuple[int, int, int]) -> Item:
+        if isinstance(item, str):
+            return item
+        if isinstance(item, Composed):
+            return replace(item, image=self._image(item.image, place))
+        return self._image(item, place)
+
+    def _image(self, image: Image, place: tuple[int, int, int]) -> Image:
+        seed = np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)[0]
+        return replace(image, augmentation=Augmentation(self.strength, self.flip, int(seed)))
+
+
+def augmented(picture: PIL.Image.Image, augmentation: Augmentation) -> PIL.Image.Image:
+    """Return a picture, changed.
+
+    Args:
+        picture: In RGB.
+        augmentation: How; equal values change equal pictures alike.
+
+    Returns:
+        An RGB picture, whose size may be another.
+    """
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(augmentation.seed)))
+    if augmentation.flip and generator.random() < 0.5:
+        picture = picture.transpose(PIL.Image.Transpose.FLIP_LEFT_RIGHT)
+    if augmentation.strength == "none":
+        return picture
+    ranges = _RANGES[augmentation.strength]
+    factor = min(picture.size) // LEAST_SIDE
+    window = _window(picture.reduce(factor) if factor > 1 else picture, ranges, generator)
+    return _recoloured(window, ranges, generator)
+
+
+def _window(picture: PIL.Image.Image, ranges: _Ranges, generator: np.random.Generator) -> PIL.Image.Image:
+    """Cut a window out of a picture, turned about its own middle, without changing the scale."""
+    scale = math.sqrt(generator.uniform(*ranges.area))
+    angle = math.radians(generator.uniform(-ranges.degrees, ranges.degrees))
+    places = generator.uniform(-1, 1, size=2).tolist()
+    width, height = (max(1, round(side * scale)) for side in picture.size)
+    # Its left and upper edge: inside as far as the window fits, and beyond by the overhang.
+    left, top = (
+        (side - own) / 2 + place * (abs(side - own) / 2 + ranges.overhang * own)
+        for side, own, place in zip(picture.size, (width, height), places, strict=True)
+    )
+    fill = _edge_colour(picture)
+    if not angle:  # whole pixels need no sampling
+        window = PIL.Image.new("RGB", (width, height), fill)
+        window.paste(picture, (-round(left), -round(top)))
+        return window
+    cosine, sine = math.cos(angle), math.sin(angle)
+    matrix = (
+        cosine,
+        sine,
+        left + width / 2 - (cosine * width + sine * height) / 2,
+        -sine,
+        cosine,
+        top + height / 2 - (cosine * height - sine * width) / 2,
+    )
+    # Bicubic takes twice the time; the processor will shrink what is large, and then the two look alike.
+    resample = PIL.Image.Resampling.BICUBIC if min(width, height) <= SMALL_SIDE else PIL.Image.Resampling.BILINEAR
+    return picture.transform((width, height), PIL.Image.Transform.AFFINE, matrix, resample=resample, fillcolor=fill)
+
+
+def _edge_colour(picture: PIL.Image.Image) -> tuple[int, int, int]:
+    """Return the median colour of a picture's outermost pixels."""
+    pixels = np.asarray(picture)
+    edge = np.concatenate([pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]])
+    red, green, blue = (int(value) for value in np.median(edge, axis=0))
+    return red, green, blue
+
+
+def _recoloured(picture: PIL.Image.Image, ranges: _Ranges, generator: np.random.Generator) -> PIL.Image.Image:
+    """Blur a picture or not, and change its colours by one matrix.
+
+    Source: the matrices `saturate` and `hueRotate` of W3C Filter Effects Module Level 1, section 9.6; brightness and
+    contrast (about the mean grey) as factors on top.
+    """
+    brightness, contrast, saturation, hue = generator.uniform(-1, 1, size=4).tolist()
+    blur, blur_radius, grey = generator.random(3).tolist()
+    if blur < ranges.blur:
+        picture = picture.filter(PIL.ImageFilter.GaussianBlur(blur_radius * ranges.blur_radius * min(picture.size)))
+    if not ranges.recolours:
+        return picture
+    factor = 0.0 if grey < ranges.grey else 1 + ranges.saturation * saturation
+    angle = 2 * math.pi * ranges.hue * hue
+    colour = factor * (math.cos(angle) * (np.eye(3) - _GREY) + math.sin(angle) * _QUARTER_TURN)
+    about = PIL.ImageStat.Stat(picture.convert("L")).mean[0]
+    contrast = 1 + ranges.contrast * contrast
+    matrix = np.concatenate([contrast * (_GREY + colour), np.full((3, 1), (1 - contrast) * about)], axis=1)
+    return picture.convert("RGB", tuple(((1 + ranges.brightness * brightness) * matrix).ravel().tolist()))

@@ -1,0 +1,165 @@
+"""Published data sets in the form that they are published in: `NAME:FOLDER`, read from a local folder.
+
+Here: one file per set, their registry, and which split a role gets. Not here: downloading anything, and how records are
+batched. A file or folder whose own name begins with a preset's is named with its folder, `./sop:mine.jsonl`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from vembed.data.columns import closest
+from vembed.data.presets import cirr, flickr30k, sop
+from vembed.data.presets.common import PresetSource
+from vembed.data.splits import PATH_KEYS, SPLIT_NAMES, Role, role_of, split_for
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from vembed.data.image_root import ImageRoot
+    from vembed.data.problems import ProblemLog
+    from vembed.data.records import LoadedRecords
+    from vembed.data.retrieval import RetrievalData
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """How one set is read.
+
+    Attributes:
+        splits: The splits that it has.
+        load: Returns the records of a split.
+        load_retrieval: Returns a split as a task.
+        fallbacks: Role -> the split that serves it where the set has none of that role's names.
+        refused: Split, or role that has none -> why it can't be had.
+    """
+
+    splits: tuple[str, ...]
+    load: Callable[[PresetSource, str], LoadedRecords]
+    load_retrieval: Callable[[PresetSource, str], RetrievalData]
+    fallbacks: Mapping[Role, str]
+    refused: Mapping[str, str]
+
+
+PRESETS: Mapping[str, Preset] = {
+    "flickr30k": Preset(flickr30k.SPLITS, flickr30k.load, flickr30k.load_retrieval, fallbacks={}, refused={}),
+    "sop": Preset(
+        sop.SPLITS,
+        sop.load,
+        sop.load_retrieval,
+        fallbacks={},
+        refused={"validation": "leave val_data_path out, and whole products of the training pictures are held out"},
+    ),
+    "cirr": Preset(cirr.SPLITS, cirr.load, cirr.load_retrieval, fallbacks={"test": "val"}, refused=cirr.REFUSED),
+}
+"""Name before the colon -> the set."""
+
+
+class SourceRules(Protocol):
+    """What a preset needs to know of the options of a source."""
+
+    @property
+    def role(self) -> Role:
+        """What the data is for."""
+
+    @property
+    def split(self) -> str | None:
+        """The split to read; None leaves it to the role."""
+
+    @property
+    def image_root(self) -> Path | None:
+        """Folder that pictures' paths start from; None: the set's own."""
+
+    def images(self, folder: Path | None) -> ImageRoot:
+        """Return what checks the pictures of a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class PresetPath:
+    """A preset and the folder that a user named.
+
+    Attributes:
+        label: What the user wrote.
+        name: A key of `PRESETS`.
+        folder: The folder.
+    """
+
+    label: str
+    name: str
+    folder: Path
+
+    def records(self, rules: SourceRules, log: ProblemLog) -> LoadedRecords:
+        """Return the records of the split that the rules ask for.
+
+        Args:
+            rules: Role, split and pictures' root.
+            log: What happens to invalid rows.
+
+        Raises:
+            DataError: Something is missing or broken, or there is no such split.
+        """
+        split, source = self._opened(rules, log)
+        return PRESETS[self.name].load(source, split)
+
+    def retrieval(self, rules: SourceRules, log: ProblemLog) -> RetrievalData:
+        """Return the split that the rules ask for as a task.
+
+        Args:
+            rules: Role, split and pictures' root.
+            log: What happens to invalid rows.
+
+        Raises:
+            DataError: Something is missing or broken, or there is no such split.
+        """
+        split, source = self._opened(rules, log)
+        return PRESETS[self.name].load_retrieval(source, split)
+
+    def _opened(self, rules: SourceRules, log: ProblemLog) -> tuple[str, PresetSource]:
+        if not self.folder.is_dir():
+            raise DataError(f"{PATH_KEYS[rules.role]}: {self.label}: there is no folder {self.folder}")
+        split = _split(self.name, rules.split, rules.role)
+        root = self.folder if rules.image_root is None else rules.image_root.expanduser()
+        return split, PresetSource(self.label, self.folder, rules.images(self.folder), root, log)
+
+
+def preset_path(path: str) -> PresetPath | None:
+    """Return the preset that a path names, or None when it names something else.
+
+    Args:
+        path: What the user wrote, `NAME:FOLDER` for a preset.
+
+    Raises:
+        DataError: It names a preset and no folder.
+    """
+    name, colon, folder = path.partition(":")
+    if not colon or name not in PRESETS:
+        return None
+    if not folder:
+        raise DataError(f"{path} names no folder: write {name}:FOLDER, the folder that the set lies in")
+    return PresetPath(path, name, Path(folder).expanduser())
+
+
+def preset_hint(path: str) -> str:
+    """Return ` (did you mean 'sop:...'?)` for a path that begins like a preset, or an empty string."""
+    name, colon, folder = path.partition(":")
+    near = closest(name, PRESETS) if colon and folder and "/" not in name and not folder.startswith("//") else ""
+    return near.replace("'?)", ":...'?)")
+
+
+def _split(name: str, asked: str | None, role: Role) -> str:
+    """Return the split to read: the one asked for, or that of the role."""
+    preset = PRESETS[name]
+    if asked in preset.splits:
+        return asked
+    wanted = role if asked is None else role_of(asked)
+    if wanted is not None:
+        found = split_for(preset.splits, None, wanted) or preset.fallbacks.get(wanted)
+        if found is not None:
+            return found
+    reason = preset.refused.get(asked or role) or preset.refused.get(wanted or "")
+    shown = asked or SPLIT_NAMES[role][0]
+    listed = f"it has: {', '.join(preset.splits)}"
+    raise DataError(f"{name} has no split {shown!r}: {reason or listed}")

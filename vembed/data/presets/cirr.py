@@ -1,0 +1,199 @@
+"""CIRR: 36,554 queries of a picture and a text that says how the picture sought differs from it.
+
+The folder holds the dataset's repository (branch `cirr_dataset`) and the pictures of NLVR2:
+
+    captions/cap.rc2.{train,val}.json           a list of {"pairid", "reference", "target_hard", "caption",
+                                                "img_set": {"members": [...]}}
+    image_splits/split.rc2.{train,val}.json     picture name -> path, as "./dev/dev-244-0-img0.png"
+    img_raw/{train,dev}/...                     the pictures (train/ and dev/ may also lie beside captions/)
+
+The two folders of annotations may also lie in cirr/, as other projects arrange them. A training record is the reference
+with its caption, and the target. As a task all pictures of the split are documents; the reference of a query is never
+ranked for it. `val` is the public test: the targets of test1 are not published.
+
+The split `val-subset` ranks, for each query, only the other members of the set of 6 similar pictures that its reference
+is from: recall@1, 2 and 3 there are the literature's R_subset@k. On `val` recall@1, 5, 10 and 50 are its Recall@k.
+
+Source: Liu et al., 2021, "Image Retrieval on Real-life Images with Pre-trained Vision-and-Language Models".
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vembed.batch import Composed
+from vembed.data.files import iter_rows, json_object
+from vembed.data.presets.common import find_parts
+from vembed.data.records import LoadedRecords, RecordWriter
+from vembed.data.retrieval import RetrievalData
+from vembed.data.validate import text_fault
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.batch import Image, Item
+    from vembed.data.presets.common import PresetSource
+
+SUBSET = "-subset"
+SPLITS = ("train", "val", f"val{SUBSET}")
+REFUSED = {"test1": "the targets of test1 are not published, its authors' server scores it; the public test is val"}
+PICTURE_FOLDERS = {"train": "train", "val": "dev"}
+"""Split -> the folder that the paths of its pictures begin with, as in NLVR2."""
+
+CUTOFFS = (1, 5, 10, 50)
+SUBSET_CUTOFFS = (1, 2, 3)
+
+
+class _Pair(NamedTuple):
+    id: str
+    query: Composed
+    target: Image
+    reference_name: str
+    target_name: str
+    members: frozenset[str]
+    line: int
+
+
+class _Pictures:
+    """The pictures of a split by name; each is checked when it is first asked for, and once.
+
+    Args:
+        source: The set.
+        file: Names their paths.
+        folder: What to put before each path.
+    """
+
+    def __init__(self, source: PresetSource, file: Path, folder: str) -> None:
+        self._source = source
+        self._folder = folder
+        self._paths: dict[str, Any] = json_object(file)
+        self._known: dict[str, Image | None] = {}
+        self.file_name = file.name
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._paths
+
+    def get(self, name: str) -> Image | None:
+        """Return a picture of the split, or None where it was noted that there is none."""
+        if name not in self._known:
+            path = self._paths[name]
+            where = f"{self.file_name} {name!r}"
+            self._known[name] = None
+            if isinstance(path, str):
+                self._known[name] = self._source.picture(f"{self._folder}{path}", where=where, column="path")
+            else:
+                self._source.log.add(where, f"expected a path, got {type(path).__name__}")
+        return self._known[name]
+
+    def all(self) -> dict[str, Image]:
+        """Return the usable pictures of the split, in the order of the file."""
+        return {name: image for name in self._paths if (image := self.get(name)) is not None}
+
+
+def load(source: PresetSource, split: str) -> LoadedRecords:
+    """Return a record for each query of a split.
+
+    Args:
+        source: The set.
+        split: One of `SPLITS`.
+
+    Raises:
+        DataError: A file is missing or broken.
+    """
+    file, pictures = _parts(source, split.removesuffix(SUBSET))
+    writer = RecordWriter()
+    for pair in _pairs(source, file, pictures):
+        writer.add(pair.query, positives=[pair.target], file=file.name, line=pair.line)
+    return LoadedRecords(writer.finish(), source.log.notes(), source.log.count)
+
+
+def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
+    """Return a split as a task: a picture with a text searches the pictures of the split.
+
+    Args:
+        source: The set.
+        split: One of `SPLITS`.
+
+    Raises:
+        DataError: A file is missing or broken.
+    """
+    of_subset = split.endswith(SUBSET)
+    file, pictures = _parts(source, split.removesuffix(SUBSET))
+    documents: dict[str, Item] = dict(pictures.all())
+    pairs = _pairs(source, file, pictures, needs_members=of_subset)
+    ranked = "Only the other members of each query's set of similar pictures are ranked for it."
+    return RetrievalData(
+        name=f"cirr/{split}",
+        queries={pair.id: pair.query for pair in pairs},
+        documents=documents,
+        qrels={pair.id: {pair.target_name: 1} for pair in pairs},
+        notes=(*source.log.notes(), ranked if of_subset else "The picture of a query is never ranked for it."),
+        excluded={pair.id: frozenset({pair.reference_name}) for pair in pairs},
+        candidates={pair.id: pair.members for pair in pairs} if of_subset else {},
+        cutoffs=SUBSET_CUTOFFS if of_subset else CUTOFFS,
+    )
+
+
+def _parts(source: PresetSource, split: str) -> tuple[Path, _Pictures]:
+    """Return the captions of a split and its pictures."""
+    names = (f"captions/cap.rc2.{split}.json", f"image_splits/split.rc2.{split}.json")
+    inner = PICTURE_FOLDERS[split]
+    places = [(name, f"cirr/{name}") for name in names]
+    (captions, paths), folder = find_parts(source, places, (f"img_raw/{inner}", inner))
+    return captions, _Pictures(source, paths, folder.removesuffix(inner))
+
+
+def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_members: bool = False) -> list[_Pair]:
+    """Return the usable queries of a split."""
+    pairs: dict[str, _Pair] = {}
+    for line, row in iter_rows(path, lambda names: names):
+        if isinstance(row, str):
+            source.log.add(f"{path.name}:{line}", row)
+            continue
+        number = row.get("pairid")
+        if isinstance(number, bool) or not isinstance(number, int):
+            source.log.add(f"{path.name}:{line}", "missing, or not a whole number", column="pairid")
+            continue
+        where = f"{path.name} pairid {number}"
+        if str(number) in pairs:
+            source.log.add(where, "stands twice", column="pairid")
+            continue
+        fault = _fault(row, pictures, needs_members=needs_members)
+        if fault:
+            source.log.add(where, fault[1], column=fault[0])
+            continue
+        reference, target = pictures.get(row["reference"]), pictures.get(row["target_hard"])
+        if reference is not None and target is not None:
+            query = Composed(reference, row["caption"])
+            members = frozenset(_members(row))
+            pairs[str(number)] = _Pair(str(number), query, target, row["reference"], row["target_hard"], members, line)
+    source.check()
+    if not pairs:
+        raise DataError(f"{source.label} has no queries in {path.name}")
+    return list(pairs.values())
+
+
+def _fault(row: dict[str, Any], pictures: _Pictures, *, needs_members: bool) -> tuple[str, str] | None:
+    """Return which column of a query can't be used, and why; None when all can."""
+    for column in ("reference", "target_hard"):
+        name = row.get(column)
+        if not isinstance(name, str):
+            return column, "missing, or no text"
+        if name not in pictures:
+            return column, f"{name!r:.80} is no picture of {pictures.file_name}"
+    if row["reference"] == row["target_hard"]:
+        return "target_hard", "is the reference itself"
+    reason = text_fault(row.get("caption"))
+    if reason:
+        return "caption", reason if "caption" in row else "missing"
+    if needs_members and row["target_hard"] not in _members(row):
+        return "img_set", "its members don't hold the target"
+    return None
+
+
+def _members(row: dict[str, Any]) -> list[str]:
+    """Return the names of the set of similar pictures that a query is from; none where it has no such set."""
+    img_set = row.get("img_set")
+    members = img_set.get("members") if isinstance(img_set, dict) else None
+    return [name for name in members if isinstance(name, str)] if isinstance(members, list) else []

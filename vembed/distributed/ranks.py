@@ -1,0 +1,141 @@
+"""The processes that share a batch, and the few collectives that a step needs.
+
+A step of the replicated strategy makes the same number of collectives whatever its chunks: one gather of embeddings,
+what the loss merges, and one reduction of each bucket of gradients. Sums are sums: nothing is divided by the number of
+ranks, since every rank's gradients are already those of its rows in the loss of the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+BUCKET_BYTES = 128 * 2**20
+"""Gradients that are reduced together: large enough that latency doesn't count, small beside the model's memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """This process's place among those that share a batch. With one rank every operation is the identity.
+
+    Attributes:
+        rank: This process, counted from 0.
+        world_size: How many there are.
+        group: Their process group; None is the default one.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    group: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of_this_process(cls) -> Ranks:
+        """Return the place in the default process group, or the single rank where there is none."""
+        if not dist.is_initialized():
+            return cls()
+        return cls(dist.get_rank(), dist.get_world_size())
+
+    @property
+    def is_one(self) -> bool:
+        """Whether this process is alone."""
+        return self.world_size == 1
+
+    def gather_rows(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks, those of rank 0 first.
+
+        Args:
+            x_RE: This rank's rows (R, E); R may differ between ranks and may be 0.
+            counts: Rows of each rank.
+        """
+        if self.is_one:
+            return x_RE
+        longest = max(counts)
+        padded = x_RE.new_zeros(longest, *x_RE.shape[1:])
+        padded[: len(x_RE)] = x_RE
+        gathered = x_RE.new_empty(self.world_size * longest, *x_RE.shape[1:])
+        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        if min(counts) == longest:
+            return gathered
+        return torch.cat([gathered[rank * longest :][:count] for rank, count in enumerate(counts)])
+
+    def sum_own_rows(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
+        """Add rows up over the ranks and return this rank's: the way back from `gather_rows`.
+
+        Args:
+            x_RE: This rank's share of the rows of all ranks, those of rank 0 first.
+            counts: Rows of each rank.
+        """
+        if self.is_one:
+            return x_RE
+        longest = max(counts)
+        padded = x_RE
+        if min(counts) < longest:
+            padded = x_RE.new_zeros(self.world_size * longest, *x_RE.shape[1:])
+            for rank, rows in enumerate(x_RE.split(list(counts))):
+                padded[rank * longest :][: len(rows)] = rows
+        summed = x_RE.new_empty(longest, *x_RE.shape[1:])
+        dist.reduce_scatter_tensor(summed, padded, dist.ReduceOp.SUM, group=self.group)
+        return summed[: counts[self.rank]]
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Add a tensor up over the ranks, in place."""
+        if not self.is_one:
+            dist.all_reduce(x, dist.ReduceOp.SUM, group=self.group)
+        return x
+
+    def max_(self, x: Tensor) -> Tensor:
+        """Take the elementwise maximum over the ranks, in place."""
+        if not self.is_one:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Return whether the flag is set on any rank. Waits for the device where there are several."""
+        if self.is_one:
+            return flag
+        return bool(self.max_(torch.tensor([int(flag)], device=device)).item())
+
+    def sum_gradients(self, parameters: Sequence[Tensor], *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Add the gradients of parameters up over the ranks, in at least float32.
+
+        What a rank's rows didn't touch counts as zero there, so that no rank waits for another.
+
+        Args:
+            parameters: The trainable parameters, in the same order on every rank.
+            bucket_bytes: Gradients that one collective reduces.
+        """
+        if self.is_one:
+            return
+        for bucket in _buckets(parameters, bucket_bytes):
+            dtype = torch.promote_types(bucket[0].dtype, torch.float32)
+            flat = torch.cat([_gradient(parameter).to(dtype).flatten() for parameter in bucket])
+            self.sum_(flat)
+            for parameter, gradient in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+
+
+def _buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield parameters of one type whose gradients together stay within the size; a larger one stands alone."""
+    bucket: list[Tensor] = []
+    size = 0
+    for parameter in parameters:
+        own = parameter.numel() * torch.promote_types(parameter.dtype, torch.float32).itemsize
+        if bucket and (size + own > bucket_bytes or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += own
+    if bucket:
+        yield bucket
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,224 @@
+"""`vembed export RUN_OR_MODEL --output DIR`: a model as its library loads it, with a card, read back to be sure."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vembed.config.redact import redact, redact_value
+from vembed.config.sources import Refused
+from vembed.config.yaml_text import read_mapping
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.errors import ConfigError, ExitCode, PreemptedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vembed.evaluation.card.facts import RunFacts
+    from vembed.evaluation.card.names import PublicName
+    from vembed.models.encoder import Encoder
+    from vembed.models.export.forms import Form
+    from vembed.models.export.write import Exported, ExportRequest
+    from vembed.training.guards import StopSignal
+
+DESCRIPTION = (
+    "Write a model into a folder that sentence-transformers, transformers or open_clip loads, with a model card "
+    "(README.md) of what its run left. What was written is read back and must give the same vectors."
+)
+FORMATS = ("auto", "sentence-transformers", "transformers", "open_clip")
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """What is exported.
+
+    Attributes:
+        model: What the model is loaded by.
+        run: The output folder of the run that it is of, or None.
+        is_local: Whether the model is a folder.
+    """
+
+    model: str
+    run: Path | None
+    is_local: bool
+
+
+def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
+    """Parse the command line of an export.
+
+    Args:
+        arguments: Words behind the program's name.
+        program: How the program was called, for its help.
+    """
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    parser.add_argument("model", metavar="RUN_OR_MODEL", help="output folder of a run, folder of a model, or hub id")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be empty")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="auto", help="library to write for; default: auto, the model's own"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the stored weights; default: that of the model")
+    parser.add_argument("--overwrite", action="store_true", help="replace the model that DIR holds")
+    card = parser.add_argument_group("for the model card; what isn't given reads 'not stated'")
+    card.add_argument("--license", metavar="ID", help="licence of the model, e.g. apache-2.0")
+    card.add_argument("--base-model-license", metavar="ID", help="licence of the model that training started from")
+    card.add_argument("--language", nargs="+", default=[], metavar="CODE", help="languages of the model, e.g. en de")
+    source = parser.add_argument_group("for models that need it")
+    source.add_argument("--model-revision", metavar="COMMIT", help="branch, tag or commit of a hub model")
+    source.add_argument("--trust-remote-code", action="store_true", help="run code that a model brings; needs a commit")
+    source.add_argument("--allow-pickle", action="store_true", help="read pickled weights, with weights_only")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str], *, program: str) -> int:
+    """Run the command and return its exit code.
+
+    Args:
+        arguments: Words behind the program's name.
+        program: How the program was called, for its help.
+    """
+    parsed = parse_arguments(arguments, program=program)
+    return run_command(lambda: _run(parsed))
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
+    from vembed.evaluation.card.front_matter import check_languages, check_license
+    from vembed.evaluation.card.render import CARD_FILE, render_card
+    from vembed.models.export.write import export_model
+    from vembed.training.guards import StopSignal
+
+    licenses = [
+        None if given is None else check_license(redact(given)) for given in (parsed.license, parsed.base_model_license)
+    ]
+    languages = check_languages(parsed.language)
+    source = _source(parsed.model)
+    request = _request(parsed, source)
+    run = _run_facts(source)
+    base = None if run is not None else _base(source)
+    if parsed.base_model_license is not None and run is not None and run.base.kind == "built-in":
+        raise ConfigError("--base-model-license: the run trained from scratch; leave it out")
+    title = request.output.expanduser().resolve().name
+
+    def card(encoder: Encoder, form: Form) -> Mapping[str, str]:
+        facts = CardFacts(
+            title=title,
+            folder=title,
+            model=model_facts(encoder, form),
+            run=run,
+            base=base,
+            license_id=licenses[0],
+            base_license=licenses[1],
+            languages=languages,
+            versions=written_with(),
+        )
+        return {CARD_FILE: render_card(facts)}
+
+    quiet_libraries(with_datasets=False)
+    with StopSignal() as stop:
+        exported = export_model(request, card, poll=_poll(stop))
+    _print(exported, request.output, licenses[0])
+    return ExitCode.OK
+
+
+def _request(parsed: argparse.Namespace, source: _Source) -> ExportRequest:
+    import torch
+
+    from vembed.api.model import COMMIT
+    from vembed.models.export.write import ExportRequest
+    from vembed.models.huggingface import ModelOptions
+
+    if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
+        raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
+    options = ModelOptions(
+        name=source.model,
+        revision=parsed.model_revision,
+        trust_remote_code=parsed.trust_remote_code,
+        allow_pickle=parsed.allow_pickle,
+    )
+    dtype = None if parsed.dtype is None else getattr(torch, parsed.dtype)
+    return ExportRequest(
+        options=options, output=parsed.output, form=parsed.format, dtype=dtype, overwrite=parsed.overwrite
+    )
+
+
+def _source(given: str) -> _Source:
+    """Return what a name stands for: a run for its model, and its model for the run as well."""
+    from vembed.models.registry import is_builtin
+    from vembed.training.output import MARKS, OutputFolder
+
+    def is_run(folder: Path) -> bool:
+        return any((folder / mark).is_file() for mark in MARKS)
+
+    if is_builtin(given):
+        raise ConfigError(f"{given} is a model to be trained from scratch; train it, then export the run's folder")
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        if given.startswith(("/", "./", "../", "~")) or folder.exists():
+            raise ConfigError(f"{given} is no folder; name that of a run or of a model")
+        return _Source(given, None, is_local=False)
+    folder = folder.resolve()
+    if is_run(folder):
+        model = OutputFolder(folder).model
+        if not model.is_dir():
+            raise ConfigError(
+                f"{given} is a run that has not finished: it has no {model.name}/ yet. Resume it first, with the "
+                f"command that started it"
+            )
+        return _Source(str(model), folder, is_local=True)
+    of_run = folder == OutputFolder(folder.parent).model and is_run(folder.parent)
+    return _Source(str(folder), folder.parent if of_run else None, is_local=True)
+
+
+def _base(source: _Source) -> PublicName | None:
+    """Return the hub model that an export without a run is of."""
+    from vembed.evaluation.card.names import public_name
+
+    return None if source.is_local else public_name(source.model)
+
+
+def _run_facts(source: _Source) -> RunFacts | None:
+    """Return what the card tells of a run; None, said on the terminal, where its files can't be read."""
+    from vembed.errors import DataError
+    from vembed.evaluation.card.gather import gather_run, read_report
+
+    if source.run is None:
+        return None
+    path = source.run / "config.yaml"
+    try:
+        items, _ = read_mapping(path.read_text("utf-8"))
+        config = {item.name: redact_value(item.value) for item in items}
+        data_facts, environment = read_report(source.run)
+        pairs = [(redact(label), redact(value)) for label, value in data_facts]
+        return gather_run(source.run, config=config, data_facts=pairs, environment=environment)
+    except (OSError, UnicodeDecodeError, Refused, DataError) as error:
+        reason = error.text if isinstance(error, Refused) else str(error)
+        print(f"warning: the card tells nothing of the run: {redact(reason)} ({path})")
+        return None
+
+
+def _poll(stop: StopSignal) -> Callable[[], None]:
+    def poll() -> None:
+        if stop.requested:
+            raise PreemptedError("stopped by a signal; nothing was written, export again")
+
+    return poll
+
+
+def _print(exported: Exported, output: Path, license_id: str | None) -> None:
+    from vembed.evaluation.card.front_matter import LICENSES, nearest_license
+
+    dtype = str(exported.dtype).removeprefix("torch.")
+    print(f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "
+          f"{exported.difference:.2g}")  # fmt: skip
+    if exported.rounding:
+        print(f"rounding the weights to {dtype} moved vectors by up to {exported.rounding:.2g}")
+    if license_id is None:
+        print("the card states no licence; --license ID does")
+    elif license_id not in LICENSES:
+        nearest = nearest_license(license_id)
+        hint = f" (did you mean {nearest}?)" if nearest else ""
+        print(f"licence {license_id!r} is none of the hub's ids{hint}: the card gives it as other")
+    print(f"{exported.form} folder, {dtype} weights: {output}")

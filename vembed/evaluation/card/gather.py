@@ -1,0 +1,220 @@
+"""Read what a training run left, and keep of it what a card tells."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vembed.errors import DataError, MachineError
+from vembed.evaluation.card.facts import MetricFacts, RunFacts, SetFacts
+from vembed.evaluation.card.names import PublicName, public_name, without_paths
+from vembed.evaluation.metrics import HEADLINE
+from vembed.evaluation.report.text import value_text
+from vembed.evaluation.significance import verdicts
+from vembed.evaluation.store import METRICS_FILE, read_evaluation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vembed.evaluation.result import EvaluationResult
+
+DATA_KEYS = (("training", "data_path"), ("dev", "val_data_path"), ("test", "test_data_path"))
+PATH_KEYS = ("model_name", "image_root", "output_dir", *(key for _, key in DATA_KEYS))
+
+CONFIG_SETTINGS = (
+    *("loss_type", "temperature", "learn_temperature", "loss_bidirectional", "mask_false_negatives", "mrl_dims"),
+    *("mrl_weights", "batch_size", "epochs", "learning_rate", "scheduler_type", "weight_decay", "adam_beta1"),
+    *("adam_beta2", "adam_epsilon", "max_grad_norm", "trainable", "use_lora", "image_augmentation", "image_flip"),
+    *("gradient_checkpointing", "drop_last", "seed"),
+)
+"""Keys of the configuration that a card tells, where a run has them."""
+
+SIGMOID_SETTINGS = ("init_logit_scale", "init_logit_bias")
+OFF: tuple[object, ...] = (None, "none", "auto", [], {})
+"""Values of a setting that did nothing or stand for what the plan decided."""
+
+PLAN_SETTINGS = ("strategy", "world_size", "global_batch_size", "steps", "warmup_steps", "dtype")
+"""What the plan decided; it stands in place of a key of the same name."""
+
+SHOWN_METRICS = (*HEADLINE, "recall@10", "hit@1", "hit@5", "hit@10")
+FALLBACK_METRIC = "ndcg@10"
+
+
+def gather_run(
+    folder: Path,
+    *,
+    config: Mapping[str, object],
+    data_facts: Sequence[tuple[str, str]],
+    environment: Mapping[str, str],
+) -> RunFacts:
+    """Return what a card tells of a run.
+
+    Args:
+        folder: The output folder of the run.
+        config: Its configuration, key -> value, without secrets.
+        data_facts: (label, value) of its data.
+        environment: Versions and machine that it ran with.
+    """
+    bases = _started_from(folder, config)
+    given = [str(config[key]) for key in PATH_KEYS if config.get(key)]
+    known = [*(each for each in given if public_name(each, bases).kind == "local"), str(folder.resolve())]
+    plan = _read_object(folder / "plan.json")
+    notes: list[str] = []
+    sets = _sets(folder, config, notes)
+    return RunFacts(
+        name=folder.resolve().name,
+        base=public_name(str(config.get("model_name", "unnamed")), bases),
+        data=_data(config, bases),
+        data_facts=tuple((label, without_paths(value, known)) for label, value in data_facts),
+        settings=tuple((key, without_paths(value, known)) for key, value in _settings(config, plan)),
+        sets=tuple(replace(each, name=without_paths(each.name, known)) for each in sets),
+        environment=tuple((key, without_paths(value, known)) for key, value in environment.items()),
+        methods=_methods(config, plan),
+        notes=tuple(notes),
+    )
+
+
+def read_report(folder: Path) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """Return the data facts and the environment that the report of a run holds; nothing where it has none.
+
+    Args:
+        folder: The output folder of the run.
+    """
+    report = _read_object(folder / "report" / "report.json")
+    facts, environment = report.get("data_facts"), report.get("environment")
+    pairs = [(str(pair[0]), str(pair[1])) for pair in facts if len(pair) == 2] if isinstance(facts, list) else []
+    versions = {str(key): str(value) for key, value in environment.items()} if isinstance(environment, dict) else {}
+    return pairs, versions
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return a JSON object of a run, an empty one where there is none."""
+    try:
+        loaded = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} can't be read: {error}") from error
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _started_from(folder: Path, config: Mapping[str, object]) -> list[Path]:
+    """Return the folder that a run was started in, where a relative output_dir tells: its paths are relative too."""
+    given = Path(str(config.get("output_dir", "")))
+    resolved = folder.resolve()
+    if given.is_absolute() or not given.parts or resolved.parts[-len(given.parts) :] != given.parts:
+        return []
+    return [Path(*resolved.parts[: -len(given.parts)])]
+
+
+def _data(config: Mapping[str, object], bases: Sequence[Path]) -> tuple[tuple[str, PublicName], ...]:
+    return tuple((label, public_name(str(config[key]), bases)) for label, key in DATA_KEYS if config.get(key))
+
+
+def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[tuple[str, str]]:
+    keys = (*CONFIG_SETTINGS, *(SIGMOID_SETTINGS if config.get("loss_type") == "sigmoid" else ()))
+    found = {key: config.get(key) for key in keys if key != "epochs" or config.get("max_steps") is None}
+    found |= {key: plan.get(key) for key in PLAN_SETTINGS}
+    return [(key, value_text(key, value)) for key, value in found.items() if value not in OFF]
+
+
+def _methods(config: Mapping[str, object], plan: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names of the methods that a run used."""
+    retain = plan.get("retain")
+    used = {
+        "infonce": config.get("loss_type") == "infonce",
+        "sigmoid": config.get("loss_type") == "sigmoid",
+        "matryoshka": bool(config.get("mrl_dims")),
+        "gradient caching": isinstance(retain, (int, float)) and retain < 1,
+        "lora": config.get("use_lora") is True or "lora" in str(plan.get("strategy")),
+    }
+    return tuple(name for name, is_used in used.items() if is_used)
+
+
+def _sets(folder: Path, config: Mapping[str, object], notes: list[str]) -> list[SetFacts]:
+    """Return what was measured, the set of the verdict first; what can't be read is noted."""
+    metric = str(config.get("metric_for_best_model") or FALLBACK_METRIC)
+    has_test = config.get("test_data_path") is not None
+    role = ("test set" if has_test else "dev set", "no checkpoint was chosen on it")
+    if not has_test and config.get("eval_strategy") != "no":
+        role = ("dev set", "it also chose the checkpoint, so that its numbers are a little high")
+    turned = (f"{role[0]}, reversed", f"its documents search its queries; {role[1]}")
+    names: list[tuple[str, str, str, tuple[str, str]]] = [
+        ("baseline", "final", "bm25", role),
+        ("baseline-reversed", "final-reversed", "", turned),
+    ]
+    step = _kept_step(folder)
+    if has_test and step is not None:
+        names.append(("step-0", step, "", ("dev set", "it chose the checkpoint")))
+    sets = []
+    for before, after, lexical, described in names:
+        found = [_result(folder, name, notes) for name in (before, after, lexical)]
+        if found[1] is not None:
+            sets.append(_set_facts(found[0], found[1], found[2], metric, described))
+    if not any(each.role == role[0] for each in sets):
+        notes.append("The run has no final evaluation: nothing was measured of this model.")
+    return sets
+
+
+def _kept_step(folder: Path) -> str | None:
+    """Return the name of the evaluation of the checkpoint that was kept, None where the run doesn't say."""
+    try:
+        digits = (folder / "checkpoints" / "BEST").read_text("utf-8").strip().removeprefix("step-")
+    except OSError:
+        return None
+    return f"step-{int(digits)}" if digits.isascii() and digits.isdigit() else None
+
+
+def _result(folder: Path, name: str, notes: list[str]) -> EvaluationResult | None:
+    path = folder / "evaluation" / name
+    if not name or not (path / METRICS_FILE).is_file():
+        return None
+    try:
+        return read_evaluation(path)
+    except (DataError, MachineError, ValueError):
+        notes.append(f"The evaluation {name} of the run can't be read.")
+        return None
+
+
+def _set_facts(
+    baseline: EvaluationResult | None,
+    final: EvaluationResult,
+    bm25: EvaluationResult | None,
+    metric: str,
+    role: tuple[str, str],
+) -> SetFacts:
+    names = [name for name in dict.fromkeys((metric, *SHOWN_METRICS)) if _tells(name, final, baseline)]
+    try:
+        judged = {} if baseline is None else verdicts(baseline, final, names)
+    except (ValueError, KeyError):  # other queries than before: the numbers stand, their difference says nothing
+        judged = {}
+    rows = [
+        MetricFacts(
+            name=name,
+            baseline=baseline.metrics.get(name) if baseline else None,
+            final=final.metrics[name],
+            bm25=bm25.metrics.get(name) if bm25 else None,
+            comparison=judged[name].comparison if name in judged else None,
+        )
+        for name in names
+    ]
+    sentence = judged[metric].sentence if metric in judged else ""
+    return SetFacts(
+        name=final.task,
+        role=role[0],
+        note=role[1],
+        num_queries=final.num_queries,
+        num_documents=final.num_documents,
+        metrics=tuple(rows),
+        sentence=sentence,
+    )
+
+
+def _tells(name: str, final: EvaluationResult, baseline: EvaluationResult | None) -> bool:
+    """Return whether a metric is there, and says more than recall: with one relevant document hit@k is recall@k."""
+    results = [result.metrics for result in (final, baseline) if result is not None]
+    if name not in final.metrics or not name.startswith("hit@"):
+        return name in final.metrics
+    return any(metrics.get(name) != metrics.get(name.replace("hit", "recall")) for metrics in results)

@@ -1,0 +1,163 @@
+"""Evaluate a set in both directions, its queries searching its documents and the other way round, encoding it once.
+
+The documents that ask in the reversed set are documents of the set, and what they search are its judged queries. Their
+vectors are the same unless the encoder treats the two sides differently: by a prompt, which shows in the features that
+it makes of an item. Only then is a side encoded again.
+Source of the sum of recalls: Chen et al., 2020, "UNITER", and the image-text retrieval literature before it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vembed.evaluation.evaluator import encoded, evaluate, search_encoded
+from vembed.evaluation.run import RunBuilder
+from vembed.evaluation.significance import sum_interval
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Features, Item, Side
+    from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.evaluator import EvaluationOptions
+    from vembed.evaluation.result import EvaluationResult
+    from vembed.models.encoder import Encoder
+
+RSUM_METRICS = ("hit@1", "hit@5", "hit@10")
+"""What the literature on captioned pictures calls R@1, R@5 and R@10: the share of queries that find a right one."""
+
+SAMPLE_ITEMS = 16
+"""Items whose features are compared between the sides: a prompt shows in each."""
+
+COUNTED_ITEMS = 1024
+"""Items that are tokenized at a time to count those that are cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directions:
+    """One system on one set.
+
+    Attributes:
+        forward: Its queries search its documents.
+        reverse: Its documents search its queries; None where that isn't measured.
+    """
+
+    forward: EvaluationResult
+    reverse: EvaluationResult | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RecallSum:
+    """The recalls of both directions in one number, as the literature on captioned pictures gives it.
+
+    Attributes:
+        value: R@1 + R@5 + R@10 of both directions in percent, 0 to 600.
+        low: Lower bound of its 95% interval.
+        high: Upper bound of its 95% interval.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+def recall_sums(baseline: Directions, final: Directions) -> tuple[RecallSum, RecallSum] | None:
+    """Return `recall_sum` before and after training, or None where one of them lacks a cut-off or a direction."""
+    sums = [recall_sum(each.forward, each.reverse) if each.reverse else None for each in (baseline, final)]
+    before, after = sums
+    return (before, after) if before and after else None
+
+
+def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> RecallSum | None:
+    """Return the sum of both directions' recalls, or None where one of them lacks a cut-off.
+
+    Args:
+        forward: One direction.
+        reverse: The other one; its queries are drawn apart for the interval.
+    """
+    results = (forward, reverse)
+    if any(metric not in result.per_query for result in results for metric in RSUM_METRICS):
+        return None
+    value = 100 * sum(result.metrics[metric] for result in results for metric in RSUM_METRICS)
+    low, high = sum_interval(results, RSUM_METRICS)
+    return RecallSum(value, 100 * low, 100 * high)
+
+
+def evaluate_directions(
+    encode: ItemEncoder, task: RetrievalData, options: EvaluationOptions, *, both: bool
+) -> Directions:
+    """Evaluate an encoder on a set, in one direction or in both.
+
+    Args:
+        encode: The encoder.
+        task: The set.
+        options: How to search and what to score.
+        both: Whether the reversed set is evaluated as well.
+
+    Raises:
+        DataError: As `evaluate`.
+        NonFiniteError: An embedding holds NaN or infinity.
+    """
+    if not both:
+        return Directions(evaluate(encode, task, options))
+    turned = task.reversed()
+    builder, turned_builder = (RunBuilder(each, ks=options.ks, depth=options.depth) for each in (task, turned))
+    started = time.perf_counter()
+    documents, queries = list(task.documents.values()), [task.queries[query_id] for query_id in builder.query_ids]
+    documents_DE, queries_QE = encoded(encode, documents, "document"), encoded(encode, queries, "query")
+    forward = search_encoded(builder, task, (documents_DE, queries_QE), options, started=started)
+    started = time.perf_counter()
+    if sides_agree(encode.encoder, documents):
+        asking_QE = documents_DE[asking_rows(task, turned)]
+    else:
+        asking_QE = encoded(encode, list(turned.queries.values()), "query")
+    searched_DE = queries_QE if sides_agree(encode.encoder, queries) else encoded(encode, queries, "document")
+    reverse = search_encoded(turned_builder, turned, (searched_DE, asking_QE), options, started=started)
+    return Directions(forward, reverse)
+
+
+def asking_rows(task: RetrievalData, turned: RetrievalData) -> NDArray[np.int64]:
+    """Return the rows of a set's documents that ask in the reversed set, in its order."""
+    return np.array([row for row, name in enumerate(task.documents) if name in turned.queries], dtype=np.int64)
+
+
+def sides_agree(encoder: Encoder, items: Sequence[Item]) -> bool:
+    """Return whether an encoder makes the same of items whether they are queries or documents.
+
+    Args:
+        encoder: The encoder.
+        items: Items of one side of a set; a few of each modality are looked at.
+    """
+    for _, places in encoder.by_modality(items):
+        sample = [items[place] for place in places[:: max(1, len(places) // SAMPLE_ITEMS)][:SAMPLE_ITEMS]]
+        asked, found = (encoder.featurize(sample, side) for side in ("query", "document"))
+        if not _equal(asked, found):
+            return False
+    return True
+
+
+def _equal(one: Features, other: Features) -> bool:
+    """Return whether two features are bit for bit the same."""
+    if one.columns.keys() != other.columns.keys() or one.per_row.keys() != other.per_row.keys():
+        return False
+    pairs = [(one.lengths, other.lengths)]
+    for name, column in one.columns.items():
+        pairs += [(column.values, other.columns[name].values), (column.offsets, other.columns[name].offsets)]
+    pairs += [(values, other.per_row[name]) for name, values in one.per_row.items()]
+    return all(np.array_equal(mine, theirs) for mine, theirs in pairs)
+
+
+def count_truncated(encoder: Encoder, items: Sequence[Item], side: Side) -> int:
+    """Return how many texts are longer than an encoder takes; nothing is encoded, and pictures are passed over."""
+    texts = [item for item in items if isinstance(item, str)]
+    return sum(
+        encoder.featurize(texts[start : start + COUNTED_ITEMS], side).num_truncated
+        for start in range(0, len(texts), COUNTED_ITEMS)
+    )

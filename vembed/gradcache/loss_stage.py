@@ -1,0 +1,141 @@
+"""The loss between the two passes: from the embeddings of all ranks to the gradient of each.
+
+One gather brings the embeddings of all ranks to every rank. Losses that stream share the work: each rank sweeps the
+tiles of its part of the queries, what the columns need is merged in between, and one reduce-scatter adds the gradients
+up and hands every rank those of its own rows. Any other loss is computed by every rank over the whole batch, by
+autograd: nothing is left to add up. Either way the number of collectives depends on nothing.
+
+Shape legend: V vectors of this rank, N of all ranks, E dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from vembed.losses.base import MultiVectors
+from vembed.losses.statistics import LogSumExp
+from vembed.losses.streamed import StreamedBatch, StreamedLoss
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from vembed.distributed.ranks import Ranks
+    from vembed.gradcache.deal import Deal
+    from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
+    from vembed.losses.statistics import Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class LossResult:
+    """What the loss stage came to.
+
+    Attributes:
+        loss: Of the batch of all ranks, a scalar on the device.
+        u_VE: Its gradient with respect to this rank's embeddings, scaled.
+        own: Gradients of the loss's own parameters over the whole batch, by name, not scaled.
+        largest: Largest |z| of the batch, a scalar on the device.
+    """
+
+    loss: Tensor
+    u_VE: Tensor
+    own: dict[str, Tensor]
+    largest: Tensor
+
+
+class LossStage:
+    """Computes a loss over the embeddings of all ranks.
+
+    Args:
+        loss: The loss.
+        ranks: Who shares the batch.
+    """
+
+    def __init__(self, loss: ContrastiveLoss | MultiVectorLoss, ranks: Ranks) -> None:
+        self.loss = loss
+        self.ranks = ranks
+
+    def run(
+        self,
+        z_VE: Tensor,
+        structure: BatchStructure,
+        deal: Deal,
+        *,
+        counts_N: NDArray[np.int64] | None = None,
+        gradient_scale: float = 1.0,
+    ) -> LossResult:
+        """Return the loss and its gradients.
+
+        Args:
+            z_VE: This rank's embeddings, in the order of the deal.
+            structure: Positives and identities of the whole batch.
+            deal: Which vectors are whose.
+            counts_N: Vectors of each row, where rows have several.
+            gradient_scale: Factor on `u_VE`.
+        """
+        z_NE = self._gathered(z_VE, deal)
+        streams = isinstance(self.loss, StreamedLoss) and structure.num_queries >= self.ranks.world_size
+        if streams:
+            loss, u_VE, own = self._streamed(z_NE, structure, deal)
+        else:
+            loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
+            u_VE = u_NE if self.ranks.is_one else u_NE[self._own(deal, u_NE.device)]
+        return LossResult(loss, u_VE.mul_(gradient_scale), own, z_NE.abs().max())
+
+    def _gathered(self, z_VE: Tensor, deal: Deal) -> Tensor:
+        """Return the embeddings of all ranks in the order of [queries; documents]."""
+        if self.ranks.is_one:
+            return z_VE
+        z_NE = torch.empty(deal.num_rows, z_VE.shape[1], dtype=z_VE.dtype, device=z_VE.device)
+        z_NE[torch.from_numpy(deal.rank_order).to(z_VE.device)] = self.ranks.gather_rows(z_VE, deal.counts)
+        return z_NE
+
+    def _own(self, deal: Deal, device: torch.device) -> Tensor:
+        return torch.from_numpy(deal.slots[self.ranks.rank]).to(device)
+
+    def _by_autograd(
+        self, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        embeddings = z_NE.detach().requires_grad_()
+        own = {name: parameter for name, parameter in self.loss.named_parameters() if parameter.requires_grad}
+        structure = structure.to(z_NE.device)
+        if counts_N is None:
+            sides = embeddings[: structure.num_queries], embeddings[structure.num_queries :]
+            loss = self.loss(*sides, structure)
+        else:
+            loss = self.loss(*MultiVectors.sides(embeddings, counts_N, structure.num_queries), structure)
+        # A loss may leave a parameter of its own out of this batch: then its gradient is zero.
+        u_NE, *found = torch.autograd.grad(loss, [embeddings, *own.values()], materialize_grads=True)
+        return loss.detach(), u_NE, dict(zip(own, found, strict=True))
+
+    def _streamed(
+        self, z_NE: Tensor, structure: BatchStructure, deal: Deal
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        assert isinstance(self.loss, StreamedLoss)
+        num_queries, ranks = structure.num_queries, self.ranks
+        first, stop = (num_queries * each // ranks.world_size for each in (ranks.rank, ranks.rank + 1))
+        batch = StreamedBatch(z_NE[first:stop], z_NE[num_queries:], structure, first)
+        statistics = self._merged(self.loss.statistics(batch)) if self.loss.needs_statistics else None
+        u_NE = torch.empty_like(z_NE) if ranks.is_one else torch.zeros_like(z_NE)
+        found = self.loss.gradients(batch, statistics, (u_NE[first:stop], u_NE[num_queries:]))
+        if ranks.is_one:
+            return found.loss, u_NE, found.own
+        numbers = torch.cat([found.loss.reshape(1), *(own.flatten().to(z_NE.dtype) for own in found.own.values())])
+        loss, *own = ranks.sum_(numbers).split([1, *(own.numel() for own in found.own.values())])
+        summed = {
+            name: total.view_as(part).to(part.dtype) for (name, part), total in zip(found.own.items(), own, strict=True)
+        }
+        order = torch.from_numpy(deal.rank_order).to(z_NE.device)
+        return loss.squeeze(), ranks.sum_own_rows(u_NE[order], deal.counts), summed
+
+    def _merged(self, statistics: Statistics) -> Statistics:
+        """Merge the columns over ranks: the largest maximum first, then the sums that belong to it."""
+        if self.ranks.is_one or statistics.columns is None:
+            return statistics
+        columns = statistics.columns.without_idle_maxima()
+        top = self.ranks.max_(columns.max.clone())
+        return replace(statistics, columns=LogSumExp(top, self.ranks.sum_(columns.rescaled(top))))

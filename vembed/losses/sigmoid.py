@@ -1,0 +1,120 @@
+"""The pairwise sigmoid loss of SigLIP, with a learned logit scale and bias.
+
+Each cell of the matrix is a question of its own, is this document a positive of this query:
+
+    L = 1/Q sum over i, j of softplus(-y_ij (s S_ij + b)),   y_ij = 1 for positives, -1 for negatives
+
+without the masked cells. There is nothing to normalise, so that one sweep over the tiles gives loss and gradients,
+3 products of Q x D x E:
+
+    dL/d(s S_ij) = (sigmoid(s S_ij + b) - [y_ij = 1]) / Q
+
+Source: Zhai et al., 2023, "Sigmoid Loss for Language Image Pre-Training".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import softplus
+
+from vembed.losses.infonce import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
+from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.prefixes import weighted_similarities
+from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
+from vembed.losses.tiles import DEFAULT_TILE_SIZE
+
+if TYPE_CHECKING:
+    from vembed.losses.base import BatchStructure
+    from vembed.losses.cells import Tile
+    from vembed.losses.prefixes import Prefixes
+    from vembed.losses.statistics import Statistics
+    from vembed.losses.streamed import StreamedBatch
+
+EXACT_THRESHOLD = 40.0
+"""Above this, log(1 + e^x) is x in every type; torch's own threshold of 20 would cost digits in float64."""
+
+
+class SigmoidLoss(StreamedLoss):
+    """The sigmoid loss over all pairs of a batch.
+
+    Args:
+        init_logit_scale: Starting log of the logit scale; the scale is kept within [1, 100].
+        init_logit_bias: Starting bias. Far below 0, as nearly all pairs are negatives.
+        mask_false_negatives: Whether copies of positives are left out of the negatives.
+        dtype: Type of scale and bias.
+        prefixes: Prefixes to train, or None for the embeddings as they are.
+        tile_size: Rows and columns of a tile.
+    """
+
+    def __init__(
+        self,
+        *,
+        init_logit_scale: float,
+        init_logit_bias: float,
+        mask_false_negatives: bool = True,
+        dtype: torch.dtype = torch.float32,
+        prefixes: Prefixes | None = None,
+        tile_size: int = DEFAULT_TILE_SIZE,
+    ) -> None:
+        super().__init__(mask_false_negatives=mask_false_negatives, prefixes=prefixes, tile_size=tile_size)
+        own = torch.promote_types(dtype, torch.float32)
+        self.log_scale = nn.Parameter(torch.tensor(init_logit_scale, dtype=own))
+        self.bias = nn.Parameter(torch.tensor(init_logit_bias, dtype=own))
+
+    def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
+        """Return the sum over pairs divided by the number of queries."""
+        positive_QD = positive_mask(structure)
+        signs_QD = torch.where(positive_QD, -1.0, 1.0).to(q_QE.dtype)
+        masked_QD = false_negative_mask(structure, positive_QD) if self.mask_false_negatives else None
+        losses = []
+        for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
+            logits_QD = similarity_QD * self.log_scale.exp() + self.bias
+            pairs_QD = softplus(signs_QD * logits_QD, threshold=EXACT_THRESHOLD)
+            if masked_QD is not None:
+                pairs_QD = pairs_QD.masked_fill(masked_QD, 0.0)
+            losses.append(weight * pairs_QD.sum() / structure.num_queries)
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def gradients(
+        self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
+    ) -> LossGradients:
+        """Return loss and gradients in one sweep; statistics have no part in it."""
+        assert statistics is None
+        tiles = self.tiles(batch, self.cells(batch), scale=self.log_scale.exp().item())
+        out = empty_gradients(tiles, batch, into)
+        bias = self.bias.item()
+        weights = [weight / batch.structure.num_queries for weight in self.prefix_weights]
+        loss, bias_gradient = tiles.zeros(), tiles.zeros()
+        for strip in tiles.strips():
+            for tile in strip:
+
+                def differentiate(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
+                    weight, cells = weights[prefix], logits_RC.add_(bias).view(-1)
+                    positives_P = cells[tile.pair_cells]
+                    cells[tile.excluded] = -math.inf
+                    terms = softplus(logits_RC, threshold=EXACT_THRESHOLD).sum()
+                    loss.add_(terms + softplus(-positives_P, threshold=EXACT_THRESHOLD).sum(), alpha=weight)
+                    logits_RC.sigmoid_().mul_(weight)
+                    cells[tile.pair_cells] = -weight * (-positives_P).sigmoid()
+                    bias_gradient.add_(logits_RC.sum())
+
+                tiles.backward(tile, differentiate, out)
+        own = {"log_scale": tiles.finish(out), "bias": bias_gradient}
+        return LossGradients(
+            loss, out.dq_QE, out.dd_DE, {name: value.to(self.bias.dtype) for name, value in own.items()}
+        )
+
+    @torch.no_grad()
+    def constrain(self) -> None:
+        """Clamp the logit scale to [1, 100]."""
+        self.log_scale.clamp_(math.log(MIN_LOGIT_SCALE), math.log(MAX_LOGIT_SCALE))
+
+    @property
+    def temperature(self) -> float:
+        """1 / logit scale."""
+        return math.exp(-self.log_scale.item())

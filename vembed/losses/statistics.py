@@ -1,0 +1,122 @@
+"""Log-sum-exps that are not finished yet, so that tiles and ranks can be merged in any order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from vembed.losses.cells import CellMap
+
+
+@dataclass(frozen=True, slots=True)
+class LogSumExp:
+    """Sums of exponentials, each as (max, sum): the sum is exp(max) * sum.
+
+    An empty one is (-inf, 0). `max` need not be the largest logit, only near it: any value works while neither the
+    exponentials nor their sum leave the range of the type.
+
+    Attributes:
+        max: What the logits were lowered by, any shape.
+        sum: Sum of exp(logit - max), same shape.
+    """
+
+    max: Tensor
+    sum: Tensor
+
+    @classmethod
+    def empty(cls, *shape: int, like: Tensor, bounded: bool) -> LogSumExp:
+        """Return sums of nothing.
+
+        Args:
+            *shape: Their shape.
+            like: Gives type and device.
+            bounded: Whether the logits are so small that exp() of them can't overflow; they aren't lowered then.
+        """
+        top = like.new_zeros(shape) if bounded else like.new_full(shape, -math.inf)
+        return cls(top, like.new_zeros(shape))
+
+    @classmethod
+    def of_groups(cls, logits_KP: Tensor, groups_P: Tensor, count: int) -> LogSumExp:
+        """Return the sums over each group of logits, shape (K, count).
+
+        Args:
+            logits_KP: Logits (K, P).
+            groups_P: Group of each of the P, int64.
+            count: Number of groups; one without logits comes out empty.
+        """
+        groups_KP = groups_P.expand(logits_KP.shape)
+        top = logits_KP.new_full((len(logits_KP), count), -math.inf)
+        top.scatter_reduce_(1, groups_KP, logits_KP, "amax")
+        terms = (logits_KP - _finite(top).gather(1, groups_KP)).exp_()
+        return cls(top, torch.zeros_like(top).index_add_(1, groups_P, terms))
+
+    @classmethod
+    def stack(cls, parts: Sequence[LogSumExp]) -> LogSumExp:
+        """Return several of one shape as one, a new first dim."""
+        return cls(torch.stack([part.max for part in parts]), torch.stack([part.sum for part in parts]))
+
+    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LogSumExp:
+        return LogSumExp(self.max[index], self.sum[index])
+
+    def value(self) -> Tensor:
+        """Return the log-sum-exps; -inf where empty."""
+        return self.max + self.sum.log()
+
+    def without_idle_maxima(self) -> LogSumExp:
+        """Return the same with empty sums as (-inf, 0): a maximum of nothing must not outweigh another rank's."""
+        return LogSumExp(self.max.masked_fill(self.sum == 0, -math.inf), self.sum)
+
+    def rescaled(self, top: Tensor) -> Tensor:
+        """Return `sum` for another `max`, at least as large: what ranks add up after they agreed on the maximum."""
+        return self.sum * (self.max - _finite(top)).exp_()
+
+    def merge(self, other: LogSumExp) -> LogSumExp:
+        """Return the sums over both."""
+        top = torch.maximum(self.max, other.max)
+        return LogSumExp(top, self.rescaled(top) + other.rescaled(top))
+
+    def add_logits(self, index: tuple[int, slice], logits_RC: Tensor, *, dim: int, scratch_RC: Tensor) -> None:
+        """Add a tile to some of the sums, in place.
+
+        Args:
+            index: Which of the sums.
+            logits_RC: The tile; -inf counts nothing.
+            dim: What is summed over: 1 for sums per row, 0 per column.
+            scratch_RC: Room for the exponentials.
+        """
+        top = torch.maximum(self.max[index], logits_RC.amax(dim))
+        shift = _finite(top)
+        terms = torch.sub(logits_RC, shift.unsqueeze(dim), out=scratch_RC).exp_()
+        self.sum[index].mul_((self.max[index] - shift).exp_()).add_(terms.sum(dim))
+        self.max[index] = top
+
+
+def _finite(top: Tensor) -> Tensor:
+    """Return maxima that can be subtracted: 0 for those of nothing, where -inf - -inf would be NaN."""
+    return top.masked_fill(top == -math.inf, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What a loss must know of all ranks' tiles before it can differentiate one.
+
+    Attributes:
+        rows: Sums over each query's negatives (K, Q); K prefixes. Final: a rank sees every document of its queries.
+        columns: Sums over each document's negatives and over its positives (2, K, D), of this rank's queries only:
+            ranks merge it. None where the loss has no document-to-query direction.
+        positive_logits_KP: Logits of this rank's positive pairs, in the order of `cells`.
+        cells: Where positives and masked cells are.
+    """
+
+    rows: LogSumExp
+    columns: LogSumExp | None
+    positive_logits_KP: Tensor
+    cells: CellMap

@@ -1,0 +1,117 @@
+"""A folder that appears whole or not at all, and never in place of what it must not replace."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from vembed.errors import ConfigError, MachineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MODEL_MARKS = (
+    "config.json",
+    "modules.json",
+    "open_clip_config.json",
+    "vembed_ngram_bag.json",
+    "vembed_tiny_clip.json",
+)
+"""A folder that holds one of these is a model's."""
+
+
+def refuse_taken(output: Path, *, overwrite: bool, source: Path | None) -> None:
+    """Refuse an output folder that holds something which an export must not replace.
+
+    Args:
+        output: The folder, resolved.
+        overwrite: Whether a model may stand there.
+        source: Folder that the model is read from, resolved; None for a hub id.
+
+    Raises:
+        ConfigError: It is the source or holds it, or it isn't empty and can't be overwritten.
+    """
+    if source is not None and (output == source or output in source.parents):
+        raise ConfigError(f"--output {output} is, or holds, the folder that the model is read from; choose another one")
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise ConfigError(f"--output {output} is a file; name a folder")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(f"--output {output} is not empty; choose another folder, or replace it with --overwrite")
+    if (output / ".git").exists():
+        raise ConfigError(
+            f"--output {output} is a Git checkout, which --overwrite would replace as a whole; export beside it and "
+            f"copy the files"
+        )
+    if not any((output / mark).is_file() for mark in MODEL_MARKS):
+        raise ConfigError(
+            f"--output {output} holds no model, and --overwrite replaces nothing but models; choose another folder"
+        )
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Give a hidden folder beside the output to write into; at the end of the block it takes the output's name.
+
+    Where the block raises, nothing stays of it, and what stood at the output is as it was.
+
+    Args:
+        output: The folder, resolved; its parents are made.
+
+    Raises:
+        MachineError: The disk refuses.
+    """
+    temporary = output.with_name(f".{output.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
+        temporary.mkdir(parents=True)
+        yield temporary
+        _share(temporary)
+        _take_name(temporary, output)
+    except (OSError, SafetensorError) as error:
+        raise MachineError(
+            f"{output}: the model can't be written: {error}. Free some space, or choose another folder"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _share(folder: Path) -> None:
+    """Give files the permissions of the folder (safetensors writes for the owner alone), and force them to disk."""
+    mode = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
+        _fsync(path)
+    _fsync(folder)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _take_name(temporary: Path, output: Path) -> None:
+    """Let the new folder take its name; on failure the old one is as it was."""
+    old = output.with_name(f".{output.name}.old")
+    try:
+        if output.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            output.replace(old)  # no system renames a folder over one that holds files
+        temporary.replace(output)
+        _fsync(output.parent)
+    finally:
+        if old.exists() and not output.exists():
+            old.replace(output)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,74 @@
+"""How many processes make batches ahead, and how far."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vembed.plan.hardware import cpu_memory_bytes
+from vembed.plan.memory import show_bytes
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+    from vembed.plan.hardware import Machine
+    from vembed.plan.plan import DataSize
+
+MOST_WORKERS = 8
+BATCHES_PER_WORKER = 2
+"""One that is being made, and one that waits."""
+
+MEMORY_SHARE = 8
+"""Batches ahead take at most one part in so many of the machine's memory, beside the first of each worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How batches are made.
+
+    Attributes:
+        num_workers: Processes; 0 makes them in the training process.
+        batches_ahead: Most batches that wait or are being made in workers.
+        reason: Why, in one plain sentence with its numbers.
+    """
+
+    num_workers: int
+    batches_ahead: int
+    reason: str
+
+
+def plan_loading(config: Config, machine: Machine, data: DataSize, *, num_queries: int) -> Loading:
+    """Decide the number of data workers: the cores that don't compute, where there are pictures to decode.
+
+    Args:
+        config: Says how many, or auto.
+        machine: Its cores.
+        data: What a batch holds.
+        num_queries: Records of a batch.
+    """
+    batch_bytes = round(num_queries * data.pictures_per_record * data.picture_bytes)
+    budget = cpu_memory_bytes() // MEMORY_SHARE
+    num_workers, why = _num_workers(config, machine, data)
+    if config.num_workers == "auto" and num_workers * batch_bytes > budget:
+        num_workers = budget // batch_bytes
+        why += f"; {num_workers} whose batches of {show_bytes(batch_bytes)} take at most {show_bytes(budget)}"
+    if not num_workers:
+        return Loading(0, 0, f"num_workers 0: {why}")
+    per_worker = BATCHES_PER_WORKER if BATCHES_PER_WORKER * num_workers * batch_bytes <= budget else 1
+    ahead = per_worker * num_workers
+    amount = f"up to {ahead} batches ahead, {show_bytes(ahead * batch_bytes)} of pixels"
+    return Loading(num_workers, ahead, f"num_workers {num_workers}: {why}; {amount}")
+
+
+def _num_workers(config: Config, machine: Machine, data: DataSize) -> tuple[int, str]:
+    """Return how many workers there are and why, before memory is looked at."""
+    if config.num_workers != "auto":
+        more = f", more than the {machine.num_cores} cores" if config.num_workers > machine.num_cores else ""
+        return config.num_workers, f"as set{more}"
+    if not data.pictures_per_record:
+        return 0, "no pictures to decode"
+    if sys.platform != "linux":
+        return 0, "data workers need Linux"
+    spare = max(0, machine.num_cores - machine.num_busy_cores)
+    cores = f"{machine.num_cores} cores less {machine.num_busy_cores} that training keeps busy"
+    return min(MOST_WORKERS, spare), f"{cores} leave {spare}, of which at most {MOST_WORKERS} decode"

@@ -1,0 +1,109 @@
+"""An index with the model for its queries: what `open_index` returns and the commands ask."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from vembed.data.given import items_of, refuse_other_modalities
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vembed.batch import Modality
+    from vembed.data.given import Given
+    from vembed.data.images import ImageLimits
+    from vembed.evaluation.encode import ItemEncoder
+    from vembed.search.index import Hit, SearchIndex
+
+NUM_EXAMPLES = 3
+LOOKED_AT = 12
+"""Documents from which each example is chosen: one whose text is short enough to be shown whole, where there is one."""
+
+EXAMPLE_CHARACTERS = 60
+
+
+class Searcher:
+    """An index with the model for its queries. Several threads may ask it.
+
+    Args:
+        index: The documents.
+        encode: The model.
+        limits: What a picture may be that is searched with.
+
+    Attributes:
+        index: The documents.
+        limits: The same.
+    """
+
+    def __init__(self, index: SearchIndex, encode: ItemEncoder, limits: ImageLimits) -> None:
+        self.index = index
+        self.limits = limits
+        self._encode = encode
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of documents."""
+        return len(self.index)
+
+    @property
+    def takes(self) -> frozenset[Modality]:
+        """What may be searched with: texts, pictures, or a picture with a text."""
+        return self._encode.encoder.modalities
+
+    def search(self, queries: Iterable[Given], k: int = 10) -> list[list[Hit]]:
+        """Return the best documents of each query, best first.
+
+        Args:
+            queries: Texts (str), or pictures as `EmbeddingModel.encode` takes them.
+            k: Hits per query; clipped to the number of documents.
+
+        Raises:
+            DataError: A picture can't be used, or the model has no tower for a query.
+            TypeError: A query is neither a text nor a picture.
+        """
+        items = items_of(queries, self.limits)
+        refuse_other_modalities(items, self.takes, self._encode.encoder.name)
+        with self._lock:  # an encoder serves one call at a time
+            vectors_QE = self._encode(items, "query")
+        return self.index.search(vectors_QE, k)
+
+    def like(self, row: int, k: int = 10) -> list[Hit]:
+        """Return the documents that are nearest to a document, itself among them.
+
+        Args:
+            row: `Hit.row`.
+            k: As for `search`.
+        """
+        (hits,) = self.index.search(self.index.vector(row)[None], k)
+        return hits
+
+    def example_rows(self) -> list[int]:
+        """Return a few documents from all over the corpus, the same for the same index."""
+        step = max(1, len(self) // NUM_EXAMPLES)
+        return list(range(step // 2, len(self), step))[:NUM_EXAMPLES]
+
+    def example_queries(self) -> list[str]:
+        """Return beginnings of texts and captions that a first query may be; none where the model takes no texts."""
+        if "text" not in self.takes:
+            return []
+        examples: dict[str, None] = {}  # an ordered set
+        for first in self.example_rows():
+            rows = range(first, min(first + LOOKED_AT, len(self)))
+            lines = [line for row in rows if (line := _line(self.index.document(row).text))]
+            new = [line for line in lines if line not in examples]
+            whole = next((line for line in new if len(line) <= EXAMPLE_CHARACTERS), None)
+            if new:
+                examples[whole or _beginning(new[0])] = None
+        return list(examples)
+
+
+def _line(text: str) -> str:
+    """Return a text on one line; of a long one no more than is looked at."""
+    return " ".join(text[: 8 * EXAMPLE_CHARACTERS].split())
+
+
+def _beginning(line: str) -> str:
+    """Return the first words of a line that is too long."""
+    cut = line[:EXAMPLE_CHARACTERS]
+    return (cut.rpartition(" ")[0] or cut).rstrip(" ,;:.-")

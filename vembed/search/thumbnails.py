@@ -1,0 +1,173 @@
+"""Small copies of an index's pictures: a search shows them when the originals have long gone.
+
+All copies stand one after the other in one file; another holds where each starts. A document without a picture takes
+no bytes. Making them holds one decoded picture per thread, reading them one copy.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+from PIL.Image import Resampling
+
+from vembed.batch import Image
+from vembed.data.images import ImageError, ImageLimits, check_image, decode_image
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from PIL.Image import Image as Bitmap
+
+THUMBNAIL_PIXELS = 256
+"""Longest side of a copy; a smaller picture keeps its size."""
+
+THUMBNAIL_BYTES = 16_384
+"""Most bytes of a copy."""
+
+FORMS = ((256, 78), (256, 55), (192, 50), (96, 40))
+"""(longest side, quality) from best to smallest; the last one always fits."""
+
+DRAWING_COLOURS = 256
+"""A picture of so few colours is kept without loss where that fits: edges of drawings stay sharp."""
+
+_OFFSETS_DTYPE = np.dtype("<i8")
+
+
+def make_thumbnail(image: Image, limits: ImageLimits) -> bytes:
+    """Return a small WebP copy of a picture, without anything that its file holds beside the pixels.
+
+    Args:
+        image: The picture.
+        limits: What may be decoded.
+
+    Raises:
+        ImageError: It can't be decoded.
+    """
+    bitmap = decode_image(image, limits)
+    bitmap.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), Resampling.LANCZOS, reducing_gap=2.0)
+    if bitmap.getcolors(DRAWING_COLOURS) is not None:
+        drawing = _webp(bitmap, lossless=True)
+        if len(drawing) <= THUMBNAIL_BYTES:
+            return drawing
+    copy = b""
+    for side, quality in FORMS:
+        bitmap.thumbnail((side, side), Resampling.LANCZOS)
+        copy = _webp(bitmap, quality=quality)
+        if len(copy) <= THUMBNAIL_BYTES:
+            break
+    return copy
+
+
+def _webp(bitmap: Bitmap, *, quality: int = 80, lossless: bool = False) -> bytes:
+    buffer = io.BytesIO()
+    bitmap.save(buffer, "WEBP", quality=quality, lossless=lossless, method=4)
+    return buffer.getvalue()
+
+
+def make_thumbnails(images: Iterable[Image | None], limits: ImageLimits, num_threads: int) -> Iterator[bytes]:
+    """Yield the copy of each picture, and no bytes for None, in order; Pillow works outside of Python's lock.
+
+    Args:
+        images: Pictures of documents.
+        limits: What may be decoded.
+        num_threads: Pictures that are decoded at a time.
+
+    Raises:
+        ImageError: One can't be decoded.
+    """
+
+    def copy_of(image: Image | None) -> bytes:
+        return b"" if image is None else make_thumbnail(image, limits)
+
+    remaining = iter(images)
+    with ThreadPoolExecutor(max(1, num_threads)) as pool:
+        while block := list(islice(remaining, 4 * max(1, num_threads))):
+            yield from pool.map(copy_of, block)
+
+
+class ThumbnailWriter:
+    """Write copies and where they start.
+
+    Args:
+        copies: File of the copies, open for writing.
+    """
+
+    def __init__(self, copies: IO[bytes]) -> None:
+        self._copies = copies
+        self._lengths: list[NDArray[np.int64]] = []
+
+    def add(self, copies: Iterable[bytes]) -> None:
+        """Append the copies of the next documents."""
+        lengths = []
+        for copy in copies:
+            self._copies.write(copy)
+            lengths.append(len(copy))
+        self._lengths.append(np.array(lengths, dtype=np.int64))
+
+    def write_offsets(self, path: Path) -> None:
+        """Write where each copy starts, and where the last one ends."""
+        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
+        np.save(path, np.cumsum(lengths).astype(_OFFSETS_DTYPE))
+
+
+class ThumbnailReader:
+    """Read copies back, from several threads.
+
+    Args:
+        copies: File of the copies.
+        offsets: File of where they start.
+        num_documents: How many there must be.
+
+    Raises:
+        DataError: The offsets are broken.
+    """
+
+    def __init__(self, copies: Path, offsets: Path, *, num_documents: int) -> None:
+        self._path = copies
+        try:
+            self._offsets = np.load(offsets, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{offsets} is broken: {error}; encode the corpus again with --overwrite") from error
+        if self._offsets.shape != (num_documents + 1,) or self._offsets.dtype != _OFFSETS_DTYPE:
+            raise DataError(f"{offsets} is broken: it isn't of {num_documents:,} documents; encode the corpus again")
+        self._file = copies.open("rb")
+
+    def first(self) -> int:
+        """Return the first document that has a picture; 0 where none has."""
+        return int(np.argmax(np.diff(self._offsets) > 0))
+
+    def read(self, row: int) -> bytes:
+        """Return a document's copy; no bytes where it has no picture.
+
+        Raises:
+            DataError: What stands there is no picture.
+        """
+        start, stop = int(self._offsets[row]), int(self._offsets[row + 1])
+        length = min(max(0, stop - start), THUMBNAIL_BYTES)  # whatever a damaged file says
+        copy = os.pread(self._file.fileno(), length, max(0, start))
+        if start != stop:
+            try:
+                thumbnail_size(copy)
+            except ImageError as error:
+                where = f"{self._path} is broken at document {row} ({error.reason})"
+                raise DataError(f"{where}; encode the corpus again with --overwrite") from error
+        return copy
+
+
+def thumbnail_size(copy: bytes) -> tuple[int, int]:
+    """Return width and height of a copy, in pixels.
+
+    Raises:
+        ImageError: It is no picture.
+    """
+    limits = ImageLimits(max_pixels=THUMBNAIL_PIXELS**2, max_bytes=THUMBNAIL_BYTES)
+    header = check_image(Image("thumbnail", copy), limits)
+    return header.width, header.height

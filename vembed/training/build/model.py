@@ -1,0 +1,100 @@
+"""The encoder and the loss of a run, as its configuration describes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from vembed.errors import ConfigError
+from vembed.losses.prefixes import Prefixes
+from vembed.losses.registry import LOSSES, LossOptions
+from vembed.models.huggingface import ModelOptions
+from vembed.models.registry import is_builtin, load_encoder
+from vembed.training.build.data import image_limits
+from vembed.training.inputs import RunData, record_texts
+
+if TYPE_CHECKING:
+    from vembed.batch import Side
+    from vembed.config.schema import Config
+    from vembed.losses.base import ContrastiveLoss
+    from vembed.models.encoder import Encoder
+    from vembed.plan.plan import Plan
+    from vembed.training.output import OutputFolder
+
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
+    """Load the encoder. One that is built from scratch is kept: resuming needs the tokenizer that it trained."""
+    prompts: dict[Side, str] = {}
+    if config.query_prompt is not None:
+        prompts["query"] = config.query_prompt
+    if config.document_prompt is not None:
+        prompts["document"] = config.document_prompt
+    options = ModelOptions(
+        name=config.model_name,
+        revision=config.model_revision,
+        trust_remote_code=config.trust_remote_code,
+        allow_pickle=config.allow_pickle,
+        dtype=DTYPES[config.torch_dtype],
+        attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
+        pooling=None if config.pooling_method == "auto" else config.pooling_method,
+        max_length=None if config.max_seq_length == "auto" else config.max_seq_length,
+        prompts=prompts,
+        pad_token=config.pad_token,
+        gradient_checkpointing=config.gradient_checkpointing,
+        image_limits=image_limits(config),
+    )
+    if not is_builtin(config.model_name):
+        return load_encoder(options)
+    if keep and output.initial_model.is_dir():
+        kept = ModelOptions(
+            name=str(output.initial_model),
+            dtype=options.dtype,
+            gradient_checkpointing=options.gradient_checkpointing,
+            image_limits=options.image_limits,
+        )
+        encoder = load_encoder(kept)
+        encoder.name = config.model_name
+        return encoder
+    encoder = load_encoder(options, record_texts(data.records))
+    if keep:
+        encoder.save(output.initial_model)
+    return encoder
+
+
+def build_loss(config: Config, plan: Plan, encoder: Encoder) -> ContrastiveLoss:
+    """Make the loss.
+
+    Raises:
+        ConfigError: It can't be made with this encoder or temperature.
+    """
+    options = LossOptions(
+        temperature=config.temperature,
+        learn_temperature=config.learn_temperature,
+        bidirectional=config.loss_bidirectional,
+        mask_false_negatives=config.mask_false_negatives,
+        init_logit_scale=config.init_logit_scale,
+        init_logit_bias=config.init_logit_bias,
+        dtype=DTYPES[config.torch_dtype],
+        prefixes=_prefixes(config, encoder),
+        tile_size=plan.loss_tile_size,
+    )
+    try:
+        return LOSSES[config.loss_type](options)
+    except ValueError as error:
+        raise ConfigError(f"temperature: {error}") from error
+
+
+def _prefixes(config: Config, encoder: Encoder) -> Prefixes | None:
+    if config.mrl_dims is None:
+        return None
+    if max(config.mrl_dims) > encoder.dimension:
+        fitting = sorted({min(dim, encoder.dimension) for dim in config.mrl_dims}, reverse=True)
+        raise ConfigError(
+            f"mrl_dims: {max(config.mrl_dims)} is more than the {encoder.dimension} dims of {config.model_name}; "
+            f"write {fitting}"
+        )
+    return Prefixes.of(config.mrl_dims, config.mrl_weights)

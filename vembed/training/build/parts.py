@@ -1,0 +1,172 @@
+"""What the loop works with, each part from the configuration and the plan."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from vembed.checkpoint.manager import CheckpointManager
+from vembed.config.dump import config_hash, plain_values
+from vembed.data.augment import Augmenter
+from vembed.evaluation.encode import ItemEncoder
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.training.batches import BatchSource
+from vembed.training.build.data import measures_both_directions
+from vembed.training.build.model import DTYPES
+from vembed.training.evaluations import Evaluations
+from vembed.training.loading import BatchLoader, LoadingOptions
+from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+from vembed.training.saving import RunCheckpoints
+from vembed.training.trackers.base import GuardedTracker, Tracker
+from vembed.training.trackers.jsonl import JsonlTracker
+from vembed.training.trackers.tensorboard import TensorBoardTracker
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from vembed.checkpoint.format import LoadedCheckpoint
+    from vembed.config.schema import Config
+    from vembed.data.sampler import GlobalSampler
+    from vembed.distributed.runtime import Runtime
+    from vembed.losses.base import ContrastiveLoss
+    from vembed.models.encoder import Encoder
+    from vembed.plan.plan import Plan
+    from vembed.training.batches import Batches
+    from vembed.training.guards import StopSignal
+    from vembed.training.inputs import RunData
+    from vembed.training.output import OutputFolder
+
+
+AUTOCAST_DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What every part of a run is built from."""
+
+    config: Config
+    runtime: Runtime
+    output: OutputFolder
+    data: RunData
+    encoder: Encoder
+    loss: ContrastiveLoss
+    sampler: GlobalSampler
+    plan: Plan
+    checkpoint: LoadedCheckpoint | None
+
+
+def batch_source(run: Run) -> BatchSource:
+    """Return what makes the batches in this process."""
+    config = run.config
+    augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
+    return BatchSource(run.data.records, run.sampler, run.encoder, run.runtime.device, augmenter)
+
+
+def batches(run: Run) -> AbstractContextManager[Batches]:
+    """Return what makes the batches: this process, or workers that run ahead."""
+    plan = run.plan
+    if not plan.num_workers:
+        return nullcontext(batch_source(run))
+    return BatchLoader(batch_source(run), LoadingOptions(plan.num_workers, plan.batches_ahead, num_steps=plan.steps))
+
+
+def build_engine(run: Run, smaller_chunk: tuple[int, int] | None = None) -> GradCacheEngine:
+    """Return the engine.
+
+    Args:
+        run: The run.
+        smaller_chunk: Rows and tokens of a chunk that running out of memory has left the run with, so that resuming
+            doesn't run out again.
+    """
+    budget, retain = _budget(run), run.plan.retain
+    if smaller_chunk is not None:
+        budget, retain = replace(budget, rows=smaller_chunk[0], tokens=smaller_chunk[1]), 0.0
+    return GradCacheEngine(
+        run.loss,
+        EngineOptions(
+            budget=budget,
+            device=run.runtime.device,
+            retain=retain,
+            autocast_dtype=autocast_dtype(run.plan),
+            # Without gradient caching the batch is one call by the user's word: nothing may cut it.
+            oom_retry=run.config.oom_retry and run.config.use_gradient_cache is not False,
+        ),
+        [parameter for parameter in run.encoder.parameters() if parameter.requires_grad],
+    )
+
+
+def _budget(run: Run) -> ChunkBudget:
+    return ChunkBudget(
+        rows=run.plan.gradient_cache_chunk_size,
+        tokens=run.plan.gradient_cache_chunk_tokens,
+        width_multiple=1 if run.runtime.device.type == "cpu" else 8,
+    )
+
+
+def autocast_dtype(plan: Plan) -> torch.dtype | None:
+    """Return the type of mixed precision, None without."""
+    return DTYPES[plan.dtype] if plan.dtype in AUTOCAST_DTYPES else None
+
+
+def build_updater(run: Run) -> Updater:
+    """Return the optimizer with its schedule."""
+    config, plan = run.config, run.plan
+    schedule = Schedule(config.learning_rate, config.scheduler_type, plan.warmup_steps, plan.steps)
+    options = OptimizerOptions(
+        weight_decay=config.weight_decay,
+        betas=(config.adam_beta1, config.adam_beta2),
+        epsilon=config.adam_epsilon,
+        max_grad_norm=config.max_grad_norm,
+        loss_scaling=plan.dtype == "float16",
+    )
+    return Updater(run.encoder, run.loss, schedule, options)
+
+
+def build_checkpoints(run: Run, updater: Updater) -> RunCheckpoints:
+    """Return what saves and restores the run, with the stamp that each checkpoint bears."""
+    identity: dict[str, Any] = {
+        "strategy": run.plan.strategy,
+        "world_size": run.plan.world_size,
+        "model_name": run.config.model_name,
+        "num_parameters": sum(parameter.numel() for parameter in run.encoder.parameters()),
+        "data_fingerprint": run.data.fingerprint,
+    }
+    stamp = {
+        **identity,
+        "config_hash": config_hash(run.config),
+        "config": plain_values(run.config),
+        "plan": run.plan.to_json(),
+    }
+    manager = CheckpointManager(run.output.checkpoints, keep_last=run.config.save_total_limit)
+    return RunCheckpoints(manager, run.encoder, run.loss, updater, identity, stamp)
+
+
+def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:
+    """Return what evaluates the run."""
+    budget = replace(_budget(run), rows=run.config.eval_batch_size)
+    encode = ItemEncoder(run.encoder, budget, run.runtime.device, autocast_dtype(run.plan), poll=stop.poll)
+    return Evaluations(
+        encode=encode,
+        dev=run.data.dev,
+        test=run.data.test,
+        folder=run.output.path / "evaluation",
+        metric=run.config.metric_for_best_model,
+        poll=stop.poll,
+        with_bm25=run.config.bm25,
+        both_directions=measures_both_directions(run.config, run.data),
+    )
+
+
+def build_trackers(run: Run, step: int) -> list[Tracker]:
+    """Return the trackers, cut back to a step."""
+    jsonl = JsonlTracker(run.output.path / "metrics.jsonl")
+    jsonl.cut_back(step)
+    trackers: list[Tracker] = [jsonl]
+    if run.config.report_to == "tensorboard":
+        board = TensorBoardTracker(run.output.path / "tensorboard", resume_step=step)
+        trackers.append(GuardedTracker(board, name="tensorboard"))
+    return trackers

@@ -1,0 +1,332 @@
+"""Batches of coming steps, made ahead by worker processes.
+
+1. Each worker has the whole `BatchSource` and makes every n-th step's features; a batch is a function of its step, so
+   nothing depends on how many workers there are. torch's DataLoader hands out the steps and keeps the order.
+2. Pixels come back through shared memory where there is room for them, else through the pipe, like all the rest.
+3. This process makes the pools and puts the structure on the device. A worker computes nothing on a device.
+
+Workers are forked, not started anew: records and tokenizers stay shared with this process, nothing has to be pickled
+on the way in, a user's script needs no guard around its main part, and a worker is there at once. What a fork doesn't
+bring over are threads, so a worker uses none: one thread for torch, for the decoder and for tokenizers. It never calls
+the device's driver, and it lets go of the weights that lie in memory, which would otherwise be held a second time from
+the first update on. Only Linux forks safely under the libraries that are used here.
+
+Signals are the business of this process: workers ignore SIGINT and SIGTERM, which a terminal or a scheduler sends to
+all of them, and end when this process closes them, or at once when it is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import warnings
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from vembed.batch import Composed, Features, Image
+from vembed.errors import MachineError, VembedError
+from vembed.training.batches import BatchSource, FeaturedBatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.process import BaseProcess
+    from types import TracebackType
+
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from vembed.batch import ContrastiveBatch, Item
+    from vembed.training.batches import PreparedBatch
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only its free space is looked at
+
+TOKENIZERS_SWITCH = "TOKENIZERS_PARALLELISM"
+"""Read by Hugging Face's tokenizers; unset, they warn of a fork."""
+
+CLOSE_SECONDS = 10.0
+"""How long workers may take to end what they are at, before they are killed: nothing of theirs is needed then."""
+
+DYING_SECONDS = 2.0
+"""How long after an error it may turn out that a worker's death was its cause."""
+
+_SIGNS_OF_DEATH = (RuntimeError, OSError, EOFError)
+_HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingOptions:
+    """How batches are made ahead.
+
+    Attributes:
+        num_workers: Processes, at least 1.
+        batches_ahead: Most batches that wait or are being made, at least `num_workers`.
+        num_steps: Steps of the whole run: nothing is made beyond.
+    """
+
+    num_workers: int
+    batches_ahead: int
+    num_steps: int
+
+
+class BatchLoader:
+    """The batches of a `BatchSource`, made ahead in the order of their steps.
+
+    Use as a context manager around all that may wait for a batch: leaving it ends the workers, and an error that a dead
+    worker caused leaves it as a `MachineError`. Workers start with the first batch.
+
+    Args:
+        source: Makes the batches.
+        options: Number of workers and of batches ahead.
+
+    Raises:
+        MachineError: This system can't fork safely.
+    """
+
+    def __init__(self, source: BatchSource, options: LoadingOptions) -> None:
+        if sys.platform != "linux":
+            raise MachineError(f"num_workers {options.num_workers}: data workers need Linux; set num_workers to 0")
+        self._source = source
+        self._options = options
+        self._next_step = -1
+        self._iterator: Any = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the structure goes."""
+        return self._source.device
+
+    def batch(self, step: int) -> PreparedBatch:
+        """Return the batch of a step, counted from 0; after the first call, of the step after the last one.
+
+        Raises:
+            DataError: A picture can't be read any more.
+            ValueError: The step is out of order.
+        """
+        if self._iterator is None:
+            self._start(step)
+        if step != self._next_step:
+            raise ValueError(f"step {step} is asked for, and step {self._next_step} comes next")
+        parcel = next(self._iterator)
+        if isinstance(parcel, _Failure):
+            raise parcel.error
+        self._next_step += 1
+        return self._source.prepared(parcel.unpacked())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        dead = self._first_dead() if isinstance(error, _SIGNS_OF_DEATH) else None
+        self._close()
+        if dead is not None:
+            raise MachineError(_obituary(dead, self._options)) from error
+
+    @property
+    def _workers(self) -> list[BaseProcess]:
+        """The processes: DataLoader has no public name for them."""
+        return [] if self._iterator is None else list(self._iterator._workers)
+
+    def _first_dead(self) -> BaseProcess | None:
+        """Return a worker that has ended, or is about to: its pipe may break before the system says that it is dead."""
+        workers = self._workers
+        ended = wait([worker.sentinel for worker in workers], timeout=DYING_SECONDS) if workers else []
+        return next((worker for worker in workers if worker.sentinel in ended), None)
+
+    def _start(self, step: int) -> None:
+        """Fork the workers, for all steps from one on."""
+        num_workers = self._options.num_workers
+        with _ready_to_fork(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # the plan says it
+            loader: DataLoader[_Parcel | _Failure] = DataLoader(
+                _FeaturedSteps(self._source, num_workers, os.getpid()),
+                batch_size=None,
+                sampler=range(step, self._options.num_steps),
+                num_workers=num_workers,
+                prefetch_factor=self._options.batches_ahead // num_workers,
+                collate_fn=_unchanged,
+                worker_init_fn=_become_worker,
+                multiprocessing_context="fork",
+                pin_memory=self.device.type == "cuda",
+                generator=torch.Generator(),  # else the workers' seeds would be drawn from the run's own generator
+            )
+            self._iterator = iter(loader)
+        self._next_step = step
+
+    def _close(self) -> None:
+        """End the workers, politely for some seconds."""
+        if self._iterator is None:
+            return
+        workers, iterator, self._iterator = self._workers, self._iterator, None
+        # In a thread: where a worker was killed while it held a lock, this would wait for ever.
+        polite = threading.Thread(target=iterator._shutdown_workers, name="close data workers", daemon=True)
+        with suppress(RuntimeError):  # torch's handler of SIGCHLD, should one be dying just now
+            polite.start()
+            polite.join(CLOSE_SECONDS)
+        for worker in workers:
+            with suppress(RuntimeError):
+                if worker.is_alive():
+                    worker.kill()
+                worker.join()
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """A batch on its way from a worker.
+
+    Attributes:
+        batch: The rows; pictures without their encoded bytes, which nobody needs behind this point.
+        parts: As in `FeaturedBatch`, the entries with one row per item apart.
+    """
+
+    batch: ContrastiveBatch
+    parts: tuple[tuple[Features, dict[str, NDArray[Any] | Tensor], NDArray[np.int64]], ...]
+
+    @classmethod
+    def of(cls, featured: FeaturedBatch, num_workers: int) -> _Parcel:
+        """Pack a batch: its pixels as shared tensors where the memory for that has room for every worker's."""
+        num_bytes = sum(values.nbytes for features, _ in featured.parts for values in features.per_row.values())
+        shares = num_workers * num_bytes < _free_shared_memory()
+        batch = featured.batch
+        light = replace(
+            batch,
+            queries=tuple(map(_without_bytes, batch.queries)),
+            documents=tuple(map(_without_bytes, batch.documents)),
+        )
+        return cls(
+            light,
+            tuple(
+                (
+                    replace(features, per_row={}),
+                    {name: torch.from_numpy(values) if shares else values for name, values in features.per_row.items()},
+                    slots,
+                )
+                for features, slots in featured.parts
+            ),
+        )
+
+    def pin_memory(self) -> _Parcel:
+        """Return the parcel with its pixels where an accelerator reads them without this process; DataLoader asks."""
+        return replace(
+            self,
+            parts=tuple(
+                (features, {name: torch.as_tensor(values).pin_memory() for name, values in per_row.items()}, slots)
+                for features, per_row, slots in self.parts
+            ),
+        )
+
+    def unpacked(self) -> FeaturedBatch:
+        """Return what was packed; shared memory is seen, not copied."""
+        return FeaturedBatch(
+            self.batch,
+            tuple(
+                (replace(features, per_row={name: _array(values) for name, values in per_row.items()}), slots)
+                for features, per_row, slots in self.parts
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error that is the user's to fix, on its way from a worker: it is to be raised as it is."""
+
+    error: VembedError
+
+
+class _FeaturedSteps(Dataset["_Parcel | _Failure"]):
+    """The steps as DataLoader sees them: item i is the batch of step i."""
+
+    def __init__(self, source: BatchSource, num_workers: int, parent: int) -> None:
+        self.source = source
+        self.parent = parent
+        self._num_workers = num_workers
+
+    def __getitem__(self, step: int) -> _Parcel | _Failure:
+        try:
+            return _Parcel.of(self.source.features(step), self._num_workers)
+        except VembedError as error:
+            return _Failure(error)
+
+
+def _unchanged(made: Any) -> Any:
+    """Return what a worker made: DataLoader would make tensors of it."""
+    return made
+
+
+@contextmanager
+def _ready_to_fork() -> Iterator[None]:
+    """Let what is forked inside have tokenizers without threads, and signals that wait until it ignores them."""
+    before = os.environ.get(TOKENIZERS_SWITCH)
+    os.environ[TOKENIZERS_SWITCH] = "false"
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if before is None:
+            del os.environ[TOKENIZERS_SWITCH]
+        else:
+            os.environ[TOKENIZERS_SWITCH] = before
+
+
+def _become_worker(number: int) -> None:  # noqa: ARG001 - the signature that DataLoader calls
+    """Leave signals to the parent, end with it, use one thread, and let go of the weights."""
+    for held in _HELD_SIGNALS:
+        signal.signal(held, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_SIGNALS)
+    info = get_worker_info()
+    assert info is not None
+    steps = info.dataset
+    assert isinstance(steps, _FeaturedSteps)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != steps.parent:  # it died before the line above
+        os._exit(1)
+    encoder = steps.source.encoder
+    for tensor in (*encoder.parameters(), *encoder.buffers()):
+        if tensor.device.type == "cpu":
+            tensor.data = tensor.new_empty(0)
+
+
+def _without_bytes(item: Item) -> Item:
+    if isinstance(item, Composed):
+        return replace(item, image=replace(item.image, data=None))
+    return replace(item, data=None) if isinstance(item, Image) else item
+
+
+def _array(values: NDArray[Any] | Tensor) -> NDArray[Any]:
+    return values.numpy() if isinstance(values, torch.Tensor) else values
+
+
+def _free_shared_memory() -> int:
+    """Return the bytes that shared tensors may still take; writing beyond would kill the worker."""
+    try:
+        space = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
+    return space.f_bavail * space.f_frsize
+
+
+def _obituary(worker: BaseProcess, options: LoadingOptions) -> str:
+    """Say how a worker died, and what helps."""
+    code = worker.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    why = {
+        -signal.SIGKILL: "by hand, or by the system because memory ran out: then lower num_workers or batch_size",
+        -signal.SIGBUS: f"shared memory ran out: enlarge {SHARED_MEMORY}, or lower num_workers or batch_size",
+        -signal.SIGSEGV: "a library crashed: num_workers=0 decodes in the training process and may show where",
+    }.get(code, "num_workers=0 decodes in the training process and may show why")
+    return (
+        f"a data worker (process {worker.pid}, one of num_workers: {options.num_workers}) {how}; {why}. The last "
+        f"checkpoint is whole, and the same command goes on from it"
+    )

@@ -1,4 +1,4 @@
-"""Draw the memory of one training step over time: plain, cached, and with half of the graphs kept.
+"""Draw the memory of one training step over time, with all, half and none of the graphs kept.
 
 The batch is that of engine.py (lengths as texts have them, BERT of 6 layers x 384). Each step runs in a forked child,
 whose resident size the parent reads.
@@ -44,13 +44,11 @@ def main() -> int:
     workload = engine.build_workload(settings, "mixed", dropout=0.1)
     budget = ChunkBudget(2**20, arguments.tokens)
     variants: dict[str, Callable[[], object]] = {
-        "plain": partial(engine.plain_step, workload),
-        "cached, half of the graphs kept": partial(engine.our_step, workload, budget, 0.5),
-        "cached": partial(engine.our_step, workload, budget, 0.0),
+        f"retain {retain:g}": partial(engine.our_step, workload, budget, retain) for retain in (1.0, 0.5, 0.0)
     }
     curves = {name: _recorded(step) for name, step in variants.items()}
     for name, (_, megabytes) in curves.items():
-        print(f"{name:34}{max(megabytes):8.0f} MB at its peak")
+        print(f"{name:12}{max(megabytes):8.0f} MB at its peak")
     _draw(curves, arguments.output)
     return 0
 

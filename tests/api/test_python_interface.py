@@ -84,6 +84,7 @@ def test_type_checkers_see_the_public_functions(tmp_path: Path) -> None:
 # --- train
 
 
+@pytest.mark.slow
 def test_a_path_a_mapping_and_a_config_are_the_same_run(keys: dict[str, Any], tmp_path: Path) -> None:
     import yaml
 
@@ -101,6 +102,7 @@ def test_a_path_a_mapping_and_a_config_are_the_same_run(keys: dict[str, Any], tm
     assert (tmp_path / "other/model/model.safetensors").read_bytes() != weights[0], "overrides count"
 
 
+@pytest.mark.slow
 def test_the_command_line_makes_the_same_model(keys: dict[str, Any], tmp_path: Path) -> None:
     words = [f"{key}={value}" for key, value in (keys | {"output_dir": str(tmp_path / "command")}).items()]
     assert train_command.main(["--config_override", *words]) == 0

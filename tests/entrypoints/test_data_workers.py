@@ -130,6 +130,7 @@ def test_a_killed_worker_ends_the_run_with_5_and_the_same_command_goes_on(
     assert_same_run(whole, resumed.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to_all", [False, True], ids=["to the run", "to its whole group"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_the_run_with_75_and_leaves_no_worker(
@@ -146,6 +147,7 @@ def test_a_signal_stops_the_run_with_75_and_leaves_no_worker(
     assert stopped == len(metric_rows(tmp_path / "out")) < WHOLE
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_another_number_of_workers(rows: Path, whole: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, keys(rows))
     process, _ = start_and_wait(config, steps=12)
@@ -157,6 +159,7 @@ def test_a_stopped_run_goes_on_with_another_number_of_workers(rows: Path, whole:
     assert_same_run(whole, resumed.folder)
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_run_that_is_killed(rows: Path, tmp_path: Path) -> None:
     process, workers = start_and_wait(write_config(tmp_path, keys(rows)), steps=2)
     assert all(map(lives, workers))
@@ -177,6 +180,7 @@ def test_a_picture_that_vanishes_while_training_ends_the_run_with_3_and_its_name
     assert not any(map(lives, workers))
 
 
+@pytest.mark.slow
 def test_the_plan_says_how_many_workers_and_why(rows: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, keys(rows, num_workers="auto"))
     outcome = run_process(config, "--plan")

@@ -214,6 +214,7 @@ def test_an_unknown_factory_is_refused_before_encoding(call: Any, bag: Path, cor
     assert not (tmp_path / "index").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_stops_it_and_nothing_is_left(bag: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "big.txt"
     corpus.write_text("\n".join(f"document number {number} about apples and trains" for number in range(300_000)))

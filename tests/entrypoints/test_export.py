@@ -292,6 +292,7 @@ def test_the_examples_of_every_form_give_the_models_vectors(
     assert_examples_agree(card, libraries | {"vembed"})
 
 
+@pytest.mark.slow
 def test_a_stopped_export_leaves_nothing(site: Site, tmp_path: Path) -> None:
     program = (
         "import os, signal, sys\n"

@@ -118,6 +118,7 @@ def test_a_run_killed_after_a_step_and_resumed_is_the_run_that_was_never_stopped
     assert any(name.startswith("exp_avg/") for name in saved)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_starts_afresh(site: Site, whole: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, site.keys(**TRANSFORMER))
     process = start_process(config)

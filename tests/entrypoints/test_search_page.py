@@ -103,6 +103,7 @@ def test_a_port_that_is_taken_is_said(call: Any, page: Page, index: Path) -> Non
     assert f"port {page.port} can't be used" in refused.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_page_cleanly_even_with_an_open_connection(index: Path, number: signal.Signals) -> None:
     import socket

@@ -182,14 +182,14 @@ class Hungry(torch.nn.Module):
         self.encoder = encoder
     def forward(self, inputs):
         z = self.encoder(inputs)
-        torch.empty(len(z) * 2**28, dtype=torch.uint8).zero_()  # 256 MB for each row
+        torch.empty(len(z) * 2**26, dtype=torch.uint8).zero_()  # 64 MB for each row
         return z
 
 case = make_case(dropout=0.0, negatives=1)
 [pool] = case.pools
 pool = type(pool)(Hungry(case.encoder[0]), pool.collate, pool.features, pool.slots)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 3 * 2**29, used + 3 * 2**29))  # room for 5 rows
+resource.setrlimit(resource.RLIMIT_AS, (used + 6 * 2**26, used + 6 * 2**26))  # room for 5 rows
 engine = GradCacheEngine(make_loss(), EngineOptions(ChunkBudget(18, 10**6), CPU), list(case.encoder.parameters()))
 result = engine.step([pool], case.structure)
 print(result.num_repairs, engine.budget.rows)

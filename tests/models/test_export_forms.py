@@ -365,6 +365,7 @@ def test_what_sentence_transformers_saves_again_loads_here(folders: dict[str, Pa
         assert torch.equal(again, vectors(loaded(folders[kind]), PICTURES))
 
 
+@pytest.mark.slow
 def test_sentence_transformers_is_not_needed_to_write_for_it(folders: dict[str, Path], tmp_path: Path) -> None:
     program = """
 import sys

@@ -207,6 +207,7 @@ def cache_model(cache: Path, name: str, folder: Path) -> None:
     (repository / "refs" / "main").write_text(commit)
 
 
+@pytest.mark.slow
 def test_a_cached_hub_model_works_offline_and_another_is_named(bert_folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "hub"
     load(bert_folder, pooling="cls", prompts={"query": "q: "}).save(tmp_path / "described")

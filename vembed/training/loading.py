@@ -128,8 +128,9 @@ class BatchLoader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        dead = self._first_dead() if isinstance(error, _SIGNS_OF_DEATH) else None
-        self._close()
+        with _children_may_die():
+            dead = self._first_dead() if isinstance(error, _SIGNS_OF_DEATH) else None
+            self._close()
         if dead is not None:
             raise MachineError(_obituary(dead, self._options)) from error
 
@@ -171,14 +172,12 @@ class BatchLoader:
         workers, iterator, self._iterator = self._workers, self._iterator, None
         # In a thread: where a worker was killed while it held a lock, this would wait for ever.
         polite = threading.Thread(target=iterator._shutdown_workers, name="close data workers", daemon=True)
-        with suppress(RuntimeError):  # torch's handler of SIGCHLD, should one be dying just now
-            polite.start()
-            polite.join(CLOSE_SECONDS)
+        polite.start()
+        polite.join(CLOSE_SECONDS)
         for worker in workers:
-            with suppress(RuntimeError):
-                if worker.is_alive():
-                    worker.kill()
-                worker.join()
+            if worker.is_alive():
+                worker.kill()
+            worker.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +261,22 @@ class _FeaturedSteps(Dataset["_Parcel | _Failure"]):
 def _unchanged(made: Any) -> Any:
     """Return what a worker made: DataLoader would make tensors of it."""
     return made
+
+
+@contextmanager
+def _children_may_die() -> Iterator[None]:
+    """Keep torch's handler of SIGCHLD still: it raises wherever this thread stands, here in the middle of closing."""
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
+        yield
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
+    while signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL:
+        with suppress(RuntimeError):  # of a death just before
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 @contextmanager

@@ -12,6 +12,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run whole commands first: at the end only short tests are left to share out."""
+    items.sort(key=lambda item: "entrypoints" not in item.path.parts)
+
+
 @pytest.fixture(scope="session")
 def real_data() -> Path:
     """Return the folder of real data sets, or skip."""

@@ -143,6 +143,7 @@ def test_each_side_of_each_set_is_encoded_once_and_a_rerun_encodes_nothing(
     assert board_of(tmp_path / "out") == first  # times too: they are those of the run that measured them
 
 
+@pytest.mark.slow
 def test_a_rerun_with_new_forms_and_a_new_model_encodes_only_the_new_model(
     models: list[Path], sets: list[Path], tmp_path: Path, encoded: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -156,6 +157,7 @@ def test_a_rerun_with_new_forms_and_a_new_model_encodes_only_the_new_model(
     assert "sack on one/test: 60 documents encoded in" in told
 
 
+@pytest.mark.slow
 def test_changed_weights_texts_and_judgements_redo_what_hangs_on_them(
     models: list[Path], sets: list[Path], tmp_path: Path, encoded: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +193,7 @@ def test_changed_weights_texts_and_judgements_redo_what_hangs_on_them(
     assert numbers(board_of(out)) != numbers(before)
 
 
+@pytest.mark.slow
 def test_without_kept_vectors_the_numbers_are_the_same_and_nothing_heavy_is_written(
     models: list[Path], sets: list[Path], tmp_path: Path, encoded: list[int]
 ) -> None:

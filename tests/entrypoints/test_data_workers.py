@@ -110,6 +110,7 @@ def output_of(config: Path) -> str:
     return (config.parent / "output.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_ends_the_run_with_5_and_the_same_command_goes_on(
     rows: Path, whole: Path, tmp_path: Path
 ) -> None:
@@ -168,6 +169,7 @@ def test_workers_end_with_a_run_that_is_killed(rows: Path, tmp_path: Path) -> No
     wait_until(lambda: not any(map(lives, workers)), seconds=10)
 
 
+@pytest.mark.slow
 def test_a_picture_that_vanishes_while_training_ends_the_run_with_3_and_its_name(tmp_path: Path) -> None:
     rows = write_pictures(tmp_path / "data")
     config = write_config(tmp_path, keys(rows))

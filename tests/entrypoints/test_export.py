@@ -224,6 +224,7 @@ def test_a_licence_that_the_hub_does_not_know_is_said(site: Site, in_folder: Pat
     assert block(card)["license"] == "other"
 
 
+@pytest.mark.slow
 def test_what_was_trained_from_scratch_has_no_licence_before_it(site: Site, in_folder: Path) -> None:
     keys = site.keys(model_name="builtin:ngram-bag", max_steps=1, eval_strategy="no", eval_steps=None)
     assert run_keys(in_folder, keys).code == 0

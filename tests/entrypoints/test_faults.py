@@ -360,6 +360,7 @@ def grad_scaler_defaults(*, init_scale: float) -> tuple[Any, ...]:
 # The output folder
 
 
+@pytest.mark.slow
 def test_another_run_in_the_folder_is_refused_unless_it_may_be_deleted(site: Site, tmp_path: Path) -> None:
     config = write_config(tmp_path, site.keys())
     first = run_here(config)

@@ -147,6 +147,7 @@ def test_the_model_is_the_checkpoint_that_the_dev_set_chose(site: Site, tmp_path
     assert evaluate(encode, task, EvaluationOptions(system="kept")).metrics["ndcg@10"] == scores[best]
 
 
+@pytest.mark.slow
 def test_a_best_checkpoint_that_was_lost_is_said_and_not_passed_over(site: Site, tmp_path: Path) -> None:
     config = write_config(tmp_path, site.keys(max_steps=10, eval_steps=2, learning_rate=2e-2))
     whole = run_here(config)
@@ -159,6 +160,7 @@ def test_a_best_checkpoint_that_was_lost_is_said_and_not_passed_over(site: Site,
     assert "was the best, but" not in whole.out
 
 
+@pytest.mark.slow
 def test_a_run_that_makes_its_model_worse_keeps_a_trained_one_and_says_so(site: Site, tmp_path: Path) -> None:
     good = run_keys(tmp_path / "good", site.keys(max_steps=16, eval_steps=8))
     keys = site.keys(model_name=str(good.folder / "model"), learning_rate=0.5, max_steps=4, eval_steps=2)

@@ -26,7 +26,12 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+QUICK = ("both directions", "sigmoid")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in LOSSES]
+)
 def test_the_trajectory_is_one_whatever_the_tiles(site: Site, tmp_path: Path, name: str) -> None:
     keys = site.keys(model_name=str(site.bert_without_dropout), **EXACT | LOSSES[name])
     auto = run_keys(tmp_path / "auto", keys)

@@ -13,8 +13,11 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"eval_strategy": "epoch", "eval_steps": None}, {"eval_steps": 1}, {"eval_steps": 3, "bm25": True}],
-    ids=["epoch", "every step", "every third step"],
+    [
+        pytest.param({"eval_strategy": "epoch", "eval_steps": None}, id="epoch", marks=pytest.mark.slow),
+        pytest.param({"eval_steps": 1}, id="every step"),
+        pytest.param({"eval_steps": 3, "bm25": True}, id="every third step", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_with_and_without_evaluation_are_bitwise_equal(
     site: Site, tmp_path: Path, changes: dict[str, Any]
@@ -64,13 +67,14 @@ def test_in_float64_without_dropout_the_trajectory_is_one_whatever_the_chunks(si
         ), name
 
 
+@pytest.mark.slow
 def test_the_comparison_of_trajectories_sees_another_batch_order(site: Site, tmp_path: Path) -> None:
     keys = site.keys(model_name=str(site.bert_without_dropout), torch_dtype="float64", max_steps=3, eval_steps=3)
     one, other = run_keys(tmp_path / "1", keys), run_keys(tmp_path / "2", keys | {"seed": 7})
     assert one.losses != pytest.approx(other.losses, abs=1e-10)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_mixed_precision_trains_and_stays_near_full_precision(site: Site, tmp_path: Path, precision: str) -> None:
     keys = site.keys(model_name=str(site.bert_without_dropout), max_steps=12, eval_steps=6)
     full = run_keys(tmp_path / "full", keys)

@@ -162,6 +162,7 @@ def test_a_run_killed_ten_times_at_random_moments_is_the_run_that_was_never_stop
     assert_same_run(whole, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_sigterm_in_training_saves_that_step_exits_75_and_resumes_equal(
     site: Site, whole: Path, tmp_path: Path
 ) -> None:
@@ -183,7 +184,7 @@ def test_sigterm_in_training_saves_that_step_exits_75_and_resumes_equal(
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("step-0", "bm25")]
 
 
-@pytest.mark.parametrize("name", ["baseline", "step-5", "final", *SLOW])
+@pytest.mark.parametrize("name", ["baseline", "step-5", pytest.param("final", marks=pytest.mark.slow), *SLOW])
 def test_sigterm_in_an_evaluation_exits_75_and_resumes_equal(
     site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -216,6 +217,7 @@ def test_sigterm_in_an_evaluation_exits_75_and_resumes_equal(
     assert_same_run(whole_bert, resumed.folder)
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_found_again_when_its_evaluation_was_interrupted(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -333,6 +335,7 @@ def test_when_every_checkpoint_is_broken_the_run_does_not_start_over_by_itself(
     assert len(refused.rows) == 8
 
 
+@pytest.mark.slow
 def test_resume_by_path_goes_back_to_that_step(
     site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,6 +371,7 @@ def test_a_checkpoint_of_another_folder_is_refused_because_its_baseline_is_not_h
     assert run_here(config).code == 0, "a folder that was moved as a whole goes on"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_without_its_baseline_is_refused(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,7 +412,7 @@ def test_resuming_with_other_logging_steps_is_allowed_and_said(stopped: Path, wh
                                  for row in metric_rows(whole_bert)]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["train", pytest.param("dev", marks=pytest.mark.slow), "test"])
+@pytest.mark.parametrize("name", ["train", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dev", "test"))])
 def test_resuming_with_changed_data_is_refused(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str)\
         -> None:  # fmt: skip
     key = {"train": "data_path", "dev": "val_data_path", "test": "test_data_path"}[name]

@@ -196,6 +196,7 @@ print(result.num_repairs, engine.budget.rows)
 """
 
 
+@pytest.mark.slow
 def test_a_real_allocation_that_fails_is_repaired() -> None:
     answer = subprocess.run(
         [sys.executable, "-c", REAL.format(path=sys.path)], capture_output=True, text=True, check=False

@@ -356,6 +356,7 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(row["loss"], row["grad_norm"]) for row in metrics]
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_with_0_1_and_2_workers_and_without_any_nothing_forks(
     rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_the_masked_pairs_of_every_step_are_logged_and_added_up(finished: tuple[
     assert facts["false negatives masked"] == f"{total} (query, document) pairs in 3 steps"
 
 
+@pytest.mark.slow
 def test_texts_are_measured_in_one_direction_unless_both_are_asked_for(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", "t2t", count=6)
     keys = {"model_name": "builtin:ngram-bag", "eval_strategy": "no", "bm25": False, "max_steps": 1}
@@ -119,6 +120,7 @@ def test_texts_are_measured_in_one_direction_unless_both_are_asked_for(tmp_path:
     assert one.reverse is None
 
 
+@pytest.mark.slow
 def test_masked_pairs_arent_counted_where_nothing_is_masked(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", "t2t", count=6)
     keys = {"model_name": "builtin:ngram-bag", "eval_strategy": "no", "bm25": False, "max_steps": 1}

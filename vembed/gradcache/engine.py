@@ -192,9 +192,8 @@ class GradCacheEngine:
             if ranks.is_one:
                 found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
         except (RuntimeError, MemoryError) as error:
-            failed = self._is_repairable(error)
-            if not failed:
-                raise
+            self._require_repairable(error)
+            failed = True
         if ranks.any(failed, device):
             self._shrink(calls)
             return None
@@ -203,9 +202,8 @@ class GradCacheEngine:
         try:
             drift = self._passes.second(calls, found[0], found[1].u_VE)
         except (RuntimeError, MemoryError) as error:
-            failed = self._is_repairable(error)
-            if not failed:
-                raise
+            self._require_repairable(error)
+            failed = True
         if ranks.any(failed, device):
             self._shrink(calls)
             return None
@@ -261,9 +259,19 @@ class GradCacheEngine:
                 scaled = found.own[name] * gradient_scale
                 parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
 
-    def _is_repairable(self, error: BaseException) -> bool:
-        """Return whether smaller chunks may cure an error."""
-        return is_out_of_memory(error) and self.options.oom_retry and bool(self._parameters)
+    def _require_repairable(self, error: BaseException) -> None:
+        """Raise an error that smaller chunks can't cure.
+
+        Raises:
+            MachineError: Out of memory, and nothing may be done about it.
+        """
+        if not is_out_of_memory(error):
+            raise error
+        if not self.options.oom_retry or not self._parameters:
+            raise MachineError(
+                "out of memory, and the step may not be done again in smaller chunks: set oom_retry and "
+                "use_gradient_cache to what they are by default, or lower batch_size"
+            ) from error
 
     def _shrink(self, calls: Sequence[Call]) -> None:
         """Halve the budget, alike on every rank, and let go of what the attempt held.

@@ -63,7 +63,7 @@ def plan_chunks(config: Config, machine: Machine, model: ModelSize, *, num_rows:
         live = tokens if model.max_length is None else num_rows * model.max_length
         whole = "use_gradient_cache false: the batch is encoded in one call, memory grows with the batch"
         return ChunkPlan(WHOLE_BATCH, WHOLE_BATCH, 1.0, live, (*reasons, whole))
-    caching = "gradient caching: batches of several chunks are encoded twice, memory is that of one chunk"
+    caching = "gradient caching: memory is that of one chunk and of the graphs that are kept; the rest is encoded twice"
     return ChunkPlan(rows, tokens, 0.0, tokens, (*reasons, caching))
 
 

@@ -72,4 +72,5 @@ def test_the_examples_of_the_readme_run(
     for name, *words in commands:
         module = {"encode": encode, "search": search}[name]
         assert module.main(words, program=f"vembed {name}") == 0
-    assert "def " in capsys.readouterr().out.rpartition("index Flat")[2], "code is found"
+    found = capsys.readouterr().out.rpartition("index Flat")[2].splitlines()
+    assert "red square left of an orange circle" in found[2], "the best hit is what was asked for"

@@ -193,8 +193,7 @@ class Ragged:
         lengths = self.lengths[rows]
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
-        source = np.repeat(self.offsets[rows] - offsets[:-1], lengths) + np.arange(offsets[-1])
-        return Ragged(self.values[source], offsets)
+        return Ragged(self.values[ranges(self.offsets[rows], lengths)], offsets)
 
     def padded(self, width: int, fill: float) -> NDArray[Any]:
         """Return the rows as a rectangle (n, width), short rows filled at the right."""
@@ -245,6 +244,13 @@ class Features:
             per_row={name: np.concatenate([part.per_row[name] for part in parts]) for name in parts[0].per_row},
             num_truncated=sum(part.num_truncated for part in parts),
         )
+
+
+def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return start, start + 1, ... for each start, as many as its count, one after the other."""
+    before = np.cumsum(counts) - counts
+    found: NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) + np.repeat(starts - before, counts)
+    return found
 
 
 def texts_of(items: Sequence[Item]) -> list[str]:

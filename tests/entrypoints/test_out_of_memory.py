@@ -51,6 +51,15 @@ def test_a_run_out_of_memory_is_repaired_counted_and_resumed_in_the_smaller_chun
     state = json.loads((repaired.folder / "checkpoints/step-00000006/state.json").read_text())
     rows, _ = state["run"]["smaller_chunk"]
     assert 1 < rows <= 4
+    with monkeypatch.context() as patch:
+        limit_memory(patch, 4)
+        resumed = run_keys(
+            tmp_path / "repaired", keys | {"resume": str(repaired.folder / "checkpoints" / "step-00000004")}
+        )
+    assert resumed.code == 0, resumed.err
+    assert "out of memory" not in resumed.out.partition("going on from")[2]
+    assert [row["oom_repairs"] for row in resumed.rows[1:]] == [0] * 5
+    assert resumed.same_rows == repaired.same_rows
 
 
 def test_without_repair_the_run_ends_with_5_and_advice(

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import vembed.checkpoint.format as checkpoint_format
-from vembed.checkpoint.files import fsync_path
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.errors import NonFiniteError, PreemptedError
+from vembed.files import fsync_path
 from vembed.training.guards import NonFiniteGuard, StepFacts, StopSignal
 
 if TYPE_CHECKING:

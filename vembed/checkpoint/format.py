@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import vembed
-from vembed.checkpoint.files import file_sha256, fsync_path, write_durably
 from vembed.errors import MachineError, NonFiniteError
+from vembed.files import file_sha256, fsync_path, write_durably
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from vembed.checkpoint.agreement import alone
-from vembed.checkpoint.files import fsync_path, replace_text
 from vembed.checkpoint.format import (
     JSON,
     MANIFEST,
@@ -41,6 +40,7 @@ from vembed.checkpoint.format import (
     write_checkpoint,
 )
 from vembed.errors import ConfigError, MachineError, NonFiniteError
+from vembed.files import fsync_path, replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vembed.batch import ranges
 from vembed.gradcache.chunking import Chunk, ChunkBudget, plan_chunks
-from vembed.gradcache.deal import ranges
 from vembed.gradcache.replay import RngState
 
 if TYPE_CHECKING:

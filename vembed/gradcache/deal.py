@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vembed.batch import ranges
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -55,10 +57,3 @@ class Deal:
         """Return the deal of the vectors, where row i has `counts_N[i]` of them and row i + 1 follows row i."""
         starts_N = np.cumsum(counts_N) - counts_N
         return Deal(tuple(ranges(starts_N[own], counts_N[own]) for own in self.slots))
-
-
-def ranges(starts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return start, start + 1, ... for each start, as many as its count, one after the other."""
-    before = np.cumsum(counts) - counts
-    found: NDArray[np.int64] = np.arange(counts.sum(), dtype=np.int64) + np.repeat(starts - before, counts)
-    return found

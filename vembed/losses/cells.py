@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vembed.batch import ranges
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -142,7 +144,7 @@ class CellMap:
         row_order = np.argsort(groups, kind="stable")
         present, row_starts, heights = np.unique(groups[row_order], return_index=True, return_counts=True)
         counts = self._known_starts[present + 1] - self._known_starts[present]
-        known = self._known_documents[_ranges(self._known_starts[present], counts)]
+        known = self._known_documents[ranges(self._known_starts[present], counts)]
         owner = np.repeat(np.arange(len(present)), counts)
         if columns is None:
             lows, highs = self._column_starts[known], self._column_starts[known + 1]
@@ -151,7 +153,7 @@ class CellMap:
         widths = highs - lows
         sizes = widths * heights[owner]
         product = np.repeat(np.arange(len(known)), sizes)
-        nth_row, nth_column = np.divmod(_ranges(np.zeros_like(sizes), sizes), widths[product])
+        nth_row, nth_column = np.divmod(ranges(np.zeros_like(sizes), sizes), widths[product])
         return (
             row_order[row_starts[owner[product]] + nth_row],
             self._column_order[lows[product] + nth_column],
@@ -171,13 +173,6 @@ def _known_groups(
     )
     rows, columns = np.concatenate([queries, same_queries]), np.concatenate([documents, same_documents])
     return np.unique(query_groups[rows] * num_columns + document_groups[columns])
-
-
-def _ranges(starts: Integers, counts: Integers) -> Integers:
-    """Return start, start + 1, ... for each start, as many as its count, one after the other."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - ends + counts, counts)
 
 
 def _split_by_tile(columns: Integers, width: int, num_columns: int) -> list[Integers]:

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from vembed.batch import Image, modality_of, pictures_in
-from vembed.checkpoint.files import fsync_path, write_durably
 from vembed.data.given import NAMES, modality_names
 from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
 from vembed.evaluation.index import build_index, new_index
+from vembed.files import fsync_path, replace_folder, write_durably
 from vembed.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,
@@ -108,7 +108,7 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
         shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
         temporary.mkdir(parents=True)
         meta = _write_files(temporary, corpus, encode, options)
-        _take_name(temporary, output)
+        replace_folder(temporary, output)
     except OSError as error:
         raise MachineError(
             f"{output}: the index can't be written: {error}. Free some space, or choose another folder"
@@ -313,18 +313,3 @@ def _refuse_nonfinite(vectors_RE: NDArray[np.float32], documents: Sequence[Docum
             f"the vector of document {documents[int(bad[0])].id!r} holds NaN or infinity: the weights are damaged, or "
             f"half precision overflowed; encode without --bf16, or take an earlier checkpoint"
         )
-
-
-def _take_name(temporary: Path, output: Path) -> None:
-    """Let the new folder take its name; on failure the old one is as it was."""
-    old = output.with_name(f".{output.name}.old")
-    try:
-        if output.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            output.replace(old)  # no system renames a folder over one that holds files
-        temporary.replace(output)
-        fsync_path(output.parent)
-    finally:
-        if old.exists() and not output.exists():
-            old.replace(output)
-    shutil.rmtree(old, ignore_errors=True)

@@ -6,10 +6,10 @@ import logging
 import traceback
 from typing import TYPE_CHECKING
 
-from vembed.checkpoint.files import replace_text
 from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
 from vembed.evaluation.card.gather import gather_run, read_report
 from vembed.evaluation.card.render import CARD_FILE, render_card
+from vembed.files import replace_text
 from vembed.models.export.forms import forms_of
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from vembed.checkpoint.agreement import alone
-from vembed.checkpoint.files import replace_text
 from vembed.errors import ExitCode, NonFiniteError, PreemptedError
+from vembed.files import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

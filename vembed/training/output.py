@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vembed.checkpoint.files import replace_text
 from vembed.errors import ConfigError, MachineError
+from vembed.files import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

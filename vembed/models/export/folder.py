@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from vembed.errors import ConfigError, MachineError
+from vembed.files import fsync_path, replace_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,7 +75,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         _share(temporary)
-        _take_name(temporary, output)
+        replace_folder(temporary, output)
     except (OSError, SafetensorError) as error:
         raise MachineError(
             f"{output}: the model can't be written: {error}. Free some space, or choose another folder"
@@ -90,28 +90,5 @@ def _share(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _take_name(temporary: Path, output: Path) -> None:
-    """Let the new folder take its name; on failure the old one is as it was."""
-    old = output.with_name(f".{output.name}.old")
-    try:
-        if output.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            output.replace(old)  # no system renames a folder over one that holds files
-        temporary.replace(output)
-        _fsync(output.parent)
-    finally:
-        if old.exists() and not output.exists():
-            old.replace(output)
-    shutil.rmtree(old, ignore_errors=True)
+        fsync_path(path)
+    fsync_path(folder)

@@ -18,8 +18,8 @@ import logging
 import math
 from typing import TYPE_CHECKING
 
-from vembed.checkpoint.files import replace_text
 from vembed.errors import MachineError
+from vembed.files import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

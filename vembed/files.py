@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,6 +40,21 @@ def replace_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def replace_folder(temporary: Path, output: Path) -> None:
+    """Let a new folder take the name of an old one, if any; on failure the old one is as it was."""
+    old = output.with_name(f".{output.name}.old")
+    try:
+        if output.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            output.replace(old)  # no system renames a folder over one that holds files
+        temporary.replace(output)
+        fsync_path(output.parent)
+    finally:
+        if old.exists() and not output.exists():
+            old.replace(output)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def file_sha256(path: Path) -> str:

@@ -1,5 +1,6 @@
 """What ranks exchange: rows in rank order, sums that are sums, buckets that miss nothing."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def parameters_of(rank: int, dtypes: list[torch.dtype]) -> list[torch.Tensor]:
 def sum_gradients(rank: int, dtypes: list[torch.dtype], bucket_bytes: int) -> tuple[list[Any], int]:
     parameters = parameters_of(rank, dtypes)
     with CommDebugMode() as communication:
-        Ranks.of_this_process().sum_gradients(parameters, bucket_bytes=bucket_bytes)
+        replace(Ranks.of_this_process(), bucket_bytes=bucket_bytes).sum_gradients(parameters)
     return [parameter.grad for parameter in parameters], communication.get_total_counts()
 
 

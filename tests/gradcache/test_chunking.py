@@ -37,10 +37,13 @@ def test_sorting_leaves_at_most_five_percent_padding() -> None:
     assert in_data_order > 2 * lengths.sum()
 
 
-def test_a_row_of_no_tokens_still_has_a_chunk() -> None:
-    (chunk,) = plan_chunks(np.array([0, 0]), ChunkBudget(8, 8))
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_rows_of_no_tokens_still_have_a_chunk_and_are_not_padded(multiple: int) -> None:
+    (chunk,) = plan_chunks(np.array([0, 0]), ChunkBudget(8, 8, multiple))
     assert chunk.width == 1
     assert len(chunk.rows) == 2
+    first, last = plan_chunks(np.array([0, 3, 0]), ChunkBudget(1, 80, multiple))[:2]
+    assert (first.width, last.width) == (-(-3 // multiple) * multiple, 1)
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])

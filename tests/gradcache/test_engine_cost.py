@@ -11,7 +11,7 @@ from test_engine import CPU, gradients, make_loss
 from torch.utils.flop_counter import FlopCounterMode
 
 from vembed.batch import Features, Ragged
-from vembed.gradcache.calls import Pool
+from vembed.gradcache.calls import Pool, Retention, plan_calls
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
@@ -109,6 +109,14 @@ def test_an_encoder_without_trainable_parts_is_encoded_once_and_the_other_is_exa
     chunks = [len(plan_chunks(pool.features.lengths, ChunkBudget(3, 10**6))) for pool in case.pools]
     assert calls[0] == chunks[0] > 2
     assert 1.5 * chunks[1] < calls[1] < 2 * chunks[1]  # a fifth of all is retained
+
+
+@pytest.mark.parametrize(("share", "tokens", "kept"), [(1.0, 24, 2), (1.0, 23, 1), (0.2, 1000, 5), (1.0, 0, 0)])
+def test_kept_graphs_stay_within_the_tokens_that_memory_has_room_for(share: float, tokens: int, kept: int) -> None:
+    case = equal_lengths(make_case(dropout=0.0, negatives=1))
+    calls = plan_calls(case.pools, np.arange(27), ChunkBudget(1, 10**6), Retention(share, tokens), CPU)
+    assert {call.chunk.padded_tokens for call in calls} == {12}
+    assert [call.retained for call in calls] == [False] * (27 - kept) + [True] * kept
 
 
 @pytest.mark.parametrize("width_multiple", [1, 8])

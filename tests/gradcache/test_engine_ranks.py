@@ -40,8 +40,11 @@ class Setting:
 
 
 def deal_of(num_rows: int, how: str) -> Deal:
-    """Split rows over two ranks; queries and their documents don't stay together."""
+    """Split rows over two ranks, or four; queries and their documents don't stay together."""
     rows = np.arange(num_rows)
+    if how == "four":
+        owners = np.array([0, 0, 0, 1, 2, 2, 3])[rows % 7]
+        return Deal(tuple(rows[owners == rank] for rank in range(4)))
     first = {"even": rows % 2 == 0, "uneven": rows % 4 == 1, "nearly all": rows > 0}[how]
     return Deal((rows[first], rows[~first]))
 

@@ -8,15 +8,21 @@ ranks, since every rank's gradients are already those of its rows in the loss of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from vembed.distributed.patience import await_first
+from vembed.distributed.whereabouts import PROGRESS
+from vembed.errors import MachineError, VembedError
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
+
+Made = TypeVar("Made")
 
 BUCKET_BYTES = 128 * 2**20
 """Gradients that are reduced together: large enough that latency doesn't count, small beside the model's memory."""
@@ -30,11 +36,13 @@ class Ranks:
         rank: This process, counted from 0.
         world_size: How many there are.
         group: Their process group; None is the default one.
+        bucket_bytes: Gradients that one collective adds up.
     """
 
     rank: int = 0
     world_size: int = 1
     group: dist.ProcessGroup | None = None
+    bucket_bytes: int = BUCKET_BYTES
 
     @classmethod
     def of_this_process(cls) -> Ranks:
@@ -48,6 +56,66 @@ class Ranks:
         """Whether this process is alone."""
         return self.world_size == 1
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes files and talks to people."""
+        return self.rank == 0
+
+    def from_first(self, make: Callable[[], Made]) -> Made:
+        """Let the first rank make something, and return it on every rank. An error there is raised on all of them.
+
+        Args:
+            make: Called on the first rank only; it must reach no collective. What it returns is pickled.
+
+        Raises:
+            VembedError: What it raised; for an error of another kind the other ranks get a `MachineError`.
+        """
+        if self.is_one:
+            return make()
+        with PROGRESS.patience():
+            outcome = _outcome(make) if self.is_first else None
+            await_first()
+        parcel = [None if outcome is None else outcome.to_others]
+        dist.broadcast_object_list(parcel, group_src=0, group=self.group)
+        own = outcome or parcel[0]
+        assert own is not None
+        if own.error is not None:
+            raise own.error
+        return own.made  # type: ignore[no-any-return]
+
+    def gather_objects(self, own: Made) -> list[Made]:
+        """Return what each rank gives, in the order of the ranks, on every rank. It is pickled: small things only."""
+        if self.is_one:
+            return [own]
+        found: list[Made] = [own] * self.world_size
+        await_first()
+        dist.all_gather_object(found, own, group=self.group)
+        return found
+
+    def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the values that tensors have on the first one, in place."""
+        if self.is_one:
+            return
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), group_src=0, group=self.group)
+
+    def rows_at_first(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the rows of all ranks on the first one, those of rank 0 first; the others get none.
+
+        Args:
+            x_RE: This rank's rows (R, E); R may differ between ranks and may be 0.
+            counts: Rows of each rank.
+        """
+        if self.is_one:
+            return x_RE
+        padded = x_RE.new_zeros(max(counts), *x_RE.shape[1:])
+        padded[: len(x_RE)] = x_RE
+        found = [torch.empty_like(padded) for _ in counts] if self.is_first else None
+        dist.gather(padded, found, group_dst=0, group=self.group)
+        if found is None:
+            return x_RE[:0]
+        return torch.cat([rows[:count] for rows, count in zip(found, counts, strict=True)])
+
     def gather_rows(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the rows of all ranks, those of rank 0 first.
 
@@ -57,6 +125,7 @@ class Ranks:
         """
         if self.is_one:
             return x_RE
+        PROGRESS.advance()
         longest = max(counts)
         padded = x_RE.new_zeros(longest, *x_RE.shape[1:])
         padded[: len(x_RE)] = x_RE
@@ -88,12 +157,14 @@ class Ranks:
     def sum_(self, x: Tensor) -> Tensor:
         """Add a tensor up over the ranks, in place."""
         if not self.is_one:
+            PROGRESS.advance()
             dist.all_reduce(x, dist.ReduceOp.SUM, group=self.group)
         return x
 
     def max_(self, x: Tensor) -> Tensor:
         """Take the elementwise maximum over the ranks, in place."""
         if not self.is_one:
+            PROGRESS.advance()
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 
@@ -103,23 +174,52 @@ class Ranks:
             return flag
         return bool(self.max_(torch.tensor([int(flag)], device=device)).item())
 
-    def sum_gradients(self, parameters: Sequence[Tensor], *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def agreement(self, device: torch.device) -> Callable[[bool], bool]:
+        """Return what tells whether every rank says True; all must call it at the same points.
+
+        Args:
+            device: Where the flags are exchanged.
+        """
+        return lambda ok: not self.any(not ok, device)
+
+    def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients of parameters up over the ranks, in at least float32.
 
         What a rank's rows didn't touch counts as zero there, so that no rank waits for another.
 
         Args:
             parameters: The trainable parameters, in the same order on every rank.
-            bucket_bytes: Gradients that one collective reduces.
         """
         if self.is_one:
             return
-        for bucket in _buckets(parameters, bucket_bytes):
+        for bucket in _buckets(parameters, self.bucket_bytes):
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
             flat = torch.cat([_gradient(parameter).to(dtype).flatten() for parameter in bucket])
             self.sum_(flat)
             for parameter, gradient in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                 parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of making something: the thing, or the error."""
+
+    made: Any = None
+    error: Exception | None = None
+
+    @property
+    def to_others(self) -> _Outcome:
+        """The same for other ranks: errors that aren't ours may not survive pickling, so their words go."""
+        if self.error is None or isinstance(self.error, VembedError):
+            return self
+        return _Outcome(error=MachineError(f"the first process failed: {type(self.error).__name__}: {self.error}"))
+
+
+def _outcome(make: Callable[[], Any]) -> _Outcome:
+    try:
+        return _Outcome(make())
+    except Exception as error:  # noqa: BLE001 - it is raised again, here and on every other rank
+        return _Outcome(error=error)
 
 
 def _buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

@@ -4,6 +4,9 @@ Pass 1 encodes every chunk once; pass 2 brings the gradient of each embedding ba
 keep their graphs in between, the others are encoded again under the random state of their first time. An encoder whose
 output needs no gradient is frozen: it is encoded once and never again.
 
+A spare row is one that no loss sees: its embedding is thrown away and its gradient is zero. It is there where a rank
+must call an encoder that it has no rows for, or as often as the others do.
+
 Shape legend: V embedding vectors of this rank (one for each row, or several with token-level encoders), E dim.
 """
 
@@ -13,6 +16,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vembed.batch import ranges
@@ -23,11 +27,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
     from vembed.batch import Features
+    from vembed.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Pool:
         encode: Turns the inputs of one chunk into embeddings (rows, E), or (vectors, E) with `num_vectors`.
         collate: Makes those inputs from features, row numbers and a width.
         features: The rows, ragged, on the CPU.
-        slots: Where each row's embedding belongs in [queries; documents], int64.
+        slots: Where each row's embedding belongs in [queries; documents], int64; -1 for a spare row.
         num_vectors: Embedding vectors of each row, int64, for encoders that give several (one for each token, say);
             they come out row after row. None is one each.
     """
@@ -48,6 +52,29 @@ class Pool:
     features: Features
     slots: NDArray[np.int64]
     num_vectors: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How much of a batch keeps its graphs; the smaller of the two limits wins.
+
+    Attributes:
+        share: Of the padded tokens, 0 to 1.
+        tokens: Most padded tokens, None for no such limit: what memory has room for, whatever the batch.
+    """
+
+    share: float
+    tokens: int | None = None
+
+    def keeps(self, own: int, *, kept: int, total: int) -> bool:
+        """Return whether a call keeps its graph: that brings the share nearer to what was asked for, and fits.
+
+        Args:
+            own: Padded tokens of the call.
+            kept: Those that keep their graphs already.
+            total: Those of all calls.
+        """
+        return kept + own / 2 <= self.share * total and (self.tokens is None or kept + own <= self.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +99,8 @@ class Call:
     Attributes:
         pool: Where its rows are from.
         chunk: Its rows.
-        places: Where its vectors belong among this rank's, int64, on the device.
+        places: Where its vectors belong among this rank's, int64, on the device; those of spare rows are left out.
+        own: Which of its vectors these are, int64, on the device; None where that is all of them.
         retained: Whether its graph is kept from pass 1.
         frozen: Whether its encoder needs no gradient; known after pass 1.
         rng: Random state at its first time.
@@ -82,14 +110,30 @@ class Call:
     pool: Pool
     chunk: Chunk
     places: Tensor
+    own: Tensor | None = None
     retained: bool = False
     frozen: bool = False
     rng: RngState | None = None
     graph: Tensor | None = None
 
+    @property
+    def is_spare(self) -> bool:
+        """Whether none of its rows has a place."""
+        return len(self.places) == 0
+
+    def kept(self, z: Tensor) -> Tensor:
+        """Return the embeddings that have a place."""
+        return z if self.own is None else z[self.own]
+
+    def gradient(self, u_VE: Tensor, z: Tensor) -> Tensor:
+        """Return the gradient of each embedding: zero for spare rows."""
+        if self.own is None:
+            return u_VE[self.places]
+        return torch.zeros_like(z).index_copy_(0, self.own, u_VE[self.places])
+
 
 def plan_calls(
-    pools: Sequence[Pool], places_N: NDArray[np.int64], budget: ChunkBudget, retain: float, device: torch.device
+    pools: Sequence[Pool], places_N: NDArray[np.int64], budget: ChunkBudget, keep: Retention, device: torch.device
 ) -> list[Call]:
     """Cut pools into calls and say which are retained.
 
@@ -100,28 +144,67 @@ def plan_calls(
         pools: The rows of this rank.
         places_N: First vector of each row of the batch among this rank's.
         budget: Limits of one chunk.
-        retain: Share of the padded tokens whose graphs are kept.
+        keep: How much keeps its graphs.
         device: Where the encoders run.
     """
     calls = []
     for pool in pools:
-        for chunk in plan_chunks(pool.features.lengths, budget):
-            places = places_N[pool.slots[chunk.rows]]
-            if pool.num_vectors is not None:
-                places = ranges(places, pool.num_vectors[chunk.rows])
-            calls.append(Call(pool, chunk, torch.from_numpy(places).to(device, non_blocking=True)))
+        calls += [_call(pool, chunk, places_N, device) for chunk in plan_chunks(pool.features.lengths, budget)]
     num_rows = sum(len(call.chunk.rows) for call in calls)
     num_tokens = sum(call.chunk.padded_tokens for call in calls)
     if num_rows <= budget.rows and num_tokens <= budget.tokens:
-        retain = 1.0
+        keep = Retention(1.0)
     kept = 0
     for call in reversed(calls):
-        # A call is kept when that brings the kept share nearer to what was asked for.
-        call.retained = kept + call.chunk.padded_tokens / 2 <= retain * num_tokens
+        call.retained = keep.keeps(call.chunk.padded_tokens, kept=kept, total=num_tokens)
         if not call.retained:
             break
         kept += call.chunk.padded_tokens
     return calls
+
+
+def _call(pool: Pool, chunk: Chunk, places_N: NDArray[np.int64], device: torch.device) -> Call:
+    """Say where the vectors of a chunk belong."""
+    slots = pool.slots[chunk.rows]
+    is_own = slots >= 0
+    places = places_N[slots[is_own]]
+    if pool.num_vectors is not None:
+        counts = pool.num_vectors[chunk.rows]
+        places = ranges(places, counts[is_own])
+        is_own = np.repeat(is_own, counts)
+    own = None if is_own.all() else torch.from_numpy(np.flatnonzero(is_own)).to(device, non_blocking=True)
+    return Call(pool, chunk, torch.from_numpy(places).to(device, non_blocking=True), own)
+
+
+def equal_calls(calls: Sequence[Call], pools: Sequence[Pool], ranks: Ranks, device: torch.device) -> list[Call]:
+    """Return as many calls of each pool as the rank that makes the most, of which the fewest of any are retained.
+
+    Each missing one is a spare call of one row, the shortest. They come first, so that what is retained last is the
+    rank's own. One collective, whatever the number of pools.
+
+    Args:
+        calls: Those of this rank, pool by pool, at least one of each.
+        pools: The pools, in the same order on every rank.
+        ranks: Who makes calls together.
+        device: Where the encoders run.
+    """
+    own = [[call for call in calls if call.pool is pool] for pool in pools]
+    numbers = [[len(of_pool), -sum(call.retained for call in of_pool)] for of_pool in own]
+    agreed = ranks.max_(torch.tensor(numbers, device=device)).tolist()
+    together: list[Call] = []
+    for pool, of_pool, (number, minus_retained) in zip(pools, own, agreed, strict=True):
+        nowhere = torch.empty(0, dtype=torch.int64, device=device)
+        spare_chunk = _shortest(pool, of_pool)
+        spare = [Call(pool, spare_chunk, nowhere, nowhere) for _ in range(number - len(of_pool))]
+        together += [*spare, *of_pool]
+        for place, call in enumerate(reversed([*spare, *of_pool])):
+            call.retained = place < -minus_retained
+    return together
+
+
+def _shortest(pool: Pool, calls: Sequence[Call]) -> Chunk:
+    """Return a chunk of the shortest row alone, in the width that it has among its like."""
+    return Chunk(rows=np.array([pool.features.lengths.argmin()]), width=min(call.chunk.width for call in calls))
 
 
 class Passes:
@@ -145,10 +228,12 @@ class Passes:
         frozen: dict[int, bool] = {}
         for call in calls:
             call.rng = RngState.capture(self.options.device)
+            # A spare call draws no random numbers from those of the rank's own rows.
+            drawing = call.rng.replayed() if call.is_spare else nullcontext()
             # The first call of a pool runs with a graph whatever it is, as only its output tells if there is one.
             probes = id(call.pool) not in frozen
             call.frozen = frozen.get(id(call.pool), False)
-            with torch.set_grad_enabled(probes or (call.retained and not call.frozen)):
+            with torch.set_grad_enabled(probes or (call.retained and not call.frozen)), drawing:
                 z = self._encode(call)
             if probes:
                 call.frozen = frozen[id(call.pool)] = not z.requires_grad
@@ -156,10 +241,10 @@ class Passes:
                 call.graph = z
             if table is None:
                 table = z.new_empty(num_vectors, z.shape[1])
-            table[call.places] = z.detach()
+            table[call.places] = call.kept(z.detach())
             del z
         if table is None:
-            raise ValueError("a step needs at least one row on every rank")
+            raise ValueError("a step needs at least one row on every rank, if only a spare one")
         return table.detach()
 
     def second(self, calls: Sequence[Call], z_VE: Tensor, u_VE: Tensor) -> Tensor:
@@ -177,7 +262,7 @@ class Passes:
         for call in reversed(calls):
             if call.graph is not None:
                 graph, call.graph = call.graph, None
-                torch.autograd.backward(graph, u_VE[call.places])
+                torch.autograd.backward(graph, call.gradient(u_VE, graph))
                 del graph
         for call in calls:
             if call.retained or call.frozen:
@@ -185,8 +270,9 @@ class Passes:
             assert call.rng is not None
             with call.rng.replayed() if self.options.replay_rng else nullcontext():
                 z = self._encode(call)
-            worst = torch.maximum(worst, (z.detach() - z_VE[call.places]).abs().max())
-            torch.autograd.backward(z, u_VE[call.places])
+            if not call.is_spare:
+                worst = torch.maximum(worst, (call.kept(z.detach()) - z_VE[call.places]).abs().max())
+            torch.autograd.backward(z, call.gradient(u_VE, z))
             del z
         return worst
 

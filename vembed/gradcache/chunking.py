@@ -31,7 +31,8 @@ class ChunkBudget:
     Attributes:
         rows: Most rows.
         tokens: Most padded tokens (rows x width). A single row that is wider is a chunk of its own.
-        width_multiple: Widths are rounded up to a multiple of this (8 suits tensor cores, 1 a CPU).
+        width_multiple: Widths are rounded up to a multiple of this (8 suits tensor cores, 1 a CPU). Rows of no tokens,
+            whose embeddings are known already, have a width of 1.
     """
 
     rows: int
@@ -72,7 +73,9 @@ def plan_chunks(lengths: NDArray[np.int64], budget: ChunkBudget) -> list[Chunk]:
         Chunks that hold each row exactly once, widest first; equal lengths keep their order.
     """
     order = np.argsort(-lengths, kind="stable")
-    widths = -(-np.maximum(lengths[order], 1) // budget.width_multiple) * budget.width_multiple
+    sorted_lengths = lengths[order]
+    rounded = -(-sorted_lengths // budget.width_multiple) * budget.width_multiple
+    widths = np.where(sorted_lengths > 0, rounded, 1)
     chunks = []
     start = 0
     while start < len(order):

@@ -6,7 +6,7 @@
    u = dL/dz. Losses that stream do so in the memory of a tile of the similarity matrix (loss_stage.py).
 4. Pass 2: backward the retained chunks from u; encode the others again under their remembered random state and
    backward them. Their embeddings are compared with those of pass 1: the replay drift.
-5. Add the gradients of all ranks up, once.
+5. Add the gradients of all ranks up, once (gradients.py: how depends on who holds the weights).
 
 By the chain rule dL/dw = sum over rows of (dz/dw)^T u, so the accumulated gradient is that of the batch at once,
 whatever the chunks and whoever encoded them. The condition is that pass 2 computes the function of pass 1: same masks,
@@ -29,19 +29,23 @@ import torch
 
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError, VembedError
-from vembed.gradcache.calls import CallOptions, Passes, Pool, plan_calls
+from vembed.gradcache.calls import CallOptions, Passes, Pool, Retention, equal_calls, plan_calls
 from vembed.gradcache.deal import Deal
+from vembed.gradcache.gradients import ReplicatedGradients, ShardedGradients
 from vembed.gradcache.loss_stage import LossStage
-from vembed.gradcache.memory import HeldGradients, is_out_of_memory, smaller
+from vembed.gradcache.memory import is_out_of_memory, smaller
 from vembed.gradcache.replay import RngState
+from vembed.gradcache.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from vembed.distributed.fsdp import ShardedEncoder
     from vembed.gradcache.calls import Call
     from vembed.gradcache.chunking import ChunkBudget
+    from vembed.gradcache.gradients import Gradients
     from vembed.gradcache.loss_stage import LossResult
     from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
 
@@ -65,6 +69,7 @@ class EngineOptions:
         budget: Limits of one chunk.
         device: Where the encoders run.
         retain: Share of the padded tokens whose graphs are kept from pass 1, 0 to 1; 1 is plain training.
+        retain_tokens: Most padded tokens of this rank whose graphs are kept, whatever the share; None for no limit.
         autocast_dtype: Type of mixed precision (bfloat16, float16), or None.
         replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
         oom_retry: Whether a step that runs out of memory is done again in smaller chunks.
@@ -74,6 +79,7 @@ class EngineOptions:
     budget: ChunkBudget
     device: torch.device
     retain: float = 0.0
+    retain_tokens: int | None = None
     autocast_dtype: torch.dtype | None = None
     replay_rng: bool = True
     oom_retry: bool = True
@@ -90,6 +96,8 @@ class StepResult:
         tokens: Tokens encoded on this rank, without padding.
         padded_tokens: The same with padding.
         replay_drift: Largest |z' - z| / max |z| over the replayed chunks of all ranks; 0.0 where nothing was replayed.
+        rank_loss: Loss of the queries that this rank computed; its mean over the ranks is `loss`. Losses that don't
+            stream are computed whole by every rank.
         num_repairs: How often the step ran out of memory and was done again.
     """
 
@@ -98,6 +106,7 @@ class StepResult:
     tokens: int
     padded_tokens: int
     replay_drift: float
+    rank_loss: float
     num_repairs: int = 0
 
     @property
@@ -114,10 +123,12 @@ class GradCacheEngine:
         options: Chunk budget, retention, device, precision and ranks.
         parameters: The encoder's trainable parameters, in the same order on every rank: what is reduced over ranks and,
             after running out of memory, taken back. Needed for both.
+        sharded: The handle of an encoder that is sharded over the ranks; its parameters are those, then.
 
     Attributes:
         budget: Present limits of one chunk; smaller than those of the options after a repair.
         retain: Present share of kept graphs; 0 after a repair.
+        stopwatch: Counts what each part of the steps takes; whoever logs reads it.
     """
 
     def __init__(
@@ -125,16 +136,23 @@ class GradCacheEngine:
         loss: ContrastiveLoss | MultiVectorLoss,
         options: EngineOptions,
         parameters: Sequence[Tensor] = (),
+        *,
+        sharded: ShardedEncoder | None = None,
     ) -> None:
+        parameters = list(parameters if sharded is None else sharded.parameters)
         if not options.ranks.is_one and not parameters:
             raise ValueError("several ranks reduce the gradients of the encoder's parameters: pass them")
         self.loss = loss
         self.options = options
         self.budget = options.budget
         self.retain = options.retain
-        self._parameters = list(parameters)
+        self._may_repair = options.oom_retry and len(parameters) > 0
+        self._gradients: Gradients = (
+            ReplicatedGradients(parameters, options.ranks) if sharded is None else ShardedGradients(sharded)
+        )
         self._passes = Passes(CallOptions(options.device, options.autocast_dtype, options.replay_rng))
         self._loss_stage = LossStage(loss, options.ranks)
+        self.stopwatch = Stopwatch(options.device)
 
     def step(
         self,
@@ -147,7 +165,8 @@ class GradCacheEngine:
         """Add the gradients of one batch to `.grad` of every parameter that takes part.
 
         Args:
-            pools: This rank's rows of the batch; on one rank their slots cover [queries; documents] exactly once.
+            pools: This rank's rows of the batch; on one rank their slots cover [queries; documents] exactly once. A
+                sharded encoder takes the same pools in the same order on every rank, if only with a spare row.
             structure: Positives and identities of the whole batch.
             deal: Which rows are on which rank; None where there is one rank.
             gradient_scale: Factor on all gradients (the loss scale of float16 training); the loss stays unscaled.
@@ -163,12 +182,11 @@ class GradCacheEngine:
         num_repairs = 0
         start = RngState.capture(self.options.device)
         while True:
-            held = HeldGradients(self._parameters)
+            self._gradients.begin()
             result = self._attempt(pools, structure, deal, gradient_scale, num_repairs)
             if result is not None:
-                held.add_back()
                 return result
-            held.put_back()
+            self._gradients.abandon()
             if self.options.device.type == "cuda":
                 torch.cuda.empty_cache()  # what is cached is cut for the larger chunks
             start.restore()
@@ -178,39 +196,49 @@ class GradCacheEngine:
         self, pools: Sequence[Pool], structure: BatchStructure, deal: Deal, gradient_scale: float, num_repairs: int
     ) -> StepResult | None:
         """Do the step once; None when some rank ran out of memory, and the budget is smaller now."""
-        ranks, device = self.options.ranks, self.options.device
+        ranks = self.options.ranks
         counts_N = self._vector_counts(pools, deal)
         vectors = deal if counts_N is None else deal.of_vectors(counts_N)
-        places_N = deal.places(ranks.rank) if counts_N is None else _first_places(deal.slots[ranks.rank], counts_N)
-        calls = plan_calls(pools, places_N, self.budget, self.retain, device)
+        calls = self._plan_calls(pools, deal, counts_N)
         num_vectors = vectors.counts[ranks.rank]
         found: tuple[Tensor, LossResult] | None = None
         drift: Tensor | None = None
         failed = False
         try:
-            z_VE = self._passes.first(calls, num_vectors=num_vectors)
+            with self.stopwatch.part("encode"):
+                z_VE = self._passes.first(calls, num_vectors=num_vectors)
             if ranks.is_one:
                 found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
         except (RuntimeError, MemoryError) as error:
-            self._require_repairable(error)
+            self._require_repairable(error, calls)
             failed = True
-        if ranks.any(failed, device):
+        if self._any(failed):
             self._shrink(calls)
             return None
         if found is None:
             found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
         try:
-            drift = self._passes.second(calls, found[0], found[1].u_VE)
+            with self.stopwatch.part("encode"):
+                drift = self._passes.second(calls, found[0], found[1].u_VE)
         except (RuntimeError, MemoryError) as error:
-            self._require_repairable(error)
+            self._require_repairable(error, calls)
             failed = True
-        if ranks.any(failed, device):
+        if self._any(failed):
             self._shrink(calls)
             return None
         assert drift is not None
-        ranks.sum_gradients(self._parameters)
+        with self.stopwatch.part("reduce"):
+            self._gradients.finish()
         self._add_own_gradients(found[1], gradient_scale)
         return self._result(calls, pools, found[1], drift, num_repairs)
+
+    def _plan_calls(self, pools: Sequence[Pool], deal: Deal, counts_N: np.ndarray | None) -> list[Call]:
+        """Cut this rank's rows into encoder calls."""
+        ranks, device = self.options.ranks, self.options.device
+        places_N = deal.places(ranks.rank) if counts_N is None else _first_places(deal.slots[ranks.rank], counts_N)
+        keep = Retention(self.retain, self.options.retain_tokens)
+        calls = plan_calls(pools, places_N, self.budget, keep, device)
+        return equal_calls(calls, pools, ranks, device) if self._gradients.needs_equal_calls else calls
 
     def _run_loss(
         self,
@@ -220,7 +248,13 @@ class GradCacheEngine:
         counts_N: np.ndarray | None,
         gradient_scale: float,
     ) -> LossResult:
-        return self._loss_stage.run(z_VE, structure, vectors, counts_N=counts_N, gradient_scale=gradient_scale)
+        with self.stopwatch.part("loss"):
+            return self._loss_stage.run(z_VE, structure, vectors, counts_N=counts_N, gradient_scale=gradient_scale)
+
+    def _any(self, failed: bool) -> bool:
+        """Return whether a rank ran out of memory. The first to arrive waits here for the slowest."""
+        with self.stopwatch.part("wait"):
+            return self.options.ranks.any(failed, self.options.device)
 
     def _vector_counts(self, pools: Sequence[Pool], deal: Deal) -> np.ndarray | None:
         """Return the vectors of each row of the batch; None where every row has one."""
@@ -230,7 +264,8 @@ class GradCacheEngine:
         counts_N = np.ones(deal.num_rows, dtype=np.int64)
         for pool in pools:
             if pool.num_vectors is not None:
-                counts_N[pool.slots] = pool.num_vectors
+                has_place = pool.slots >= 0
+                counts_N[pool.slots[has_place]] = pool.num_vectors[has_place]
         if not ranks.is_one:
             local = torch.from_numpy(counts_N[own]).to(self.options.device)
             counts_N[deal.rank_order] = ranks.gather_rows(local, deal.counts).cpu().numpy()
@@ -241,14 +276,16 @@ class GradCacheEngine:
     ) -> StepResult:
         """Read the numbers of the step from the device, all at once, and check the drift."""
         drift = self.options.ranks.max_(drift / found.largest.clamp_min(torch.finfo(drift.dtype).tiny))
-        loss, relative = torch.stack([found.loss.to(drift.dtype), drift]).tolist()  # waits for the device
+        numbers = torch.stack([found.loss.to(drift.dtype), found.rank_loss.to(drift.dtype), drift])
+        loss, rank_loss, relative = numbers.tolist()  # waits for the device
         self._check_drift(relative, found.u_VE.dtype)
         return StepResult(
             loss=loss,
             num_chunks=len(calls),
-            tokens=sum(int(pool.features.lengths.sum()) for pool in pools),
+            tokens=sum(int(pool.features.lengths[pool.slots >= 0].sum()) for pool in pools),
             padded_tokens=sum(call.chunk.padded_tokens for call in calls),
             replay_drift=relative,
+            rank_loss=rank_loss,
             num_repairs=num_repairs,
         )
 
@@ -259,7 +296,7 @@ class GradCacheEngine:
                 scaled = found.own[name] * gradient_scale
                 parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
 
-    def _require_repairable(self, error: BaseException) -> None:
+    def _require_repairable(self, error: BaseException, calls: Sequence[Call]) -> None:
         """Raise an error that smaller chunks can't cure.
 
         Raises:
@@ -267,11 +304,26 @@ class GradCacheEngine:
         """
         if not is_out_of_memory(error):
             raise error
-        if not self.options.oom_retry or not self._parameters:
+        if self._gradients.needs_equal_calls:
+            raise self._unrepairable(calls) from error
+        if not self._may_repair:
             raise MachineError(
                 "out of memory, and the step may not be done again in smaller chunks: set oom_retry and "
                 "use_gradient_cache to what they are by default, or lower batch_size"
             ) from error
+
+    def _unrepairable(self, calls: Sequence[Call]) -> MachineError:
+        """Return the advice for a rank that can't leave the others alone in a collective."""
+        rows, tokens = max(len(call.chunk.rows) for call in calls), max(call.chunk.padded_tokens for call in calls)
+        shrunk = smaller(self.budget, rows=rows, tokens=tokens)
+        cure = "shorten the rows (max_seq_length, or smaller pictures) or set cpu_offload: true"
+        if shrunk is not None:
+            cure = f"set gradient_cache_chunk_size: {shrunk.rows} and gradient_cache_chunk_tokens: {shrunk.tokens}"
+            cure += " and retain: 0" if self.retain > 0 else ""
+        return MachineError(
+            f"out of memory in chunks of {rows} rows and {tokens} tokens. With this fsdp_mode the step can't be done "
+            f"again by itself, as the other processes wait in encoder calls of this one: {cure}"
+        )
 
     def _shrink(self, calls: Sequence[Call]) -> None:
         """Halve the budget, alike on every rank, and let go of what the attempt held.

@@ -36,12 +36,15 @@ class LossResult:
 
     Attributes:
         loss: Of the batch of all ranks, a scalar on the device.
+        rank_loss: Of the queries whose loss this rank computed, a scalar on the device; all of them where it isn't
+            shared out.
         u_VE: Its gradient with respect to this rank's embeddings, scaled.
         own: Gradients of the loss's own parameters over the whole batch, by name, not scaled.
         largest: Largest |z| of the batch, a scalar on the device.
     """
 
     loss: Tensor
+    rank_loss: Tensor
     u_VE: Tensor
     own: dict[str, Tensor]
     largest: Tensor
@@ -80,22 +83,24 @@ class LossStage:
         z_NE = self._gathered(z_VE, deal)
         streams = isinstance(self.loss, StreamedLoss) and structure.num_queries >= self.ranks.world_size
         if streams:
-            loss, u_VE, own = self._streamed(z_NE, structure, deal)
+            loss, rank_loss, u_VE, own = self._streamed(z_NE, structure, deal)
         else:
             loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
-            u_VE = u_NE if self.ranks.is_one else u_NE[self._own(deal, u_NE.device)]
-        return LossResult(loss, u_VE.mul_(gradient_scale), own, z_NE.abs().max())
+            rank_loss, u_VE = loss, u_NE if self.ranks.is_one else u_NE[self._own(deal, u_NE.device)]
+        return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), own, z_NE.abs().max())
 
     def _gathered(self, z_VE: Tensor, deal: Deal) -> Tensor:
         """Return the embeddings of all ranks in the order of [queries; documents]."""
         if self.ranks.is_one:
             return z_VE
         z_NE = torch.empty(deal.num_rows, z_VE.shape[1], dtype=z_VE.dtype, device=z_VE.device)
-        z_NE[torch.from_numpy(deal.rank_order).to(z_VE.device)] = self.ranks.gather_rows(z_VE, deal.counts)
+        z_NE[torch.from_numpy(deal.rank_order).to(z_VE.device, non_blocking=True)] = self.ranks.gather_rows(
+            z_VE, deal.counts
+        )
         return z_NE
 
     def _own(self, deal: Deal, device: torch.device) -> Tensor:
-        return torch.from_numpy(deal.slots[self.ranks.rank]).to(device)
+        return torch.from_numpy(deal.slots[self.ranks.rank]).to(device, non_blocking=True)
 
     def _by_autograd(
         self, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None
@@ -114,7 +119,7 @@ class LossStage:
 
     def _streamed(
         self, z_NE: Tensor, structure: BatchStructure, deal: Deal
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         assert isinstance(self.loss, StreamedLoss)
         num_queries, ranks = structure.num_queries, self.ranks
         first, stop = (num_queries * each // ranks.world_size for each in (ranks.rank, ranks.rank + 1))
@@ -123,14 +128,15 @@ class LossStage:
         u_NE = torch.empty_like(z_NE) if ranks.is_one else torch.zeros_like(z_NE)
         found = self.loss.gradients(batch, statistics, (u_NE[first:stop], u_NE[num_queries:]))
         if ranks.is_one:
-            return found.loss, u_NE, found.own
+            return found.loss, found.loss, u_NE, found.own
         numbers = torch.cat([found.loss.reshape(1), *(own.flatten().to(z_NE.dtype) for own in found.own.values())])
         loss, *own = ranks.sum_(numbers).split([1, *(own.numel() for own in found.own.values())])
         summed = {
             name: total.view_as(part).to(part.dtype) for (name, part), total in zip(found.own.items(), own, strict=True)
         }
-        order = torch.from_numpy(deal.rank_order).to(z_NE.device)
-        return loss.squeeze(), ranks.sum_own_rows(u_NE[order], deal.counts), summed
+        order = torch.from_numpy(deal.rank_order).to(z_NE.device, non_blocking=True)
+        rank_loss = found.loss * (num_queries / (stop - first))  # it was divided by all queries
+        return loss.squeeze(), rank_loss, ranks.sum_own_rows(u_NE[order], deal.counts), summed
 
     def _merged(self, statistics: Statistics) -> Statistics:
         """Merge the columns over ranks: the largest maximum first, then the sums that belong to it."""

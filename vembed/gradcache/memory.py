@@ -49,32 +49,33 @@ class HeldGradients:
 
     Args:
         parameters: The encoder's trainable parameters.
+        widens: False where something else sees to the accumulation.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], *, widens: bool = True) -> None:
         self._parameters = parameters
+        self._widens = widens
         self._held = [parameter.grad for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
-            _set_gradient_dtype(parameter, torch.promote_types(parameter.dtype, torch.float32))
+            self._set_gradient_dtype(parameter, torch.promote_types(parameter.dtype, torch.float32))
 
     def put_back(self) -> None:
         """Drop what the step added."""
         for parameter, held in zip(self._parameters, self._held, strict=True):
             parameter.grad = None
-            _set_gradient_dtype(parameter, parameter.dtype)
+            self._set_gradient_dtype(parameter, parameter.dtype)
             parameter.grad = held
 
     def add_back(self) -> None:
         """Add what was there before to what the step added, and round once to the parameter's type."""
         for parameter, held in zip(self._parameters, self._held, strict=True):
             gradient, parameter.grad = parameter.grad, None
-            _set_gradient_dtype(parameter, parameter.dtype)
+            self._set_gradient_dtype(parameter, parameter.dtype)
             if gradient is not None:
                 gradient = (gradient if held is None else gradient.add_(held)).to(parameter.dtype)
             parameter.grad = held if gradient is None else gradient
 
-
-def _set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
-    if parameter.dtype.itemsize < torch.float32.itemsize and hasattr(parameter, "grad_dtype"):
-        parameter.grad_dtype = dtype
+    def _set_gradient_dtype(self, parameter: Tensor, dtype: torch.dtype) -> None:
+        if self._widens and parameter.dtype.itemsize < torch.float32.itemsize and hasattr(parameter, "grad_dtype"):
+            parameter.grad_dtype = dtype

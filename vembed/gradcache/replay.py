@@ -40,6 +40,14 @@ class RngState:
         if self.accelerator is not None:
             torch.get_device_module(self.device).set_rng_state(self.accelerator, self.device)
 
+    def equals(self, other: RngState) -> bool:
+        """Return whether no random number lies between two states of one device."""
+        if not torch.equal(self.cpu, other.cpu):
+            return False
+        if self.accelerator is None or other.accelerator is None:
+            return self.accelerator is other.accelerator
+        return torch.equal(self.accelerator, other.accelerator)
+
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Run the block from this state; afterwards the generators stand where they stood before."""

@@ -35,7 +35,7 @@ from vembed.losses.masks import false_negative_mask, positive_mask
 from vembed.losses.prefixes import weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
-from vembed.losses.tiles import BOUNDED_LOGIT, DEFAULT_TILE_SIZE
+from vembed.losses.tiles import BOUNDED_LOGIT, DEFAULT_TILE_SIZE, longest_row, read_numbers
 
 if TYPE_CHECKING:
     from vembed.losses.base import BatchStructure
@@ -89,6 +89,7 @@ class InfoNCE(StreamedLoss):
             )
         log_scale = torch.tensor(math.log(1.0 / temperature), dtype=torch.promote_types(dtype, torch.float32))
         self.log_scale: Tensor
+        self._fixed = None if learn_temperature else temperature
         if learn_temperature:
             self.log_scale = nn.Parameter(log_scale)
         else:
@@ -119,7 +120,9 @@ class InfoNCE(StreamedLoss):
     @torch.no_grad()
     def statistics(self, batch: StreamedBatch) -> Statistics:
         """Sweep the tiles once for the log-sum-exps of rows, and of columns when bidirectional."""
-        tiles = self.tiles(batch, self.cells(batch), scale=self._scale())
+        return self._swept(self._tiles(batch))
+
+    def _swept(self, tiles: SimilarityTiles) -> Statistics:
         sums = _Sums(tiles, columns=self.bidirectional)
         for strip in tiles.strips():
             for tile in strip:
@@ -134,15 +137,15 @@ class InfoNCE(StreamedLoss):
         """Return loss and gradients from statistics, or in one sweep where the rows alone decide."""
         if statistics is None and self.needs_statistics:
             raise ValueError("two directions need the statistics of all ranks first")
-        cells = self.cells(batch) if statistics is None else statistics.cells
-        tiles = self.tiles(batch, cells, scale=self._scale())
+        tiles = self._tiles(batch) if statistics is None else statistics.tiles
+        cells = tiles.cells
         out = empty_gradients(tiles, batch, into)
         height = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // cells.num_columns)
         enough = min(LEAST_STRIP_ROWS, tiles.tile_size, cells.num_rows)
         if statistics is None and self.prefixes is None and height >= enough:
             loss = self._one_sweep(tiles, batch, out, height)
         else:
-            known = self.statistics(batch) if statistics is None else statistics
+            known = self._swept(tiles) if statistics is None else statistics
             loss = self._second_sweep(tiles, batch, known, out)
         return LossGradients(loss, out.dq_QE, out.dd_DE, {"log_scale": tiles.finish(out).to(self.log_scale.dtype)})
 
@@ -172,7 +175,7 @@ class InfoNCE(StreamedLoss):
         self, tiles: SimilarityTiles, batch: StreamedBatch, known: Statistics, out: EmbeddingGradients
     ) -> Tensor:
         """Compute every tile again, now that its rows and columns are complete; return the loss."""
-        cells, logits_KP, num_queries = known.cells, known.positive_logits_KP, batch.structure.num_queries
+        cells, logits_KP, num_queries = tiles.cells, known.positive_logits_KP, batch.structure.num_queries
         share = 1.0 if known.columns is None else 0.5
         positives = LogSumExp.of_groups(logits_KP, cells.pair_rows, cells.num_rows)
         weights_K1 = self._weights(tiles, share / num_queries)
@@ -183,7 +186,7 @@ class InfoNCE(StreamedLoss):
             columns = _terms(known.columns[0], known.columns[1], (logits_KP, cells.pair_columns), weights_K1)
             loss = loss + columns.loss * (cells.num_rows / num_queries)  # every rank has all of it: this is its share
             pair_gradients_KP = pair_gradients_KP + columns.pair_gradients_KP
-        exponentials = tiles.largest_logit() <= BOUNDED_LOGIT
+        exponentials = tiles.largest_logit <= BOUNDED_LOGIT
         for strip in tiles.strips():
             for tile in strip:
 
@@ -203,10 +206,14 @@ class InfoNCE(StreamedLoss):
 
     def _weights(self, tiles: SimilarityTiles, factor: float) -> Tensor:
         """Return what one row (or column) of each prefix counts, (K, 1)."""
-        return tiles.zeros().new_tensor(self.prefix_weights)[:, None] * factor
+        # Filled on the device: a copy of a list would wait for it.
+        return torch.stack([tiles.zeros(1).fill_(weight * factor) for weight in self.prefix_weights])
 
-    def _scale(self) -> float:
-        return self.log_scale.exp().item()
+    def _tiles(self, batch: StreamedBatch) -> SimilarityTiles:
+        """Return the tiles of a batch; the scale and how large a logit can be are read together."""
+        rows = () if self.prefixes is not None else (longest_row(batch.q_QE), longest_row(batch.d_DE))
+        scale, *norms = read_numbers(self.log_scale.exp(), *rows)
+        return self.tiles(batch, scale=scale, longest=math.prod(norms))
 
     @torch.no_grad()
     def constrain(self) -> None:
@@ -216,8 +223,8 @@ class InfoNCE(StreamedLoss):
 
     @property
     def temperature(self) -> float:
-        """1 / logit scale."""
-        return math.exp(-self.log_scale.item())
+        """1 / logit scale; a learned one is read from its device."""
+        return math.exp(-self.log_scale.item()) if self._fixed is None else self._fixed
 
 
 def _direction(logits_RC: Tensor, positive_RC: Tensor) -> Tensor:
@@ -241,7 +248,7 @@ class _Sums:
 
     def __init__(self, tiles: SimilarityTiles, *, columns: bool) -> None:
         self.tiles, self._cells = tiles, tiles.cells
-        self.bounded = tiles.largest_logit() <= BOUNDED_LOGIT
+        self.bounded = tiles.largest_logit <= BOUNDED_LOGIT
         self.rows = self._empty(self._cells.num_rows)
         self.columns = self._empty(self._cells.num_columns) if columns else None
         self.positive_logits_KP = tiles.zeros(tiles.num_prefixes, len(self._cells.pair_rows))
@@ -272,7 +279,7 @@ class _Sums:
             cells = self._cells
             positives = LogSumExp.of_groups(self.positive_logits_KP, cells.pair_columns, cells.num_columns)
             columns = LogSumExp.stack([self.columns.without_idle_maxima(), positives])
-        return Statistics(self.rows, columns, self.positive_logits_KP, self._cells)
+        return Statistics(self.rows, columns, self.positive_logits_KP, self.tiles)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from vembed.losses.infonce import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.masks import false_negative_mask, positive_mask
 from vembed.losses.prefixes import weighted_similarities
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, read_numbers
 
 if TYPE_CHECKING:
     from vembed.losses.base import BatchStructure
@@ -85,9 +85,9 @@ class SigmoidLoss(StreamedLoss):
     ) -> LossGradients:
         """Return loss and gradients in one sweep; statistics have no part in it."""
         assert statistics is None
-        tiles = self.tiles(batch, self.cells(batch), scale=self.log_scale.exp().item())
+        scale, bias = read_numbers(self.log_scale.exp(), self.bias)
+        tiles = self.tiles(batch, scale=scale)
         out = empty_gradients(tiles, batch, into)
-        bias = self.bias.item()
         weights = [weight / batch.structure.num_queries for weight in self.prefix_weights]
         loss, bias_gradient = tiles.zeros(), tiles.zeros()
         for strip in tiles.strips():

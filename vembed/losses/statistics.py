@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vembed.losses.cells import CellMap
+    from vembed.losses.tiles import SimilarityTiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,11 @@ class Statistics:
         rows: Sums over each query's negatives (K, Q); K prefixes. Final: a rank sees every document of its queries.
         columns: Sums over each document's negatives and over its positives (2, K, D), of this rank's queries only:
             ranks merge it. None where the loss has no document-to-query direction.
-        positive_logits_KP: Logits of this rank's positive pairs, in the order of `cells`.
-        cells: Where positives and masked cells are.
+        positive_logits_KP: Logits of this rank's positive pairs, in the order of the tiles' cells.
+        tiles: What was swept, to be swept again.
     """
 
     rows: LogSumExp
     columns: LogSumExp | None
     positive_logits_KP: Tensor
-    cells: CellMap
+    tiles: SimilarityTiles

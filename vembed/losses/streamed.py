@@ -1,12 +1,14 @@
 """Losses that stream over tiles: statistics first, where one is needed, then the gradients.
 
 `forward` of such a loss is its definition in plain autograd, whole matrix and all. `statistics` and `gradients` compute
-the same in the memory of a tile. Neither knows of ranks: a rank passes its queries and the documents of all, merges the
-columns of the statistics over ranks, and adds up losses and document gradients.
+the same in the memory of a tile; together they read numbers from the device once, whatever the tiles. Neither knows of
+ranks: a rank passes its queries and the documents of all, merges the columns of the statistics over ranks, and adds up
+losses and document gradients.
 """
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -95,16 +97,24 @@ class StreamedLoss(ContrastiveLoss):
             into: Where to write dq (Q, E) and dd (D, E), of the type of the gradients; None makes them.
         """
 
-    def cells(self, batch: StreamedBatch) -> CellMap:
-        """Return the positives and masked cells of a batch."""
+    def tiles(self, batch: StreamedBatch, *, scale: float, longest: float = math.inf) -> SimilarityTiles:
+        """Return the tiles of a batch.
+
+        Args:
+            batch: Embeddings and structure.
+            scale: Logit scale.
+            longest: Largest |q| times largest |d|, for losses that ask how large a logit can be.
+        """
         rows = range(batch.first_query, batch.first_query + len(batch.q_QE))
         masks, device = self.mask_false_negatives, batch.q_QE.device
-        return CellMap(batch.structure, rows, mask_false_negatives=masks, device=device)
-
-    def tiles(self, batch: StreamedBatch, cells: CellMap, *, scale: float) -> SimilarityTiles:
-        """Return the tiles of a batch."""
         return SimilarityTiles(
-            batch.q_QE, batch.d_DE, cells, scale=scale, prefixes=self.prefixes, tile_size=self.tile_size
+            batch.q_QE,
+            batch.d_DE,
+            CellMap(batch.structure, rows, mask_false_negatives=masks, device=device),
+            scale=scale,
+            longest=longest,
+            prefixes=self.prefixes,
+            tile_size=self.tile_size,
         )
 
     @property

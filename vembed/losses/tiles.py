@@ -18,6 +18,8 @@ Shape legend: Q queries of this rank, D documents of all ranks, E embedding dim,
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -66,11 +68,13 @@ class SimilarityTiles:
         d_DE: Documents of all ranks (D, E).
         cells: Positives and masked cells.
         scale: Logit scale.
+        longest: Largest |q| times largest |d|; 1 for prefixes, which have unit length.
         prefixes: Prefixes to train, or None for the embeddings as they are.
         tile_size: Rows and columns of a tile.
 
     Attributes:
         num_prefixes: K; 1 without prefixes.
+        largest_logit: Bound of |logit| by the Cauchy-Schwarz inequality.
         dtype: Type of logits and gradients, at least float32.
     """
 
@@ -81,10 +85,11 @@ class SimilarityTiles:
         cells: CellMap,
         *,
         scale: float,
+        longest: float = math.inf,
         prefixes: Prefixes | None,
         tile_size: int,
     ) -> None:
-        self.cells, self.scale = cells, scale
+        self.cells, self.scale, self.largest_logit = cells, scale, scale * longest
         self.dtype = torch.promote_types(q_QE.dtype, torch.float32)
         self.tile_size = tile_size
         self.num_prefixes = 1 if prefixes is None else len(prefixes.dims)
@@ -98,15 +103,6 @@ class SimilarityTiles:
         """Return 1 / norm of the prefix of each row, (N,)."""
         norms_N: Tensor = vector_norm(z_NE[:, :dim], dim=1, dtype=self.dtype)
         return norms_N.clamp_min(NORM_EPSILON).reciprocal()
-
-    def largest_logit(self) -> float:
-        """Return a bound of |logit| by the Cauchy-Schwarz inequality."""
-        if self._prefixes is not None:
-            return self.scale
-        if not len(self._q):  # a rank without queries
-            return 0.0
-        norms = [vector_norm(each, dim=1, dtype=self.dtype).max() for each in (self._q, self._d)]
-        return self.scale * float(norms[0] * norms[1])
 
     def zeros(self, *shape: int) -> Tensor:
         """Return zeros of the logits' type on their device."""
@@ -194,7 +190,7 @@ class SimilarityTiles:
             for prefix in reversed(range(self.num_prefixes)):
                 inverse_N = self._inverse_norms[prefix][side]
                 # Where epsilon stands in for the norm, the norm isn't differentiated.
-                longer = inverse_N < inverse_N.new_tensor(NORM_EPSILON).reciprocal()
+                longer = inverse_N < self.zeros(1).fill_(NORM_EPSILON).reciprocal()
                 along_N += torch.where(longer, moments_KN[prefix] * inverse_N**2, 0.0)
                 block = self._block(prefix)
                 gradient_NE[:, block].addcmul_(z_NE[:, block].to(self.dtype), along_N[:, None], value=-1)
@@ -221,6 +217,22 @@ class SimilarityTiles:
         inverse_q, inverse_d = self._inverse_norms[prefix]
         torch.mul(matrix_RC, self.scale * inverse_q[tile.rows, None], out=out_RC)
         return out_RC.mul_(inverse_d[tile.columns])
+
+
+def longest_row(z_NE: Tensor) -> Tensor:
+    """Return the largest norm of the rows, a scalar on their device; 0 where there are none."""
+    dtype = torch.promote_types(z_NE.dtype, torch.float32)
+    if not len(z_NE):  # a rank without queries
+        return z_NE.new_zeros((), dtype=dtype)
+    norms_N: Tensor = vector_norm(z_NE, dim=1, dtype=dtype)
+    return norms_N.max()
+
+
+def read_numbers(*scalars: Tensor) -> list[float]:
+    """Return scalars as numbers, all in one copy: each copy waits until the device has done all that it was given."""
+    dtype = functools.reduce(torch.promote_types, [scalar.dtype for scalar in scalars])
+    numbers: list[float] = torch.stack([scalar.detach().to(dtype) for scalar in scalars]).tolist()
+    return numbers
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:

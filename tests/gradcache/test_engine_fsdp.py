@@ -1,0 +1,123 @@
+"""The engine over a sharded encoder: the gradients of one shot, whatever is sharded and when."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rank_pool import RankPool
+from sharded_cases import Sharded, case_of, step_on, steps_on
+from test_engine import assert_same_gradients, gradients
+from test_engine_losses import make
+
+from vembed.gradcache.reference import reference_step
+
+MODES = ["fast", "lean", "sharded"]
+
+
+def expected_of(setting: Sharded) -> tuple[float, dict[str, torch.Tensor]]:
+    case = case_of(replace(setting, dropout=0.0, checkpointing=False))
+    loss = make("both directions", 1024)
+    value = reference_step(case.pools, case.structure, loss).item()
+    return value, gradients(case.encoder, loss)
+
+
+def assert_equals_one_shot(two_ranks: RankPool, settings: list[Sharded]) -> None:
+    answers = two_ranks.run(steps_on, settings)
+    for setting, *of_ranks in zip(settings, *answers, strict=True):
+        value, expected = expected_of(setting)
+        assert "1.log_scale" in expected
+        for result, found, _ in of_ranks:
+            assert result.loss == pytest.approx(value, rel=1e-11), setting
+            assert result.replay_drift == 0, setting
+            assert_same_gradients(found, expected, 1e-10)
+
+
+def test_a_sharded_encoder_has_the_gradients_of_one_shot(two_ranks: RankPool) -> None:
+    assert_equals_one_shot(
+        two_ranks,
+        [
+            Sharded("fast", retain=0.5),
+            Sharded("lean", encoder="clip", deal="queries apart"),
+            Sharded("sharded", encoder="lora", retain=0.5),
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_neither_retention_nor_grouping_nor_adapters_nor_the_deal_change_a_gradient(
+    two_ranks: RankPool, mode: Any
+) -> None:
+    base = Sharded(mode)
+    assert_equals_one_shot(
+        two_ranks,
+        [
+            base,
+            replace(base, retain=0.5, steps=2),
+            replace(base, retain=1.0, deal="even"),
+            replace(base, factor=1, retain=0.5),
+            replace(base, checkpointing=True),
+            replace(base, encoder="lora", retain=0.5),
+            replace(base, deal="nothing"),
+        ],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_two_towers_may_be_called_unevenly_and_be_frozen(two_ranks: RankPool, mode: Any) -> None:
+    base = Sharded(mode, encoder="clip")
+    assert_equals_one_shot(
+        two_ranks,
+        [
+            base,
+            replace(base, deal="queries apart"),
+            replace(base, retain=0.5),
+            replace(base, freeze="text_model"),
+            replace(base, freeze="vision", deal="queries apart"),
+            replace(base, encoder="open_clip", retain=0.5),
+        ],
+    )
+
+
+def dropout_on(rank: int, settings: list[Sharded]) -> list[Any]:
+    """Do each step replicated and sharded, under the same deal and the same seed."""
+    return [(step_on(rank, replace(each, mode=None)), step_on(rank, each)) for each in settings]
+
+
+@pytest.mark.slow
+def test_dropout_draws_the_masks_of_the_same_deal_replicated(two_ranks: RankPool) -> None:
+    settings = [
+        Sharded("fast", dropout=0.1, retain=0.5),
+        Sharded("lean", dropout=0.1),
+        Sharded("lean", encoder="lora", dropout=0.1),
+        Sharded("sharded", encoder="clip", dropout=0.1),
+    ]
+    for answer in two_ranks.run(dropout_on, settings):
+        for (plain, expected, _), (result, found, _) in answer:
+            assert result.loss == pytest.approx(plain.loss, rel=1e-12)
+            assert result.replay_drift == plain.replay_drift == 0
+            assert_same_gradients(found, expected, 1e-10)
+
+
+@pytest.mark.slow
+def test_mixed_precision_adds_gradients_up_in_float32(two_ranks: RankPool) -> None:
+    runs = [("bert", (None, *MODES)), ("open_clip", (None, "fast"))]
+    for encoder, modes in runs:
+        exact = expected_of(Sharded(encoder=encoder))[1]
+        settings = [Sharded(mode, encoder=encoder, mixed=True, retain=0.5, chunk_rows=2) for mode in modes]
+        for answer in two_ranks.run(steps_on, settings):
+            plain_result, plain, _ = answer[0]
+            assert difference(plain, exact) > 1e-5  # it is mixed
+            for result, found, _ in answer[1:]:
+                assert result.loss == pytest.approx(plain_result.loss, rel=1e-6)
+                assert all(each.dtype == torch.float32 for name, each in found.items() if name.startswith("0."))
+                assert difference(found, plain) < 1e-6
+
+
+def difference(found: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the difference of all gradients of the encoder together, relative to their norm."""
+    names = [name for name in other if name.startswith("0.")]
+    off = sum((found[name].double() - other[name].double()).square().sum().item() for name in names)
+    return float((off / sum(other[name].double().square().sum().item() for name in names)) ** 0.5)

@@ -1,0 +1,226 @@
+"""Number formats: what is rounded, where, and that nothing vanishes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import make_case, random_batch
+from test_engine import CPU
+from test_engine_losses import Distances, make
+from torch.nn.functional import normalize
+
+from vembed.batch import Features
+from vembed.distributed.ranks import Ranks
+from vembed.distributed.runtime import start_runtime
+from vembed.gradcache.calls import Pool
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.deal import Deal
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.loss_stage import LossStage
+from vembed.losses.base import BatchStructure, ContrastiveLoss
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.streamed import StreamedBatch, StreamedLoss
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+SMALLEST_HALF = 2.0**-24
+"""Below half of this, float16 is zero."""
+
+LARGE = 65_536
+OWN = 192
+"""Queries of one of many ranks: its share of a large batch takes seconds."""
+
+
+def unit_rows(count: int, dim: int, *, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return normalize(torch.randn(count, dim, generator=generator, dtype=torch.float64), dim=1).float()
+
+
+def pairs(size: int) -> BatchStructure:
+    rows = torch.arange(size)
+    return BatchStructure(torch.stack([rows, rows], 1), rows, rows + size, rows, rows)
+
+
+def large_share(loss: StreamedLoss, dim: int = 16) -> tuple[Any, Tensor, Tensor]:
+    """Return what a rank with the first queries of a batch of 65,536 pairs finds, and its embeddings."""
+    d_DE = unit_rows(LARGE, dim, seed=0)
+    q_QE = normalize(d_DE[:OWN] + 0.2 * unit_rows(OWN, dim, seed=1), dim=1)
+    return loss.gradients(StreamedBatch(q_QE, d_DE, pairs(LARGE))), q_QE, d_DE
+
+
+def test_at_65536_rows_no_gradient_underflows_and_all_agree_with_float64() -> None:
+    found, q_QE, d_DE = large_share(InfoNCE(temperature=0.05))
+    logits_QD = q_QE.double() @ d_DE.double().T / 0.05
+    shares_QD = logits_QD.softmax(dim=1)
+    slopes_QD = shares_QD / LARGE
+    assert (slopes_QD.half() == 0).double().mean() > 0.9, "in float16 nearly all of dL/dS would be zero"
+    own = torch.arange(OWN)
+    slopes_QD[own, own] -= 1 / LARGE
+    sampled = slice(OWN, LARGE, 997)  # documents that are negatives of everyone here
+    expected_dd = slopes_QD[:, sampled].T @ q_QE.double() / 0.05
+    expected_dq = slopes_QD @ d_DE.double() / 0.05
+    assert expected_dd.abs().max() < 100 * SMALLEST_HALF
+    for ours, expected in ((found.dq_QE, expected_dq), (found.dd_DE[sampled], expected_dd)):
+        assert ours.dtype == torch.float32
+        errors = (ours.double() - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.max() < 1e-4
+    assert (found.dd_DE.norm(dim=1) > 0).all()
+
+
+def test_at_65536_rows_the_sigmoid_loss_agrees_with_float64() -> None:
+    found, q_QE, d_DE = large_share(SigmoidLoss(init_logit_scale=2.3, init_logit_bias=-10.0))
+    scale = torch.tensor(2.3).exp().double()
+    slopes_QD = (q_QE.double() @ d_DE.double().T * scale - 10.0).sigmoid() / LARGE
+    assert (slopes_QD.half() == 0).double().mean() > 0.9
+    own = torch.arange(OWN)
+    slopes_QD[own, own] -= 1 / LARGE
+    expected = slopes_QD @ d_DE.double() * scale
+    assert ((found.dq_QE.double() - expected).norm(dim=1) < 1e-4 * expected.norm(dim=1)).all()
+
+
+class Pull(ContrastiveLoss):
+    """A gradient as small as that of a negative with an even share of the softmax, in a mean over 65,536 queries."""
+
+    def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
+        return (q_QE.sum() + d_DE.sum()) / LARGE**2
+
+
+def linear_gradient(
+    layer: torch.nn.Linear, *, count: int, rows: int, autocast: torch.dtype | None = None, scale: float = 1.0
+) -> Tensor:
+    """Return the gradient of a layer's weight after one step over rows that all pull the same way."""
+    inputs = torch.from_numpy(np.random.default_rng(0).random((count, 8)) + 0.5)
+
+    def collate(features: Features, rows: Any, width: int) -> dict[str, Tensor]:
+        return {"x": inputs[rows].to(layer.weight.dtype)}
+
+    features = Features({}, np.ones(count, dtype=np.int64))
+    pool = Pool(lambda chunk: layer(chunk["x"]), collate, features, np.arange(count))
+    structure = BatchStructure.of(random_batch(count // 2, [0] * (count // 2), np.random.default_rng(0)))
+    options = EngineOptions(ChunkBudget(rows, 10**6), CPU, autocast_dtype=autocast)
+    GradCacheEngine(Pull(), options, [layer.weight]).step([pool], structure, gradient_scale=scale)
+    assert layer.weight.grad is not None
+    gradient, layer.weight.grad = layer.weight.grad.double() / scale, None
+    return gradient
+
+
+def new_layer(dtype: torch.dtype) -> torch.nn.Linear:
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 8, bias=False).to(dtype)
+
+
+def test_the_loss_scale_lifts_what_float16_training_would_lose() -> None:
+    truth = linear_gradient(new_layer(torch.float64), count=64, rows=64)
+    assert 0 < truth.abs().max() < SMALLEST_HALF
+    layer = new_layer(torch.float32)
+    lost = linear_gradient(layer, count=64, rows=8, autocast=torch.float16)
+    kept = linear_gradient(layer, count=64, rows=8, autocast=torch.float16, scale=2.0**16)
+    assert (kept - truth).norm() < 0.01 * truth.norm()
+    assert (lost - truth).norm() > 0.2 * truth.norm()
+
+
+def test_2048_chunks_of_a_bfloat16_encoder_lose_no_more_than_one_rounding() -> None:
+    truth = linear_gradient(new_layer(torch.bfloat16).double(), count=2048, rows=2048)
+    layer = new_layer(torch.bfloat16)
+    found = linear_gradient(layer, count=2048, rows=1)
+    assert ((found - truth).abs() <= 2.0**-7 * truth.abs()).all()
+    added_up = torch.zeros(8, 8, dtype=torch.bfloat16)
+    for _ in range(2048):
+        added_up += (truth / 2048).bfloat16()
+    assert (added_up.double() - truth).norm() > 0.2 * truth.norm(), "bfloat16 sums of 2048 parts do lose digits"
+
+
+SHARP = {
+    "one direction": lambda dtype: InfoNCE(temperature=0.01, dtype=dtype),
+    "both directions": lambda dtype: InfoNCE(temperature=0.01, bidirectional=True, dtype=dtype),
+    "sigmoid": lambda dtype: SigmoidLoss(init_logit_scale=float(np.log(100)), init_logit_bias=-60.0, dtype=dtype),
+}
+
+
+def gradients_of(loss: StreamedLoss, q_QE: Tensor, d_DE: Tensor) -> Tensor:
+    batch = StreamedBatch(q_QE, d_DE, pairs(len(q_QE)))
+    found = loss.gradients(batch, loss.statistics(batch) if loss.needs_statistics else None)
+    return torch.cat([found.dq_QE, found.dd_DE])
+
+
+@pytest.mark.parametrize("kind", SHARP)
+def test_at_a_temperature_of_a_hundredth_float32_gradients_are_within_a_thousandth(kind: str) -> None:
+    d_DE = unit_rows(300, 64, seed=0)
+    q_QE = normalize(d_DE + 0.15 * unit_rows(300, 64, seed=1), dim=1)
+    exact = gradients_of(SHARP[kind](torch.float64), q_QE.double(), d_DE.double())
+    found = gradients_of(SHARP[kind](torch.float32), q_QE, d_DE)
+    assert (found - exact).norm() < 1e-3 * exact.norm()
+    rounded = gradients_of(SHARP[kind](torch.float32), q_QE.bfloat16(), d_DE.bfloat16())
+    assert (rounded - exact).norm() > 1e-3 * exact.norm(), "the bound is one that rounding can break"
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_rows_whose_positive_takes_all_keep_their_gradient(bidirectional: bool) -> None:
+    """With p_ii = 1 - 1e-9, a float32 difference p_ii - 1 is zero; the gradient of that row isn't."""
+    d_DE = unit_rows(64, 32, seed=0)
+    options: dict[str, Any] = {"temperature": 0.02, "bidirectional": bidirectional}
+    shares = (d_DE.double() @ d_DE.double().T / 0.02).softmax(dim=1).diagonal()
+    assert 0 < (1 - shares).median() < 1e-7
+    exact = gradients_of(InfoNCE(**options, dtype=torch.float64), d_DE.double(), d_DE.double())
+    found = gradients_of(InfoNCE(**options), d_DE, d_DE).double()
+    errors = (found - exact).norm(dim=1)
+    assert (exact.norm(dim=1) > 0).all()
+    assert (errors < 1e-3 * exact.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("kind", ["one direction", "both directions", "prefixes", "sigmoid", "not streamed"])
+def test_the_loss_stage_is_never_under_autocast(kind: str) -> None:
+    structure = BatchStructure.of(random_batch(12, [1] * 12, np.random.default_rng(0)))
+    z_NE = torch.randn(36, 32, generator=torch.Generator().manual_seed(0))
+    results = []
+    for outside in (False, True):
+        loss = make(kind, 8).float()
+        with torch.autocast("cpu", torch.bfloat16, enabled=outside):
+            results.append(LossStage(loss, Ranks()).run(z_NE, structure, Deal.alone(36)))
+    assert torch.equal(results[0].loss, results[1].loss)
+    assert torch.equal(results[0].u_VE, results[1].u_VE)
+    assert results[0].u_VE.dtype == torch.float32
+
+
+def test_a_loss_by_autograd_sees_no_autocast_inside_the_step() -> None:
+    seen = []
+
+    class Looking(Distances):
+        def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
+            seen.append((torch.is_autocast_enabled("cpu"), q_QE.dtype))
+            return super().forward(q_QE, d_DE, structure)
+
+    case = make_case(dropout=0.0, negatives=1)
+    case.encoder.float()
+    in_encoder = []
+    case.encoder[0].register_forward_hook(lambda *_: in_encoder.append(torch.is_autocast_enabled("cpu")))
+    options = EngineOptions(ChunkBudget(4, 10**6), CPU, autocast_dtype=torch.bfloat16)
+    GradCacheEngine(Looking().float(), options).step(case.pools, case.structure)
+    assert seen == [(False, torch.float32)]
+    assert all(in_encoder)
+
+
+@pytest.fixture
+def with_tf32() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.mark.usefixtures("with_tf32")
+def test_a_run_switches_tf32_off_for_products_and_convolutions() -> None:
+    assert torch.backends.cuda.matmul.allow_tf32
+    start_runtime(deterministic=False)
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
+    assert not torch.backends.cudnn.allow_tf32

@@ -1,0 +1,320 @@
+"""Sharding: every rank keeps a part of each weight, of its gradient and of its optimizer state (FSDP2).
+
+A unit is what is gathered at once: a block of a transformer, or what the blocks leave over. Three modes say what is
+whole on each rank during a step, in which every unit is used by n chunks in two passes:
+
+| mode    | weights                | gradients     | gathers of a unit | reductions of a unit |
+|---------|------------------------|---------------|-------------------|----------------------|
+| fast    | whole                  | whole         | 1                 | 1                    |
+| lean    | whole while in use     | whole         | up to 3n          | 1                    |
+| sharded | whole while in use     | sharded       | up to 3n          | up to n              |
+
+Whatever the mode, sums are sums, as in `Ranks`: a rank's gradients are already those of its rows in the loss of the
+whole batch. fast gathers before the first chunk and reduces after the last, so that ranks may differ in their chunks,
+and one that runs out of memory leaves no other one waiting. In the other modes every encoder call is a collective.
+
+torch's own recipe finalises each backward; here the caller does, once a step, as a step has many backwards.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from vembed.distributed.norm import whole_tensor
+from vembed.errors import MachineError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from vembed.distributed.ranks import Ranks
+
+ShardingMode: TypeAlias = Literal["fast", "lean", "sharded"]
+
+LEAST_TORCH = "2.15"
+"""The first torch whose caller may finalise a backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingOptions:
+    """How an encoder is sharded.
+
+    Attributes:
+        device: Where it computes.
+        mode: What is whole during a step.
+        sharding_factor: Ranks that share one copy; copies replicate each other. None is all ranks.
+        compute_dtype: Type that the matrices of blocks are gathered in, that of mixed precision; None is their own.
+        cpu_offload: Whether shards and optimizer state live in the host's memory. Needs an accelerator.
+    """
+
+    device: torch.device
+    mode: ShardingMode
+    sharding_factor: int | None = None
+    compute_dtype: torch.dtype | None = None
+    cpu_offload: bool = False
+
+
+class ShardedEncoder:
+    """The handle of a sharded encoder: what a step does before its first chunk and after its last.
+
+    Args:
+        encoder: The root that `fully_shard` was applied to.
+        options: How it was sharded.
+        ranks: Over whom.
+
+    Attributes:
+        encoder: The same object; calling it computes as before.
+        parameters: Its trainable parameters: shards (DTensor), and scalars, which stay whole.
+    """
+
+    def __init__(self, encoder: nn.Module, options: ShardingOptions, ranks: Ranks) -> None:
+        self.encoder = encoder
+        self.mode = options.mode
+        self.ranks = ranks
+        self.parameters: list[Tensor] = [each for each in encoder.parameters() if each.requires_grad]
+        self._root = cast("FSDPModule", encoder)
+        self._units = [module for module in encoder.modules() if isinstance(module, FSDPModule)]
+        self._whole = [each for each in self.parameters if not isinstance(each, DTensor)]
+
+    @property
+    def needs_equal_calls(self) -> bool:
+        """Whether every rank must make the same encoder calls in the same order, as each is a collective."""
+        return self.mode != "fast"
+
+    @property
+    def num_units(self) -> int:
+        """Parts that are gathered at once."""
+        return len(self._units)
+
+    def begin(self) -> None:
+        """Get ready for the chunks of a step; the parameters hold no gradient."""
+        self._root.set_requires_gradient_sync(self.mode == "sharded")
+        if self.mode == "fast":
+            # Before the chunks rather than in the first of them: all ranks gather alike, whatever they encode.
+            self.reshard()
+            for unit in self._units:
+                unit.unshard()
+
+    def finish(self) -> None:
+        """Add up the gradients of all ranks; those of the shards are in `.grad` of `parameters`."""
+        self._root.set_requires_gradient_sync(requires_gradient_sync=True)
+        if self.mode == "fast":
+            # A rank whose rows need no gradient ran no backward that would have told its units to reduce.
+            for group in self._groups():
+                group._post_backward_pending = True
+        self._root.finalize_backward()
+        self.reshard()
+        self.ranks.sum_gradients(self._whole)
+
+    def abandon(self) -> None:
+        """Drop everything that the chunks of a failed attempt left, on all ranks alike."""
+        self._root.reset_iter_state()
+        for parameter in self._whole:
+            parameter.grad = None
+
+    def reshard(self) -> None:
+        """Free whole weights, so that the encoder's parameters are the shards."""
+        reshard(self.encoder)
+
+    def _groups(self) -> Iterator[Any]:
+        for unit in self._units:
+            yield from unit._get_fsdp_state()._fsdp_param_groups
+
+
+def shard_encoder(encoder: nn.Module, options: ShardingOptions, ranks: Ranks) -> ShardedEncoder:
+    """Shard an encoder in place over all ranks, each of which holds the same whole encoder now.
+
+    It may be on the CPU: units move to the device one by one. The optimizer must be made afterwards.
+
+    Args:
+        encoder: Called through its `forward` alone from now on, on all ranks equally often unless the mode is fast.
+        options: Mode, factor, precision.
+        ranks: The default process group.
+
+    Raises:
+        MachineError: torch is too old, the number of ranks isn't a multiple of the factor, or gradients would be lost
+            in rounding.
+    """
+    if not hasattr(FSDPModule, "finalize_backward"):
+        raise MachineError(
+            f"sharding needs torch {LEAST_TORCH} or newer, and this is {torch.__version__}: "
+            f"pip install --upgrade torch, or set use_fsdp: false"
+        )
+    if ranks.is_one or ranks.group is not None:
+        raise ValueError("an encoder is sharded over the default process group")
+    if options.mode == "sharded":
+        _refuse_narrow_sums(encoder)
+    # Nothing here changes the output of a layer in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    settings: dict[str, Any] = {
+        "mesh": _mesh(options, ranks),
+        "offload_policy": _offload(options),
+        "ignored_params": {parameter for parameter in encoder.parameters() if parameter.ndim == 0},
+    }
+    for parameter in settings["ignored_params"]:
+        parameter.data = parameter.data.to(options.device)
+    precision = _precision(encoder, options.compute_dtype)
+    for block in transformer_blocks(encoder):
+        _fix_asked_dtype(block)
+        fully_shard(block, **settings, mp_policy=precision, reshard_after_forward=options.mode != "fast")
+    # What the blocks leave over is in use from the first layer to the last: it stays whole from forward to backward.
+    root = fully_shard(
+        encoder,
+        **settings,
+        mp_policy=replace(precision, param_dtype=None, param_dtype_override_fn=None),
+        reshard_after_forward=False if options.mode == "fast" else None,
+    )
+    handle = ShardedEncoder(encoder, options, ranks)
+    _configure(root, options.mode)
+    _allocate(root)
+    return handle
+
+
+def _refuse_narrow_sums(encoder: nn.Module) -> None:
+    """Refuse weights in whose own type the reduced gradients of many chunks can't be added up."""
+    for name, parameter in encoder.named_parameters():
+        if parameter.requires_grad and parameter.dtype.itemsize < torch.float32.itemsize:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise MachineError(
+                f"fsdp_mode sharded adds up the gradients of each chunk in the type of the weights, and {name} is "
+                f"{dtype}: hundreds of chunks would be lost in rounding. Set torch_dtype: float32 or fsdp_mode: lean"
+            )
+
+
+def _fix_asked_dtype(block: nn.Module) -> None:
+    """Let a layer of open_clip go on naming the type of its weights, not that in which they were gathered.
+
+    Its text tower asks the first layer, and would round the residual stream to bfloat16, which autocast doesn't.
+    """
+    if hasattr(block, "get_weight_dtype"):
+        dtype = block.get_weight_dtype()  # type: ignore[operator]
+        block.get_weight_dtype = lambda: dtype  # type: ignore[assignment]
+
+
+def _configure(root: FSDPModule, mode: ShardingMode) -> None:
+    root.set_manual_backward_finalization(enabled=True)
+    root.set_reshard_after_backward(reshard_after_backward=mode != "fast")
+    root.set_reduce_scatter_unused_params(True)
+    for unit in cast("nn.Module", root).modules():
+        if isinstance(unit, FSDPModule):  # neither of these two recurses
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(enable=True)
+
+
+def _allocate(root: FSDPModule) -> None:
+    """Make the tensors that whole weights live in: made in an evaluation, they could not be trained."""
+    root._get_fsdp_state()._lazy_init()
+    for unit in cast("nn.Module", root).modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+            unit.reshard()
+
+
+def transformer_blocks(encoder: nn.Module) -> list[nn.Module]:
+    """Return the modules that are gathered one at a time: the outermost transformer layers.
+
+    These are what a model says must not be split over devices, else the members of its lists of equal layers. A model
+    without either is one unit.
+    """
+    names: set[str] = set()
+    for module in encoder.modules():
+        names.update(getattr(module, "_no_split_modules", None) or ())
+    names = {name for name in names if not name.endswith("Embeddings")}
+    found: list[nn.Module] = []
+    within: set[nn.Module] = set()
+    for module in encoder.modules():
+        if module in within:
+            continue
+        blocks = [module] if type(module).__name__ in names else _equal_layers(module)
+        for block in blocks:
+            if block not in within and any(True for _ in block.parameters()):
+                found.append(block)
+                within.update(block.modules())
+    return found
+
+
+def _equal_layers(module: nn.Module) -> list[nn.Module]:
+    """Return the members of a list of at least two layers of one class; single linear layers are no blocks."""
+    if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
+        return []
+    layers = list(module)
+    is_alike = len({type(layer) for layer in layers}) == 1
+    return layers if is_alike and any(True for _ in layers[0].children()) else []
+
+
+def _mesh(options: ShardingOptions, ranks: Ranks) -> DeviceMesh:
+    world, factor = ranks.world_size, options.sharding_factor or ranks.world_size
+    if world % factor != 0:
+        divisors = [each for each in range(1, world + 1) if world % each == 0]
+        nearest = min(divisors, key=lambda each: abs(each - factor))
+        raise MachineError(f"sharding_factor {factor} doesn't divide the {world} processes; set it to {nearest}")
+    if factor == world:
+        return init_device_mesh(options.device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(options.device.type, (world // factor, factor), mesh_dim_names=("replicate", "shard"))
+
+
+def _precision(encoder: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return the types of a block: its matrices travel in the type of the products, gradients in at least float32.
+
+    Norms and biases keep their own type, and so does all that the blocks leave over, embeddings above all: autocast
+    wouldn't round them either, and the residual stream stays in float32. Inputs are not cast, as autocast sees to that.
+    """
+    widest = torch.float32
+    for parameter in encoder.parameters():
+        if parameter.requires_grad:
+            widest = torch.promote_types(widest, parameter.dtype)
+    return MixedPrecisionPolicy(
+        param_dtype=compute_dtype,
+        reduce_dtype=widest,
+        cast_forward_inputs=False,
+        param_dtype_override_fn=lambda parameter: parameter.dtype if parameter.ndim < 2 else None,
+    )
+
+
+def _offload(options: ShardingOptions) -> OffloadPolicy:
+    if not options.cpu_offload:
+        return OffloadPolicy()
+    if options.device.type == "cpu":
+        raise MachineError("cpu_offload keeps weights off an accelerator, and this run has none; set it to false")
+    return CPUOffloadPolicy()
+
+
+def reshard(encoder: nn.Module) -> None:
+    """Make the shards an encoder's parameters again, after an evaluation that left whole weights in their places.
+
+    Args:
+        encoder: Sharded; any other one stays as it is.
+    """
+    for unit in encoder.modules():
+        if isinstance(unit, FSDPModule):
+            unit.reshard()
+
+
+def full_tensors(encoder: nn.Module, ranks: Ranks) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield name and value of every entry of an encoder's state, one whole tensor at a time.
+
+    All ranks must go through it to its end, side by side.
+
+    Args:
+        encoder: Sharded or not.
+        ranks: Who shares it.
+
+    Yields:
+        Names in the order of `state_dict`; the tensor, on the CPU, on rank 0 and None elsewhere.
+    """
+    reshard(encoder)
+    for name, value in encoder.state_dict().items():
+        whole = value
+        if isinstance(value, DTensor):
+            whole = whole_tensor(value)
+        yield name, whole.detach().cpu() if ranks.rank == 0 else None

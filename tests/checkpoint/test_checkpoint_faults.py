@@ -16,27 +16,23 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoint_cases import assert_is_step, flip_byte, names_in, save_step
 
-from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError, validate
+from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError
 from vembed.checkpoint.manager import CheckpointManager
+from vembed.checkpoint.reading import validate
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Saves step 4 over a copy of the base folder again and again, each time in a forked child that kills itself one write
-# later than the one before, until a child comes through. Files are torn: half of the bytes are written before the kill.
-KILLER = """
-import os, shutil, signal, sys
+# Kills the process at a write, one of every call that changes the disk. Files are torn: half of the bytes are written
+# before the kill.
+WRITES = """
+import os, signal, sys
 from pathlib import Path
 
 import torch
 
-import vembed.checkpoint.format as checkpoint_format
-from checkpoint_cases import save_step
-from vembed.checkpoint.manager import CheckpointManager
-
-base, work = Path(sys.argv[1]), Path(sys.argv[2])
-torch.set_num_threads(1)
+import vembed.checkpoint.tensors as tensor_files
 
 
 def arm(fatal_call):
@@ -66,8 +62,21 @@ def arm(fatal_call):
     for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir"):
         setattr(os, name, before(getattr(os, name)))
     Path.write_text = torn(Path.write_text, lambda path, text: path)
-    checkpoint_format.save_file = torn(checkpoint_format.save_file, lambda tensors, path: path)
+    tensor_files.save_file = torn(tensor_files.save_file, lambda tensors, path, header: path)
+"""
 
+# Saves step 4 over a copy of the base folder again and again, each time in a forked child that kills itself one write
+# later than the one before, until a child comes through.
+KILLER = (
+    WRITES
+    + """
+import shutil
+
+from checkpoint_cases import save_step
+from vembed.checkpoint.manager import CheckpointManager
+
+base, work = Path(sys.argv[1]), Path(sys.argv[2])
+torch.set_num_threads(1)
 
 for fatal_call in range(1, 500):
     folder = work / f"{fatal_call:03d}"
@@ -82,6 +91,7 @@ for fatal_call in range(1, 500):
     assert os.WTERMSIG(status) == signal.SIGKILL
 sys.exit("never came through")
 """
+)
 
 
 @pytest.fixture(scope="module")

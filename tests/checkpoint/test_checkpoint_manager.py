@@ -12,8 +12,9 @@ import pytest
 import torch
 from checkpoint_cases import STAMP, assert_is_step, names_in, save_step, tensors_of
 
-from vembed.checkpoint.format import InvalidCheckpointError, validate
+from vembed.checkpoint.format import InvalidCheckpointError
 from vembed.checkpoint.manager import CheckpointManager
+from vembed.checkpoint.reading import validate
 from vembed.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -253,20 +254,6 @@ def test_what_no_checkpoint_can_hold_is_refused_before_anything_is_written(
         manager.save(1, best=False, **(valid | change))  # type: ignore[arg-type]
     assert not (tmp_path / "checkpoints").exists()
     assert manager.save(1, best=False, **valid).saved  # type: ignore[arg-type]
-
-
-def test_ranks_agree_twice_per_save_and_one_that_disagrees_fails_it(tmp_path: Path) -> None:
-    asked: list[bool] = []
-
-    def other_rank_failed(ok: bool) -> bool:
-        asked.append(ok)
-        return False
-
-    outcome = save_step(CheckpointManager(tmp_path, agree=other_rank_failed), 1)
-    assert asked == [False, True]
-    assert not outcome.saved
-    assert "another process" in outcome.problem
-    assert names_in(tmp_path) == []
 
 
 def test_going_back_sets_later_checkpoints_aside_and_deletes_nothing(

@@ -1,7 +1,7 @@
 """The checkpoint format: one folder per step, tensors in safetensors, everything else in JSON, no pickle.
 
     step-00001200/
-        model.safetensors  optimizer.safetensors  ...    one file per part
+        model.safetensors  optimizer.safetensors  ...    one file per part, and per process of what is shared out
         state.json                                       step, epoch, best metric, skipped steps ...
         manifest.json                                    written last: the run's stamp, size and SHA-256 of the rest
 
@@ -18,19 +18,17 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-
 import vembed
-from vembed.errors import MachineError, NonFiniteError
-from vembed.files import file_sha256, fsync_path, write_durably
+from vembed.errors import MachineError
+from vembed.files import write_durably
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
+
+    from vembed.checkpoint.tensors import Saved
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 """What state and stamps are made of."""
@@ -38,12 +36,10 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 FORMAT_VERSION: Final = 1
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.json"
-TENSOR_SUFFIX: Final = ".safetensors"
 
 STAMP_KEYS: Final = ("config_hash", "strategy", "world_size")
 """What every stamp holds, so that a resume can always be judged."""
 
-_WEIGHT_PARTS: Final = ("model", "loss")
 _PACKAGES: Final = ("torch", "transformers", "numpy", "safetensors")
 _STEP_NAME: Final = re.compile(r"step-(\d{8,})")
 _PART_NAME: Final = re.compile(r"[a-z][a-z0-9_-]*")
@@ -64,7 +60,8 @@ class Checkpoint:
     Attributes:
         step: Optimizer steps done.
         best: True when no earlier checkpoint of the run has a better dev metric.
-        tensors: Part ("model", "optimizer", "loss", "rng" ...) -> name -> tensor, on any device.
+        tensors: Part ("model", "optimizer", "loss", "rng" ...) -> name -> tensor, on any device. Of what several
+            processes hold together, each has its own part.
         state: The counters and numbers of the run.
         stamp: What the run is: `config_hash`, `strategy`, `world_size`, and whatever else a resume compares.
 
@@ -88,10 +85,9 @@ class Checkpoint:
         _json_text(self.stamp, what="stamp")
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes that the folder will hold, tensors and JSON; file headers are left to the caller's margin."""
-        tensors = sum(t.numel() * t.element_size() for part in self.tensors.values() for t in part.values())
-        return tensors + len(_json_text(self.state, what="state")) + len(_json_text(self.stamp, what="stamp"))
+    def state_text(self) -> str:
+        """What state.json holds."""
+        return _json_text(self.state, what="state")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,8 @@ class LoadedCheckpoint:
     Attributes:
         path: Its folder.
         step: Optimizer steps done.
-        tensors: Part -> name -> tensor. Memory-mapped: a part that is never read costs no memory.
+        tensors: Part -> name -> tensor, or the blocks that it was saved in (`tensors.whole` and `tensors.load_into`
+            read both). Memory-mapped: what is never read costs no memory.
         state: The counters and numbers of the run.
         stamp: What the run was.
         packages: Package -> version that wrote it.
@@ -136,7 +133,7 @@ class LoadedCheckpoint:
 
     path: Path
     step: int
-    tensors: Mapping[str, Mapping[str, Tensor]]
+    tensors: Mapping[str, Mapping[str, Saved]]
     state: Mapping[str, JSON]
     stamp: Mapping[str, JSON]
     packages: Mapping[str, str]
@@ -153,49 +150,21 @@ def parse_step(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def refuse_nonfinite(checkpoint: Checkpoint) -> None:
-    """Refuse weights that are NaN or infinite: a saved checkpoint can always be trained on.
-
-    Raises:
-        NonFiniteError: Names the first such tensors of the model and the loss.
-    """
-    bad = [
-        f"{part}/{name}"
-        for part in _WEIGHT_PARTS
-        for name, tensor in checkpoint.tensors.get(part, {}).items()
-        if (tensor.is_floating_point() or tensor.is_complex()) and not bool(torch.isfinite(tensor).all())
-    ]
-    if bad:
-        shown = ", ".join(bad[:3]) + (f" and {len(bad) - 3} more" if len(bad) > 3 else "")
-        raise NonFiniteError(
-            f"step {checkpoint.step}: {shown} holds NaN or infinite weights, so the checkpoint is not saved. "
-            "The last saved one is whole: resume from it with a lower learning_rate or max_grad_norm."
-        )
-
-
-def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> int:
-    """Write a checkpoint into a new folder, each file forced to disk, the manifest last.
+def write_manifest(folder: Path, checkpoint: Checkpoint, files: Mapping[str, FileEntry]) -> None:
+    """Write the manifest, the last file of a checkpoint.
 
     Args:
-        folder: Must not exist; only a rename by the caller turns it into a checkpoint.
-        checkpoint: What to write.
-
-    Returns:
-        Bytes written.
+        folder: Holds all the others, on disk.
+        checkpoint: What they hold.
+        files: Name -> size and SHA-256 of each of them.
 
     Raises:
         OSError: The disk refused.
     """
-    folder.mkdir()
-    for part, tensors in checkpoint.tensors.items():
-        _write_tensors(folder / f"{part}{TENSOR_SUFFIX}", tensors)
-    write_durably(folder / STATE, _json_text(checkpoint.state, what="state"))
-    files = {path.name: FileEntry(path.stat().st_size, file_sha256(path)) for path in sorted(folder.iterdir())}
-    manifest = Manifest(checkpoint.step, checkpoint.best, checkpoint.stamp, _package_versions(), files)
+    ordered = {name: files[name] for name in sorted(files)}
+    manifest = Manifest(checkpoint.step, checkpoint.best, checkpoint.stamp, _package_versions(), ordered)
     body = {"format_version": FORMAT_VERSION, **asdict(manifest)}
     write_durably(folder / MANIFEST, json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False))
-    fsync_path(folder)
-    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -217,51 +186,6 @@ def read_manifest(folder: Path) -> Manifest:
     if named is not None and named != manifest.step:
         raise InvalidCheckpointError(f"{folder}: holds step {manifest.step}; the folder was renamed")
     return manifest
-
-
-def validate(folder: Path) -> Manifest:
-    """Check every byte of a checkpoint against its manifest.
-
-    Raises:
-        InvalidCheckpointError: Something is missing, cut off or changed; the message names the file.
-        FutureCheckpointError: Written by a later version.
-    """
-    manifest = read_manifest(folder)
-    try:
-        for name, entry in manifest.files.items():
-            if file_sha256(folder / name) != entry.sha256:
-                raise InvalidCheckpointError(f"{folder / name}: the content has changed (SHA-256 differs)")
-    except OSError as error:
-        raise InvalidCheckpointError(f"{folder}: {error}") from error
-    return manifest
-
-
-def read_checkpoint(folder: Path, manifest: Manifest, *, required: Collection[str]) -> LoadedCheckpoint:
-    """Read a checkpoint that was validated.
-
-    Args:
-        folder: Its folder.
-        manifest: What `validate` returned.
-        required: Parts or keys of the state that must be there.
-
-    Raises:
-        InvalidCheckpointError: One of them is missing, or a file can't be read.
-    """
-    try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        tensors = {
-            name.removesuffix(TENSOR_SUFFIX): load_file(folder / name)
-            for name in manifest.files
-            if name.endswith(TENSOR_SUFFIX)
-        }
-    except (OSError, ValueError, SafetensorError) as error:
-        raise InvalidCheckpointError(f"{folder}: {error}") from error
-    if missing := [name for name in required if name not in tensors and name not in state]:
-        raise InvalidCheckpointError(
-            f"{folder}: holds no {', '.join(missing)}, so the run can't go on exactly where it stopped "
-            f"(it holds {', '.join([*tensors, *state])}). Resume from another checkpoint, or set resume: never."
-        )
-    return LoadedCheckpoint(folder, manifest.step, tensors, state, manifest.stamp, manifest.packages)
 
 
 def _parse_manifest(folder: Path, text: str) -> Manifest:
@@ -286,33 +210,6 @@ def _parse_manifest(folder: Path, text: str) -> Manifest:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InvalidCheckpointError(f"{path}: not a manifest ({error})") from error
     return manifest
-
-
-def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one part and force it to disk.
-
-    Raises:
-        OSError: The disk refused; safetensors reports that with an exception of its own.
-    """
-    try:
-        save_file(dict(_unshared(tensors)), path)
-    except SafetensorError as error:
-        if "I/O error" not in str(error):
-            raise
-        raise OSError(f"{path.name}: {error}") from error
-    # safetensors makes files for their owner only; a checkpoint is as readable as the folder that it lies in.
-    path.chmod(path.parent.stat().st_mode & 0o666)
-    fsync_path(path)
-
-
-def _unshared(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors on the CPU, contiguous, tied ones copied: safetensors refuses two names for one memory."""
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().to("cpu").contiguous()
-        memory = plain.untyped_storage().data_ptr()
-        yield name, plain.clone() if memory in seen else plain
-        seen.add(memory)
 
 
 def _package_versions() -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Optimizer state as named tensors and JSON, so that it is stored without pickle and outlives parameter order.
 
 torch numbers parameters by position and casts state to the parameter's dtype when it loads; here every tensor goes by
-its parameter's name ("exp_avg/encoder.weight") and comes back bit for bit in the dtype that it had.
+its parameter's name ("exp_avg/encoder.weight") and comes back bit for bit in the dtype that it had. Where several
+processes hold a parameter together, its state is cut as it is, whether or not it was so when it was saved.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from vembed.checkpoint.format import JSON, InvalidCheckpointError
+from vembed.checkpoint.tensors import SharedTensor, load_into, whole
+from vembed.distributed.shards import is_shared
 from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
+
+    from vembed.checkpoint.tensors import Saved
 
 
 def pack_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[dict[str, Tensor], dict[str, JSON]]:
@@ -59,7 +64,7 @@ def pack_optimizer(optimizer: Optimizer, names: Mapping[Tensor, str]) -> tuple[d
 
 
 def unpack_optimizer(
-    optimizer: Optimizer, names: Mapping[Tensor, str], *, tensors: Mapping[str, Tensor], packed: Mapping[str, JSON]
+    optimizer: Optimizer, names: Mapping[Tensor, str], *, tensors: Mapping[str, Saved], packed: Mapping[str, JSON]
 ) -> None:
     """Give an optimizer back what `pack_optimizer` took; whatever it remembers now is forgotten.
 
@@ -69,7 +74,7 @@ def unpack_optimizer(
     Args:
         optimizer: Of the same class, with the same parameters in the same groups; their order may differ.
         names: Parameter -> name.
-        tensors: The tensors that were packed.
+        tensors: The tensors that were packed, or the blocks that they were saved in.
         packed: The JSON that was packed.
 
     Raises:
@@ -98,11 +103,15 @@ def unpack_optimizer(
 
 
 def _placed(value: object, *, key: str, parameter: Tensor, group: Mapping[str, object]) -> object:
-    """Return a copy of a state value where the optimizer wants it."""
-    if not isinstance(value, torch.Tensor):
+    """Return a copy of a state value where and as the optimizer wants it."""
+    if not isinstance(value, torch.Tensor | SharedTensor):
         return value
+    if is_shared(parameter) and tuple(value.shape) == tuple(parameter.shape):
+        mine = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        load_into(mine, value)
+        return mine
     on_cpu = key == "step" and not group.get("capturable") and not group.get("fused")
-    return value.to("cpu" if on_cpu else parameter.device, copy=True)
+    return whole(value).to("cpu" if on_cpu else parameter.device, copy=True)
 
 
 def _check_same(
@@ -135,7 +144,7 @@ def _check_same(
             )
 
 
-def _check_keys(tensors: Mapping[str, Tensor], expected: Sequence[str]) -> None:
+def _check_keys(tensors: Mapping[str, Saved], expected: Sequence[str]) -> None:
     """Refuse tensors that are not exactly those that were packed."""
     if set(tensors) != set(expected):
         raise InvalidCheckpointError(

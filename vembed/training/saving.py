@@ -1,60 +1,132 @@
-"""Checkpoints of a run: what goes in, and what must agree before it comes out again."""
+"""Checkpoints of a run: what goes in, and what must agree before it comes out again.
+
+Processes that hold whole copies save once; of what they share out each saves its part. Whatever was saved can be loaded
+by any number of processes, whole or in parts: whether it may be is the user's word (`resume_elastic`), since the
+arithmetic then adds up in another order.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from vembed.checkpoint.agreement import team_of
 from vembed.checkpoint.stamp import check_stamp
+from vembed.checkpoint.tensors import load_into
+from vembed.distributed.fsdp import full_tensors, reshard
+from vembed.distributed.shards import is_shared
 from vembed.errors import ConfigError
+from vembed.models.adapters.trained import changing_names
 from vembed.training.state import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor, nn
 
     from vembed.checkpoint.format import JSON, LoadedCheckpoint
     from vembed.checkpoint.manager import CheckpointManager
+    from vembed.checkpoint.stamp import StampDifference
+    from vembed.checkpoint.tensors import Saved
+    from vembed.distributed.ranks import Ranks
     from vembed.losses.base import ContrastiveLoss
     from vembed.models.encoder import Encoder
     from vembed.training.optimizer import Updater
 
 PARTS = ("model", "loss", "optimizer")
 
+ELASTIC_KEYS = ("strategy", "mode", "sharding_factor", "world_size")
+"""How the work is spread: another way computes the same, in another order of adding up."""
+
+_log = logging.getLogger(__name__)
+
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name, tied ones once."""
+    """Return parameters and persistent buffers by name, tied ones once; of an encoder what training changes."""
+    reshard(module)  # an evaluation leaves whole weights in place of the shards
     persistent = module.state_dict(keep_vars=True)
+    changing = changing_names(module)
     seen: set[int] = set()
     tensors = {}
     for name, tensor in persistent.items():
-        if id(tensor) not in seen:
+        if id(tensor) not in seen and (changing is None or name in changing):
             seen.add(id(tensor))
             tensors[name] = tensor.detach()
     return tensors
 
 
-def load_module(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put saved tensors into a module.
+def load_module(module: nn.Module, tensors: Mapping[str, Saved]) -> None:
+    """Put saved tensors into a module; of what it shares with other processes each takes its part.
 
     Raises:
         ConfigError: When they are another module's.
     """
     own = module_tensors(module)
-    if own.keys() != tensors.keys() or any(own[name].shape != tensors[name].shape for name in own):
+    if own.keys() != tensors.keys() or any(tuple(own[name].shape) != tuple(tensors[name].shape) for name in own):
         differing = sorted(
             name for name in own.keys() | tensors.keys()
-            if name not in own or name not in tensors or own[name].shape != tensors[name].shape
+            if name not in own or name not in tensors or tuple(own[name].shape) != tuple(tensors[name].shape)
         )  # fmt: skip
         raise ConfigError(
             f"the checkpoint holds another model: {len(differing)} tensors differ, the first is {differing[0]}"
         )
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+    for name, tensor in own.items():
+        load_into(tensor, tensors[name])
+
+
+def gather_encoder(encoder: Encoder, ranks: Ranks, fresh: Callable[[], Encoder]) -> Encoder | None:
+    """Return an encoder with all of its weights on the first rank, to be written as a model; None on the others.
+
+    All ranks must call it. Weights travel one tensor at a time; only the first rank ever holds all of them, in the
+    memory of the host.
+
+    Args:
+        encoder: Sharded over the ranks; one that isn't is returned as it is.
+        ranks: Who shares it.
+        fresh: Builds the same encoder, not sharded, on the CPU; called on the first rank alone.
+
+    Raises:
+        VembedError: `fresh` failed; all ranks raise it.
+    """
+    reshard(encoder)
+    if not any(map(is_shared, encoder.parameters())):
+        return encoder if ranks.is_first else None
+    whole = team_of(ranks).own(lambda: fresh() if ranks.is_first else None)
+    places = {} if whole is None else whole.state_dict(keep_vars=True)
+    for name, tensor in full_tensors(encoder, ranks):
+        if tensor is not None:
+            load_into(places[name], tensor)
+    return whole
+
+
+def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON], *, elastic: bool) -> None:
+    """Refuse a checkpoint of another run, or of the same one spread otherwise where that isn't wanted.
+
+    Args:
+        checkpoint: What is to be gone on from.
+        identity: What the present run is made of.
+        elastic: Whether the work may be spread in another way; that is told.
+
+    Raises:
+        ConfigError: The message shows each difference.
+    """
+    saved = {key: value for key, value in checkpoint.stamp.items() if key in identity}
+    differences = check_stamp(saved, identity)
+    spread = [each for each in differences if each.key in ELASTIC_KEYS]
+    if len(spread) < len(differences):
+        raise ConfigError(
+            f"{checkpoint.path} belongs to another run:{_listed(differences)}\nResume with what it was made of, "
+            f"choose another output_dir, or start anew with resume=never overwrite_output_dir=true"
+        )
+    if spread and not elastic:
+        raise ConfigError(
+            f"{checkpoint.path} was saved by a run whose work was spread otherwise:{_listed(spread)}\nSet "
+            f"resume_elastic=true to go on: the global batches stay the same, the numbers agree to rounding and no "
+            f"longer bit for bit. Or resume as it was saved"
+        )
+    for each in spread:
+        _log.info("resume_elastic: %s", each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +138,13 @@ class RunCheckpoints:
         encoder: Its weights are saved.
         loss: Its parameters too.
         updater: And the optimizer's state.
-        identity: What the run is made of: a checkpoint of anything else isn't trained on.
-        stamp: All that a checkpoint says of its run, `identity` included.
+        stamp: All that a checkpoint says of its run.
     """
 
     manager: CheckpointManager
     encoder: Encoder
     loss: ContrastiveLoss
     updater: Updater
-    identity: Mapping[str, JSON]
     stamp: Mapping[str, JSON]
 
     def save(self, state: RunState, *, best: bool) -> None:
@@ -87,21 +157,15 @@ class RunCheckpoints:
     def restore(self, checkpoint: LoadedCheckpoint) -> RunState:
         """Go on from a checkpoint.
 
+        Args:
+            checkpoint: Of this run, as `refuse_other_run` found.
+
         Returns:
             Where the run stood.
 
         Raises:
-            ConfigError: When it belongs to another run; the message shows each difference.
+            ConfigError: It holds another model or the state of another optimizer.
         """
-        differences = check_stamp(
-            {key: value for key, value in checkpoint.stamp.items() if key in self.identity}, self.identity
-        )
-        if differences:
-            listed = "".join(f"\n  {difference}" for difference in differences)
-            raise ConfigError(
-                f"{checkpoint.path} belongs to another run:{listed}\nResume with what it was made of, choose another "
-                f"output_dir, or start anew with resume=never overwrite_output_dir=true"
-            )
         load_module(self.encoder, checkpoint.tensors["model"])
         load_module(self.loss, checkpoint.tensors["loss"])
         packed = checkpoint.state["updater"]
@@ -113,10 +177,12 @@ class RunCheckpoints:
 
     def load_best(self) -> int | None:
         """Put the best checkpoint's weights into the encoder; return its step, or None when there is none."""
-        best = self.manager.best()
-        if best is None:
+        loaded = self.manager.load_best(required=["model"])
+        if loaded is None:
             return None
-        loaded = self.manager.load(best, required=["model"])
-        assert loaded is not None
         load_module(self.encoder, loaded.tensors["model"])
         return loaded.step
+
+
+def _listed(differences: Sequence[StampDifference]) -> str:
+    return "".join(f"\n  {difference}" for difference in differences)

@@ -1,0 +1,76 @@
+"""A checkpoint of a run as a model: what was saved, by however many processes, in the encoder that it is of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from vembed.checkpoint.folder import steps_in
+from vembed.checkpoint.format import step_name
+from vembed.checkpoint.manager import CheckpointManager
+from vembed.config.schema import Config
+from vembed.errors import ConfigError
+from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters.trained import base_fingerprint, save_trained
+from vembed.models.registry import is_builtin, load_encoder
+from vembed.training.build.model import lora_options, model_options
+from vembed.training.output import OutputFolder
+from vembed.training.saving import load_module
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.checkpoint.format import JSON
+    from vembed.models.encoder import Encoder
+
+
+def write_saved_model(run: Path, step: int, folder: Path) -> Path:
+    """Write the model of a checkpoint, whole and with its adapters merged.
+
+    Weights that several processes saved in parts are put together one at a time; no process group is needed.
+
+    Args:
+        run: Output folder of the run, finished or not.
+        step: The checkpoint's.
+        folder: Where to; must exist.
+
+    Returns:
+        The model's folder.
+
+    Raises:
+        ConfigError: The run has no such checkpoint, or the model that training started from is no longer the same.
+        InvalidCheckpointError: The checkpoint is broken.
+    """
+    output = OutputFolder(run)
+    path = output.checkpoints / step_name(step)
+    if not path.is_dir():
+        there = ", ".join(map(str, steps_in(output.checkpoints))) or "none"
+        raise ConfigError(f"{run} has no checkpoint of step {step}; it has: {there}")
+    loaded = CheckpointManager(output.checkpoints).load(path, required=["model"])
+    assert loaded is not None
+    encoder = _encoder(output, loaded.stamp)
+    if loaded.stamp.get("base") != encoder.base:
+        raise ConfigError(
+            f"{path} holds only what was trained, and {encoder.name} is no longer the model that it was trained "
+            f"beside; bring that one back, with its model_revision"
+        )
+    load_module(encoder, loaded.tensors["model"])
+    save_trained(encoder, folder / "model", folder / "adapter")
+    return folder / "model"
+
+
+def _encoder(output: OutputFolder, stamp: Any) -> Encoder:
+    """Build the encoder that a run trained, on the CPU and as it was before training."""
+    settings: dict[str, JSON] = stamp["config"]
+    config = Config.model_validate(settings)
+    options = model_options(config)
+    if is_builtin(config.model_name):
+        options = replace(options, name=str(output.initial_model))
+    encoder = load_encoder(options)
+    if stamp["plan"].get("use_lora"):
+        add_adapters(encoder, lora_options(config))
+    else:
+        freeze(encoder, config.trainable)
+    encoder.base = base_fingerprint(encoder)
+    return encoder

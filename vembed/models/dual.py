@@ -24,13 +24,16 @@ from vembed.models.composed import join_features, sum_of_units
 from vembed.models.encoder import Encoder
 from vembed.models.pictures import (
     blank_picture,
+    own_lengths,
     picture_lengths,
     pictures_of,
     process_pictures,
     rows_of,
     run_processor,
+    without_padding,
 )
 from vembed.models.text import count_truncated
+from vembed.models.towers import find_tower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,11 +41,13 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Image, Item, Modality, Side
     from vembed.data.images import ImageLimits
     from vembed.models.huggingface import ModelFiles, ModelOptions
+    from vembed.models.towers import Tower, TowerName
 
 TEMPERATURE_PARAMETERS = ("logit_scale", "logit_bias")
 """Parameters of the model file that belong to the loss that it was trained with; here the loss has its own."""
@@ -135,7 +140,7 @@ class DualEncoder(Encoder):
     def _processed(self, images: Sequence[Image]) -> Features:
         process = partial(run_processor, self.image_processor)
         arrays = process_pictures(images, process, self.image_limits)
-        return Features({}, picture_lengths(arrays["pixel_values"], self.patch_size), arrays)
+        return Features({}, own_lengths(arrays, self.patch_size), arrays)
 
     def _tokenized(self, texts: list[str]) -> Features:
         encoded = self.tokenizer(
@@ -158,8 +163,11 @@ class DualEncoder(Encoder):
         return padding + row if self.tokenizer.padding_side == "left" else row + padding
 
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Take the rows of pictures, or pad those of texts at the right, never past the last position, or both."""
-        inputs = {name: rows_of(values, rows) for name, values in features.per_row.items()}
+        """Take the rows of pictures, or pad those of texts at the right, never past the last position, or both.
+
+        Pictures of unequal numbers of patches are padded to the longest of the chunk.
+        """
+        inputs = without_padding({name: rows_of(values, rows) for name, values in features.per_row.items()})
         if "input_ids" in features.columns:
             ids = features.columns["input_ids"].take(rows)
             # Beside a picture the width is that of both.
@@ -196,10 +204,33 @@ class DualEncoder(Encoder):
             "pictures": f"{type(self.image_processor).__name__} (preprocessor_config.json)",
             "similarity": "cosine",
             "attention": str(self.model.config._attn_implementation),
+            **self.training_facts(),
         }
         if scale is not None:
             facts["logit_scale of the model file"] = f"{math.exp(scale.item()):.4g}, not used: the loss has its own"
         return facts
+
+    def towers(self) -> tuple[Tower, ...]:
+        """Return the text tower and the image tower; where a tower has a projection, it is a part of it."""
+        config = self.model.config
+        towers: tuple[tuple[TowerName, str, int], ...] = (
+            ("text", "model.text_projection", config.text_config.num_hidden_layers),
+            ("vision", "model.visual_projection", config.vision_config.num_hidden_layers),
+        )
+        return tuple(
+            find_tower(
+                self,
+                name,
+                parts=(f"model.{name}_model", projection),
+                projection=(projection, f"model.{name}_model.head"),  # CLIP's linear one; SigLIP's pooling heads
+                depth=depth,
+            )
+            for name, projection, depth in towers
+        )
+
+    def adapter_host(self) -> nn.Module:
+        """Return the network of both towers."""
+        return self.model
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer of both towers in backward; non-reentrant, as gradient caching needs."""

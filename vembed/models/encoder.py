@@ -9,7 +9,7 @@ Shape legend: R rows of a chunk, E embedding dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Modality, Side
     from vembed.data.images import ImageLimits
+    from vembed.models.towers import Tower
 
 Similarity: TypeAlias = Literal["cosine", "dot"]
 """How two embeddings are compared. Both are inner products: those of cosine models have unit length."""
@@ -42,6 +43,11 @@ class Encoder(nn.Module, ABC):
         dimension: E.
         max_length: Longest text in tokens, special tokens included; None where there is no limit, or no text tower.
         modalities: What it takes: texts, pictures, and items that are both.
+        resting: Modules that run in evaluation mode while the rest trains: what is frozen drops nothing out.
+        keeps_base: Whether some weights stay those of the files that it was loaded from, so that checkpoints leave
+            them out.
+        base: Fingerprint of those weights, taken when the encoder was built; None where there are none.
+        trains: What of it trains, for people; empty until that is decided.
     """
 
     name: str
@@ -49,6 +55,29 @@ class Encoder(nn.Module, ABC):
     max_length: int | None
     modalities: frozenset[Modality] = frozenset({"text"})
     image_limits: ImageLimits
+    resting: tuple[nn.Module, ...] = ()
+    keeps_base: bool = False
+    base: str | None = None
+    trains: str = ""
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode of all modules but those that rest."""
+        super().train(mode)
+        for module in self.resting:
+            module.eval()
+        return self
+
+    @abstractmethod
+    def towers(self) -> tuple[Tower, ...]:
+        """Return what it consists of, one tower for each modality."""
+
+    def adapter_host(self) -> nn.Module | None:
+        """Return the network whose layers may get low-rank adapters; None where there is none."""
+        return None
+
+    def training_facts(self) -> dict[str, str]:
+        """Return what trains, for `describe`."""
+        return {"trains": self.trains} if self.trains else {}
 
     def by_modality(self, items: Sequence[Item]) -> list[tuple[Modality, NDArray[np.int64]]]:
         """Return the places of the items of each modality that occurs.

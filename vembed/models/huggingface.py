@@ -21,6 +21,7 @@ from transformers.utils.hub import cached_file
 
 from vembed.data.images import ImageLimits
 from vembed.errors import ConfigError, MachineError
+from vembed.models.adapters.quantized import four_bit_config
 from vembed.models.families import family_of
 from vembed.models.sentence_transformers_format import load_dense, read_sentence_transformers
 from vembed.models.text import TextEncoder, TextSpec
@@ -56,6 +57,7 @@ class ModelOptions:
         pad_token: Token to pad with, for tokenizers that have none.
         gradient_checkpointing: Whether activations are recomputed in backward.
         image_limits: What a picture may be.
+        load_in_4bit: Whether the weights of linear layers are held in 4 bits.
     """
 
     name: str
@@ -70,16 +72,21 @@ class ModelOptions:
     pad_token: str | None = None
     gradient_checkpointing: bool = False
     image_limits: ImageLimits = field(default_factory=ImageLimits)
+    load_in_4bit: bool = False
 
 
-def load_text_encoder(options: ModelOptions) -> TextEncoder:
+def load_text_encoder(options: ModelOptions, source: ModelFiles | None = None) -> TextEncoder:
     """Load a transformer and everything around it.
+
+    Args:
+        options: What the user said about the model.
+        source: Its files, where they are read otherwise than by `ModelFiles`.
 
     Raises:
         ConfigError: When the model needs something that isn't allowed or isn't known; the message names the key to set.
         MachineError: When the hub can't be reached or a package is missing.
     """
-    source = ModelFiles(options)
+    source = source or ModelFiles(options)
     described = read_sentence_transformers(source.read, options.name)
     subfolder = described.transformer_path if described is not None else ""
     config = source.config(subfolder)
@@ -181,16 +188,14 @@ class ModelFiles:
         extra: dict[str, Any] = {"dtype": self.options.dtype, "use_safetensors": not self.options.allow_pickle}
         if self.options.allow_pickle:
             extra["use_safetensors"] = None  # prefer safetensors, take pickled weights with weights_only otherwise
+        if self.options.load_in_4bit:
+            extra["quantization_config"] = four_bit_config()
         if self.options.attn_implementation is not None:
             extra["attn_implementation"] = self.options.attn_implementation
         backbone: PreTrainedModel
         backbone, loading = self._load(auto_class, subfolder, config=config, output_loading_info=True, **extra)
-        pooler = getattr(backbone, "pooler", None)
-        if isinstance(pooler, torch.nn.Module):
-            pooler.requires_grad_(requires_grad=False)  # a head of pre-training: no part of the embedding
+        prepare_backbone(backbone)
         self._refuse_missing(backbone, sorted(loading["missing_keys"]))
-        if getattr(backbone.config, "use_cache", False):
-            backbone.config.use_cache = False  # keys and values of past tokens: nothing here generates text
         return backbone
 
     def _refuse_missing(self, backbone: PreTrainedModel, missing: list[str]) -> None:
@@ -245,6 +250,16 @@ class ModelFiles:
         if self.local is None and isinstance(error, OSError):
             return self._unreachable(error)
         return ConfigError(f"{self.options.name} could not be loaded: {_first_line(error)}")
+
+
+def prepare_backbone(backbone: PreTrainedModel) -> None:
+    """Switch off what an embedding has no use for."""
+    pooler = getattr(backbone, "pooler", None)
+    if isinstance(pooler, torch.nn.Module):
+        pooler.requires_grad_(requires_grad=False)  # a head of pre-training: no part of the embedding
+    for config in (backbone.config, backbone.config.get_text_config()):
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # keys and values of past tokens: nothing here generates text
 
 
 def _first_line(error: Exception) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
 from vembed.models.encoder import Encoder
+from vembed.models.towers import Tower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +150,12 @@ class NgramBag(Encoder):
             "max_words": str(self.config.max_words),
             "character n-grams": f"{self.config.shortest} to {self.config.longest}",
             "similarity": "cosine",
+            **self.training_facts(),
         }
+
+    def towers(self) -> tuple[Tower, ...]:
+        """Return the one tower."""
+        return (Tower("text", parts=("table", "weight")),)
 
 
 def _words(text: str) -> list[str]:

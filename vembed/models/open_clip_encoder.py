@@ -27,6 +27,7 @@ from vembed.errors import ConfigError, MachineError
 from vembed.models.composed import join_features, sum_of_units
 from vembed.models.encoder import Encoder
 from vembed.models.pictures import blank_picture, pictures_of, process_pictures, rows_of
+from vembed.models.towers import Tower, find_layers, find_tower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -257,7 +258,25 @@ class OpenClipEncoder(Encoder):
             "pictures": f"{self.parts.model.visual.image_size} pixels, open_clip's own preprocessing for evaluation",
             "logit_scale of the model file": f"{scale:.4g}, not used: the loss has its own",
             "similarity": "cosine",
+            **self.training_facts(),
         }
+
+    def towers(self) -> tuple[Tower, ...]:
+        """Return the text tower and the image tower."""
+        projection = tuple(f"model.visual.{name}" for name in ("proj", "head", "attnpool.c_proj"))
+        vision = find_tower(self, "vision", parts=("model.visual",), projection=projection)
+        if hasattr(self.model, "text"):
+            projection = tuple(f"model.text.{name}" for name in ("text_projection", "proj"))
+            return find_tower(self, "text", parts=("model.text",), projection=projection), vision
+        # Its text tower is taken apart, and not registered in the order in which it runs.
+        names = ("token_embedding", "positional_embedding", "transformer", "ln_final", "text_projection")
+        parts = tuple(f"model.{name}" for name in names)
+        layers = find_layers(self, parts, depth=None)
+        return Tower("text", parts, projection=parts[-1:], layers=layers, behind=parts[-2:]), vision
+
+    def adapter_host(self) -> nn.Module:
+        """Return the network of both towers."""
+        return self.model
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer of both towers in backward, by open_clip's own switch."""

@@ -13,13 +13,16 @@ from vembed.batch import Image
 from vembed.data.images import ImageLimits, decode_images
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
 
     from vembed.batch import Item
     from vembed.models.encoder import Encoder
+
+PATCH_MASK = "pixel_attention_mask"
+"""Which patches of a picture are its own, (n, patches), from processors that keep a picture's shape."""
 
 DECODED_AT_ONCE = 32
 """Pictures that stand decoded in memory at full size; a photograph takes some 40 MB."""
@@ -82,11 +85,31 @@ def picture_lengths(pixel_values: NDArray[Any], patch_size: int) -> NDArray[np.i
     return np.full(len(pixel_values), patches + 1, dtype=np.int64)
 
 
+def own_lengths(arrays: Mapping[str, NDArray[Any]], patch_size: int) -> NDArray[np.int64]:
+    """Return what each picture costs in tokens, (n,), where pictures may be cut into unequal numbers of patches.
+
+    Args:
+        arrays: What the processor made of n pictures; with a mask of patches where it padded them to one number.
+        patch_size: Side of a patch, in pixels.
+    """
+    if PATCH_MASK not in arrays:
+        return picture_lengths(arrays["pixel_values"], patch_size)
+    return np.asarray(arrays[PATCH_MASK].sum(axis=1), dtype=np.int64) + 1
+
+
+def without_padding(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Cut off the patches that no picture of a chunk has: a processor pads each picture to the most that it allows."""
+    if PATCH_MASK not in inputs:
+        return inputs
+    longest = int(inputs[PATCH_MASK].sum(dim=1).max())
+    return inputs | {name: inputs[name][:, :longest] for name in (PATCH_MASK, "pixel_values")}
+
+
 def rows_of(values: NDArray[Any], rows: NDArray[np.int64]) -> Tensor:
     """Return some rows as a tensor. Rows that stand one after the other are seen, not copied.
 
-    Pictures are all of one length, so a chunk's rows stand so: no pixel is copied on the CPU, and memory that is pinned
-    for an accelerator stays so.
+    Pictures of one length stand so in a chunk: no pixel is copied on the CPU, and memory that is pinned for an
+    accelerator stays so.
     """
     if len(rows) and bool((np.diff(rows) == 1).all()):
         return torch.from_numpy(values[int(rows[0]) : int(rows[-1]) + 1])

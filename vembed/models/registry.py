@@ -33,7 +33,7 @@ BUILTIN_MODELS: dict[str, Callable[[ModelOptions, Iterable[str]], Encoder]] = {
 }
 """Encoders that are trained from scratch, by the name behind `builtin:`."""
 
-HUGGING_FACE_OPTIONS = frozenset({"attn_implementation", "model_revision"})
+HUGGING_FACE_OPTIONS = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})
 """What a model with an image tower takes of the options that are otherwise a text encoder's."""
 
 
@@ -78,18 +78,17 @@ def _load(options: ModelOptions, texts: Iterable[str]) -> Encoder:
     if options.name.startswith(OPEN_CLIP_PREFIX) or is_open_clip_folder(folder):
         _refuse_text_options(options)
         return load_open_clip(options)
-    return _load_from_hugging_face(options)
+    return load_from_hugging_face(options, ModelFiles(options))
 
 
-def _load_from_hugging_face(options: ModelOptions) -> Encoder:
+def load_from_hugging_face(options: ModelOptions, files: ModelFiles) -> Encoder:
     """Load by what the files say: sentence-transformers' description first, else the model_type of config.json."""
-    files = ModelFiles(options)
     described = files.read("modules.json") is not None
     if described and not names_picture_model(files):
-        return load_text_encoder(options)
+        return load_text_encoder(options, files)
     config = files.config("")
     if config.model_type not in DUAL_FAMILIES and config.model_type not in VISION_FAMILIES:
-        return load_text_encoder(options)
+        return load_text_encoder(options, files)
     _refuse_text_options(options, allowed=HUGGING_FACE_OPTIONS)
     load = load_dual_encoder if config.model_type in DUAL_FAMILIES else load_vision_encoder
     encoder = load(options, files, config)
@@ -116,6 +115,7 @@ def _refuse_text_options(options: ModelOptions, *, allowed: frozenset[str] = fro
         "query_prompt or document_prompt": options.prompts or None,
         "pad_token": options.pad_token,
         "model_revision": options.revision,
+        "load_in_4bit": options.load_in_4bit or None,
     }
     for key, value in given.items():
         if value is not None and key not in allowed:

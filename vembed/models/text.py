@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from vembed.batch import Features, Ragged, texts_of
 from vembed.models.encoder import Encoder
 from vembed.models.pooling import pool
+from vembed.models.towers import find_tower
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Side
     from vembed.models.encoder import Similarity
     from vembed.models.pooling import PoolingMode
+    from vembed.models.towers import Tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,16 @@ class TextEncoder(Encoder):
         return {
             key: f"{value} ({self.spec.origin[key]})" if key in self.spec.origin else value
             for key, value in facts.items()
-        }
+        } | self.training_facts()
+
+    def towers(self) -> tuple[Tower, ...]:
+        """Return the one tower; dense layers behind the pooling are its projection."""
+        depth = getattr(self.backbone.config.get_text_config(), "num_hidden_layers", None)
+        return (find_tower(self, "text", parts=("backbone", "dense"), projection=("dense",), depth=depth),)
+
+    def adapter_host(self) -> nn.Module:
+        """Return the transformer."""
+        return self.backbone
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in backward; non-reentrant, which is exact with dropout and with gradient caching."""

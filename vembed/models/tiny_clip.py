@@ -29,6 +29,7 @@ from vembed.models.composed import join_features, sum_of_units
 from vembed.models.encoder import Encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.pictures import pictures_of, process_pictures, rows_of
+from vembed.models.towers import Tower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -225,7 +226,13 @@ class TinyClip(Encoder):
             "buckets": str(self.config.buckets),
             "max_words": str(self.config.max_words),
             "similarity": "cosine",
+            **self.training_facts(),
         }
+
+    def towers(self) -> tuple[Tower, ...]:
+        """Return the bag of n-grams and the image tower, whose last layer is a projection."""
+        projection = f"vision.{len(self.vision) - 1}"
+        return Tower("text", parts=("text",)), Tower("vision", parts=("vision",), projection=(projection,))
 
 
 def _vision_tower(config: TinyClipConfig) -> nn.Sequential:

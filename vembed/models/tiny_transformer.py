@@ -36,19 +36,30 @@ def build_tiny_transformer(texts: Iterable[str], *, name: str, dtype: torch.dtyp
         An untrained encoder; its weights follow torch's global generator.
     """
     tokenizer = _train_tokenizer(texts)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
+    assert isinstance(tokenizer.pad_token_id, int)
+    config = tiny_config(len(tokenizer), pad_token_id=tokenizer.pad_token_id)
+    backbone = BertModel(config, add_pooling_layer=False)
+    origin = {"pooling": "built in", "max_seq_length": "built in"}
+    spec = TextSpec(pooling=("mean",), max_length=MAX_LENGTH, origin=origin)
+    return TextEncoder(name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(dtype)
+
+
+def tiny_config(vocabulary_size: int = VOCABULARY_SIZE, *, pad_token_id: int = 0) -> BertConfig:
+    """Return the shape of the transformer.
+
+    Args:
+        vocabulary_size: Of its tokenizer; few texts give a smaller one.
+        pad_token_id: Of its tokenizer.
+    """
+    return BertConfig(
+        vocab_size=vocabulary_size,
         hidden_size=256,
         num_hidden_layers=4,
         num_attention_heads=4,
         intermediate_size=1024,
         max_position_embeddings=MAX_LENGTH,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad_token_id,
     )
-    backbone = BertModel(config, add_pooling_layer=False)
-    origin = {"pooling": "built in", "max_seq_length": "built in"}
-    spec = TextSpec(pooling=("mean",), max_length=MAX_LENGTH, origin=origin)
-    return TextEncoder(name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(dtype)
 
 
 def _train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

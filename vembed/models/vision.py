@@ -24,6 +24,7 @@ from vembed.models.pictures import (
     rows_of,
     run_processor,
 )
+from vembed.models.towers import find_tower
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,11 +33,13 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from vembed.batch import Item, Modality, Side
     from vembed.data.images import ImageLimits
     from vembed.models.huggingface import ModelFiles, ModelOptions
+    from vembed.models.towers import Tower
 
     VisionPooling = Literal["cls", "head", "mean"]
 
@@ -135,7 +138,17 @@ class VisionEncoder(Encoder):
             "pictures": f"{type(self.image_processor).__name__} (preprocessor_config.json)",
             "similarity": "cosine",
             "attention": str(self.backbone.config._attn_implementation),
+            **self.training_facts(),
         }
+
+    def towers(self) -> tuple[Tower, ...]:
+        """Return the one tower."""
+        depth = getattr(self.backbone.config, "num_hidden_layers", None)
+        return (find_tower(self, "vision", parts=("backbone",), depth=depth),)
+
+    def adapter_host(self) -> nn.Module:
+        """Return the transformer."""
+        return self.backbone
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer in backward; non-reentrant, as gradient caching needs."""

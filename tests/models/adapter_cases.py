@@ -1,0 +1,108 @@
+"""Encoders of which a part trains, batches for them, and one step of the engine beside the plain one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from picture_cases import PICTURES, pools_of
+
+from vembed.batch import ContrastiveBatch, content_id
+from vembed.distributed.ranks import Ranks
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.losses.base import BatchStructure
+from vembed.losses.infonce import InfoNCE
+from vembed.models.adapters.lora import LoraOptions, add_adapters
+from vembed.models.adapters.trainable import freeze
+from vembed.models.huggingface import ModelOptions
+from vembed.models.registry import load_encoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.gradcache.deal import Deal
+    from vembed.models.encoder import Encoder
+
+CPU = torch.device("cpu")
+BUDGET = ChunkBudget(rows=2, tokens=10**6)
+TEXTS = ("sea", "a b", "how do I sort a list in place?", "The river runs to the sea.", "Sea, again")
+
+
+def picture_batch() -> ContrastiveBatch:
+    """Five texts that search five pictures, the first of which is the positive of nothing else."""
+    return ContrastiveBatch(
+        queries=TEXTS,
+        documents=PICTURES,
+        positives_P2=np.array([(number, number) for number in range(len(TEXTS))], dtype=np.int64),
+        query_ids_Q=np.array([content_id(text) for text in TEXTS]),
+        document_ids_D=np.arange(len(PICTURES), dtype=np.int64) + 100,
+        record_ids=tuple(range(len(TEXTS))),
+    )
+
+
+def text_batch() -> ContrastiveBatch:
+    """Five texts that search five others."""
+    documents = tuple(f"{text}, and more of it {number}" for number, text in enumerate(TEXTS))
+    return ContrastiveBatch(
+        queries=TEXTS,
+        documents=documents,
+        positives_P2=np.array([(number, number) for number in range(len(TEXTS))], dtype=np.int64),
+        query_ids_Q=np.arange(len(TEXTS), dtype=np.int64),
+        document_ids_D=np.arange(len(TEXTS), dtype=np.int64) + 100,
+        record_ids=tuple(range(len(TEXTS))),
+    )
+
+
+def partly_trained(folder: Path, what: str, **options: Any) -> Encoder:
+    """Load in float64 and freeze: a value of `trainable`, or "lora", "lora text", "lora dropout"."""
+    encoder = load_encoder(ModelOptions(str(folder), **{"dtype": torch.float64, **options})).train()
+    torch.manual_seed(7)
+    if not what.startswith("lora"):
+        freeze(encoder, what)
+        return encoder
+    dropout = 0.1 if "dropout" in what else 0.0
+    add_adapters(encoder, LoraOptions(rank=2, dropout=dropout, towers="text" if "text" in what else "all"))
+    return encoder
+
+
+def wake(encoder: Encoder) -> None:
+    """Give the second factor of each adapter, which starts at zero, random values."""
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            if ".lora_B." in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * 0.1)
+
+
+def make_loss() -> InfoNCE:
+    return InfoNCE(temperature=0.1, learn_temperature=True, bidirectional=True, dtype=torch.float64)
+
+
+def trainable_of(encoder: Encoder) -> dict[str, torch.Tensor]:
+    return {name: parameter for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+
+
+def step_of_a_rank(rank: int, folder: Path, what: str, deal: Deal) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Do one step on this rank's rows; return the loss, all gradients, and the gradients' reductions."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    from vembed.gradcache.calls import Pool
+
+    encoder, batch, loss = partly_trained(folder, what), picture_batch(), make_loss()
+    wake(encoder)
+    pools = []
+    for pool in pools_of(encoder, batch):
+        mine = np.flatnonzero(np.isin(pool.slots, deal.slots[rank]))
+        if len(mine):
+            pools.append(Pool(pool.encode, pool.collate, pool.features.take(mine), pool.slots[mine]))
+    trainable = trainable_of(encoder)
+    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU, ranks=Ranks.of_this_process()), list(trainable.values()))
+    for module in encoder.modules():  # each rank draws masks of its own
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0  # type: ignore[assignment]
+    with CommDebugMode() as counted:
+        result = engine.step(pools, BatchStructure.of(batch), deal=deal)
+    found = {name: parameter.grad for name, parameter in encoder.named_parameters() if parameter.grad is not None}
+    return result.loss, found, sum(n for name, n in counted.get_comm_counts().items() if "reduce" in str(name))

@@ -1,0 +1,237 @@
+"""Low-rank adapters beside frozen weights, by peft: put in, written in peft's own format, merged for good.
+
+An adapter adds scale * B A x to what a frozen linear layer makes of x; A is random, B starts at zero, so that the model
+begins as the one that was loaded and the first step moves B alone.
+
+Source: Hu et al., 2021, "LoRA: Low-Rank Adaptation of Large Language Models".
+"""
+
+from __future__ import annotations
+
+import difflib
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from vembed.errors import ConfigError
+from vembed.models.adapters.quantized import forget_quantization, plain_layer, weight_dtype
+from vembed.models.adapters.trainable import counts
+from vembed.models.towers import is_within
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from vembed.models.encoder import Encoder
+    from vembed.models.towers import Tower
+
+LINEAR = (nn.Linear, Conv1D)
+"""Layers that get adapters. Conv1D is GPT-2's linear layer, its weight the other way round."""
+
+ADAPTER = "default"
+"""peft's name for the one adapter."""
+
+SAVED_PREFIX = "base_model.model."
+"""What peft puts before the name of each tensor in a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """Adapters as the user wants them.
+
+    Attributes:
+        rank: Of each adapter.
+        alpha: An adapter's output is multiplied by alpha / rank; None is twice the rank.
+        dropout: Before each adapter.
+        targets: Names of the layers, None for every linear layer of the transformer layers.
+        towers: Towers that get adapters; the others are frozen as a whole.
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    dropout: float = 0.0
+    targets: tuple[str, ...] | None = None
+    towers: Literal["all", "text", "vision"] = "all"
+
+
+def add_adapters(encoder: Encoder, options: LoraOptions) -> None:
+    """Freeze an encoder and put adapters beside its linear layers, float32 at least.
+
+    Args:
+        encoder: On any device, the meta device included; towers without adapters run in evaluation mode from now on.
+        options: Rank, scale, dropout and layers.
+
+    Raises:
+        ConfigError: It has no such tower or layers, or none that can have adapters.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    host, prefix = _host(encoder)
+    towers = _towers(encoder, options)
+    targets = _targets(encoder, host, prefix, towers, options)
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=2 * options.rank if options.alpha is None else options.alpha,  # type: ignore[arg-type]
+        lora_dropout=options.dropout,
+        target_modules=targets,
+        fan_in_fan_out=all(isinstance(host.get_submodule(target), Conv1D) for target in targets),
+    )
+    encoder.requires_grad_(requires_grad=False)
+    inject_adapter_in_model(config, host, ADAPTER)
+    for parameter in encoder.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+    still = [tower for tower in encoder.towers() if tower not in towers]
+    names = {name for tower in still for name in tower.parts}
+    encoder.resting = tuple(module for name, module in encoder.named_modules() if name in names)
+    encoder.keeps_base = True
+    encoder.train(encoder.training)
+    leaves = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
+    words = f"rank {options.rank}, scale {config.lora_alpha / options.rank:g}, on {leaves}"
+    encoder.trains = f"LoRA adapters ({words} of {_listed(towers)}): {counts(encoder)}"
+
+
+def _host(encoder: Encoder) -> tuple[nn.Module, str]:
+    """Return the network that peft changes, and its name in the encoder with a dot."""
+    host = encoder.adapter_host()
+    if host is None:
+        raise ConfigError(
+            f"use_lora: {encoder.name} has no transformer layers to put adapters beside; set use_lora to false"
+        )
+    return host, next(f"{name}." for name, module in encoder.named_modules() if module is host)
+
+
+def _towers(encoder: Encoder, options: LoraOptions) -> list[Tower]:
+    """Return the towers that get adapters."""
+    towers = [tower for tower in encoder.towers() if options.towers in ("all", tower.name)]
+    if not towers:
+        has = ", ".join(tower.name for tower in encoder.towers())
+        raise ConfigError(f"lora_towers: {encoder.name} has no {options.towers} tower; it has {has}: write all")
+    return towers
+
+
+def _listed(towers: Sequence[Tower]) -> str:
+    return f"the {' and the '.join(tower.name for tower in towers)} tower{'s' * (len(towers) > 1)}"
+
+
+def _targets(
+    encoder: Encoder, host: nn.Module, prefix: str, towers: Sequence[Tower], options: LoraOptions
+) -> list[str]:
+    """Return the layers that get adapters, by their full names within the host."""
+    inside = [part for tower in towers for part in tower.parts]
+    linear = [name for name in _linear_layers(host) if is_within(prefix + name, inside)]
+    if options.targets is not None:
+        return _named(encoder, host, linear, options.targets)
+    for tower in towers:
+        if tower.layers is None:
+            raise ConfigError(
+                f"lora_target_modules: the {tower.name} tower of {encoder.name} has no list of transformer layers to "
+                f"take them from; name the linear layers, such as [{_leaves(linear)[0] if linear else 'fc'}]"
+            )
+    layers = [tower.layers for tower in towers if tower.layers is not None]
+    return [name for name in linear if is_within(prefix + name, layers)]
+
+
+def _linear_layers(host: nn.Module) -> Iterator[str]:
+    """Yield the linear layers that a forward pass calls: torch's own attention reads its weights past its layers."""
+    attentions = [name for name, module in host.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    for name, module in host.named_modules():
+        if isinstance(module, LINEAR) and not is_within(name, attentions):
+            yield name
+
+
+def _named(encoder: Encoder, host: nn.Module, linear: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Return the layers that the user named, by the last parts of their names."""
+    found = []
+    for target in wanted:
+        matching = [name for name in linear if f".{name}".endswith(f".{target}")]
+        if not matching:
+            _refuse_target(encoder, host, linear, target)
+        found += matching
+    return sorted(set(found))
+
+
+def _refuse_target(encoder: Encoder, host: nn.Module, linear: Sequence[str], target: str) -> None:
+    leaves = _leaves(linear)
+    near = difflib.get_close_matches(target, leaves, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(leaves)}"
+    kinds = {type(module).__name__ for name, module in host.named_modules() if f".{name}".endswith(f".{target}")}
+    if kinds & {"MultiheadAttention", "NonDynamicallyQuantizableLinear"}:
+        raise ConfigError(
+            f"lora_target_modules: {target} of {encoder.name} belongs to torch's MultiheadAttention, which reads its "
+            f"weights past the layer, so that an adapter would never be used; take {', '.join(leaves)}"
+        )
+    if kinds:
+        raise ConfigError(
+            f"lora_target_modules: {target} of {encoder.name} is {' or '.join(sorted(kinds))} or outside of "
+            f"lora_towers; adapters stand beside linear layers of those towers: {hint}"
+        )
+    raise ConfigError(f"lora_target_modules: {encoder.name} has no linear layer {target}; {hint}")
+
+
+def _leaves(names: Sequence[str]) -> list[str]:
+    return sorted({name.rpartition(".")[2] for name in names})
+
+
+def adapter_layers(encoder: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield peft's layers by their names."""
+    for name, module in encoder.named_modules():
+        if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+            yield name, module
+
+
+def has_adapters(encoder: nn.Module) -> bool:
+    """Return whether adapters stand beside an encoder's layers."""
+    return next(adapter_layers(encoder), None) is not None
+
+
+def save_adapter(encoder: Encoder, folder: Path) -> None:
+    """Write the adapters alone, as `peft.PeftModel.from_pretrained` reads them.
+
+    Args:
+        encoder: With adapters.
+        folder: Where to.
+    """
+    host, _ = _host(encoder)
+    config: Any = copy(host.peft_config[ADAPTER])  # type: ignore[index]
+    config.base_model_name_or_path = encoder.name
+    config.inference_mode = True
+    config.target_modules = sorted(config.target_modules)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    tensors = {}
+    for name, layer in adapter_layers(host):
+        for factor in ("lora_A", "lora_B"):
+            weight = getattr(layer, factor)[ADAPTER].weight
+            tensors[f"{SAVED_PREFIX}{name}.{factor}.weight"] = weight.detach().cpu().contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def merge_adapters(encoder: Encoder) -> None:
+    """Add the adapters to the weights beside them, for good: afterwards the encoder is an ordinary one.
+
+    The sum is taken in the type of the adapters and rounded once, to that of the weights; weights of 4 bits become
+    those that they stand for.
+
+    Args:
+        encoder: With adapters; it can't go on training them.
+    """
+    host, _ = _host(encoder)
+    dtype = weight_dtype(host)
+    for name, layer in list(adapter_layers(host)):
+        base = plain_layer(layer.get_base_layer(), dtype)
+        delta = layer.get_delta_weight(ADAPTER)
+        wide = torch.promote_types(base.weight.dtype, delta.dtype)
+        base.weight.data = (base.weight.to(wide) + delta.to(wide)).to(base.weight.dtype)
+        parent, _, leaf = name.rpartition(".")
+        setattr(host.get_submodule(parent), leaf, base)
+    del host.peft_config
+    forget_quantization(host)
+    encoder.keeps_base = False
+    encoder.resting = ()

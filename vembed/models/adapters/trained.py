@@ -1,0 +1,76 @@
+"""What a checkpoint must hold of an encoder of which only a part trains, and what tells its frozen rest."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from vembed.models.adapters.lora import has_adapters, merge_adapters, save_adapter
+from vembed.models.towers import is_within
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.models.encoder import Encoder
+
+SAMPLED_VALUES = 1024
+"""Values of each frozen tensor that its fingerprint covers: any fine-tuning changes nearly all of them."""
+
+
+def changing_names(module: nn.Module) -> frozenset[str] | None:
+    """Return the tensors that training changes; None where a checkpoint should hold everything.
+
+    Args:
+        module: An encoder, or anything else, of which everything is held.
+
+    Returns:
+        Names of the parameters that train and of the buffers of modules that do, as in its state_dict.
+    """
+    if not getattr(module, "keeps_base", False):
+        return None
+    resting = set(getattr(module, "resting", ()))
+    still = [name for name, each in module.named_modules() if each in resting]
+    names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    stored = module.state_dict(keep_vars=True)
+    names |= {name for name, _ in module.named_buffers() if name in stored and not is_within(name, still)}
+    return frozenset(names)
+
+
+def base_fingerprint(encoder: Encoder) -> str | None:
+    """Return a hash of the weights that checkpoints leave out; None where they hold everything.
+
+    It covers the name, type and shape of each and an even sample of its values, so that it costs well under a second
+    where hashing every byte would take as long as reading the model.
+
+    Args:
+        encoder: On any device.
+    """
+    held = changing_names(encoder)
+    if held is None:
+        return None
+    digest = hashlib.sha256()
+    for name, tensor in sorted(encoder.named_parameters()):
+        if name in held:
+            continue
+        flat = tensor.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // SAMPLED_VALUES)].cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(sample.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def save_trained(encoder: Encoder, model: Path, adapter: Path) -> None:
+    """Write an encoder as an ordinary model; adapters are written beside it first and then merged for good.
+
+    Args:
+        encoder: At the end of its training: it can't go on afterwards.
+        model: Folder of the model, as it would be without adapters.
+        adapter: Folder of the adapters alone, in peft's format; written where there are any.
+    """
+    if has_adapters(encoder):
+        save_adapter(encoder, adapter)
+        merge_adapters(encoder)
+    encoder.save(model)

@@ -14,7 +14,7 @@ from vembed.plan import hardware
 from vembed.plan.chunks import CPU_CHUNK_BYTES, LEAST_CHUNK_TOKENS, MOST_CHUNK_ROWS
 from vembed.plan.explain import explain
 from vembed.plan.hardware import GIB, Machine, cpu_cores, cpu_memory_bytes
-from vembed.plan.memory import LOSS_STRIP_TILES, LossTiles, ModelSize, show_bytes, step_bytes
+from vembed.plan.memory import LOSS_STRIP_TILES, BatchRows, LossTiles, ModelSize, loss_bytes, show_bytes, show_count
 from vembed.plan.plan import DataSize, Plan, make_plan
 
 if TYPE_CHECKING:
@@ -22,11 +22,17 @@ if TYPE_CHECKING:
 
 CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
 GPU = Machine("cuda", "NVIDIA H200", 139 * GIB, 16, fast_bf16=True)
-MINILM = ModelSize(
-    num_parameters=22_000_000, num_trainable=21_000_000, bytes_per_value=4, dimension=384, max_length=256,
-    activation_bytes_per_token=100_000,
-)  # fmt: skip
-DATA = DataSize(num_records=1000, steps_per_epoch=16, documents_per_query=2.5)
+
+
+def sized(*, max_length: int | None = 256, activation_bytes_per_token: int = 100_000) -> ModelSize:
+    return ModelSize.by_formula(
+        num_parameters=22_000_000, num_trainable=21_000_000, bytes_per_value=4, dimension=384, max_length=max_length,
+        activation_bytes_per_token=activation_bytes_per_token,
+    )  # fmt: skip
+
+
+MINILM = sized()
+DATA = DataSize(num_records=1000, documents_per_query=2.5)
 
 
 def plan(*overrides: str, machine: Machine = CPU, model: ModelSize = MINILM, data: DataSize = DATA) -> Plan:
@@ -96,15 +102,15 @@ def test_auto_chunks_fill_the_bytes_that_suit_the_device() -> None:
 
 
 def test_a_chunk_holds_at_least_one_row_of_full_length_and_512_tokens() -> None:
-    heavy = replace(MINILM, activation_bytes_per_token=10**9)
-    assert budget(plan(model=heavy))[1] == LEAST_CHUNK_TOKENS
-    assert budget(plan(model=replace(heavy, max_length=8192)))[1] == 8192
-    assert budget(plan(model=replace(heavy, max_length=None)))[1] == LEAST_CHUNK_TOKENS
+    heavy = 10**9
+    assert budget(plan(model=sized(activation_bytes_per_token=heavy)))[1] == LEAST_CHUNK_TOKENS
+    assert budget(plan(model=sized(activation_bytes_per_token=heavy, max_length=1024)))[1] == 1024
+    assert budget(plan(model=sized(activation_bytes_per_token=heavy, max_length=None)))[1] == LEAST_CHUNK_TOKENS
 
 
 def test_a_number_of_rows_is_not_cut_shorter_by_tokens() -> None:
     assert budget(plan("gradient_cache_chunk_size=40")) == (40, 40 * 256)
-    without_limit = plan("gradient_cache_chunk_size=40", model=replace(MINILM, max_length=None))
+    without_limit = plan("gradient_cache_chunk_size=40", model=sized(max_length=None))
     assert budget(without_limit) == (40, CPU_CHUNK_BYTES // 100_000)
 
 
@@ -135,13 +141,13 @@ def test_precision_is_the_users_word_or_what_the_device_is_fast_at(
 
 
 def test_the_bytes_of_a_step_are_what_the_parts_add_up_to() -> None:
-    tiles = LossTiles(size=100, count=3)
-    sizes = step_bytes(MINILM, chunk_tokens=1000, num_queries=64, num_documents=160, tiles=tiles)
+    sizes = plan("retain=0", "gradient_cache_chunk_tokens=1000", "loss_tile_size=100").bytes_per_device
     assert sizes.parameters == 22_000_000 * 4
     assert sizes.gradients == 21_000_000 * 4
     assert sizes.optimizer == 2 * sizes.gradients
     assert sizes.activations == 1000 * 100_000
-    assert sizes.loss == 2 * (64 + 160) * 384 * 4 + 3 * 64 * 100 * 4 + 64 * 160 * 4
+    assert sizes.loss == 2 * (64 + 160) * 384 * 4 + 2 * 64 * 100 * 4 + 64 * 160 * 4
+    assert (sizes.embeddings, sizes.reduction, sizes.sharding) == (0, 0, 0), "one device waits for nobody"
     assert sizes.total == sum((sizes.parameters, sizes.gradients, sizes.optimizer, sizes.activations, sizes.loss))
 
 
@@ -152,40 +158,42 @@ def test_gradient_caching_needs_the_activations_of_one_chunk_and_plain_training_
     assert plain.bytes_per_device.activations == (64 + 160) * 256 * 100_000
     assert reason(cached, "gradient caching: ")
     assert "encoded in one call" in reason(plain, "use_gradient_cache false: ")
-    without_limit = plan("use_gradient_cache=false", model=replace(MINILM, max_length=None))
+    without_limit = plan("use_gradient_cache=false", model=sized(max_length=None))
     assert without_limit.bytes_per_device.activations == cached.bytes_per_device.activations
 
 
 def test_auto_retention_keeps_what_a_part_of_the_spare_memory_holds_and_says_the_arithmetic() -> None:
     made = plan("batch_size=4096", machine=GPU, data=replace(DATA, num_records=100_000))
-    assert 0.1 < made.retain < 0.2
-    batch_bytes = (4096 + 10240) * 256 * 100_000
-    others = made.bytes_per_device.total - made.retain * batch_bytes
-    room = (0.95 * GPU.memory_bytes - 1.5 * GIB) / 1.1 - others
-    assert made.retain == pytest.approx(0.5 * room / batch_bytes, abs=0.01)
-    assert "to spare against" in reason(made, f"retain {made.retain:g}: ")
+    assert made.retain == 1.0
+    assert made.retain_tokens is not None
+    kept_bytes = made.retain_tokens * 100_000
+    room = (0.95 * GPU.memory_bytes - 1.5 * GIB) / 1.1 - (made.bytes_per_device.total - kept_bytes)
+    assert kept_bytes == pytest.approx(0.5 * room, abs=100_000)
+    assert "to spare holds the activations of" in reason(made, f"retain: at most {made.retain_tokens} tokens ")
     assert made.fits
-    assert plan("batch_size=4").retain == 1.0
-    assert plan(model=replace(MINILM, max_length=None)).retain == 0.0
-    assert plan(machine=replace(CPU, memory_bytes=GIB)).retain == 0.0
+    small = plan("batch_size=4")
+    assert small.retain_tokens == (4 + 10) * 256, "no more than a batch has"
+    assert "nothing is encoded twice" in reason(small, "retain: ")
+    assert plan(model=sized(max_length=None)).retain_tokens > 0
+    assert plan(machine=replace(CPU, memory_bytes=GIB)).retain_tokens == 0
 
 
 def test_a_given_share_of_kept_graphs_stands_and_counts_in_the_prediction() -> None:
     half, none = plan("retain=0.5"), plan("retain=0")
     assert (half.retain, none.retain) == (0.5, 0.0)
+    assert half.retain_tokens is None, "the user's share stands whatever the memory"
     kept = half.bytes_per_device.activations - none.bytes_per_device.activations
     assert kept == (64 + 160) * 256 * 100_000 // 2
 
 
 def test_the_prediction_is_of_the_batch_that_there_is() -> None:
-    small = plan("batch_size=4096", data=DataSize(num_records=10, steps_per_epoch=1, documents_per_query=1.0))
-    of_ten = step_bytes(MINILM, chunk_tokens=0, num_queries=10, num_documents=10, tiles=LossTiles(1024, 2))
-    assert small.bytes_per_device.loss == of_ten.loss
+    small = plan("batch_size=4096", data=DataSize(num_records=10, documents_per_query=1.0))
+    of_ten = loss_bytes(MINILM, BatchRows.of_one(10, 10), LossTiles(1024, 2))
+    assert small.bytes_per_device.loss == of_ten
 
 
 def test_the_loss_takes_the_memory_of_tiles_however_large_the_batch() -> None:
-    sizes = {"num_queries": 65_536, "num_documents": 65_536, "tiles": LossTiles(1024, 2)}
-    loss = step_bytes(replace(MINILM, dimension=256), chunk_tokens=0, **sizes).loss
+    loss = loss_bytes(replace(MINILM, dimension=256), BatchRows.of_one(65_536, 65_536), LossTiles(1024, 2))
     table = 2 * 65_536 * 256 * 4
     assert loss == 2 * table + (2 + LOSS_STRIP_TILES) * 1024**2 * 4
     assert loss - table < 200e6, "beside the embeddings"
@@ -222,16 +230,19 @@ def test_reasons_begin_with_the_strategy_and_hold_the_notes_of_the_data() -> Non
     made = plan(data=replace(DATA, notes=("3 rows skipped.", "The last batch is smaller.")))
     assert made.reasons[0] == "single: one process on one device"
     assert made.reasons[1:3] == ("3 rows skipped.", "The last batch is smaller.")
+    assert made.reasons[3] == "The last batch of each epoch has 40 records instead of 64."
     assert made.to_json()["reasons"] == list(made.reasons)
 
 
-def test_the_one_candidate_is_the_plan_itself() -> None:
+def test_one_candidate_is_the_plan_itself_and_all_of_them_are_of_one_process() -> None:
     made = plan()
-    (candidate,) = made.to_json()["candidates"]
-    assert candidate["strategy"] == "single"
-    assert candidate["fits"] is made.fits
-    assert candidate["bytes_per_device"]["total"] == made.bytes_per_device.total
-    assert candidate["estimated"] is True
+    candidates = made.to_json()["candidates"]
+    assert {each["strategy"] for each in candidates} == {"single"}
+    (chosen,) = [each for each in candidates if each["recommended"]]
+    assert chosen["fits"] is made.fits
+    assert chosen["bytes_per_device"]["total"] == made.bytes_per_device.total
+    assert chosen["estimated"] is True
+    assert set(chosen["bytes_per_device"]) >= {"parameters", "gradients", "optimizer", "activations", "loss", "total"}
 
 
 def test_the_text_says_what_was_decided_with_its_arithmetic() -> None:
@@ -257,6 +268,10 @@ def test_the_text_says_what_was_decided_with_its_arithmetic() -> None:
 )  # fmt: skip
 def test_bytes_are_shown_in_the_unit_that_suits(count: int, text: str) -> None:
     assert show_bytes(count) == text
+
+
+def test_parameters_are_shown_in_millions_or_billions() -> None:
+    assert [show_count(count) for count in (5_289_984, 999e6, 8_144_793_840)] == ["5.29M", "999M", "8.14B"]
 
 
 @pytest.mark.parametrize(

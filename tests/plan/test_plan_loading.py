@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pytest
 
 CPU = Machine("cpu", "the CPU", 16 << 30, 8, fast_bf16=False, num_busy_cores=6)
-PICTURES = DataSize(1000, 10, 1.0, pictures_per_record=1.0, picture_bytes=12_288)
+PICTURES = DataSize(1000, 1.0, pictures_per_record=1.0, picture_bytes=12_288)
 
 
 def planned(machine: Machine, data: DataSize, num_workers: int | str = "auto") -> tuple[int, int, str]:

@@ -1,20 +1,114 @@
-"""`vembed plan CONFIG`: the same as `vembed train CONFIG --plan`."""
+"""`vembed plan CONFIG`: what `vembed train CONFIG --plan` says, and plans for other devices without data or model."""
 
 from __future__ import annotations
 
+import argparse
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from vembed.config.load import load_config
 from vembed.entrypoints import train
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.errors import ConfigError, ExitCode
+from vembed.plan.devices import parse_devices
+from vembed.plan.explain import explain
+from vembed.plan.table import comparison
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from vembed.plan.plan import Plan
+
+DESCRIPTION = "Say how a run would be trained, and what every other way would cost."
+
+ASSUMED_RECORDS = 100_000
+"""Records of a run whose data nobody reads."""
+
+
+def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
+    """Parse the command line.
+
+    Args:
+        arguments: Words behind the program's name.
+        program: How the program was called, for its help.
+    """
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=DESCRIPTION,
+        epilog="With --devices or --model-config neither data nor weights are read. Without them the plan is that of a "
+        "run on this machine, and it is written to the output folder as plan.json, unless --json prints it instead.",
+    )
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML or JSON file")
+    parser.add_argument("--config", dest="config_option", type=Path, metavar="CONFIG", help="the same, as an option")
+    parser.add_argument(
+        "--config_override",
+        "--config-override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings that win over the file",
+    )
+    parser.add_argument("--devices", metavar="8xH100-80GB", help="plan for these, or for 4x24GB, or 2x8xA100-40GB")
+    parser.add_argument(
+        "--model-config",
+        metavar="FILE",
+        help="JSON with the model's shape, read in place of the model (configs/shapes)",
+    )
+    parser.add_argument(
+        "--records", type=int, metavar="N", help=f"records that unread data are taken to have ({ASSUMED_RECORDS:,})"
+    )
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Print the plan of a run and return the exit code.
 
     Args:
-        arguments: Words behind the program's name, as `vembed train` takes them.
+        arguments: Words behind the program's name.
         program: How the program was called, for its help.
     """
-    return train.main([*arguments, "--plan"], program=program)
+    parsed = parse_arguments(arguments, program=program)
+    elsewhere = parsed.devices is not None or parsed.model_config is not None
+    if not elsewhere and not parsed.json and parsed.records is None:
+        return train.main([*arguments, "--plan"], program=program)
+    return run_command(lambda: _plan(parsed, elsewhere=elsewhere), log_to_stderr=parsed.json)
+
+
+def _plan(parsed: argparse.Namespace, *, elsewhere: bool) -> int:
+    if parsed.config is not None and parsed.config_option is not None:
+        raise ConfigError(f"the configuration is given twice: {parsed.config} and --config {parsed.config_option}")
+    if parsed.records is not None and (not elsewhere or parsed.records < 2):
+        raise ConfigError("--records says how many of at least 2 records to assume, beside --devices or --model-config")
+    if parsed.model_config is not None and not Path(parsed.model_config).is_file():
+        raise ConfigError(f"--model-config {parsed.model_config}: no such file; configs/shapes holds some")
+    loaded = load_config(parsed.config or parsed.config_option, parsed.config_override)
+    devices = None if parsed.devices is None else parse_devices(parsed.devices)
+    from vembed.training.build.planning import plan_elsewhere
+    from vembed.training.build.run import run_from_config
+
+    quiet_libraries()
+    if not elsewhere:
+        with TemporaryDirectory(prefix="vembed-plan-") as folder:
+            run_from_config(
+                loaded.config.model_copy(update={"output_dir": folder}), mode="plan", sources=loaded.sources
+            )
+            print((Path(folder) / "plan.json").read_text("utf-8"), end="")
+        return ExitCode.OK
+    made = plan_elsewhere(
+        loaded.config, devices, shape=parsed.model_config, num_records=parsed.records or ASSUMED_RECORDS
+    )
+    _show(made, loaded.config.model_name if parsed.model_config is None else parsed.model_config, parsed)
+    return ExitCode.OK
+
+
+def _show(plan: Plan, model: str, parsed: argparse.Namespace) -> None:
+    if parsed.json:
+        print(json.dumps(plan.to_json(), indent=2))
+        return
+    facts = {"model": model, "devices": parsed.devices or "this machine"}
+    print(explain(plan, facts=facts))
+    print(comparison(plan))

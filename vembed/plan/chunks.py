@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vembed.plan.memory import show_bytes
 
 if TYPE_CHECKING:
-    from vembed.config.schema import Config
-    from vembed.plan.hardware import Machine
+    from vembed.plan.case import Case, Way
     from vembed.plan.memory import ModelSize
 
 CPU_CHUNK_BYTES = 128 << 20
@@ -24,9 +24,15 @@ WHOLE_BATCH = 2**31 - 1
 LEAST_CHUNK_TOKENS = 512
 MOST_CHUNK_ROWS = 512
 
+RESHARDING_SHARE = 0.5
+"""Of the spare memory, what a call takes that gathers the weights anew: few, large calls gather seldom."""
+
 CPU_RETAINED_SHARE, ACCELERATOR_RETAINED_SHARE = 0.25, 0.5
 """Most of the spare memory that `retain: auto` takes. The prediction is a formula; a CPU that runs out kills the run,
 an accelerator that runs out is repaired, and both share their memory with others."""
+
+MEASURED_RETAINED_SHARE = 0.9
+"""The same on an accelerator where the activations are those of the model's own operations and not of a formula."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,84 +42,164 @@ class ChunkPlan:
     Attributes:
         rows: Most rows of one encoder call.
         tokens: Most padded tokens of one encoder call.
-        retain: Share of the batch whose graphs are kept.
-        live_tokens: Tokens whose activations live at once, at most.
+        retain: Share of the batch whose graphs are kept, at most.
+        retain_tokens: Most padded tokens whose graphs are kept; None where only the share limits.
+        kept_share: Share of a batch of longest items that is kept under both limits.
+        activation_bytes: Activations that live at once, at most.
         reasons: Why, one plain sentence each.
     """
 
     rows: int
     tokens: int
     retain: float
-    live_tokens: int
+    retain_tokens: int | None
+    kept_share: float
+    activation_bytes: int
     reasons: tuple[str, ...]
 
 
-def plan_chunks(config: Config, machine: Machine, model: ModelSize, *, num_rows: int) -> ChunkPlan:
+def plan_chunks(case: Case, way: Way, *, room_bytes: int) -> ChunkPlan:
     """Return the chunks of a batch, before anything is retained.
 
     Args:
-        config: The user's word; what isn't `auto` stands.
-        machine: Memory and device.
-        model: Size of the encoder.
-        num_rows: Queries and documents of a batch.
+        case: The user's word, the device, the batch.
+        way: How it is trained.
+        room_bytes: Memory beside everything but activations.
     """
-    rows, tokens, reasons = _budget(config, machine, model)
-    if config.use_gradient_cache is False:
-        # Without a limit of length nothing says how long a batch is: one chunk's worth is assumed.
-        live = tokens if model.max_length is None else num_rows * model.max_length
+    model, checkpointed = case.sized(way), way.gradient_checkpointing
+    rows, tokens, reasons = _budget(case, way, room_bytes)
+    if case.config.use_gradient_cache is False:
         whole = "use_gradient_cache false: the batch is encoded in one call, memory grows with the batch"
-        return ChunkPlan(WHOLE_BATCH, WHOLE_BATCH, 1.0, live, (*reasons, whole))
+        # Without a limit of length nothing says how long a batch is: one chunk's worth is assumed.
+        live = whole_batch_bytes(case, way, call_tokens=None)
+        if live is None:
+            live = model.call_bytes(tokens, checkpointed=checkpointed)
+        return ChunkPlan(WHOLE_BATCH, WHOLE_BATCH, 1.0, None, 1.0, live, (*reasons, whole))
     caching = "gradient caching: memory is that of one chunk and of the graphs that are kept; the rest is encoded twice"
-    return ChunkPlan(rows, tokens, 0.0, tokens, (*reasons, caching))
+    live = model.call_bytes(tokens, checkpointed=checkpointed)
+    return ChunkPlan(rows, tokens, 0.0, None, 0.0, live, (*reasons, caching))
 
 
-def plan_retention(
-    config: Config, machine: Machine, model: ModelSize, chunks: ChunkPlan, *, num_rows: int, room_bytes: int
-) -> ChunkPlan:
-    """Return the chunks with the share of a batch whose graphs are kept from the first pass.
+def plan_retention(case: Case, way: Way, chunks: ChunkPlan, *, room_bytes: int) -> ChunkPlan:
+    """Return the chunks with the part of a batch whose graphs are kept from the first pass.
 
     Args:
-        config: The user's word.
-        machine: Device.
-        model: Size of the encoder.
+        case: The user's word, the device, the batch.
+        way: How it is trained.
         chunks: The chunks of `plan_chunks`.
-        num_rows: Queries and documents of a batch.
         room_bytes: Memory beside everything else that a step needs.
     """
+    config, model = case.config, case.sized(way)
     if config.use_gradient_cache is False:
         return chunks
+    batch_tokens = _batch_tokens(case, model)
+    whole = whole_batch_bytes(case, way, call_tokens=chunks.tokens)
     if config.retain != "auto":
-        share, why = float(config.retain), "as set"
-    elif model.max_length is None:
-        share, why = 0.0, "nothing says how long a row may be"
-    else:
-        part = CPU_RETAINED_SHARE if machine.device == "cpu" else ACCELERATOR_RETAINED_SHARE
-        batch_bytes = num_rows * model.max_length * model.activation_bytes_per_token
-        # Rounded down to hundredths, so that the number in the plan is the number that is used.
-        share = int(100 * min(1.0, max(0, room_bytes) * part / batch_bytes)) / 100
-        why = (
-            f"{part:.0%} of {show_bytes(max(0, room_bytes))} to spare against {show_bytes(batch_bytes)} of activations "
-            f"in a batch of {num_rows} rows of {model.max_length} tokens"
+        share = float(config.retain)
+        kept_bytes = 0 if whole is None else int(share * _kept_bytes(case, way, model, chunks.tokens))
+        reason = f"retain {share:g}: share of the batch that keeps its graphs and isn't encoded again; as set"
+        live = whole if whole is not None and share == 1 else chunks.activation_bytes + kept_bytes
+        reasons = (*chunks.reasons, reason)
+        return replace(chunks, retain=share, kept_share=share, activation_bytes=live, reasons=reasons)
+    part, room = _retained_part(case), max(0, room_bytes)
+    each = model.kept_bytes_per_token(checkpointed=way.gradient_checkpointing)
+    fitting = int(part * room) // each
+    kept = fitting if batch_tokens is None else min(fitting, batch_tokens)
+    why = f"{part:.0%} of {show_bytes(room)} to spare holds the activations of {fitting} tokens"
+    why += f" at {show_bytes(each)} each"
+    live = chunks.activation_bytes + kept * each
+    if kept == batch_tokens:
+        why += f", and a batch of {case.rows.own} rows has at most {batch_tokens}: nothing is encoded twice"
+        live = min(live, whole or live)
+    return replace(
+        chunks,
+        retain=1.0,
+        retain_tokens=kept,
+        kept_share=0.0 if batch_tokens is None else kept / max(1, batch_tokens),
+        activation_bytes=live,
+        reasons=(
+            *chunks.reasons,
+            f"retain: at most {kept} tokens of a batch keep their graphs and aren't encoded again; {why}",
+        ),
+    )
+
+
+def whole_batch_bytes(case: Case, way: Way, *, call_tokens: int | None) -> int | None:
+    """Return the activations of a device's batch with all graphs kept; None where nothing says how long items are.
+
+    Args:
+        case: The batch.
+        way: How it is trained.
+        call_tokens: Padded tokens of an encoder call; None encodes each tower's items in one.
+    """
+    model = case.sized(way)
+    if model.max_length is None:
+        return None
+    checkpointed = way.gradient_checkpointing
+    passing = 0.0
+    for tower in model.towers:
+        width, rows = tower.max_tokens or 1, case.tower_rows(tower)
+        if call_tokens is not None:
+            rows = min(rows, max(1.0, call_tokens / width))
+        passing = max(
+            passing,
+            tower.peak(rows, width, checkpointed=checkpointed) - tower.kept(checkpointed=checkpointed).of(rows, width),
         )
-    kept_tokens = 0 if model.max_length is None else int(share * num_rows * model.max_length)
-    reason = f"retain {share:g}: share of the batch that keeps its graphs and isn't encoded again; {why}"
-    live = chunks.live_tokens + kept_tokens
-    return replace(chunks, retain=share, live_tokens=live, reasons=(*chunks.reasons, reason))
+    return _kept_bytes(case, way, model, call_tokens) + int(passing)
 
 
-def _budget(config: Config, machine: Machine, model: ModelSize) -> tuple[int, int, tuple[str, ...]]:
+def num_calls(rows: float, width: int, call_tokens: int | None, most_rows: int = WHOLE_BATCH) -> int:
+    """Return the encoder calls that rows of equal width need."""
+    if rows <= 0:
+        return 0
+    return 1 if call_tokens is None else math.ceil(rows / max(1, min(most_rows, call_tokens // max(1, width))))
+
+
+def _kept_bytes(case: Case, way: Way, model: ModelSize, call_tokens: int | None) -> int:
+    """Return what all calls of a batch keep for their backward passes."""
+    total = 0.0
+    for tower in model.towers:
+        width, rows = tower.max_tokens or 1, case.tower_rows(tower)
+        cost = tower.kept(checkpointed=way.gradient_checkpointing)
+        total += cost.of(rows, width) + cost.per_call * (num_calls(rows, width, call_tokens) - 1)
+    return int(total)
+
+
+def _batch_tokens(case: Case, model: ModelSize) -> int | None:
+    if model.max_length is None:
+        return None
+    return math.ceil(sum(case.tower_rows(tower) * (tower.max_tokens or 1) for tower in model.towers))
+
+
+def _retained_part(case: Case) -> float:
+    if case.machine.device == "cpu":
+        return CPU_RETAINED_SHARE
+    return ACCELERATOR_RETAINED_SHARE if case.model.estimated else MEASURED_RETAINED_SHARE
+
+
+def _budget(case: Case, way: Way, room_bytes: int) -> tuple[int, int, tuple[str, ...]]:
     """Return the most rows and the most padded tokens of one encoder call, and why."""
+    config, model = case.config, case.sized(way)
     rows = MOST_CHUNK_ROWS if config.gradient_cache_chunk_size == "auto" else config.gradient_cache_chunk_size
     if config.gradient_cache_chunk_tokens != "auto":
         return rows, config.gradient_cache_chunk_tokens, ()
     if config.gradient_cache_chunk_size != "auto" and model.max_length is not None:
         return rows, rows * model.max_length, ()  # the user thinks in rows: tokens must not cut their chunks shorter
-    wanted = CPU_CHUNK_BYTES
-    if machine.device != "cpu":
-        wanted = min(ACCELERATOR_CHUNK_BYTES, machine.memory_bytes // 4)
-    tokens = max(LEAST_CHUNK_TOKENS, model.max_length or 0, wanted // model.activation_bytes_per_token)
+    each = model.call_bytes_per_token(checkpointed=way.gradient_checkpointing)
+    tokens = max(LEAST_CHUNK_TOKENS, model.max_length or 0, _chunk_bytes(case, way, room_bytes) // each)
     reason = (
-        f"gradient_cache_chunk_tokens {tokens}: {show_bytes(tokens * model.activation_bytes_per_token)} of "
-        f"activations at {show_bytes(model.activation_bytes_per_token)} a token (estimated)"
+        f"gradient_cache_chunk_tokens {tokens}: {show_bytes(tokens * each)} of activations at {show_bytes(each)} a "
+        f"token{' (estimated)' if model.estimated else ''}"
     )
+    if way.resharding:
+        reason += "; large, as each call gathers the weights anew"
     return rows, tokens, (reason,)
+
+
+def _chunk_bytes(case: Case, way: Way, room_bytes: int) -> int:
+    if case.machine.device == "cpu":
+        return CPU_CHUNK_BYTES
+    most = case.devices.memory_bytes // 4
+    if way.resharding:
+        return max(0, min(most, int(RESHARDING_SHARE * room_bytes)))
+    return max(0, min(ACCELERATOR_CHUNK_BYTES, most, room_bytes))

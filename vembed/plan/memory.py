@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 ADAM_STATES = 2
 """AdamW keeps two moments for each trainable parameter."""
@@ -12,40 +13,204 @@ LOSS_STRIP_TILES = 10
 
 
 @dataclass(frozen=True, slots=True)
+class CallCost:
+    """What an encoder call of R rows of width w costs: R * (per_token * w + per_pair * w * w) + per_call.
+
+    Attributes:
+        per_token: For each padded token.
+        per_pair: For each pair of tokens of a row: attention that stores its weights.
+        per_call: Whatever the rows, e.g. copies of the weights in the type that the call computes in.
+    """
+
+    per_token: float
+    per_pair: float = 0.0
+    per_call: float = 0.0
+
+    def of(self, rows: float, width: float) -> float:
+        """Return the cost of a call of so many rows of so many tokens."""
+        return rows * (self.per_token * width + self.per_pair * width * width) + self.per_call
+
+
+@dataclass(frozen=True, slots=True)
+class TowerSize:
+    """One stack of blocks that encodes items of one kind. A model has one, or one for texts and one for pictures.
+
+    Attributes:
+        name: For people: "text", "vision", "language".
+        max_tokens: Tokens of the longest item, None where there is no limit.
+        num_parameters: Its parameters.
+        num_trainable: Those that get gradients.
+        largest_block: Parameters of its largest block, which sharding gathers one at a time.
+        outside_blocks: Its parameters outside of blocks, which sharding gathers for a whole pass, in their own type.
+        saved: Bytes that the forward pass of a call keeps for its backward pass, parameters left out.
+        transient: Bytes beyond that at the worst moment of the call's two passes.
+        saved_checkpointed: `saved` with gradient checkpointing.
+        transient_checkpointed: `transient` with gradient checkpointing: the largest block's activations and more.
+        forward_flops: Of a call.
+        items: Which items pass through it.
+        largest_tensor: Parameters of the largest tensor that trains, usually the table of a vocabulary. Its fresh
+            gradient stands beside the accumulated ones when the activations are gone; `transient` leaves it out.
+    """
+
+    name: str
+    max_tokens: int | None
+    num_parameters: int
+    num_trainable: int
+    largest_block: int
+    saved: CallCost
+    transient: CallCost
+    saved_checkpointed: CallCost
+    transient_checkpointed: CallCost
+    forward_flops: CallCost
+    items: Literal["all", "texts", "pictures"] = "all"
+    largest_tensor: int = 0
+    outside_blocks: int = 0
+
+    def kept(self, *, checkpointed: bool) -> CallCost:
+        """Return what a call keeps for its backward pass."""
+        return self.saved_checkpointed if checkpointed else self.saved
+
+    def peak(self, rows: float, width: float, *, checkpointed: bool) -> float:
+        """Return the bytes of a call at its worst moment."""
+        transient = self.transient_checkpointed if checkpointed else self.transient
+        return self.kept(checkpointed=checkpointed).of(rows, width) + transient.of(rows, width)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSize:
     """What the plan must know of an encoder.
 
     Attributes:
-        num_parameters: All parameters.
+        num_parameters: All parameters, also those outside of the towers.
         num_trainable: Those that get gradients.
-        bytes_per_value: Of weights, gradients and optimizer state.
+        bytes_per_value: Of the weights as they are stored. Trainable ones, their gradients and their optimizer state
+            take at least 4 bytes a value with adapters.
         dimension: Embedding dim.
-        max_length: Longest input in tokens, None where there is no limit.
-        activation_bytes_per_token: Estimate of what one token keeps for backward, at the longest input.
+        towers: The stacks, at least one.
+        estimated: Whether the activations come from a formula and not from the model's own operations.
+        adapted: The same model with LoRA adapters as the configuration describes them, its base frozen; None where it
+            can't have any.
+        checkpointable: Whether the model can recompute activations in the backward pass.
+        picture_bytes: Host memory of one picture as the encoder takes it; 0 for an encoder of texts.
     """
 
     num_parameters: int
     num_trainable: int
     bytes_per_value: int
     dimension: int
-    max_length: int | None
-    activation_bytes_per_token: int
+    towers: tuple[TowerSize, ...]
+    estimated: bool = True
+    adapted: ModelSize | None = None
+    checkpointable: bool = True
+    picture_bytes: int = 0
+
+    @classmethod
+    def by_formula(
+        cls,
+        *,
+        num_parameters: int,
+        num_trainable: int,
+        bytes_per_value: int,
+        dimension: int,
+        max_length: int | None,
+        activation_bytes_per_token: int,
+    ) -> ModelSize:
+        """Return the size of a model of which only one number per token is known."""
+        cost = CallCost(float(activation_bytes_per_token))
+        tower = TowerSize(
+            name="encoder",
+            max_tokens=max_length,
+            num_parameters=num_parameters,
+            num_trainable=num_trainable,
+            largest_block=num_parameters,
+            saved=cost,
+            transient=CallCost(0.0),
+            saved_checkpointed=cost,
+            transient_checkpointed=CallCost(0.0),
+            forward_flops=CallCost(2.0 * num_parameters),
+        )
+        return cls(num_parameters, num_trainable, bytes_per_value, dimension, (tower,), checkpointable=False)
+
+    @property
+    def outside_blocks(self) -> int:
+        """Parameters that no block holds."""
+        return self.num_parameters - sum(tower.num_parameters - tower.outside_blocks for tower in self.towers)
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest item in tokens over all towers, None where one has no limit."""
+        lengths = [tower.max_tokens for tower in self.towers]
+        return None if None in lengths else max(length for length in lengths if length is not None)
+
+    @property
+    def activation_bytes_per_token(self) -> int:
+        """What one token of the longest item keeps for backward, in the tower where it keeps most."""
+        return self.kept_bytes_per_token(checkpointed=False)
+
+    def kept_bytes_per_token(self, *, checkpointed: bool) -> int:
+        """Return what one token of the longest item keeps for backward, in the tower where it keeps most."""
+        costs = [(tower.kept(checkpointed=checkpointed), tower.max_tokens or 1) for tower in self.towers]
+        return max(1, *(int((cost.of(1, width) - cost.per_call) / width) for cost, width in costs))
+
+    def call_bytes_per_token(self, *, checkpointed: bool) -> int:
+        """Return the same at the worst moment of a call."""
+        worst = 1
+        for tower in self.towers:
+            width = tower.max_tokens or 1
+            fixed = tower.peak(0, width, checkpointed=checkpointed)
+            worst = max(worst, int((tower.peak(1, width, checkpointed=checkpointed) - fixed) / width))
+        return worst
+
+    def call_bytes(self, tokens: float, *, checkpointed: bool) -> int:
+        """Return the bytes of a call of so many padded tokens, in rows of the longest item, at its worst moment."""
+        peaks = []
+        for tower in self.towers:
+            width = min(tower.max_tokens or 1, tokens)
+            peaks.append(tower.peak(tokens / max(1, width), width, checkpointed=checkpointed))
+        return int(max(peaks))
+
+    def limited(self, max_tokens: int) -> ModelSize:
+        """Return the same model for items of at most so many tokens."""
+        towers = tuple(
+            tower if tower.max_tokens is None else replace(tower, max_tokens=min(tower.max_tokens, max_tokens))
+            for tower in self.towers
+        )
+        adapted = None if self.adapted is None else self.adapted.limited(max_tokens)
+        return replace(self, towers=towers, adapted=adapted)
 
 
 @dataclass(frozen=True, slots=True)
 class BytesPerDevice:
-    """Peak memory of a step on one device, in bytes. `activations` is an estimate by formula, the rest is counted."""
+    """Peak memory of a step on one device, in bytes.
+
+    Attributes:
+        parameters: Weights, those that are whole during the step or this device's shards.
+        gradients: Of what trains.
+        optimizer: AdamW's two moments.
+        activations: Of the encoder calls whose graphs live at once.
+        loss: This device's embeddings, their gradients, and blocks of the similarity matrix.
+        embeddings: Those gathered from other devices, and their gradients.
+        reduction: Buckets in which replicated gradients are added up.
+        sharding: What sharding holds beside: shards under a whole copy, or the blocks that are gathered for use.
+        apart: What of all that is never there at the same time: gradients come when graphs go.
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     loss: int
+    embeddings: int = 0
+    reduction: int = 0
+    sharding: int = 0
+    apart: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of the parts."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.loss
+        """The worst moment: the parts, less what is apart."""
+        states = self.parameters + self.gradients + self.optimizer
+        others = self.loss + self.embeddings + self.reduction + self.sharding
+        return states + self.activations + others - self.apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +226,49 @@ class LossTiles:
     count: int
 
 
-def step_bytes(
-    size: ModelSize, *, chunk_tokens: int, num_queries: int, num_documents: int, tiles: LossTiles
-) -> BytesPerDevice:
-    """Return the memory of one step.
+@dataclass(frozen=True, slots=True)
+class BatchRows:
+    """Rows of a step.
 
-    Args:
-        size: The encoder.
-        chunk_tokens: Padded tokens whose activations live at once.
-        num_queries: Queries of the batch.
-        num_documents: Documents of the batch, positives and hard negatives.
-        tiles: Of the loss.
+    Attributes:
+        num_queries: Queries of one device.
+        num_documents: Documents of one device, positives and hard negatives.
+        all_queries: Queries of all devices.
+        all_documents: Documents of all devices.
     """
-    tile = min(tiles.size, num_queries) * min(tiles.size, num_documents)
-    strip = min(LOSS_STRIP_TILES * tiles.size**2, num_queries * num_documents)
-    table = (num_queries + num_documents) * size.dimension * size.bytes_per_value
-    return BytesPerDevice(
-        parameters=size.num_parameters * size.bytes_per_value,
-        gradients=size.num_trainable * size.bytes_per_value,
-        optimizer=size.num_trainable * size.bytes_per_value * ADAM_STATES,
-        activations=chunk_tokens * size.activation_bytes_per_token,
-        loss=2 * table + (tiles.count * tile + strip) * size.bytes_per_value,
-    )
+
+    num_queries: int
+    num_documents: int
+    all_queries: int
+    all_documents: int
+
+    @classmethod
+    def of_one(cls, num_queries: int, num_documents: int) -> BatchRows:
+        """Return the rows of a single device."""
+        return cls(num_queries, num_documents, num_queries, num_documents)
+
+    @property
+    def own(self) -> int:
+        """Rows of one device."""
+        return self.num_queries + self.num_documents
+
+    @property
+    def all(self) -> int:
+        """Rows of all devices."""
+        return self.all_queries + self.all_documents
+
+
+def loss_bytes(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
+    """Return the memory of the loss stage: embeddings, their gradients, blocks of the similarity matrix."""
+    value = max(4, size.bytes_per_value)
+    tile = min(tiles.size, rows.num_queries) * min(tiles.size, rows.all_documents)
+    strip = min(LOSS_STRIP_TILES * tiles.size**2, rows.num_queries * rows.all_documents)
+    return (2 * rows.own * size.dimension + tiles.count * tile + strip) * value
+
+
+def gathered_bytes(size: ModelSize, rows: BatchRows) -> int:
+    """Return the memory of the embeddings of all devices and of their gradients; none on a single device."""
+    return 0 if rows.all == rows.own else 2 * rows.all * size.dimension * max(4, size.bytes_per_value)
 
 
 def show_bytes(count: float) -> str:
@@ -92,3 +278,8 @@ def show_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
+
+
+def show_count(count: float) -> str:
+    """Return a number of parameters for people, e.g. "8.14B"."""
+    return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"

@@ -1,6 +1,6 @@
 """Keys of the batch and its chunks."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vembed.config.fields import Auto, Count, Share, key, rule
 from vembed.config.keys.section import Section
@@ -12,9 +12,25 @@ if TYPE_CHECKING:
 class BatchKeys(Section):
     """How many rows one step sees, and how many of them at a time."""
 
-    batch_size: Count = key(64, "Batch of one device.", unit="queries")
+    batch_size: Auto | Count = key(
+        64,
+        "Batch of one device; auto is the largest power of two that memory, the loss and the number of steps allow.",
+        unit="queries",
+    )
     global_batch_size: Count | None = key(
         None, "Batch of all devices together; wins over batch_size and is divided over the devices.", unit="queries"
+    )
+    gradient_accumulation_steps: Auto | Count = key(
+        "auto",
+        "Batches whose gradients are added up before an optimizer step, each with its own negatives; auto is 1, as "
+        "gradient caching takes the whole batch at once, with all its negatives, in the same memory.",
+        unit="batches",
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = key(
+        "none", "Multiply learning_rate by batch / lr_reference_batch, or by the root of that; none takes it as it is."
+    )
+    lr_reference_batch: Count = key(
+        256, "With lr_scaling: the effective batch that learning_rate is meant for.", unit="queries"
     )
     use_gradient_cache: Auto | bool = key(
         "auto", "Encode the batch in chunks with its own gradients; false: in one call."
@@ -39,10 +55,26 @@ class BatchKeys(Section):
 def _batch_has_negatives(config: "Config") -> str | None:
     """The global batch (`global_batch_size`, else `batch_size`) must be 2 or more."""
     name = "batch_size" if config.global_batch_size is None else "global_batch_size"
-    if getattr(config, name) > 1:
+    if getattr(config, name) != 1:
         return None
     loss = config.loss_type
     return f"{name} 1 leaves no in-batch negatives, so the {loss} loss learns nothing; set {name} to 2 or more"
+
+
+@rule("batch_size", "global_batch_size")
+def _batch_is_said_once(config: "Config") -> str | None:
+    """`batch_size: auto` must not stand beside a `global_batch_size`."""
+    if config.batch_size != "auto" or config.global_batch_size is None:
+        return None
+    return "batch_size auto asks the plan for a batch that global_batch_size already gives; remove one of them"
+
+
+@rule("lr_reference_batch", "lr_scaling")
+def _reference_batch_acts(config: "Config") -> str | None:
+    """`lr_reference_batch` other than its default needs an `lr_scaling` other than none."""
+    if config.lr_scaling != "none" or config.lr_reference_batch == BatchKeys.default("lr_reference_batch"):
+        return None
+    return "lr_reference_batch has no effect with lr_scaling none; set lr_scaling to linear or sqrt, or remove it"
 
 
 @rule("gradient_cache_chunk_size", "use_gradient_cache")

@@ -2,41 +2,120 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vembed.models.pictures import picture_bytes
-from vembed.models.profile import model_size
-from vembed.plan.plan import DataSize, Plan, make_plan
+from vembed.config.schema import default_of
+from vembed.distributed.runtime import start_runtime
+from vembed.models.profile import ProfileTarget, profile_model
+from vembed.plan.devices import Devices
+from vembed.plan.hardware import cpu_cores
+from vembed.plan.plan import DataSize, Plan, compute_dtype, make_plan
+from vembed.plan.strategy import DECIDING_KEYS
 from vembed.training.build.data import measures_both_directions
-from vembed.training.build.model import DTYPES
+from vembed.training.build.model import DTYPES, lora_options, model_options
 
 if TYPE_CHECKING:
     from vembed.checkpoint.format import LoadedCheckpoint
     from vembed.config.schema import Config
-    from vembed.data.sampler import GlobalSampler
     from vembed.distributed.runtime import Runtime
-    from vembed.models.encoder import Encoder
+    from vembed.plan.hardware import Machine
+    from vembed.plan.memory import ModelSize
     from vembed.training.inputs import RunData
 
 
-PLAN_READ_BACK = ("gradient_cache_chunk_size", "gradient_cache_chunk_tokens", "retain", "dtype", "loss_tile_size")
-"""Decisions that a resumed run takes from its checkpoint: they change rounding, or the machine may differ."""
+PLAN_READ_BACK = (
+    "global_batch_size",
+    "gradient_accumulation_steps",
+    "learning_rate",
+    "steps",
+    "steps_per_epoch",
+    "warmup_steps",
+    "gradient_cache_chunk_size",
+    "gradient_cache_chunk_tokens",
+    "retain",
+    "retain_tokens",
+    "dtype",
+    "loss_tile_size",
+    "use_lora",
+    "gradient_checkpointing",
+)
+"""Decisions that a resumed run takes from its checkpoint: they change what is trained or its rounding, or the machine
+may differ."""
+
+SHARDING_READ_BACK = ("strategy", "gradient_cache", "mode", "sharding_factor", "cpu_offload")
+"""The same, as long as there are as many processes as before."""
+
+ADAPTERS_FROM = 1_000_000_000
+"""Parameters from which adapters are measured although nobody asked for them: a smaller model can do without."""
 
 
-def build_plan(config: Config, runtime: Runtime, data: RunData, encoder: Encoder, sampler: GlobalSampler) -> Plan:
-    """Decide what the configuration left open."""
-    compute_dtype = DTYPES[config.torch_dtype]
+def build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
+    """Decide what the configuration left open, before the encoder is built."""
+    model = measured_model(config, runtime.machine)
     counts = data.counts
     size = DataSize(
         num_records=counts.num_records,
-        steps_per_epoch=sampler.steps_per_epoch,
         documents_per_query=counts.num_documents / counts.num_records,
         pictures_per_record=counts.items.num_pictures / counts.num_records,
-        picture_bytes=picture_bytes(encoder),
-        notes=(*data.notes, *sampler.notes, *_idle_augmentation(config, data), *_direction_notes(config, data)),
+        picture_bytes=model.picture_bytes,
+        notes=(*data.notes, *_idle_augmentation(config, data), *_direction_notes(config, data)),
     )
-    return make_plan(config, runtime.machine, model_size(encoder, compute_dtype=compute_dtype), size)
+    return make_plan(config, runtime.machine, model, size, devices=_devices(runtime))
+
+
+def measured_model(config: Config, machine: Machine, *, name: str | None = None) -> ModelSize:
+    """Measure the model without its weights, with its adapters where the plan may want them.
+
+    Args:
+        config: Names the model and says what of it trains.
+        machine: Where it will run.
+        name: Another model or a file with its shape, to be measured in its place.
+    """
+    options = model_options(config)
+    if name is not None:
+        options = replace(options, name=name)
+    dtype = compute_dtype(config, machine, [])
+    target = ProfileTarget(machine.device, DTYPES[dtype] if dtype in ("bfloat16", "float16") else None)
+    size = profile_model(options, target, trainable=config.trainable)
+    may_adapt = config.use_lora == "auto" and config.trainable == "all" and size.num_parameters >= ADAPTERS_FROM
+    if config.use_lora is True or may_adapt:
+        return profile_model(options, target, trainable=config.trainable, lora=lora_options(config))
+    return size
+
+
+def plan_elsewhere(config: Config, devices: Devices | None, *, shape: str | None, num_records: int) -> Plan:
+    """Plan a run without its data, and perhaps for other devices or without its model.
+
+    Args:
+        config: What the user said.
+        devices: What it would be spread over; None is this machine.
+        shape: File with the shape of the model, read in place of the model.
+        num_records: Records that the data are taken to have.
+    """
+    if devices is None:
+        runtime = start_runtime(deterministic=False, num_processes=config.num_processes, plans_only=True)
+        machine, devices = runtime.machine, _devices(runtime)
+    else:
+        machine = devices.machine(cpu_cores())
+    model = measured_model(config, machine, name=shape)
+    shows = any(tower.items == "pictures" for tower in model.towers)
+    assumed = "one query and one picture" if shows else "one query and one document"
+    size = DataSize(
+        num_records=num_records,
+        documents_per_query=1.0,
+        pictures_per_record=float(shows),
+        picture_bytes=model.picture_bytes,
+        notes=(f"no data were read: {num_records:,} records of {assumed} each are assumed, and this machine's cores",),
+    )
+    return make_plan(config, machine, model, size, devices=devices)
+
+
+def _devices(runtime: Runtime) -> Devices:
+    """Return all devices of the run; a process that only plans stands for those of its machine."""
+    world_size = max(runtime.ranks.world_size, runtime.local_world_size)
+    return Devices.of(runtime.machine, world_size, nodes=max(1, world_size // runtime.local_world_size))
 
 
 def _direction_notes(config: Config, data: RunData) -> list[str]:
@@ -58,10 +137,19 @@ def _idle_augmentation(config: Config, data: RunData) -> list[str]:
     return [f"{name} has no effect: the training data hold no pictures." for name, is_set in idle.items() if is_set]
 
 
-def read_back(plan: Plan, checkpoint: LoadedCheckpoint) -> Plan:
-    """Return the plan with the decisions that the checkpoint's run had taken."""
-    saved = checkpoint.stamp["plan"]
+def read_back(plan: Plan, checkpoint: LoadedCheckpoint, config: Config) -> Plan:
+    """Return the plan with the decisions that the checkpoint's run had taken.
+
+    What is sharded, and how, is decided anew where the number of processes or a key that decides it has changed.
+    """
+    saved, settings = checkpoint.stamp["plan"], checkpoint.stamp["config"]
     assert isinstance(saved, dict)
+    assert isinstance(settings, dict)
     decided: dict[str, Any] = {name: saved[name] for name in PLAN_READ_BACK if name in saved}
-    reasons = (*plan.reasons, f"resumed from step {checkpoint.step}: {', '.join(PLAN_READ_BACK)} are the checkpoint's")
+    unchanged = all(settings.get(name, default_of(name)) == getattr(config, name) for name in DECIDING_KEYS)
+    if unchanged and saved.get("world_size") == plan.world_size:
+        decided |= {name: saved[name] for name in SHARDING_READ_BACK if name in saved}
+    if "global_batch_size" in decided:
+        decided["batch_size"] = math.ceil(decided["global_batch_size"] / plan.world_size)
+    reasons = (*plan.reasons, f"resumed from step {checkpoint.step}: {', '.join(decided)} are the checkpoint's")
     return replace(plan, **decided, reasons=reasons)

@@ -1,0 +1,54 @@
+"""The predicted memory of a step against what a step allocates, as the benchmark compares them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory_prediction.py"
+
+CASES = ("BERT, half", "BERT, gradient", "BERT, bfloat16", "BERT, LoRA", "CLIP, nothing", "CLIP, all", "tiny-clip")
+"""Beginnings of names: text and pictures, retention, recomputation, mixed precision, adapters, from scratch."""
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("memory_prediction", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "memory_prediction", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_plan_of_a_small_step_is_true(benchmark_module: ModuleType) -> None:
+    shape = benchmark_module.bert(hidden=128, layers=3, tokens=48)
+    case = benchmark_module.Case("small", shape, pairs=24, tokens=48, chunk_tokens=768, retain=0.5)
+    predicted = benchmark_module.predict(case, "cpu")
+    measured = benchmark_module.measure_step(case, torch.device("cpu"))
+    assert predicted["total"] == pytest.approx(measured["peak"], rel=0.1)
+    # What stays from step to step is counted; what comes on top is the prediction.
+    stays = predicted["parameters"] + predicted["optimizer"]
+    assert stays == pytest.approx(measured["stays"], rel=0.01)
+    assert predicted["total"] - stays == pytest.approx(measured["peak"] - measured["stays"], rel=0.1)
+    assert predicted["total"] - stays > 0.5 * stays
+
+
+@pytest.mark.slow
+def test_predictions_hold_within_ten_percent(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    subprocess.run([sys.executable, SCRIPT, *CASES, "--json", results], check=True)
+    ratios = {each["case"]: each["ratio"] for each in json.loads(results.read_text("utf-8"))}
+    assert len(ratios) == len(CASES)
+    assert {name: ratio for name, ratio in ratios.items() if not 0.9 <= ratio <= 1.1} == {}

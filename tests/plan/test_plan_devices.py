@@ -1,0 +1,61 @@
+"""Devices that a plan is made for: what their names mean, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from vembed.errors import ConfigError
+from vembed.plan.devices import KNOWN_DEVICES, NETWORK, Devices, find_known, parse_devices
+from vembed.plan.hardware import GIB, Machine
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "count", "name", "gib"),
+    [
+        ("8xH100-80GB", 1, 8, "H100", 80),
+        ("8xh100-80gb", 1, 8, "h100", 80),
+        ("4x24GB", 1, 4, "device of 24 GB", 24),
+        ("2x8xA100-40GB", 2, 16, "A100", 40),
+        ("1xT4", 1, 1, "T4", 16),
+        ("4xH200", 1, 4, "H200", 141),
+        ("2xRTX4090", 1, 2, "RTX4090", 24),
+        ("2xRTX 4090-24GB", 1, 2, "RTX 4090", 24),
+        ("1xSomething-12.5GiB", 1, 1, "Something", 12.5),
+    ],
+)
+def test_a_text_says_how_many_of_what(text: str, nodes: int, count: int, name: str, gib: float) -> None:
+    devices = parse_devices(text)
+    assert (devices.nodes, devices.count, devices.name) == (nodes, count, name)
+    assert devices.memory_bytes == int(gib * 0.985 * GIB), "the driver's part is left out"
+    assert devices.known == (find_known(name) is not None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8", "H100", "x8", "0x24GB", "4xUnheardOf", "4x0GB", "4x24GB-H100", "4x24TB", "-1xT4"]
+)
+def test_what_cannot_be_read_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ConfigError, match="8xH100-80GB"):
+        parse_devices(text)
+
+
+def test_the_names_that_drivers_give_find_their_figures() -> None:
+    names = {
+        "NVIDIA H100 80GB HBM3": "H100", "NVIDIA A100-SXM4-40GB": "A100", "NVIDIA GeForce RTX 4090": "RTX4090",
+        "NVIDIA L40S": "L40S", "NVIDIA L4": "L4", "Tesla T4": "T4", "NVIDIA RTX A6000": "A6000", "NVIDIA A10G": "A10",
+    }  # fmt: skip
+    assert {name: find_known(name) for name in names} == {name: KNOWN_DEVICES[key] for name, key in names.items()}
+    assert find_known("Radeon") is None
+
+
+def test_a_group_within_a_machine_is_joined_faster_than_one_over_several() -> None:
+    devices = parse_devices("2x8xH100-80GB")
+    assert devices.bandwidth(8) == KNOWN_DEVICES["H100"].link
+    assert devices.bandwidth(16) == NETWORK
+
+
+def test_this_machine_becomes_as_many_devices_as_it_has_processes() -> None:
+    cpu = Machine("cpu", "the CPU", 4 * GIB, 2, fast_bf16=False)
+    assert (Devices.of(cpu).count, Devices.of(cpu, 2).memory_bytes) == (1, 4 * GIB)
+    card = Machine("cuda", "NVIDIA H200", 139 * GIB, 16, fast_bf16=True)
+    assert Devices.of(card, 16, 2).per_node == 8
+    assert str(Devices.of(card, 16, 2)) == "16 x NVIDIA H200, 139.0 GiB each on 2 machines"

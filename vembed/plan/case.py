@@ -1,0 +1,140 @@
+"""What a plan is made for, and the ways of training that it weighs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vembed.config.schema import Config
+    from vembed.plan.devices import Devices
+    from vembed.plan.hardware import Machine
+    from vembed.plan.memory import BatchRows, LossTiles, ModelSize, TowerSize
+
+FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE = 1.1, int(1.5 * (1 << 30)), 0.95
+"""A step fits when 1.1 x prediction + 1.5 GiB is at most 95% of the memory."""
+
+Strategy = Literal["single", "ddp", "ddp_gradcache", "fsdp", "fsdp_lora"]
+Mode = Literal["fast", "lean", "sharded"]
+
+MODES: tuple[Mode, ...] = ("fast", "lean", "sharded")
+ZERO_STAGES = {None: 0, "fast": 1, "lean": 2, "sharded": 3}
+VALUE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train.
+
+    Attributes:
+        strategy: How the work is spread.
+        gradient_cache: Whether a part of the batch is encoded twice, instead of keeping all of its graphs.
+        gradient_checkpointing: Whether activations are computed again in the backward pass.
+        use_lora: Whether adapters train beside a frozen base.
+        mode: What stays whole during a step; None where nothing is sharded.
+        sharding_factor: Devices that share one copy of the model.
+        cpu_offload: Whether shards live in the host's memory.
+    """
+
+    strategy: Strategy
+    gradient_cache: bool = False
+    gradient_checkpointing: bool = False
+    use_lora: bool = False
+    mode: Mode | None = None
+    sharding_factor: int = 1
+    cpu_offload: bool = False
+
+    @property
+    def zero_stage(self) -> int:
+        """Stage of ZeRO that the mode corresponds to; 0 where nothing is sharded."""
+        return ZERO_STAGES[self.mode]
+
+    @property
+    def resharding(self) -> bool:
+        """Whether each encoder call gathers the weights anew."""
+        return self.mode in ("lean", "sharded")
+
+    def __str__(self) -> str:
+        parts: list[str] = [self.strategy if self.mode is None else f"{self.strategy} {self.mode}"]
+        if self.strategy == "single" and self.gradient_cache:
+            parts.append("gradient caching")
+        if self.use_lora and self.strategy != "fsdp_lora":
+            parts.append("LoRA")
+        if self.gradient_checkpointing:
+            parts.append("checkpointing")
+        if self.cpu_offload:
+            parts.append("offload")
+        return " + ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What a plan is made for.
+
+    Attributes:
+        config: The user's word.
+        machine: The device of one process.
+        devices: All of them.
+        model: Size of the encoder.
+        rows: Rows of a step.
+        num_pictures: Of those of one device, how many are pictures.
+        dtype: What the encoder computes in.
+        tiles: Blocks of the similarity matrix.
+    """
+
+    config: Config
+    machine: Machine
+    devices: Devices
+    model: ModelSize
+    rows: BatchRows
+    num_pictures: float
+    dtype: str
+    tiles: LossTiles
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most that the prediction for one device may be."""
+        return int((FIT_SHARE * self.devices.memory_bytes - FIT_RESERVE_BYTES) / FIT_FACTOR)
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a value that the encoder computes with."""
+        return min(VALUE_BYTES[self.dtype], self.model.bytes_per_value)
+
+    def sized(self, way: Way) -> ModelSize:
+        """Return the size of what is trained that way; where only LoRA's size is known it is the model's own."""
+        return self.model.adapted or self.model if way.use_lora else self.model
+
+    def tower_rows(self, tower: TowerSize) -> float:
+        """Return how many rows of one device pass through a tower."""
+        if tower.items == "pictures":
+            return self.num_pictures
+        return self.rows.own - self.num_pictures if tower.items == "texts" else self.rows.own
+
+
+def all_ways(case: Case) -> Iterator[Way]:
+    """Yield every way that the devices and the model allow, the plainest first."""
+    adapted = case.model.adapted is not None or case.config.use_lora is True
+    lora = (False, True) if adapted else (False,)
+    recompute = (False, True) if case.model.checkpointable else (False,)
+    count = case.devices.count
+    for use_lora in lora:
+        for checkpointed in recompute:
+            for cached in (False, True):
+                strategy: Strategy = "single" if count == 1 else "ddp_gradcache" if cached else "ddp"
+                yield Way(strategy, cached, checkpointed, use_lora)
+    if case.config.load_in_4bit:
+        return  # weights of 4 bits can't be sharded
+    for factor in (each for each in range(count, 1, -1) if count % each == 0):
+        for use_lora in lora:
+            sharded: Strategy = "fsdp_lora" if use_lora else "fsdp"
+            # Sharded gradients are added up in the type of the weights, chunk by chunk: half precision would lose them.
+            modes = MODES if use_lora or case.model.bytes_per_value >= VALUE_BYTES["float32"] else MODES[:-1]
+            for checkpointed in recompute:
+                for mode in modes:
+                    yield Way(sharded, True, checkpointed, use_lora, mode, factor)
+            offloaded = modes[-1] if case.config.fsdp_mode == "auto" else case.config.fsdp_mode
+            for checkpointed in recompute if offloaded in modes else ():
+                yield Way(sharded, True, checkpointed, use_lora, offloaded, factor, cpu_offload=True)

@@ -1,5 +1,6 @@
 # The verbs of the repository. They run in the environment that is active.
-.PHONY: install install-dev format lint types contract test test-all check docs train quickstart
+.PHONY: install install-dev format lint types contract test test-all check docs train train-tensorboard quickstart \
+	gpu-info doctor memory-check setup-accelerate
 
 install:
 	python -m pip install -c constraints.txt -e ".[test]"
@@ -35,6 +36,31 @@ docs:
 quickstart:
 	python run.py configs/quickstart.yaml --resume never --config_override overwrite_output_dir=true
 
-# make train CONFIG=my.yaml
+# Every verb below takes CONFIG=my.yaml; what stands here is a small built-in run.
+CONFIG ?= configs/quickstart.yaml
+# Where TensorBoard looks for runs.
+LOGDIR ?= runs
+
 train:
 	python run.py $(CONFIG)
+
+# TensorBoard at http://localhost:6006 for as long as the training lasts.
+train-tensorboard:
+	@tensorboard --logdir $(LOGDIR) --port 6006 & board=$$!; trap "kill $$board 2>/dev/null" EXIT INT TERM; \
+	python run.py $(CONFIG) --config_override report_to=tensorboard
+
+# Devices, versions and variables, without starting anything.
+gpu-info:
+	python -m vembed doctor --no-self-test
+
+# The same with a test of processes that work together, and what CONFIG would plan here.
+doctor:
+	python -m vembed doctor $(CONFIG)
+
+# Memory of every strategy, here or on other devices: make memory-check CONFIG=my.yaml DEVICES=4x24GB
+memory-check:
+	python -m vembed plan $(CONFIG) $(if $(DEVICES),--devices $(DEVICES))
+
+# Answer a few questions once; accelerate launch then starts runs over several machines.
+setup-accelerate:
+	accelerate config

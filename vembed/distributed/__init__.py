@@ -1,5 +1,6 @@
 """Processes and devices: the only room that imports accelerate.
 
-Here: which device this process trains on, how many processes there are, one policy for number formats.
+Here: which process this is and who launched it, launching several, their collectives, what shards a model, who is
+missing or failed first, one policy for number formats.
 Not here: which strategy is chosen (plan/), what is computed (gradcache/).
 """

@@ -1,15 +1,32 @@
-"""What this process is: its device and its place among the others."""
+"""What this process is: its device, its place among the others, and the process group that joins them.
+
+Every process of a run executes the whole program; whoever launched it (run.py, accelerate launch, torchrun, srun) says
+in the environment which one it is. Nothing here launches anything.
+"""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 
-from vembed.errors import MachineError
+from vembed.distributed.devices import num_devices, processes_to_start
+from vembed.distributed.place import Place, place_of_this_process
+from vembed.distributed.ranks import Ranks
+from vembed.distributed.watch import start_watch, stop_watch
+from vembed.errors import ConfigError, MachineError
 from vembed.plan.hardware import Machine, cpu_cores, cpu_memory_bytes
+
+TIMEOUT_SECONDS = 600
+"""Longest wait for another process where the caller doesn't say."""
+
+GRACE_SECONDS = 30
+"""A collective itself gives up this much later than the watch, which can say who is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,47 +35,155 @@ class Runtime:
 
     Attributes:
         device: Where the encoder runs.
-        machine: What that offers.
+        machine: What that offers to this process: a CPU's memory is shared by the processes on it.
+        ranks: Its place among all processes of the run, with their collectives.
+        local_rank: Its number among the processes of this machine.
+        local_world_size: Processes of this machine.
     """
 
     device: torch.device
     machine: Machine
+    ranks: Ranks = field(default_factory=Ranks)
+    local_rank: int = 0
+    local_world_size: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run: of the one that is planned, in a process that only plans."""
+        return max(self.ranks.world_size, self.local_world_size)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes what there is one of."""
+        return self.ranks.rank == 0
 
 
-def start_runtime(*, deterministic: bool) -> Runtime:
-    """Find the device and fix the number formats.
+def start_runtime(
+    *,
+    deterministic: bool,
+    timeout_seconds: int = TIMEOUT_SECONDS,
+    num_processes: int | Literal["auto"] = "auto",
+    plans_only: bool = False,
+) -> Runtime:
+    """Find the device, join the other processes and fix the number formats.
 
     float32 matrix products run in full float32 unless mixed precision is asked for: TF32 stays off, so that equal
     settings mean equal arithmetic on every machine.
 
     Args:
         deterministic: Use only kernels whose result doesn't depend on scheduling.
+        timeout_seconds: Longest wait for another process.
+        num_processes: Processes of this machine that the user asks for.
+        plans_only: Whether this process stands for those that a run would start.
 
     Raises:
-        MachineError: When started as one of several processes, which this version can't train in.
+        ConfigError: The launcher's numbers make no sense, or there are fewer devices or other processes than asked for.
+        MachineError: The other processes can't be reached.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if world_size > 1:
-        raise MachineError(
-            f"started as one of {world_size} processes, and this version of vembed trains in one; "
-            f"launch with --num_processes 1"
-        )
-    device = PartialState().device
+    place = place_of_this_process()
+    if plans_only and not place.is_launched:
+        local_world_size = processes_to_start(num_processes)
+    else:
+        local_world_size = place.local_world_size
+        _refuse_other_count(place, num_processes)
+    device = _join(place, timeout_seconds)
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False  # convolutions have a switch of their own, and it is on
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
-    return Runtime(device, describe_machine(device))
+    machine = describe_machine(device, num_processes=local_world_size)
+    ranks = Ranks.of_this_process()
+    if not ranks.is_one:
+        start_watch(ranks, timeout_seconds=timeout_seconds)
+    return Runtime(device, machine, ranks, place.local_rank, local_world_size)
 
 
-def describe_machine(device: torch.device) -> Machine:
-    """Return what the device of this process offers."""
+def local_device() -> torch.device:
+    """Return the device of this process, without joining any others."""
+    place = place_of_this_process()
+    torch.set_float32_matmul_precision("highest")
+    if num_devices() == 0:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, place.local_rank % num_devices())
+
+
+def shut_down() -> None:
+    """Leave the process group, once every process is ready to; does nothing in a run of one process.
+
+    Processes that end one after the other look like failures to those that are still at work.
+    """
+    stop_watch()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _join(place: Place, timeout_seconds: int) -> torch.device:
+    """Initialise the process group where there are several processes, and return the device of this one."""
+    on_cpu = num_devices() == 0
+    if place.world_size == 1:
+        alone: torch.device = PartialState(cpu=on_cpu).device
+        return alone
+    if not on_cpu:
+        _refuse_shared_devices(place, num_devices())
+    os.environ.update(place.environment())
+    timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
+    try:
+        state = PartialState(cpu=on_cpu, timeout=timeout)
+    except dist.DistError as error:
+        raise MachineError(
+            f"rank {place.rank} of {place.world_size} can't join the others at {place.main_address}: {error}"
+        ) from error
+    if state.num_processes != place.world_size:
+        raise MachineError(
+            f"{place.launcher} started {place.world_size} processes, but only {state.num_processes} trains: "
+            f"accelerate found no backend that joins them on {state.device}"
+        )
+    device: torch.device = state.device
+    return device
+
+
+def _refuse_other_count(place: Place, asked: int | Literal["auto"]) -> None:
+    """Refuse to train in more or fewer processes than the configuration says: only what launches them can mend that."""
+    if asked in ("auto", place.local_world_size):
+        return
+    if not place.is_launched:
+        raise ConfigError(
+            f"num_processes is {asked}, and a call from Python trains in its own process; use python run.py or vembed "
+            f"train, or start the script with torchrun --nproc-per-node {asked}"
+        )
+    raise ConfigError(
+        f"num_processes is {asked}, and {place.launcher} started {place.local_world_size} on this machine; start "
+        f"{asked} (--num_processes of accelerate launch, --nproc-per-node of torchrun), or leave num_processes out"
+    )
+
+
+def _refuse_shared_devices(place: Place, num_devices: int) -> None:
+    """Refuse more processes than devices; srun may show each process its own device alone."""
+    if place.local_world_size > num_devices and not (num_devices == 1 and place.launcher == "srun"):
+        raise ConfigError(
+            f"{place.launcher} started {place.local_world_size} processes on a machine with {num_devices} devices, and "
+            f"each needs its own; start {num_devices}"
+        )
+
+
+def describe_machine(device: torch.device, *, num_processes: int = 1) -> Machine:
+    """Return what the device of this process offers.
+
+    Args:
+        device: Of this process.
+        num_processes: Training processes on this machine, among which its cores and a CPU's memory are divided.
+    """
+    cores = max(1, cpu_cores() // num_processes)
     if device.type == "cpu":
-        cores, threads = cpu_cores(), torch.get_num_threads()
-        return Machine("cpu", "the CPU", cpu_memory_bytes(), cores, fast_bf16=False, num_busy_cores=threads)
+        threads = min(torch.get_num_threads(), cores)
+        memory_bytes = cpu_memory_bytes() // num_processes
+        return Machine("cpu", "the CPU", memory_bytes, cores, fast_bf16=False, num_busy_cores=threads)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         return Machine(
-            "cuda", properties.name, properties.total_memory, cpu_cores(), fast_bf16=torch.cuda.is_bf16_supported()
+            "cuda", properties.name, properties.total_memory, cores, fast_bf16=torch.cuda.is_bf16_supported()
         )
-    return Machine(device.type, device.type, cpu_memory_bytes(), cpu_cores(), fast_bf16=False)
+    return Machine(device.type, device.type, cpu_memory_bytes() // num_processes, cores, fast_bf16=False)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
+import warnings
 from typing import TYPE_CHECKING
 
 from vembed.config.redact import redact
-from vembed.errors import ExitCode, VembedError
+from vembed.distributed.failures import UNEXPECTED_CODE, report_failure
+from vembed.distributed.place import place_of_this_process
+from vembed.errors import ConfigError, ExitCode, VembedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from vembed.distributed.failures import Ending
 
 
 class _TerminalHandler(logging.Handler):
@@ -27,7 +33,7 @@ class _TerminalHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
-        stream = sys.stderr if self._to_stderr else sys.stdout
+        stream = sys.stderr if self._to_stderr or record.levelno >= logging.ERROR else sys.stdout
         bars = sys.modules.get("tqdm")
         if bars is not None and sys.stderr.isatty():
             bars.tqdm.write(line, file=stream)
@@ -43,15 +49,29 @@ class _TerminalFormatter(logging.Formatter):
         return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
 
 
-def run_command(command: Callable[[], int], *, log_to_stderr: bool = False) -> int:
+def run_command(command: Callable[[], int], *, log_to_stderr: bool = False, in_several: bool = False) -> int:
     """Run a command and return its exit code.
+
+    Of several processes that run it together only the first prints what it logs; errors come from every one of them,
+    with its rank, and the run's first failure is told by the process that it is of.
 
     Args:
         command: The command's body, returning an exit code.
         log_to_stderr: Whether log lines leave the standard output alone.
+        in_several: Whether several processes may run it together.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        place = place_of_this_process()
+        if place.world_size > 1 and not in_several:
+            raise ConfigError(f"{place.launcher} started {place.world_size} processes, and this command runs in one")
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     handler = _TerminalHandler(to_stderr=log_to_stderr)
+    prefix = f"rank {place.rank}: " if place.world_size > 1 else ""
+    if place.rank > 0:
+        handler.setLevel(logging.ERROR)
     handler.setFormatter(_TerminalFormatter("%(message)s"))
     logger = logging.getLogger("vembed")
     level, propagate = logger.level, logger.propagate
@@ -61,19 +81,44 @@ def run_command(command: Callable[[], int], *, log_to_stderr: bool = False) -> i
     try:
         return command()
     except VembedError as error:
-        print(f"error: {redact(str(error))}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return ExitCode.INTERRUPTED
+        return _end(error, code=error.exit_code, message=redact(str(error)), prefix=prefix)
+    except KeyboardInterrupt as error:
+        return _end(error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
+    except Exception as error:
+        message = redact(f"{type(error).__name__}: {error}")
+        ending = report_failure(error, code=UNEXPECTED_CODE, message=message)
+        if ending is None:
+            raise
+        if ending.first.rank == place.rank:
+            traceback.print_exc()
+        return _say(ending, message, prefix)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)  # a program that calls the command keeps its own logging
         logger.propagate = propagate
 
 
+def _end(error: BaseException, *, code: int, message: str, prefix: str) -> int:
+    """Say why the command ends and return the exit code."""
+    ending = report_failure(error, code=code, message=message)
+    if ending is not None:
+        return _say(ending, message, prefix)
+    print("interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {prefix}{message}", file=sys.stderr)
+    return code
+
+
+def _say(ending: Ending, message: str, prefix: str) -> int:
+    """Say what ended a run of several processes and return its exit code: of its first failure, on every process."""
+    if ending.is_ours:
+        print(f"error: {ending.first}", file=sys.stderr)
+    elif ending.first.message != message:  # otherwise all failed alike, and the first has said so
+        print(f"{prefix}leaves after the failure of rank {ending.first.rank}", file=sys.stderr)
+    sys.stderr.flush()
+    return ending.first.code
+
+
 def quiet_libraries(*, with_datasets: bool = True) -> None:
-    """Silence the progress bars of the libraries underneath; their warnings stay.
+    """Silence the progress bars of the libraries underneath; their warnings stay, once for all processes.
 
     Args:
         with_datasets: Whether the command reads hub sets; one that doesn't is spared a second of imports.
@@ -81,6 +126,9 @@ def quiet_libraries(*, with_datasets: bool = True) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
+    if place_of_this_process().rank > 0:
+        transformers.utils.logging.set_verbosity_error()
+        warnings.simplefilter("ignore")
     if with_datasets:
         import datasets
 

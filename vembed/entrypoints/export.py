@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from vembed.config.redact import redact, redact_value
@@ -61,6 +63,9 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     )
     parser.add_argument("--dtype", choices=DTYPES, help="type of the stored weights; default: that of the model")
     parser.add_argument("--overwrite", action="store_true", help="replace the model that DIR holds")
+    parser.add_argument(
+        "--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run, finished or not, in place of its model"
+    )
     card = parser.add_argument_group("for the model card; what isn't given reads 'not stated'")
     card.add_argument("--license", metavar="ID", help="licence of the model, e.g. apache-2.0")
     card.add_argument("--base-model-license", metavar="ID", help="licence of the model that training started from")
@@ -84,17 +89,23 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> int:
+    with ExitStack() as stack:
+        return _export(parsed, stack)
+
+
+def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
     from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
     from vembed.evaluation.card.front_matter import check_languages, check_license
     from vembed.evaluation.card.render import CARD_FILE, render_card
     from vembed.models.export.write import export_model
     from vembed.training.guards import StopSignal
 
+    quiet_libraries(with_datasets=False)
     licenses = [
         None if given is None else check_license(redact(given)) for given in (parsed.license, parsed.base_model_license)
     ]
     languages = check_languages(parsed.language)
-    source = _source(parsed.model)
+    source = _source(parsed.model) if parsed.checkpoint is None else _saved_model(parsed, stack)
     request = _request(parsed, source)
     run = _run_facts(source)
     base = None if run is not None else _base(source)
@@ -116,7 +127,6 @@ def _run(parsed: argparse.Namespace) -> int:
         )
         return {CARD_FILE: render_card(facts)}
 
-    quiet_libraries(with_datasets=False)
     with StopSignal() as stop:
         exported = export_model(request, card, poll=_poll(stop))
     _print(exported, request.output, licenses[0])
@@ -142,6 +152,21 @@ def _request(parsed: argparse.Namespace, source: _Source) -> ExportRequest:
     return ExportRequest(
         options=options, output=parsed.output, form=parsed.format, dtype=dtype, overwrite=parsed.overwrite
     )
+
+
+def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> _Source:
+    """Return the model of a checkpoint, written beside the output for as long as the command runs."""
+    from vembed.training.build.saved_model import write_saved_model
+    from vembed.training.output import OutputFolder
+
+    run = Path(parsed.model).expanduser().resolve()
+    if not OutputFolder(run).checkpoints.is_dir():
+        raise ConfigError(f"--checkpoint: {parsed.model} has no checkpoints; name the output folder of a run")
+    near = parsed.output.expanduser().resolve().parent
+    near.mkdir(parents=True, exist_ok=True)
+    folder = Path(stack.enter_context(TemporaryDirectory(dir=near, prefix=".checkpoint-")))
+    print(f"the card tells nothing of the run: its report is of its kept model, not of step {parsed.checkpoint}")
+    return _Source(str(write_saved_model(run, parsed.checkpoint, folder)), None, is_local=True)
 
 
 def _source(given: str) -> _Source:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ if not __package__:  # started as a file: Python put this folder on the path, wh
 
 from vembed.config.load import load_config
 from vembed.config.redact import redact
+from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
+from vembed.distributed.place import LAUNCHED_BY, place_of_this_process
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vembed.config.load import LoadedConfig
+    from vembed.config.schema import Config
     from vembed.training.build.run import Mode
 
 DESCRIPTION = "Train an embedding model from one configuration file, and judge it against what it was before."
@@ -61,20 +66,43 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parse_arguments(words, program=program)
-    return run_command(lambda: _run(parsed, command=shlex.join([*program.split(), *words])))
+    called = os.environ.get(LAUNCHED_BY, program)  # a process of several: as the user called the first one
+    return run_command(lambda: _run(parsed, words, called), in_several=True)
 
 
-def _run(parsed: argparse.Namespace, *, command: str) -> int:
+def _run(parsed: argparse.Namespace, words: Sequence[str], called: str) -> int:
     loaded = _load(parsed)
     if parsed.validate:
         _say_valid(loaded)
         return ExitCode.OK
+    num_processes = 1 if parsed.plan else _processes_to_start(loaded.config)
+    if num_processes > 1:
+        return _launch(words, loaded.config, num_processes, called)
+    from vembed.distributed.runtime import shut_down
     from vembed.training.build.run import run_from_config  # imports torch, which --validate must not wait for
 
     quiet_libraries()
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
-    run_from_config(loaded.config, mode=mode, command=redact(command))
+    command = redact(shlex.join([*called.split(), *words]))
+    run_from_config(loaded.config, mode=mode, command=command, sources=loaded.sources)
+    shut_down()
     return ExitCode.OK
+
+
+def _processes_to_start(config: Config) -> int:
+    """Return how many processes this one is to start: 1 for none, where it trains itself or is one of several."""
+    if place_of_this_process().is_launched or config.num_processes == 1:
+        return 1
+    from vembed.distributed.devices import processes_to_start
+
+    return processes_to_start(config.num_processes)
+
+
+def _launch(words: Sequence[str], config: Config, num_processes: int, called: str) -> int:
+    from vembed.distributed.launch import Launch, launch
+
+    script = Path(__file__).resolve()
+    return launch(Launch(script, words, num_processes, called=called, stop_seconds=config.nccl_timeout))
 
 
 def _load(parsed: argparse.Namespace) -> LoadedConfig:
@@ -83,7 +111,24 @@ def _load(parsed: argparse.Namespace) -> LoadedConfig:
     overrides = list(parsed.config_override)
     if parsed.resume is not None:
         overrides.append(f"resume={parsed.resume}")
-    return load_config(parsed.config or parsed.config_option, overrides)
+    path = parsed.config or parsed.config_option
+    try:
+        return load_config(path, overrides)
+    except ConfigError:
+        _refuse_deepspeed(path)
+        raise
+
+
+def _refuse_deepspeed(path: Path | None) -> None:
+    """Say what the keys are called here, where the file that can't be read is one of DeepSpeed's."""
+    if path is None or path.suffix.lower() != ".json":
+        return
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return  # the configuration's own error says so
+    if is_deepspeed(content):
+        raise ConfigError(deepspeed_refusal(content, where=str(path)))
 
 
 def _say_valid(loaded: LoadedConfig) -> None:

@@ -1,0 +1,138 @@
+"""Whom the beats of processes accuse, and where the main thread is seen to be."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from vembed.distributed.beats import Beat, late_ranks, lateness_of, silence_of, silent_ranks
+from vembed.distributed.failures import EXIT_FILES, ExitFiles, Failure, read_failure, write_for_the_dead
+from vembed.distributed.ranks import Ranks
+from vembed.distributed.watch import Watch
+from vembed.distributed.whereabouts import PROGRESS, failed_in_collective, look
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rank_pool import RankPool
+
+
+def beat(number: int = 5, *, waits: bool = True, patient: bool = False, collectives: int = 9) -> Beat:
+    return Beat(number, "host", "vembed/a.py:1 (f)", waits, patient, collectives)
+
+
+def test_a_process_that_told_nothing_between_two_looks_is_silent() -> None:
+    before, after = {0: beat(3), 1: beat(7), 2: beat(4)}, {0: beat(6), 1: beat(7), 2: beat(4)}
+    assert silent_ranks(before, after, own=0) == [1, 2]
+    assert silent_ranks(before, after, own=2) == [1]
+    assert silent_ranks(before, {rank: beat(each.number + 1) for rank, each in before.items()}, own=0) == []
+
+
+@pytest.mark.parametrize(
+    ("beats", "late"),
+    [
+        ([beat(), beat(waits=False), beat()], [1]),
+        ([beat(), beat(waits=False), beat(waits=False)], [1, 2]),
+        ([beat(), beat(), beat()], []),
+        ([beat(), beat(collectives=8), beat()], [1]),
+        ([beat(waits=False), beat(waits=False)], []),
+        ([beat(waits=False, patient=True), beat(waits=False, patient=True)], []),
+    ],
+)
+def test_late_is_who_is_in_no_collective_or_in_an_earlier_one(beats: list[Beat], late: list[int]) -> None:
+    assert late_ranks(dict(enumerate(beats))) == late
+
+
+def test_the_messages_name_the_rank_its_host_and_its_place_and_all_that_share_its_fate() -> None:
+    beats = dict(enumerate([beat(), beat(), beat()]))
+    for failure in (silence_of([1, 2], beats), lateness_of([1, 2], beats, 600)):
+        assert (failure.rank, failure.host, failure.code) == (1, "host", 5)
+        assert "vembed/a.py:1 (f)" in failure.message
+        assert "rank 2" in failure.message
+    assert "rank" not in silence_of([1], beats).message
+
+
+def test_the_main_thread_is_seen_from_another_one_and_moves_with_its_collectives() -> None:
+    seen: list[Any] = []
+
+    def watch() -> None:
+        seen.append(look(seen[-1] if seen else None))
+
+    for _ in range(2):
+        thread = threading.Thread(target=watch)
+        thread.start()
+        thread.join()
+    first, second = seen
+    assert not first.waits
+    assert second.since == first.since, "it stands at the same place"
+    PROGRESS.advance()
+    assert look(second).since > first.since
+
+
+def error_of(function: Any) -> Exception:
+    try:
+        function()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is looked at
+        return error
+    raise AssertionError("it did not fail")
+
+
+def fail_in_and_out_of_a_collective(rank: int) -> tuple[bool, bool]:
+    ranks = Ranks.of_this_process()
+    wrong: Any = "no tensor"
+    inside = error_of(lambda: ranks.sum_(wrong))
+    outside = error_of(lambda: 1 / 0)
+    assert ranks.sum_(torch.ones(1)).item() == 2
+    return failed_in_collective(inside), failed_in_collective(outside)
+
+
+def test_an_error_in_a_collective_is_told_from_one_elsewhere(two_ranks: RankPool) -> None:
+    assert two_ranks.run(fail_in_and_out_of_a_collective) == [(True, False)] * 2
+
+
+def test_the_first_claim_is_the_runs_failure_and_the_second_hears_of_it() -> None:
+    store = dist.HashStore()
+    watches = [Watch(Ranks(rank, 2), store, timeout_seconds=60) for rank in range(2)]
+    assert watches[0].first_failure() is None
+    mine, other = Failure(3, 1, "b", "no text"), Failure(5, 0, "a", "lost the others")
+    assert watches[1].claim(mine) == (mine, True)
+    assert watches[0].claim(other) == (mine, False)
+    assert watches[0].first_failure() == mine
+
+
+def test_exit_json_goes_only_into_a_folder_that_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VEMBED_EXIT_FOLDER", str(tmp_path / "launcher"))
+    failure = Failure(3, 1, "b", "no text", "2026-01-01T00:00:00+00:00")
+    other, own, missing = tmp_path / "other", tmp_path / "own", tmp_path / "missing"
+    for folder in (tmp_path / "launcher", other, own):
+        folder.mkdir()
+    (other / "plan.json").write_text("of another run")
+    (own / "train.log").write_text("of this run")
+    for folder in (other, own, missing):
+        files = ExitFiles()
+        files.expect(folder)
+        if folder == own:
+            files.own(own, is_main=True)
+        files.write(failure, to_folder=True)
+    assert not (other / "exit.json").exists()
+    assert Failure.from_json((own / "exit.json").read_text("utf-8")) == failure
+    assert Failure.from_json((missing / "exit.json").read_text("utf-8")) == failure
+    assert read_failure(tmp_path / "launcher") == failure
+    assert EXIT_FILES is not files
+
+
+def test_a_launcher_writes_for_processes_that_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher, output = tmp_path / "launcher", tmp_path / "out"
+    launcher.mkdir()
+    output.mkdir()
+    failure = Failure(5, 0, "a", "was ended by SIGKILL")
+    write_for_the_dead(failure, launcher)
+    assert list(output.iterdir()) == [], "the run had not begun to write"
+    monkeypatch.setenv("VEMBED_EXIT_FOLDER", str(launcher))
+    ExitFiles().own(output, is_main=True)
+    write_for_the_dead(failure, launcher)
+    assert Failure.from_json((output / "exit.json").read_text("utf-8")) == failure

@@ -1,0 +1,205 @@
+"""What accelerate and DeepSpeed ask for, in keys of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from vembed.config.schema import Config
+from vembed.distributed import accelerate_settings as module
+from vembed.distributed import devices
+from vembed.distributed.accelerate_settings import AccelerateSettings, accelerate_settings
+from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
+from vembed.distributed.place import Place
+from vembed.distributed.runtime import start_runtime
+from vembed.errors import ConfigError
+from vembed.training.build import launcher
+from vembed.training.build.launcher import Effective, under_launcher
+
+PLACE = Place(1, 8, 1, 4, "accelerate launch")
+FSDP = {
+    "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1",
+    "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false",
+}  # fmt: skip
+CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
+
+
+def asked(**changes: str) -> AccelerateSettings:
+    found = accelerate_settings(PLACE, FSDP | changes)
+    assert found is not None
+    return found
+
+
+def keys(**changes: str) -> dict[str, Any]:
+    return {key: value for setting in asked(**changes).settings for key, value in setting.keys.items()}
+
+
+def test_without_accelerate_nobody_asks_for_anything() -> None:
+    assert accelerate_settings(PLACE, {"RANK": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"bf16": True, "use_fsdp": True}),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"fp16": True, "bf16": False, "use_fsdp": True}),
+        ({"FSDP_SHARDING_STRATEGY": "2"}, {"bf16": True, "use_fsdp": True, "fsdp_mode": "lean"}),
+        ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, {"bf16": True, "use_fsdp": False}),
+        ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, {"bf16": True, "use_fsdp": True, "sharding_factor": 4}),
+        (
+            {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"},
+            {"bf16": True, "use_fsdp": True, "cpu_offload": True, "gradient_checkpointing": True},
+        ),
+        (
+            {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"},
+            {"bf16": True, "use_fsdp": True, "fsdp_mode": "lean"},
+        ),
+        ({"ACCELERATE_USE_FSDP": "false"}, {"bf16": True}),
+    ],
+)
+def test_each_setting_becomes_a_key(changes: dict[str, str], expected: dict[str, object]) -> None:
+    assert keys(**changes) == expected
+
+
+def test_settings_of_fsdp_1_are_said_to_be_carried_out_with_fsdp_2() -> None:
+    remarks = [setting.remark for setting in asked().settings]
+    assert any("FSDP 2" in remark for remark in remarks)
+    assert not any("FSDP 2" in setting.remark for setting in asked(FSDP_VERSION="2").settings)
+
+
+def test_no_mixed_precision_counts_only_where_somebody_said_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    silent, said = tmp_path / "silent.yaml", tmp_path / "said.yaml"
+    silent.write_text("distributed_type: 'NO'\n")
+    said.write_text("mixed_precision: 'no'\n")
+    plain = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_USE_FSDP": "false"}
+    for path, expected in ((silent, {}), (said, {"bf16": False})):
+        command = ["python", "accelerate", "launch", "--config_file", str(path), "train.py"]
+        monkeypatch.setattr(module, "_parent_command", lambda words=command: words)
+        assert keys(**plain) == expected
+        assert asked(**plain).origin == f"accelerate launch with {path}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "fp8; choose no, bf16 or fp16"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron"),
+        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "parallelism_config_tp_size 2"),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+            r"(?s)DeepSpeed.*use_fsdp: true, fsdp_mode: sharded",
+        ),
+    ],
+)
+def test_what_this_program_has_not_is_refused_with_what_it_has(changes: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        asked(**changes)
+    assert asked().settings
+
+
+DEEPSPEED: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 16,
+    "gradient_clipping": 0.5,
+    "gradient_accumulation_steps": "auto",
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.95]}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
+}
+
+
+def test_a_deepspeed_file_is_refused_with_the_equal_keys() -> None:
+    assert is_deepspeed(DEEPSPEED)
+    assert not is_deepspeed({"model_name": "a", "batch_size": 2})
+    lines = deepspeed_refusal(DEEPSPEED, where="ds.json").split("\n  ")
+    assert lines[0].startswith("ds.json is a configuration for DeepSpeed")
+    assert [line.partition("  (")[0] for line in lines[1:]] == [
+        "use_fsdp: true, fsdp_mode: lean",
+        "cpu_offload: true",
+        "batch_size: 16",
+        "max_grad_norm: 0.5",
+        "learning_rate: 1e-05",
+        "bf16: true",
+        "adam_beta1: 0.9, adam_beta2: 0.95",
+        "without an equal, and not needed: optimizer.type, zero_optimization.overlap_comm",
+    ]
+
+
+def test_the_equal_keys_exist() -> None:
+    names = {part.partition(":")[0].strip() for line in module_lines() for part in line.split(",") if ":" in part}
+    assert len(names) >= 8
+    assert names <= set(Config.model_fields)
+
+
+def module_lines() -> list[str]:
+    everything = DEEPSPEED | {
+        "train_batch_size": 8, "activation_checkpointing": {"number_checkpoints": 2}, "fp16": {"enabled": True},
+        "scheduler": {"params": {"warmup_num_steps": 3}},
+    }  # fmt: skip
+    lines = deepspeed_refusal(everything, where="ds.json").split("\n  ")[1:]
+    return [line.partition("  (")[0] for line in lines if not line.startswith("without")]
+
+
+def effective(monkeypatch: pytest.MonkeyPatch, config: Config, environ: dict[str, str]) -> Effective:
+    monkeypatch.setattr(launcher, "accelerate_settings", lambda place: accelerate_settings(PLACE, environ))
+    return under_launcher(config, {"bf16": "a.yaml:3", "use_fsdp": "override"})
+
+
+def test_the_users_word_wins_over_the_launchers_and_the_launchers_over_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    untouched = Config(model_name="a")
+    config, _, notes = effective(monkeypatch, untouched, FSDP)
+    assert (config.bf16, config.use_fsdp) == (True, True)
+    assert any("mixed_precision: bf16: bf16: true" in note for note in notes)
+    config, _, notes = effective(monkeypatch, Config(model_name="a", bf16=False), FSDP)
+    assert (config.bf16, config.use_fsdp) == (False, True)
+    assert any("the configuration says bf16: false (a.yaml:3), which wins" in note for note in notes)
+    assert (untouched.bf16, untouched.use_fsdp) == ("auto", "auto")
+
+
+def test_parts_of_a_sharding_that_the_user_switched_off_act_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = FSDP | {"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}
+    config, _, notes = effective(monkeypatch, Config(model_name="a", use_fsdp=False), environ)
+    assert (config.use_fsdp, config.sharding_factor) == (False, "auto")
+    assert any("use_fsdp: false, which wins" in note for note in notes)
+
+
+def test_the_ready_files_say_what_they_promise() -> None:
+    files = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in CONFIGS.glob("*.yaml")}
+    assert set(files) == {"single_gpu", "multi_gpu_ddp", "multi_gpu_fsdp", "multi_node"}
+    assert files["single_gpu"]["num_processes"] == 1
+    assert files["multi_gpu_ddp"]["distributed_type"] == "MULTI_GPU"
+    assert {"num_machines", "machine_rank", "main_process_ip", "main_process_port"} <= set(files["multi_node"])
+    assert files["multi_gpu_fsdp"]["mixed_precision"] == "bf16"
+    assert files["multi_gpu_fsdp"]["fsdp_config"] == {
+        "fsdp_version": 1,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_sharding_strategy": "FULL_SHARD",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_sync_module_states": True,
+        "fsdp_use_orig_params": True,
+        "fsdp_offload_params": False,
+    }
+
+
+def test_a_process_that_nobody_launched_trains_alone_and_plans_for_as_many_as_it_would_start() -> None:
+    with pytest.raises(ConfigError, match=r"num_processes is 2.*python run.py.*torchrun --nproc-per-node 2"):
+        start_runtime(deterministic=False, num_processes=2)
+    alone = start_runtime(deterministic=False, num_processes=1)
+    planned = start_runtime(deterministic=False, num_processes=2, plans_only=True)
+    assert (alone.ranks.world_size, alone.world_size) == (1, 1)
+    assert (planned.ranks.world_size, planned.world_size) == (1, 2)
+    if alone.device.type == "cpu":
+        assert planned.machine.memory_bytes == alone.machine.memory_bytes // 2
+
+
+def test_more_processes_than_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "num_devices", lambda: 2)
+    with pytest.raises(ConfigError, match="num_processes is 3, and this machine has 2 devices"):
+        devices.processes_to_start(3)
+    assert (devices.processes_to_start(2), devices.processes_to_start("auto")) == (2, 2)
+    monkeypatch.setattr(devices, "num_devices", lambda: 0)
+    assert (devices.processes_to_start(3), devices.processes_to_start("auto")) == (3, 1)

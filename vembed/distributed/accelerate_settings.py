@@ -1,0 +1,196 @@
+"""What `accelerate launch` and its configuration file ask for, in keys of our configuration.
+
+The launcher hands its settings to the processes that it starts as environment variables; the file itself is only looked
+at to tell what it says from what it leaves open, and to name it. A setting here is weaker than the user's configuration
+and stronger than `auto`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
+from accelerate.commands.config.config_args import default_config_file
+
+from vembed.distributed.deepspeed import deepspeed_refusal
+from vembed.distributed.place import is_under_accelerate
+from vembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vembed.distributed.place import Place
+
+_PRECISIONS: Final[dict[str, dict[str, bool]]] = {
+    "no": {"bf16": False},
+    "bf16": {"bf16": True},
+    "fp16": {"fp16": True, "bf16": False},
+}
+
+_STRATEGIES: Final = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD"}
+"""Older files number them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One thing that accelerate asks for.
+
+    Attributes:
+        keys: Key of ours -> value.
+        words: How accelerate says it.
+        remark: What becomes of it here, where that isn't plain; else empty.
+    """
+
+    keys: Mapping[str, object]
+    words: str
+    remark: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AccelerateSettings:
+    """What accelerate asks for.
+
+    Attributes:
+        origin: Its file or its command line, for people.
+        settings: What it says.
+    """
+
+    origin: str
+    settings: Sequence[Setting]
+
+
+def accelerate_settings(place: Place, environ: Mapping[str, str] = os.environ) -> AccelerateSettings | None:
+    """Return what accelerate asks for, None where it did not start this process.
+
+    Args:
+        place: Of this process.
+        environ: Where to look.
+
+    Raises:
+        ConfigError: It asks for what this program has not.
+    """
+    if not is_under_accelerate(environ):
+        return None
+    words = _parent_command()
+    path = _file_of(words)
+    content = _read(path)
+    origin = "accelerate launch" if path is None else f"accelerate launch with {path}"
+    _refuse_others(environ, origin)
+    settings = []
+    precision = environ["ACCELERATE_MIXED_PRECISION"]
+    if precision not in _PRECISIONS:
+        raise ConfigError(f"{origin} asks for mixed_precision {precision}; choose no, bf16 or fp16")
+    if precision != "no" or "mixed_precision" in content or "--mixed_precision" in words:
+        settings.append(Setting(_PRECISIONS[precision], f"mixed_precision: {precision}"))
+    if _is_true(environ, "ACCELERATE_USE_FSDP"):
+        settings += _fsdp(environ, place)
+    if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
+        words_of_it = f"dynamo_backend: {environ['ACCELERATE_DYNAMO_BACKEND']}"
+        settings.append(Setting({}, words_of_it, "models are not compiled here"))
+    return AccelerateSettings(origin, settings)
+
+
+def _refuse_others(environ: Mapping[str, str], origin: str) -> None:
+    """Refuse the engines that this program has not."""
+    if _is_true(environ, "ACCELERATE_USE_DEEPSPEED"):
+        raise ConfigError(deepspeed_refusal(_deepspeed(environ), where=origin))
+    if _is_true(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        raise ConfigError(f"{origin} asks for Megatron-LM, which is not used here; set distributed_type: FSDP instead")
+    for name in ("TP", "CP", "SP"):
+        size = environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")
+        if size not in ("1", ""):
+            raise ConfigError(
+                f"{origin} asks for parallelism_config_{name.lower()}_size {size}; models are sharded or replicated "
+                f"here (use_fsdp, sharding_factor): set it to 1"
+            )
+
+
+def _fsdp(environ: Mapping[str, str], place: Place) -> list[Setting]:
+    """Return the settings of FSDP: version 1's strategies by name, version 2's by whether weights are resharded."""
+    strategy = environ.get("FSDP_SHARDING_STRATEGY", "").upper()
+    if environ.get("FSDP_VERSION", "1") == "1":
+        strategy = _STRATEGIES.get(strategy, strategy or "FULL_SHARD")
+        keys = _keys_of(strategy, place)
+        remark = (
+            "carried out with FSDP 2, which wraps each transformer block, prefetches by itself, keeps the original "
+            "parameters and saves sharded checkpoints"
+        )
+        settings = [Setting(keys, f"distributed_type: FSDP, fsdp_sharding_strategy: {strategy}", remark)]
+    else:
+        settings = [Setting({"use_fsdp": True}, "distributed_type: FSDP, fsdp_version: 2")]
+        if environ.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "false":
+            settings.append(Setting({"fsdp_mode": "lean"}, "fsdp_reshard_after_forward: false"))
+    if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
+        settings.append(Setting({"cpu_offload": True}, "fsdp_offload_params: true"))
+    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
+        settings.append(Setting({"gradient_checkpointing": True}, "fsdp_activation_checkpointing: true"))
+    return settings
+
+
+def _keys_of(strategy: str, place: Place) -> dict[str, object]:
+    if strategy == "NO_SHARD":
+        return {"use_fsdp": False}
+    keys: dict[str, object] = {"use_fsdp": True}
+    if strategy.startswith("HYBRID_SHARD"):
+        keys["sharding_factor"] = place.local_world_size
+    if strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
+        keys["fsdp_mode"] = "lean"
+    return keys
+
+
+def _deepspeed(environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the DeepSpeed configuration that accelerate would use, as far as it can be read."""
+    path = environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "")
+    if path not in ("", "none"):
+        try:
+            content = json.loads(Path(path).read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"DeepSpeed's file {path} can't be read ({error}), and DeepSpeed is not used here"
+            ) from error
+        return content if isinstance(content, dict) else {}
+    stage = environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "")
+    zero: dict[str, Any] = {"stage": int(stage)} if stage.isdigit() else {}
+    for part in ("OPTIMIZER", "PARAM"):
+        device = environ.get(f"ACCELERATE_DEEPSPEED_OFFLOAD_{part}_DEVICE", "none")
+        zero |= {f"offload_{part.lower()}": {"device": device}}
+    clipping = environ.get("ACCELERATE_GRADIENT_CLIPPING", "none")
+    return {"zero_optimization": zero} | ({} if clipping == "none" else {"gradient_clipping": clipping})
+
+
+def _is_true(environ: Mapping[str, str], name: str) -> bool:
+    return environ.get(name, "").lower() in ("1", "true", "yes")
+
+
+def _parent_command() -> list[str]:
+    """Return the words of the command that started this process, none where the system doesn't tell."""
+    try:
+        content = Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    except OSError:
+        return []  # not Linux: the file then stays unnamed
+    words = content.decode("utf-8", "replace").split("\0")
+    return words if any("accelerate" in word for word in words) else []
+
+
+def _file_of(words: Sequence[str]) -> Path | None:
+    """Return the file that `accelerate launch` has read, if any."""
+    for index, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name in ("--config_file", "--config-file"):
+            return Path(value or words[index + 1])
+    default = Path(default_config_file)
+    return default if words and default.is_file() else None
+
+
+def _read(path: Path | None) -> Mapping[str, object]:
+    if path is None:
+        return {}
+    try:
+        content = yaml.safe_load(path.read_text("utf-8"))  # JSON is YAML too
+    except (OSError, yaml.YAMLError):
+        return {}  # accelerate has read it; a relative path of another folder is only not looked into
+    return content if isinstance(content, dict) else {}

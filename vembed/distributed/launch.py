@@ -1,0 +1,156 @@
+"""Start one process for each device of this machine with torch's elastic launcher, and say what became of the run."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import uuid
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from vembed.distributed.failures import LAUNCHER_FOLDER, Failure, host_name, now, read_failure, write_for_the_dead
+from vembed.distributed.place import LAUNCHED_BY
+from vembed.errors import ExitCode
+from vembed.plan.hardware import cpu_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+_ELASTIC: Final = "torch.distributed.elastic"
+_HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_SIGNAL_CODES: Final = {"SIGTERM": ExitCode.PREEMPTED, "SIGINT": ExitCode.INTERRUPTED}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What to start.
+
+    Attributes:
+        script: Python file that every process runs.
+        words: Its arguments.
+        num_processes: How many to start.
+        called: How the user called the command, for the report and for messages.
+        stop_seconds: How long the processes may take to save and leave after a signal; then they are killed.
+    """
+
+    script: Path
+    words: Sequence[str]
+    num_processes: int
+    called: str
+    stop_seconds: int
+
+
+def launch(what: Launch) -> int:
+    """Start the processes, wait for them, and return the exit code of the run with what failed first.
+
+    A signal to this process reaches all of them.
+
+    Args:
+        what: What to start.
+    """
+    with tempfile.TemporaryDirectory(prefix="vembed-") as folder, _surroundings(what, folder):
+        try:
+            elastic_launch(_elastic(what), sys.executable)(str(what.script), *what.words)
+        except ChildFailedError as error:
+            failure = read_failure(Path(folder))
+            if failure is None:
+                failure = _unsaid(error)
+                write_for_the_dead(failure, Path(folder))
+                print(f"error: {failure}", file=sys.stderr)  # noqa: T201 - nobody else is left to say it
+            return failure.code
+        except SignalException as stopped:
+            failure = read_failure(Path(folder))
+            return failure.code if failure else _SIGNAL_CODES.get(stopped.sigval.name, ExitCode.PREEMPTED)
+    return ExitCode.OK
+
+
+def _elastic(what: Launch) -> LaunchConfig:
+    options: dict[str, Any] = {}
+    if "shutdown_timeout" in {each.name for each in fields(LaunchConfig)}:  # older versions of torch kill after 30 s
+        options["shutdown_timeout"] = what.stop_seconds
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=what.num_processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        **options,
+    )
+
+
+def _unsaid(error: ChildFailedError) -> Failure:
+    """Return the failure of processes that could not tell anything."""
+    rank, process = error.get_first_failure()
+    if process.exitcode < 0:
+        message = f"was ended by {process.signal_name()}; did the machine run out of memory?"
+        return Failure(int(ExitCode.ENVIRONMENT), rank, host_name(), message, now())
+    return Failure(process.exitcode, rank, host_name(), f"ended with exit code {process.exitcode}", now())
+
+
+@contextmanager
+def _surroundings(what: Launch, folder: str) -> Iterator[None]:
+    with _environment(what, folder), _quiet_elastic(), _own_signals():
+        yield
+
+
+@contextmanager
+def _own_signals() -> Iterator[None]:
+    """Put the handlers of signals back that torch's launcher replaces for good."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextmanager
+def _environment(what: Launch, folder: str) -> Iterator[None]:
+    """Let the processes know who started them; threads that they compute with share the cores."""
+    threads = max(1, cpu_cores() // what.num_processes)
+    added = {
+        LAUNCHED_BY: what.called,
+        LAUNCHER_FOLDER: folder,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+    before: Mapping[str, str | None] = {name: os.environ.get(name) for name in added}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _quiet_elastic() -> Iterator[None]:
+    """Keep torch's own words about failures off the terminal: the processes say which failed first, and why."""
+    loggers = [logging.getLogger(name) for name in [*logging.root.manager.loggerDict] if name.startswith(_ELASTIC)]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

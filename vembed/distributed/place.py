@@ -1,0 +1,176 @@
+"""Which process of a run this is, as the environment says it: run.py, accelerate launch, torchrun or srun."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from vembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+LAUNCHED_BY: Final = "VEMBED_LAUNCHED_BY"
+"""Variable in which a command says to the processes that it starts how it was called."""
+
+DEFAULT_PORT: Final = 29500
+_SLURM_PORTS: Final = range(20_000, 30_000)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process among those of a run.
+
+    Attributes:
+        rank: Its number among all.
+        world_size: How many there are.
+        local_rank: Its number among those of its machine.
+        local_world_size: How many are on its machine.
+        launcher: What started it, for people; empty when nothing did.
+        main_address: Host of rank 0.
+        main_port: Port at which the processes meet there.
+        on_cpu: Whether it was told to leave accelerators alone.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str = ""
+    main_address: str = "127.0.0.1"
+    main_port: int = DEFAULT_PORT
+    on_cpu: bool = False
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether something started this process as one of a run: then nothing more is to be started."""
+        return bool(self.launcher)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables by which torch and Accelerate know the place."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.main_address,
+            "MASTER_PORT": str(self.main_port),
+        }
+
+
+def place_of_this_process(environ: Mapping[str, str] = os.environ) -> Place:
+    """Return the place of this process.
+
+    Args:
+        environ: Where to look.
+
+    Raises:
+        ConfigError: The variables contradict each other, or several processes were asked for and one was started.
+    """
+    on_cpu = environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    if "WORLD_SIZE" in environ:
+        return _told(environ, on_cpu=on_cpu)
+    if is_under_accelerate(environ):
+        if "MASTER_ADDR" in environ:
+            raise ConfigError(_ONE_OF_SEVERAL)
+        return Place(launcher="accelerate launch", on_cpu=on_cpu)
+    if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
+        return _slurm(environ, on_cpu=on_cpu)
+    return Place(on_cpu=on_cpu)
+
+
+def is_under_accelerate(environ: Mapping[str, str]) -> bool:
+    """Return whether `accelerate launch` started this process."""
+    return "ACCELERATE_MIXED_PRECISION" in environ
+
+
+_ONE_OF_SEVERAL = (
+    "accelerate launch was asked for several processes and started one: that is what it does with --cpu and with "
+    "distributed_type NO or MULTI_CPU. Let vembed start them (python run.py CONFIG --config_override num_processes=2), "
+    "or write distributed_type: MULTI_GPU beside use_cpu: true in the file of accelerate"
+)
+
+
+def _told(environ: Mapping[str, str], *, on_cpu: bool) -> Place:
+    """Read what torchrun and everything built on it says."""
+    world_size, rank = _number(environ, "WORLD_SIZE", 1), _number(environ, "RANK", 0)
+    local_rank = _number(environ, "LOCAL_RANK", 0)
+    local_world_size = _number(environ, "LOCAL_WORLD_SIZE", world_size if "LOCAL_RANK" in environ else 1)
+    if world_size > 1 and "RANK" not in environ:
+        raise ConfigError(
+            f"WORLD_SIZE is {world_size} and RANK is not set: launch with run.py, accelerate launch or torchrun"
+        )
+    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
+        raise ConfigError(
+            f"the launcher's numbers contradict each other: RANK {rank}, WORLD_SIZE {world_size}, "
+            f"LOCAL_RANK {local_rank}, LOCAL_WORLD_SIZE {local_world_size}"
+        )
+    address = environ.get("MASTER_ADDR")
+    if world_size > 1 and address is None:
+        raise ConfigError("WORLD_SIZE is set and MASTER_ADDR is not: it names the host of rank 0")
+    return Place(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        _launcher(environ),
+        address or "127.0.0.1",
+        _number(environ, "MASTER_PORT", DEFAULT_PORT),
+        on_cpu,
+    )
+
+
+def _launcher(environ: Mapping[str, str]) -> str:
+    if LAUNCHED_BY in environ:
+        return environ[LAUNCHED_BY]
+    if is_under_accelerate(environ):
+        return "accelerate launch"
+    return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
+
+
+def _slurm(environ: Mapping[str, str], *, on_cpu: bool) -> Place:
+    """Read the place of a task of `srun` that starts one process for each device."""
+    job = _number(environ, "SLURM_JOB_ID", 0)
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
+    node = _number(environ, "SLURM_NODEID", 0)
+    return Place(
+        _number(environ, "SLURM_PROCID", 0),
+        _number(environ, "SLURM_STEP_NUM_TASKS", 1),
+        _number(environ, "SLURM_LOCALID", 0),
+        _tasks_of_node(tasks, node),
+        "srun",
+        environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1")),
+        _number(environ, "MASTER_PORT", _SLURM_PORTS[job % len(_SLURM_PORTS)]),
+        on_cpu,
+    )
+
+
+def first_host(listed: str) -> str:
+    """Return the first host of a list as SLURM writes it, e.g. `gpu003` of `gpu[003-006,009],login1`."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\])?", listed)
+    return listed if match is None else match[1] + (match[2] or "")
+
+
+def _tasks_of_node(listed: str, node: int) -> int:
+    """Return the tasks of a node from a list as SLURM writes it: `8(x2),4` is 8, 8, 4."""
+    counts: list[int] = []
+    for part in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ConfigError(
+                f"SLURM says {listed!r} tasks per node, which can't be read; set LOCAL_WORLD_SIZE and RANK"
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts[min(node, len(counts) - 1)]
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"the environment variable {name} is {text!r}, and must be a whole number") from error

@@ -1,0 +1,89 @@
+"""What the launcher asks for, laid under the configuration: override > file > the launcher's own file > auto."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from pydantic import ValidationError
+
+from vembed.config.schema import Config
+from vembed.distributed.accelerate_settings import accelerate_settings
+from vembed.distributed.place import place_of_this_process
+from vembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vembed.distributed.accelerate_settings import AccelerateSettings
+
+
+class Effective(NamedTuple):
+    """A configuration with what the launcher says about keys that the user left alone.
+
+    Attributes:
+        config: What the run follows.
+        launcher: Who started this process as one of several, with the file that it read; empty when nobody did.
+        notes: One line for each thing that it asks for.
+    """
+
+    config: Config
+    launcher: str
+    notes: tuple[str, ...]
+
+
+def under_launcher(config: Config, sources: Mapping[str, str]) -> Effective:
+    """Lay what the launcher asks for under a configuration.
+
+    Args:
+        config: The user's word.
+        sources: Key -> where the user set it, for messages.
+
+    Raises:
+        ConfigError: The launcher asks for what this program has not, or for what contradicts the configuration.
+    """
+    place = place_of_this_process()
+    asked = accelerate_settings(place)
+    if asked is None:
+        return Effective(config, place.launcher, ())
+    added: dict[str, object] = {}
+    notes = []
+    for setting in asked.settings:
+        taken, kept = _judge(config, setting.keys, sources)
+        added |= taken
+        shown = ", ".join(f"{key}: {_show(value)}" for key, value in taken.items())
+        parts = [part for part in (shown, *kept, setting.remark) if part]
+        notes.append(f"{asked.origin} says {setting.words}: {'; '.join(parts)}")
+    return Effective(_laid_under(config, added, asked), asked.origin, tuple(notes))
+
+
+def _judge(
+    config: Config, keys: Mapping[str, object], sources: Mapping[str, str]
+) -> tuple[dict[str, object], list[str]]:
+    """Return what of a setting acts, and a sentence for each key that the user has decided otherwise."""
+    taken: dict[str, object] = {}
+    kept = []
+    for key, value in keys.items():
+        own = getattr(config, key)
+        if key not in config.model_fields_set or own == "auto":
+            taken[key] = value
+        elif own != value:
+            kept.append(f"the configuration says {key}: {_show(own)} ({sources.get(key, 'set')}), which wins")
+    off = config.use_fsdp is False or config.sharding_factor == 1
+    if off and keys.get("use_fsdp") is True:  # then the parts of it have nothing to act on
+        where = "use_fsdp" if config.use_fsdp is False else "sharding_factor"
+        return {}, [f"the configuration says {where}: {_show(getattr(config, where))}, which wins"]
+    return taken, kept
+
+
+def _laid_under(config: Config, added: Mapping[str, object], asked: AccelerateSettings) -> Config:
+    if not added:
+        return config
+    try:
+        return Config.model_validate(config.model_dump(include=config.model_fields_set) | dict(added))
+    except ValidationError as error:
+        reasons = "; ".join(str(each.get("ctx", {}).get("error", each["msg"])) for each in error.errors())
+        raise ConfigError(f"{asked.origin} and the configuration contradict each other: {reasons}") from error
+
+
+def _show(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measure import Measurement, measure
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.config.schema import Config
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.gradcache.replay import RngState
@@ -40,9 +41,10 @@ from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
+from vembed.training.build.planning import plan_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -66,6 +68,7 @@ class Workload:
         peer: The same weights as a SentenceTransformer.
         columns: Token ids of the queries and of the documents.
         autocast: Type of mixed precision, or None.
+        retain_tokens: Tokens whose graphs vembed's plan keeps on this machine (`retain: auto`).
     """
 
     device: torch.device
@@ -73,6 +76,7 @@ class Workload:
     peer: Any
     columns: tuple[Ragged, Ragged]
     autocast: torch.dtype | None
+    retain_tokens: int | None
 
     @property
     def lengths(self) -> np.ndarray:
@@ -100,15 +104,22 @@ def main() -> int:
     arguments = _arguments()
     if arguments.device == "cpu" and os.environ.get("OMP_NUM_THREADS") != "1":
         sys.exit("set OMP_NUM_THREADS=1: a forked child of a process with several OpenMP threads hangs")
-    results = {}
+    results: dict[str, Any] = {}
     for lengths in ("mixed", "equal") if arguments.lengths == "both" else (arguments.lengths,):
-        results[lengths] = _compare(arguments, lengths)
-    if arguments.output is not None:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        settings = {key: str(value) for key, value in vars(arguments).items()}
-        content = {"settings": settings, "torch": torch.__version__, "results": results}
-        (arguments.output / "engine.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+        results[lengths] = {}
+        for rows in _compare(arguments, lengths):
+            results[lengths] = rows
+            _write(arguments, results)  # after each round: hours must not hang on the last one
     return 0
+
+
+def _write(arguments: argparse.Namespace, results: dict[str, Any]) -> None:
+    if arguments.output is None:
+        return
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    settings = {key: str(value) for key, value in vars(arguments).items()}
+    content = {"settings": settings, "torch": torch.__version__, "results": results}
+    (arguments.output / "engine.json").write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -131,15 +142,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _compare(arguments: argparse.Namespace, lengths: str) -> dict[str, dict[str, float]]:
+def _compare(arguments: argparse.Namespace, lengths: str) -> Iterator[dict[str, dict[str, float]]]:
+    """Yield the table's rows after each round; print them after the last."""
     errors, flops = {}, {}
     exact = build_workload(arguments, lengths, dropout=0.0)
     variants = _variants(exact, arguments)
-    plain_gradients = measure(partial(_gradients, variants["plain"]), exact.device).value
+    plain_gradients, flops["plain"] = measure(partial(_gradients, variants["plain"]), exact.device).value
+    errors["plain"] = 0.0
     for name, variant in variants.items():
-        gradients = measure(partial(_gradients, variant), exact.device).value
-        errors[name] = _worst_error(gradients, plain_gradients)
-        flops[name] = measure(partial(_flops, variant, exact), exact.device).value
+        if name != "plain":
+            gradients, flops[name] = measure(partial(_gradients, variant), exact.device).value
+            errors[name] = _worst_error(gradients, plain_gradients)
     timed = build_workload(arguments, lengths, dropout=arguments.dropout)
     variants = _variants(timed, arguments)
     if arguments.no_plain:
@@ -148,7 +161,14 @@ def _compare(arguments: argparse.Namespace, lengths: str) -> dict[str, dict[str,
     for _ in range(arguments.rounds):
         for name, variant in variants.items():
             measured[name].append(measure(partial(_counted, variant, timed), timed.device))
-    rows = {
+        yield _rows(measured, flops, errors)
+    _print(_rows(measured, flops, errors), timed, lengths)
+
+
+def _rows(
+    measured: dict[str, list[Measurement]], flops: dict[str, int], errors: dict[str, float]
+) -> dict[str, dict[str, float]]:
+    return {
         name: {
             "cpu_seconds": statistics.median(each.cpu_seconds for each in own),
             "wall_seconds": statistics.median(each.wall_seconds for each in own),
@@ -159,8 +179,6 @@ def _compare(arguments: argparse.Namespace, lengths: str) -> dict[str, dict[str,
         }
         for name, own in measured.items()
     }
-    _print(rows, timed, lengths)
-    return rows
 
 
 def _print(rows: dict[str, dict[str, float]], workload: Workload, lengths: str) -> None:
@@ -195,9 +213,16 @@ def build_workload(arguments: argparse.Namespace, lengths: str, *, dropout: floa
         _save_model(Path(folder), arguments, dropout)
         peer = SentenceTransformer(folder, device=arguments.device)
         encoder = load_encoder(ModelOptions(name=folder)).to(device)
+        # Measured like a step, in a child: the plan's profile runs a backward, after which no child could run one.
+        planned = measure(partial(_planned_retention, folder, num_pairs, bf16=arguments.bf16), device).value
     autocast = torch.bfloat16 if arguments.bf16 else None
     assert len(columns) == 2
-    return Workload(device, encoder.train(), peer.train(), columns, autocast)
+    return Workload(device, encoder.train(), peer.train(), columns, autocast, planned)
+
+
+def _planned_retention(model: str, num_pairs: int, *, bf16: bool) -> int | None:
+    config = Config(model_name=model, batch_size=num_pairs, bf16=bf16)
+    return plan_elsewhere(config, None, shape=None, num_records=num_pairs).retain_tokens
 
 
 def _token_ids(num_rows: int, lengths: str, median: int, rng: np.random.Generator) -> Ragged:
@@ -252,11 +277,13 @@ def _variants(workload: Workload, arguments: argparse.Namespace) -> dict[str, Va
             name = f"vembed, {tokens} tokens" + (f", retain {retain}" if retain else "")
             ours.append((name, ChunkBudget(rows=2**20, tokens=tokens), retain))
     ours.append(("vembed, 32 rows", ChunkBudget(rows=32, tokens=2**20), 0.0))
-    ours.append((f"vembed, {arguments.tokens[0]} tokens, retain 1", ChunkBudget(2**20, arguments.tokens[0]), 1.0))
     variants = [
         Variant(name, partial(our_step, workload, budget, retain), partial(_own_parameters, workload))
         for name, budget, retain in ours
     ]
+    automatic = partial(our_step, workload, ChunkBudget(2**20, arguments.tokens[0]), 1.0, workload.retain_tokens)
+    name = f"vembed, {arguments.tokens[0]} tokens, retain auto"
+    variants.append(Variant(name, automatic, partial(_own_parameters, workload)))
     peers: list[tuple[str, dict[str, Any]]] = [(f"ST cached, {n} rows", {"mini_batch_size": n}) for n in PEER_ROWS]
     peers += [(f"ST cached, {n} tokens", {"mini_batch_num_tokens": n}) for n in PEER_TOKENS]
     peer_parameters = partial(_peer_parameters, workload)
@@ -279,7 +306,7 @@ def _named(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if not name.startswith("pooler")]
 
 
-def our_step(workload: Workload, budget: ChunkBudget, retain: float) -> int:
+def our_step(workload: Workload, budget: ChunkBudget, retain: float, retain_tokens: int | None = None) -> int:
     """Run vembed's engine; return padded tokens."""
     encoder = workload.encoder
     features = [Features({"input_ids": column}, column.lengths) for column in workload.columns]
@@ -293,7 +320,13 @@ def our_step(workload: Workload, budget: ChunkBudget, retain: float) -> int:
         document_ids_D=np.arange(num_pairs, 2 * num_pairs),
         record_ids=tuple(range(num_pairs)),
     )
-    options = EngineOptions(budget=budget, device=workload.device, retain=retain, autocast_dtype=workload.autocast)
+    options = EngineOptions(
+        budget=budget,
+        device=workload.device,
+        retain=retain,
+        retain_tokens=retain_tokens,
+        autocast_dtype=workload.autocast,
+    )
     engine = GradCacheEngine(InfoNCE(temperature=TEMPERATURE).to(workload.device), options)
     return engine.step([pool], BatchStructure.of(batch, workload.device)).padded_tokens
 
@@ -385,20 +418,16 @@ def _counted(variant: Variant, workload: Workload) -> int:
     return tokens
 
 
-def _flops(variant: Variant, workload: Workload) -> int:
-    with FlopCounterMode(display=False) as counter:
-        _counted(variant, workload)
-    return int(counter.get_total_flops())
-
-
-def _gradients(variant: Variant) -> list[np.ndarray]:
+def _gradients(variant: Variant) -> tuple[list[np.ndarray], int]:
+    """Return the gradients of a step and its floating point operations."""
     for parameter in variant.parameters():
         parameter.grad = None
-    variant.step()
+    with FlopCounterMode(display=False) as counter:
+        variant.step()
     gradients = [_array(parameter.grad) for parameter in variant.parameters()]
     for parameter in variant.parameters():
         parameter.grad = None
-    return gradients
+    return gradients, int(counter.get_total_flops())
 
 
 def _array(gradient: Tensor | None) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, MachineError
-from vembed.evaluation.benchmark import vectors as vectors_module
+from vembed.evaluation import array_file
 from vembed.evaluation.benchmark.identity import (
     changed_parts,
     items_digest,
@@ -71,7 +71,7 @@ def test_changed_damaged_and_unfinished_vectors_are_not_read_and_the_reason_is_t
 
 
 def test_no_room_is_told_with_the_option_that_needs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vectors_module, "FREE_SHARE", 1e18)
+    monkeypatch.setattr(array_file, "FREE_SHARE", 1e18)
     with pytest.raises(MachineError, match="--no-keep-vectors"):
         write_vectors(tmp_path, "document", KEY, VECTORS, FACTS)
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ from vembed.training.trackers.jsonl import JsonlTracker
 from vembed.training.trackers.tensorboard import TensorBoardTracker
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from vembed.training.trackers.base import Tracker
@@ -179,6 +179,9 @@ class FlakyTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._called(f"log {step} {dict(values)}")
 
+    def log_ranks(self, step: int, by_rank: Mapping[str, Sequence[float]]) -> None:
+        self._called(f"ranks {step} {dict(by_rank)}")
+
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._called(f"evaluation {step} {dict(metrics)}")
 
@@ -188,15 +191,22 @@ class FlakyTracker:
 
 def drive(tracker: Tracker) -> None:
     tracker.log(1, {"loss": 1.0})
+    tracker.log_ranks(1, {"loss": (1.0,)})
     tracker.log_evaluation(1, {"ndcg@10": 0.5})
     tracker.log(2, {"loss": 0.5})
     tracker.close()
 
 
-ALL_CALLS = ["log 1 {'loss': 1.0}", "evaluation 1 {'ndcg@10': 0.5}", "log 2 {'loss': 0.5}", "close"]
+ALL_CALLS = [
+    "log 1 {'loss': 1.0}",
+    "ranks 1 {'loss': (1.0,)}",
+    "evaluation 1 {'ndcg@10': 0.5}",
+    "log 2 {'loss': 0.5}",
+    "close",
+]
 
 
-@pytest.mark.parametrize("fails_from", [1, 2, 3, 4])
+@pytest.mark.parametrize("fails_from", [1, 2, 3, 4, 5])
 def test_a_failing_tracker_is_dropped_with_one_warning_and_never_raises(
     fails_from: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,6 +259,17 @@ def test_tensorboard_shows_training_and_evaluation_and_each_step_once_after_a_re
     assert scalars_in(tmp_path / "tensorboard") == {
         "train/loss": [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)],
         "evaluation/ndcg@10": [(2, 0.5)],
+    }
+
+
+def test_tensorboard_shows_the_numbers_of_each_process(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path)
+    tracker.log_ranks(10, {"loss": (0.5, 0.75), "utilisation": (float("nan"), 0.25)})
+    tracker.close()
+    assert scalars_in(tmp_path) == {
+        "ranks/loss/0": [(10, 0.5)],
+        "ranks/loss/1": [(10, 0.75)],
+        "ranks/utilisation/1": [(10, 0.25)],
     }
 
 

@@ -70,7 +70,7 @@ def test_update_sets_the_rate_of_the_step() -> None:
     for step, expected in enumerate([0, 0.5, 1.0, 0.75, 0.5, 0.25]):
         give_gradients(updater)
         updater.update(step)
-        assert [group["lr"] for group in updater.optimizer.param_groups] == [expected] * 2
+        assert [group["lr"] for group in updater.optimizer.param_groups] == [expected] * 3
 
 
 def test_weight_decay_acts_on_matrices_alone() -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.errors import DataError
+from vembed.plan.epoch import epoch_layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,7 +48,7 @@ class GlobalSampler:
         if self.num_records < 2:
             msg = f"a batch needs at least 2 records to hold negatives; the data has {self.num_records}: add rows"
             raise DataError(msg)
-        self.steps_per_epoch, self.notes = _layout(self.num_records, self.batch_size, drop_last)
+        self.steps_per_epoch, self.notes = epoch_layout(self.num_records, self.batch_size, drop_last=drop_last)
         self._cached_epoch = -1
         self._cached_order = np.empty(0, dtype=np.int64)
 
@@ -74,22 +75,6 @@ def _permutation(num_records: int, *, seed: int, epoch: int) -> NDArray[np.int64
     order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(num_records)
     order.setflags(write=False)
     return order
-
-
-def _layout(num_records: int, batch_size: int, drop_last: bool) -> tuple[int, tuple[str, ...]]:
-    """Return the steps of an epoch, and what to tell the user about the tail."""
-    steps, tail = divmod(num_records, batch_size)
-    if steps == 0:
-        return 1, (f"{num_records:,} records are fewer than a batch of {batch_size:,}: each step takes all of them.",)
-    if tail == 0:
-        return steps, ()
-    if drop_last:
-        return steps, (f"The last {tail:,} records of each epoch's order are left out (drop_last).",)
-    if tail == 1:
-        return steps, (
-            "The last record of each epoch's order is left out: a batch of one record has no in-batch negatives.",
-        )
-    return steps + 1, (f"The last batch of each epoch has {tail:,} records instead of {batch_size:,}.",)
 
 
 def _whole(value: int, *, name: str, least: int) -> int:

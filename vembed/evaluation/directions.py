@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.evaluation.evaluator import encoded, evaluate, search_encoded
+from vembed.evaluation.evaluator import EncodedTask, encode_task, encoded, search_task
 from vembed.evaluation.run import RunBuilder
 from vembed.evaluation.significance import sum_interval
 
@@ -90,37 +90,47 @@ def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> RecallSu
     return RecallSum(value, 100 * low, 100 * high)
 
 
-def evaluate_directions(
+def encode_directions(
     encode: ItemEncoder, task: RetrievalData, options: EvaluationOptions, *, both: bool
-) -> Directions:
-    """Evaluate an encoder on a set, in one direction or in both.
+) -> tuple[EncodedTask, ...]:
+    """Encode a set for one direction or for both: the part that needs the encoder, which several ranks do together.
 
     Args:
         encode: The encoder.
         task: The set.
         options: How to search and what to score.
-        both: Whether the reversed set is evaluated as well.
+        both: Whether the reversed set is encoded as well.
+
+    Returns:
+        One direction or both, the given one first.
 
     Raises:
-        DataError: As `evaluate`.
-        NonFiniteError: An embedding holds NaN or infinity.
+        DataError: The set has nothing to search or to score.
     """
+    forward = encode_task(encode, task, options)
     if not both:
-        return Directions(evaluate(encode, task, options))
+        return (forward,)
+    started = time.perf_counter()
     turned = task.reversed()
-    builder, turned_builder = (RunBuilder(each, ks=options.ks, depth=options.depth) for each in (task, turned))
-    started = time.perf_counter()
-    documents, queries = list(task.documents.values()), [task.queries[query_id] for query_id in builder.query_ids]
-    documents_DE, queries_QE = encoded(encode, documents, "document"), encoded(encode, queries, "query")
-    forward = search_encoded(builder, task, (documents_DE, queries_QE), options, started=started)
-    started = time.perf_counter()
+    builder = RunBuilder(turned, ks=options.ks, depth=options.depth)
+    documents = list(task.documents.values())
+    queries = [task.queries[query_id] for query_id in forward.builder.query_ids]
+    documents_DE, queries_QE = forward.documents_DE, forward.queries_QE
     if sides_agree(encode.encoder, documents):
         asking_QE = documents_DE[asking_rows(task, turned)]
     else:
         asking_QE = encoded(encode, list(turned.queries.values()), "query")
     searched_DE = queries_QE if sides_agree(encode.encoder, queries) else encoded(encode, queries, "document")
-    reverse = search_encoded(turned_builder, turned, (searched_DE, asking_QE), options, started=started)
-    return Directions(forward, reverse)
+    return forward, EncodedTask(turned, builder, searched_DE, asking_QE, time.perf_counter() - started)
+
+
+def search_directions(tasks: Sequence[EncodedTask], options: EvaluationOptions) -> Directions:
+    """Search what `encode_directions` made, and score it.
+
+    Raises:
+        NonFiniteError: An embedding holds NaN or infinity.
+    """
+    return Directions(*(search_task(each, options) for each in tasks))
 
 
 def asking_rows(task: RetrievalData, turned: RetrievalData) -> NDArray[np.int64]:

@@ -66,42 +66,60 @@ def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) ->
         ConfigError: FAISS can't build the index.
         ValueError: The encoder returned another number of rows than it got texts, or a cut-off is over the depth.
     """
+    return search_task(encode_task(encode, task, options), options)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTask:
+    """A task with the vectors of its items.
+
+    Attributes:
+        task: Queries, documents and judgements.
+        builder: Of the task, empty.
+        documents_DE: A row for each document, in the order of the task.
+        queries_QE: A row for each of the builder's queries.
+        seconds: What encoding took.
+    """
+
+    task: RetrievalData
+    builder: RunBuilder
+    documents_DE: NDArray[np.float32]
+    queries_QE: NDArray[np.float32]
+    seconds: float
+
+
+def encode_task(encode: Encode, task: RetrievalData, options: EvaluationOptions) -> EncodedTask:
+    """Encode the documents and the judged queries of a task.
+
+    Raises:
+        DataError: The task has nothing to search or to score.
+        ValueError: The encoder returned another number of rows than it got texts, or a cut-off is over the depth.
+    """
     builder = RunBuilder(task, ks=options.ks, depth=options.depth)
     started = time.perf_counter()
-    document_vectors_DE = encoded(encode, list(task.documents.values()), "document")
-    query_vectors_QE = encoded(encode, [task.queries[query_id] for query_id in builder.query_ids], "query")
-    return search_encoded(builder, task, (document_vectors_DE, query_vectors_QE), options, started=started)
+    documents_DE = encoded(encode, list(task.documents.values()), "document")
+    queries_QE = encoded(encode, [task.queries[query_id] for query_id in builder.query_ids], "query")
+    return EncodedTask(task, builder, documents_DE, queries_QE, time.perf_counter() - started)
 
 
-def search_encoded(
-    builder: RunBuilder,
-    task: RetrievalData,
-    vectors: tuple[NDArray[np.float32], NDArray[np.float32]],
-    options: EvaluationOptions,
-    *,
-    started: float,
-) -> EvaluationResult:
-    """Search and score what is encoded already.
-
-    Args:
-        builder: Of the task, empty.
-        task: Queries, documents and judgements.
-        vectors: A row for each document, in the order of the task; a row for each of the builder's queries.
-        options: How to search and what to score.
-        started: `time.perf_counter()` before the encoding: what the seconds are counted from.
+def search_task(given: EncodedTask, options: EvaluationOptions) -> EvaluationResult:
+    """Search and score an encoded task.
 
     Raises:
         NonFiniteError: An embedding holds NaN or infinity.
         ConfigError: FAISS can't build the index.
     """
+    builder = given.builder
+    started = time.perf_counter()
     scores_Qk, rows_Qk = search(
-        *vectors,
+        given.documents_DE,
+        given.queries_QE,
         k=builder.hits_wanted,
         factory=options.index_factory,
         poll=options.poll,
     )
-    seconds = time.perf_counter() - started
-    add_hits(builder, list(task.documents), scores_Qk, rows_Qk)
+    seconds = given.seconds + time.perf_counter() - started
+    add_hits(builder, list(given.task.documents), scores_Qk, rows_Qk)
     notes = [] if options.index_factory == EXACT else [approximate_note(options.index_factory)]
     return builder.result(options.system, seconds=seconds, notes=notes)
 

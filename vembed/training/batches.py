@@ -1,8 +1,11 @@
 """The batch of a step, as the engine takes it: pools of tokenized rows and the structure of the batch.
 
 It is made in two parts. `BatchSource.features` does all that costs time, on the CPU: it decodes and tokenizes. It is a
-function of (seed, epoch, step) alone, so it may run ahead in another process. `BatchSource.prepared` does what must
-happen in this one: the encoder and the device come in.
+function of (seed, epoch, step) and the rank, so it may run ahead in another process. `BatchSource.prepared` does what
+must happen in this one: the encoder comes in.
+
+Every rank knows the whole batch and tokenizes its own rows of it. A rank that has no row of a modality which the batch
+holds gets a spare one (slot -1): all ranks then call all towers, and what comes of it is thrown away.
 """
 
 from __future__ import annotations
@@ -10,23 +13,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from vembed.batch import Features
+import numpy as np
+
+from vembed.batch import Features, modality_of
 from vembed.data.collate import collate
 from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
+from vembed.training.dealing import deal_rows, estimated_costs
+from vembed.training.frozen import is_stored, stored_pool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    import numpy as np
     import torch
     from numpy.typing import NDArray
 
-    from vembed.batch import ContrastiveBatch, Item, Side
+    from vembed.batch import ContrastiveBatch, Side
     from vembed.data.augment import Augmenter
     from vembed.data.records import RecordTable
     from vembed.data.sampler import GlobalSampler
+    from vembed.gradcache.deal import Deal
     from vembed.models.encoder import Encoder
+    from vembed.training.frozen import StoredEmbeddings
 
 
 class Batches(Protocol):
@@ -34,7 +40,7 @@ class Batches(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the structure goes."""
+        """Where the encoder is."""
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.
@@ -49,11 +55,14 @@ class FeaturedBatch:
     """A batch as features, without an encoder and without a device.
 
     Attributes:
-        batch: The rows.
-        parts: Features of the rows of one modality each, and where those belong in [queries; documents], int64.
+        batch: The rows of all ranks.
+        deal: Which of them are whose.
+        parts: Features of this rank's rows of one modality each, and where those belong in [queries; documents], int64;
+            -1 for a spare row.
     """
 
     batch: ContrastiveBatch
+    deal: Deal
     parts: tuple[tuple[Features, NDArray[np.int64]], ...]
 
 
@@ -62,18 +71,21 @@ class PreparedBatch:
     """Everything that a step needs.
 
     Attributes:
-        batch: The rows.
-        pools: The same, as features; what goes through one tower shares a pool, so that it packs tighter.
-        structure: Positives and identities on the device.
+        batch: The rows of all ranks.
+        deal: Which of them are whose.
+        pools: This rank's, as features; what goes through one tower shares a pool, so that it packs tighter.
+        structure: Positives and identities of the batch, on the CPU: losses that stream list cells there, and read
+            nothing back.
     """
 
     batch: ContrastiveBatch
+    deal: Deal
     pools: tuple[Pool, ...]
     structure: BatchStructure
 
     @property
     def num_truncated(self) -> int:
-        """Over-long texts that were cut."""
+        """Over-long texts of this rank that were cut."""
         return sum(pool.features.num_truncated for pool in self.pools)
 
 
@@ -85,8 +97,11 @@ class BatchSource:
         records: Training records.
         sampler: Which records make up which step.
         encoder: Tokenizes them.
-        device: Where the structure goes.
+        device: Where the encoder is.
         augmenter: Says how their pictures are changed.
+        rank: This process among those that share a batch.
+        world_size: How many there are.
+        stored: Embeddings of what a frozen tower would encode, or None.
     """
 
     records: RecordTable
@@ -94,6 +109,9 @@ class BatchSource:
     encoder: Encoder
     device: torch.device
     augmenter: Augmenter
+    rank: int = 0
+    world_size: int = 1
+    stored: StoredEmbeddings | None = None
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.
@@ -104,7 +122,7 @@ class BatchSource:
         return self.prepared(self.features(step))
 
     def features(self, step: int) -> FeaturedBatch:
-        """Decode and tokenize the rows of a step.
+        """Decode and tokenize this rank's rows of a step.
 
         Raises:
             DataError: A picture can't be read any more.
@@ -117,19 +135,48 @@ class BatchSource:
         ]
         batch = collate(records, rows)
         items = (*batch.queries, *batch.documents)
-        return FeaturedBatch(batch, tuple(self._parts(items, num_queries=len(batch.queries))))
+        groups = [places for _, places in self.encoder.by_modality(items)]
+        deal = deal_rows(groups, estimated_costs(items, self.encoder.max_length), self.world_size)
+        own = [self._own_part(batch, group, deal) for group in groups]
+        return FeaturedBatch(batch, deal, tuple(own))
 
     def prepared(self, featured: FeaturedBatch) -> PreparedBatch:
-        """Give features to the encoder, and the structure to the device."""
-        pools = tuple(Pool(self.encoder, self.encoder.collate, *part) for part in featured.parts)
-        return PreparedBatch(featured.batch, pools, BatchStructure.of(featured.batch, self.device))
+        """Give features to the encoder."""
+        pools = tuple(
+            stored_pool(features, slots)
+            if is_stored(features)
+            else Pool(self.encoder, self.encoder.collate, features, slots)
+            for features, slots in featured.parts
+        )
+        return PreparedBatch(featured.batch, featured.deal, pools, BatchStructure.of(featured.batch))
 
-    def _parts(self, items: Sequence[Item], *, num_queries: int) -> Iterator[tuple[Features, NDArray[np.int64]]]:
-        """Yield a part for each modality: what shares a tower is packed together, queries and documents alike."""
-        for _, slots in self.encoder.by_modality(items):
-            sides: list[tuple[Side, NDArray[np.int64]]] = [
-                ("query", slots[slots < num_queries]),
-                ("document", slots[slots >= num_queries]),
-            ]
-            parts = [self.encoder.featurize([items[slot] for slot in own], side) for side, own in sides if len(own)]
-            yield Features.concat(parts), slots
+    def _own_part(
+        self, batch: ContrastiveBatch, group: NDArray[np.int64], deal: Deal
+    ) -> tuple[Features, NDArray[np.int64]]:
+        """Return this rank's rows of one modality: what shares a tower is packed together, queries and documents alike.
+
+        Args:
+            batch: The rows of all ranks.
+            group: Places of the items of the modality in [queries; documents].
+            deal: Which of them are whose.
+        """
+        slots = group[np.isin(group, deal.slots[self.rank], assume_unique=True)]
+        if not len(slots):
+            return self._features(batch, group[:1]), np.full(1, -1, dtype=np.int64)
+        return self._features(batch, slots), slots
+
+    def _features(self, batch: ContrastiveBatch, places: NDArray[np.int64]) -> Features:
+        """Return the features of items of one modality, or their embeddings where those are stored."""
+        num_queries, items = len(batch.queries), (*batch.queries, *batch.documents)
+        ids_N = np.concatenate([batch.query_ids_Q, batch.document_ids_D])
+        modality = modality_of(items[places[0]])
+        sides: list[tuple[Side, NDArray[np.int64]]] = [
+            ("query", places[places < num_queries]),
+            ("document", places[places >= num_queries]),
+        ]
+        if self.stored is not None and self.stored.holds(modality):
+            return Features.concat(
+                [self.stored.features(modality, side, ids_N[own]) for side, own in sides if len(own)]
+            )
+        parts = [self.encoder.featurize([items[place] for place in own], side) for side, own in sides if len(own)]
+        return Features.concat(parts)

@@ -6,9 +6,9 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vembed.distributed.norm import total_norm
 from vembed.errors import ConfigError, NonFiniteError
 from vembed.training.memory import peak_memory_bytes
 
@@ -26,7 +26,8 @@ def refuse_batch_norm(encoder: Encoder) -> None:
     Raises:
         ConfigError: The encoder has batch normalisation.
     """
-    if any(isinstance(module, _BatchNorm) for module in encoder.modules()):
+    resting = {module for still in encoder.resting for module in still.modules()}  # these take no statistics
+    if any(isinstance(module, _BatchNorm) and module not in resting for module in encoder.modules()):
         raise ConfigError(
             f"{encoder.name} has batch normalisation, whose statistics depend on the chunk: gradient caching can't "
             f"compute its gradients. Set use_gradient_cache: false, or use a model with another normalisation"
@@ -55,8 +56,8 @@ def dry_run(source: BatchSource, engine: GradCacheEngine, encoder: Encoder) -> N
     started = time.perf_counter()
     encoder.train()
     batch = source.batch(0)
-    result = engine.step(batch.pools, batch.structure)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in encoder.parameters() if p.grad is not None])
+    result = engine.step(batch.pools, batch.structure, deal=batch.deal)
+    norm = total_norm([p.grad for p in encoder.parameters() if p.grad is not None])
     _log.info(
         "dry run: one step of %d queries in %.2f s, %d chunks, loss %.4f, gradient norm %.3g, peak memory %.2f GiB; "
         "nothing was written",

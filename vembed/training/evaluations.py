@@ -6,18 +6,20 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
-from vembed.evaluation.directions import Directions, evaluate_directions
+from vembed.evaluation.directions import Directions, encode_directions, search_directions
 from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.evaluation.store import read_evaluation, write_evaluation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.evaluator import EncodedTask
     from vembed.evaluation.result import EvaluationResult
 
 _log = logging.getLogger(__name__)
@@ -30,16 +32,19 @@ REVERSED_SUFFIX = "-reversed"
 class Evaluations:
     """Evaluates the encoder as it stands and keeps what comes out.
 
+    All ranks encode; the first one searches, scores and writes, and tells the others what came of it.
+
     Attributes:
         encode: The encoder.
         dev: Set that chooses the best checkpoint; None when nothing is chosen.
         test: Set of the verdict; None makes it the dev set.
         folder: Where results are written.
         metric: The metric that checkpoints and the verdict are judged by.
-        poll: Called in long loops; raises to stop.
+        poll: Called while searching, on the first rank alone; raises to stop.
         with_bm25: Whether BM25 is evaluated beside the model.
         both_directions: Whether the untrained and the trained model are measured in reverse too, on the verdict's set;
             evaluations in between never are.
+        ranks: Who takes part. All must make the same calls.
     """
 
     encode: ItemEncoder
@@ -50,6 +55,7 @@ class Evaluations:
     poll: Callable[[], None]
     with_bm25: bool
     both_directions: bool = False
+    ranks: Ranks = field(default_factory=Ranks)
     _said: set[str] = field(default_factory=set)
 
     @property
@@ -80,12 +86,13 @@ class Evaluations:
         if self.test is not None:
             return self._once("baseline", self.test, reversed_name)
         result = self._once("step-0", self.verdict_task, reversed_name)
-        write_evaluation(self.folder / "baseline", result)
+        if self.ranks.is_first:
+            write_evaluation(self.folder / "baseline", result)
         return result
 
     def baseline_reversed(self) -> EvaluationResult | None:
         """Return the result of the untrained model in reverse, which `baseline` wrote; None where it isn't measured."""
-        return read_evaluation(self.folder / f"baseline{REVERSED_SUFFIX}") if self.both_directions else None
+        return self._read(f"baseline{REVERSED_SUFFIX}") if self.both_directions else None
 
     def at_step(self, step: int) -> EvaluationResult:
         """Evaluate on the dev set after a step; step 0 is the untrained model."""
@@ -109,7 +116,7 @@ class Evaluations:
         """
         evaluated = f"step-{step}"
         if self.test is None and not self.both_directions and self._is_there(evaluated):
-            return Directions(read_evaluation(self.folder / evaluated))
+            return Directions(self._read(evaluated))
         try:
             return self._evaluate("last", self.verdict_task, self._reversed_name("last"))
         except NonFiniteError as error:
@@ -123,6 +130,9 @@ class Evaluations:
         if reason := why_no_bm25(self.verdict_task):
             _log.info("%-12s %s", "bm25", reason)
             return None
+        return self.ranks.from_first(self._evaluate_bm25)
+
+    def _evaluate_bm25(self) -> EvaluationResult:
         result = evaluate_bm25(self.verdict_task, poll=self.poll)
         write_evaluation(self.folder / "bm25", result)
         self._say("bm25", result)
@@ -132,14 +142,17 @@ class Evaluations:
         return f"{name}{REVERSED_SUFFIX}" if self.both_directions else None
 
     def _is_there(self, name: str) -> bool:
-        return (self.folder / name / "metrics.json").is_file()
+        return self.ranks.from_first((self.folder / name / "metrics.json").is_file)
+
+    def _read(self, name: str) -> EvaluationResult:
+        return self.ranks.from_first(lambda: read_evaluation(self.folder / name))
 
     def _once(self, name: str, task: RetrievalData, reversed_name: str | None = None) -> EvaluationResult:
         """Evaluate the untrained model, unless a run that is resumed did so before."""
         names = [name] if reversed_name is None else [name, reversed_name]
         if not all(map(self._is_there, names)):
             return self._evaluate(name, task, reversed_name).forward
-        results = [read_evaluation(self.folder / each) for each in names]
+        results = [self._read(each) for each in names]
         for each, result in zip(names, results, strict=True):
             self._say(each, result)
         return results[0]
@@ -147,8 +160,14 @@ class Evaluations:
     def _evaluate(self, name: str, task: RetrievalData, reversed_name: str | None = None) -> Directions:
         """Evaluate the present model and write what comes out; in reverse too, where that has a name."""
         options = EvaluationOptions(system=self.encode.encoder.name, poll=self.poll)
-        found = evaluate_directions(self.encode, task, options, both=reversed_name is not None)
-        for each, result in ((name, found.forward), (reversed_name, found.reverse)):
+        tasks = encode_directions(self.encode, task, options, both=reversed_name is not None)
+        return self.ranks.from_first(lambda: self._search(tasks, options, (name, reversed_name)))
+
+    def _search(
+        self, tasks: Sequence[EncodedTask], options: EvaluationOptions, names: tuple[str, str | None]
+    ) -> Directions:
+        found = search_directions(tasks, options)
+        for each, result in zip(names, (found.forward, found.reverse), strict=True):
             if each is not None and result is not None:
                 write_evaluation(self.folder / each, result)
                 self._say(each, result)

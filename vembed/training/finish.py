@@ -10,19 +10,27 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from vembed.distributed.shards import is_shared
 from vembed.evaluation.directions import Directions, recall_sums
 from vembed.evaluation.report.data import Reverse, RunReport
 from vembed.evaluation.report.write import write_report
 from vembed.evaluation.significance import Verdict, verdict
+from vembed.models.adapters.lora import has_adapters, merge_adapters
+from vembed.models.adapters.trained import save_trained
 from vembed.plan.hardware import cpu_cores
 from vembed.training.card import write_model_card
+from vembed.training.diagnosis import diagnose, diagnosis_text, performance, setup_of
+from vembed.training.saving import gather_encoder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from vembed.data.images import ImageLimits
+    from vembed.distributed.ranks import Ranks
     from vembed.evaluation.result import EvaluationResult
+    from vembed.models.encoder import Encoder
+    from vembed.plan.hardware import Machine
     from vembed.plan.plan import Plan
     from vembed.training.evaluations import Evaluations
     from vembed.training.output import OutputFolder
@@ -65,23 +73,44 @@ class FinishParts:
         output: Where everything goes.
         evaluations: Evaluates the kept model.
         checkpoints: Has the best one.
+        fresh: Builds the encoder as training began with it, where weights are gathered from all ranks.
+        ranks: Who takes part; the first one writes.
         plan: For the report.
         config: Key -> value, for the report.
         data_facts: (label, value) of the data, for the report.
         image_limits: Which pictures may be decoded for the report.
-        device_name: For the report.
+        machine: Where the run happens.
         command: The command that repeats the run.
     """
 
     output: OutputFolder
     evaluations: Evaluations
     checkpoints: RunCheckpoints
+    fresh: Callable[[], Encoder]
+    ranks: Ranks
     plan: Plan
     config: Mapping[str, object]
     data_facts: Sequence[tuple[str, str]]
     image_limits: ImageLimits
-    device_name: str
+    machine: Machine
     command: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured in the run.
+
+    Attributes:
+        baseline: The model before training.
+        final: The kept model.
+        bm25: BM25, if asked for.
+        last: The model of the last step, where another one is kept.
+    """
+
+    baseline: EvaluationResult
+    final: Directions
+    bm25: EvaluationResult | None
+    last: Directions | None
 
 
 def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) -> RunResult:
@@ -99,32 +128,50 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
     if state.best_metric is not None and kept != state.best_step:
         present = state.step if kept is None else kept
         _log.warning("step %d was the best, but has no whole checkpoint; step %d is kept", state.best_step, present)
-    parts.checkpoints.encoder.save(parts.output.model)
-    parts.output.share(parts.output.model)
-    final = parts.evaluations.final()
-    bm25 = parts.evaluations.bm25()
+    whole = gather_encoder(parts.checkpoints.encoder, parts.ranks, parts.fresh)
+    parts.ranks.from_first(lambda: _export(whole, parts.output))
+    if has_adapters(parts.checkpoints.encoder) and not any(map(is_shared, parts.checkpoints.encoder.parameters())):
+        merge_adapters(parts.checkpoints.encoder)  # as the first rank just did: all of them evaluate what was written
+    found = Found(baseline, parts.evaluations.final(), parts.evaluations.bm25(), last)
+    reversed_baseline = parts.evaluations.baseline_reversed()
+    kept_step = state.step if kept is None else kept
+    return parts.ranks.from_first(lambda: _conclude(parts, state, found, reversed_baseline, kept_step=kept_step))
+
+
+def _export(encoder: Encoder | None, output: OutputFolder) -> None:
+    assert encoder is not None
+    save_trained(encoder, output.model, output.adapter)
+    for folder in (output.model, output.adapter):
+        output.share(folder)
+
+
+def _conclude(
+    parts: FinishParts, state: RunState, found: Found, reversed_baseline: EvaluationResult | None, *, kept_step: int
+) -> RunResult:
+    """Judge what was measured, and report it."""
+    final = found.final
     result = RunResult(
-        verdict=verdict(baseline, final.forward, parts.evaluations.metric),
-        baseline=baseline,
+        verdict=verdict(found.baseline, final.forward, parts.evaluations.metric),
+        baseline=found.baseline,
         final=final.forward,
-        bm25=bm25,
+        bm25=found.bm25,
         output=parts.output.path,
-        reverse=_reverse(parts, final, last),
-        last=None if last is None else last.forward,
+        reverse=_reverse(parts, found, reversed_baseline),
+        last=None if found.last is None else found.last.forward,
     )
-    _write_report(parts, state, result, kept_step=state.step if kept is None else kept)
+    _write_report(parts, state, result, kept_step=kept_step)
     write_model_card(
         parts.output,
         parts.checkpoints.encoder,
         config=parts.config,
         data_facts=parts.data_facts,
-        environment=environment(parts.device_name, parts.plan),
+        environment=environment(parts.machine.device_name, parts.plan),
     )
     _log.info("model   %s", parts.output.model)
     _log.info("report  %s", parts.output.path / "report" / "report.html")
     if result.reverse is not None:
         _log.info("reversed  %s: %s", result.reverse.task.direction, result.reverse.verdict.sentence)
-        if sums := recall_sums(Directions(baseline, result.reverse.baseline), final):
+        if sums := recall_sums(Directions(found.baseline, result.reverse.baseline), final):
             _log.info("rsum      %.1f -> %.1f", sums[0].value, sums[1].value)
     _log.info("%s", result.verdict.sentence)
     return result
@@ -136,17 +183,16 @@ def _last(parts: FinishParts, state: RunState) -> Directions | None:
     return parts.evaluations.last(state.step) if is_another and parts.checkpoints.manager.best() is not None else None
 
 
-def _reverse(parts: FinishParts, final: Directions, last: Directions | None) -> Reverse | None:
+def _reverse(parts: FinishParts, found: Found, baseline: EvaluationResult | None) -> Reverse | None:
     """Return the comparison in the reversed direction, where it is measured."""
-    baseline = parts.evaluations.baseline_reversed()
-    if baseline is None or final.reverse is None:
+    if baseline is None or found.final.reverse is None:
         return None
     return Reverse(
         task=parts.evaluations.verdict_task.reversed(),
-        verdict=verdict(baseline, final.reverse, parts.evaluations.metric),
+        verdict=verdict(baseline, found.final.reverse, parts.evaluations.metric),
         baseline=baseline,
-        final=final.reverse,
-        last=None if last is None else last.reverse,
+        final=found.final.reverse,
+        last=None if found.last is None else found.last.reverse,
     )
 
 
@@ -164,9 +210,27 @@ def _training_facts(state: RunState, rows: Sequence[Mapping[str, float]]) -> lis
 
 def _write_report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> None:
     """Write the report. The model is saved by now: a report that fails must not make the run look lost."""
+    try:
+        write_report(parts.output.path / "report", _report(parts, state, result, kept_step=kept_step))
+    except Exception:  # noqa: BLE001 - whatever it is, the model stands; the log has the traceback
+        _log.error("the report could not be written; the model is complete\n%s", traceback.format_exc())
+
+
+def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> RunReport:
+    """Put the report together, with what the numbers of the training say."""
     dev = parts.evaluations.dev
     rows = _read_rows(parts.output.path / "metrics.jsonl")
-    report = RunReport(
+    setup = setup_of(parts.plan, parts.machine, state, rows)
+    findings = diagnose(rows, setup)
+    _log.info("%s", diagnosis_text(rows, findings))
+    facts = {
+        "model": parts.checkpoints.encoder.name,
+        "strategy": " ".join(filter(None, (parts.plan.strategy, parts.plan.mode))),
+        "device": parts.machine.device_name,
+        "global_batch_size": parts.plan.global_batch_size,
+        "gradient_accumulation_steps": parts.plan.gradient_accumulation_steps,
+    }
+    return RunReport(
         title=parts.output.path.name,
         verdict=result.verdict,
         task=parts.evaluations.verdict_task,
@@ -181,16 +245,14 @@ def _write_report(parts: FinishParts, state: RunState, result: RunResult, *, kep
         evaluations=state.evaluations,
         plan=parts.plan.to_json(),
         config=parts.config,
-        environment=environment(parts.device_name, parts.plan),
+        environment=environment(parts.machine.device_name, parts.plan),
         data_facts=[*parts.data_facts, *_training_facts(state, rows)],
         command=parts.command,
         image_limits=parts.image_limits,
         dev_task=dev.name if dev is not None and parts.evaluations.test is not None else "",
+        findings=findings,
+        performance=performance(rows, setup, **facts),
     )
-    try:
-        write_report(parts.output.path / "report", report)
-    except Exception:  # noqa: BLE001 - whatever it is, the model stands; the log has the traceback
-        _log.error("the report could not be written; the model is complete\n%s", traceback.format_exc())
 
 
 def _read_rows(path: Path) -> list[dict[str, float]]:
@@ -199,11 +261,15 @@ def _read_rows(path: Path) -> list[dict[str, float]]:
     return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
 
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that decide a result."""
+    return {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
+
+
 def environment(device_name: str, plan: Plan) -> dict[str, str]:
     """Return what a reader needs to judge the numbers: versions, machine, precision."""
     return {
-        "python": platform.python_version(),
-        **{package: version(package) for package in PACKAGES},
+        **package_versions(),
         "system": f"{platform.system()} {platform.machine()}",
         "device": device_name,
         "cpu cores": str(cpu_cores()),

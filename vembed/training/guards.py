@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
 
 from vembed.checkpoint.agreement import alone
@@ -17,7 +18,6 @@ from vembed.files import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
     from types import FrameType, TracebackType
 
     from vembed.checkpoint.agreement import Agree
@@ -81,6 +81,15 @@ class StopSignal:
             name = self._received.name if self._received is not None else "a signal to another process"
             raise PreemptedError(f"stopped by {name}; resume goes on from the last checkpoint")
 
+    def poll_alone(self) -> None:
+        """Do the same where this rank works for all of them: only its own signals are looked at.
+
+        Raises:
+            PreemptedError: A signal asked this process to stop.
+        """
+        if self._received is not None:
+            raise PreemptedError(f"stopped by {self._received.name}; resume goes on from the last checkpoint")
+
     def _handle(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - the signature that signal calls
         """Set the flag, or leave; nothing here may take a lock that the interrupted code holds, so no logging."""
         received = signal.Signals(number)
@@ -125,7 +134,7 @@ class NonFiniteGuard:
     Args:
         policy: "stop", or "skip" for up to `limit` steps of the whole run.
         limit: Steps that may be skipped; one more stops the run. Unused with "stop".
-        folder: Where the reports go; made when there is one.
+        folder: Where the reports go; made when there is one. None writes none: another rank does.
         skipped: Steps skipped before a resume.
         agree: Returns True when every rank passes True; called once per step, so that all ranks skip the same steps.
 
@@ -138,7 +147,7 @@ class NonFiniteGuard:
         policy: Literal["stop", "skip"],
         *,
         limit: int,
-        folder: Path,
+        folder: Path | None,
         skipped: int = 0,
         agree: Agree = alone,
     ) -> None:
@@ -175,7 +184,10 @@ class NonFiniteGuard:
 
     def _report(self, facts: StepFacts, norms: Mapping[str, float]) -> Path:
         """Write what is known of the step; a disk that refuses must not hide the numbers' own error."""
-        path = self._folder / f"nonfinite-step-{facts.step}.json"
+        path = Path(f"nonfinite-step-{facts.step}.json")
+        if self._folder is None:
+            return path
+        path = self._folder / path
         content = {
             "step": facts.step,
             "loss": _number(facts.loss),

@@ -3,7 +3,7 @@
 1. Each worker has the whole `BatchSource` and makes every n-th step's features; a batch is a function of its step, so
    nothing depends on how many workers there are. torch's DataLoader hands out the steps and keeps the order.
 2. Pixels come back through shared memory where there is room for them, else through the pipe, like all the rest.
-3. This process makes the pools and puts the structure on the device. A worker computes nothing on a device.
+3. This process makes the pools. A worker computes nothing on a device.
 
 Workers are forked, not started anew: records and tokenizers stay shared with this process, nothing has to be pickled
 on the way in, a user's script needs no guard around its main part, and a worker is there at once. What a fork doesn't
@@ -32,6 +32,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from vembed.batch import Composed, Features, Image
+from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError, VembedError
 from vembed.training.batches import BatchSource, FeaturedBatch
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.batch import ContrastiveBatch, Item
+    from vembed.gradcache.deal import Deal
     from vembed.training.batches import PreparedBatch
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only its free space is looked at
@@ -71,11 +73,13 @@ class LoadingOptions:
         num_workers: Processes, at least 1.
         batches_ahead: Most batches that wait or are being made, at least `num_workers`.
         num_steps: Steps of the whole run: nothing is made beyond.
+        pin_memory: Whether batches for an accelerator wait in page-locked memory.
     """
 
     num_workers: int
     batches_ahead: int
     num_steps: int
+    pin_memory: bool = True
 
 
 class BatchLoader:
@@ -102,7 +106,7 @@ class BatchLoader:
 
     @property
     def device(self) -> torch.device:
-        """Where the structure goes."""
+        """Where the encoder is."""
         return self._source.device
 
     def batch(self, step: int) -> PreparedBatch:
@@ -159,7 +163,7 @@ class BatchLoader:
                 collate_fn=_unchanged,
                 worker_init_fn=_become_worker,
                 multiprocessing_context="fork",
-                pin_memory=self.device.type == "cuda",
+                pin_memory=self._options.pin_memory and self.device.type == "cuda",
                 generator=torch.Generator(),  # else the workers' seeds would be drawn from the run's own generator
             )
             self._iterator = iter(loader)
@@ -186,10 +190,12 @@ class _Parcel:
 
     Attributes:
         batch: The rows; pictures without their encoded bytes, which nobody needs behind this point.
+        deal: As in `FeaturedBatch`.
         parts: As in `FeaturedBatch`, the entries with one row per item apart.
     """
 
     batch: ContrastiveBatch
+    deal: Deal
     parts: tuple[tuple[Features, dict[str, NDArray[Any] | Tensor], NDArray[np.int64]], ...]
 
     @classmethod
@@ -205,6 +211,7 @@ class _Parcel:
         )
         return cls(
             light,
+            featured.deal,
             tuple(
                 (
                     replace(features, per_row={}),
@@ -229,6 +236,7 @@ class _Parcel:
         """Return what was packed; shared memory is seen, not copied."""
         return FeaturedBatch(
             self.batch,
+            self.deal,
             tuple(
                 (replace(features, per_row={name: _array(values) for name, values in per_row.items()}), slots)
                 for features, per_row, slots in self.parts
@@ -296,7 +304,7 @@ def _ready_to_fork() -> Iterator[None]:
 
 
 def _become_worker(number: int) -> None:  # noqa: ARG001 - the signature that DataLoader calls
-    """Leave signals to the parent, end with it, use one thread, and let go of the weights."""
+    """Leave signals to the parent, end with it, use one thread, and let go of the weights (shards are small)."""
     for held in _HELD_SIGNALS:
         signal.signal(held, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_SIGNALS)
@@ -309,7 +317,7 @@ def _become_worker(number: int) -> None:  # noqa: ARG001 - the signature that Da
         os._exit(1)
     encoder = steps.source.encoder
     for tensor in (*encoder.parameters(), *encoder.buffers()):
-        if tensor.device.type == "cpu":
+        if tensor.device.type == "cpu" and not is_shared(tensor):
             tensor.data = tensor.new_empty(0)
 
 

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from vembed.distributed.norm import clip_gradients, total_norm
+from vembed.distributed.shards import is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vembed.checkpoint.format import JSON
+    from vembed.checkpoint.tensors import Saved
     from vembed.losses.base import ContrastiveLoss
     from vembed.models.encoder import Encoder
 
@@ -94,14 +97,22 @@ class Updater:
         }
         trainable = [parameter for parameter in self._names if parameter.requires_grad]
         decayed = [parameter for parameter in trainable if parameter.ndim >= 2]
-        plain = [parameter for parameter in trainable if parameter.ndim < 2]
+        plain = [parameter for parameter in trainable if parameter.ndim == 1]
+        # Scalars are never sharded, and one kernel can't update both whole tensors and shards.
+        scalars = [parameter for parameter in trainable if parameter.ndim == 0]
         self.parameters = trainable
+        self._shared = [parameter for parameter in trainable if is_shared(parameter)]
         self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": options.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": options.weight_decay},
+                {"params": plain, "weight_decay": 0.0},
+                {"params": scalars, "weight_decay": 0.0},
+            ],
             lr=schedule.peak,
             betas=options.betas,
             eps=options.epsilon,
-            fused=True,
+            # The fused kernel takes the flag of an overflow, which isn't sharded.
+            fused=not (self._shared and options.loss_scaling),
         )
         self._scaler = torch.amp.GradScaler(trainable[0].device.type, enabled=options.loss_scaling)
         if options.loss_scaling:
@@ -118,12 +129,24 @@ class Updater:
         Gradients whose norm isn't finite stay as they are: clipping would make all of them NaN, and the report of the
         step could no longer say which module was at fault.
         """
-        self._scaler.unscale_(self.optimizer)
-        norm = nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        self._unscale()
+        norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
         value = norm.item()
         if self.options.max_grad_norm is not None and math.isfinite(value):
-            nn.utils.clip_grads_with_norm_(self.parameters, self.options.max_grad_norm, norm)
+            clip_gradients(self.parameters, self.options.max_grad_norm, norm)
         return value
+
+    def _unscale(self) -> None:
+        """Take the scale off the gradients; those of whole tensors and of shards don't go through one kernel."""
+        factor = 1 / self.gradient_scale
+        whole = [p for p in self.parameters if p.grad is not None and not is_shared(p)] if self._shared else []
+        scaled = [p.grad for p in whole]
+        for parameter in whole:
+            parameter.grad = None
+        self._scaler.unscale_(self.optimizer)
+        for parameter, gradient in zip(whole, scaled, strict=True):
+            assert gradient is not None
+            parameter.grad = gradient * factor
 
     def overflowed(self, grad_norm: float) -> bool:
         """Return whether a non-finite norm is float16's overflow at the present scale, which halving it cures."""
@@ -161,7 +184,7 @@ class Updater:
         tensors, packed = pack_optimizer(self.optimizer, self._names)
         return tensors, {"optimizer": packed, "scaler": self._scaler.state_dict()}
 
-    def restore(self, tensors: Mapping[str, Tensor], packed: Mapping[str, JSON]) -> None:
+    def restore(self, tensors: Mapping[str, Saved], packed: Mapping[str, JSON]) -> None:
         """Go on from what `state` returned."""
         optimizer, scaler = packed["optimizer"], packed["scaler"]
         assert isinstance(optimizer, dict)

@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 OWN_NAMES = (
     "config.yaml",
     "plan.json",
+    "exit.json",
     "metrics.jsonl",
     "checkpoints",
     "initial_model",
+    "frozen_embeddings",
     "model",
+    "adapter",
     "evaluation",
     "report",
     "tensorboard",
@@ -30,7 +33,7 @@ OWN_NAMES = (
 """Everything that a run writes, beside its `nonfinite-step-N.json`; nothing else in the folder is ever touched. The
 log is deleted last: what a kill leaves of a folder can still be told from other people's files."""
 
-MARKS = ("plan.json", "train.log")
+MARKS = ("plan.json", "train.log", "exit.json")
 """A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
 
 
@@ -55,9 +58,19 @@ class OutputFolder:
         return self.path / "initial_model"
 
     @property
+    def frozen_embeddings(self) -> Path:
+        """What a frozen tower makes of the training items."""
+        return self.path / "frozen_embeddings"
+
+    @property
     def model(self) -> Path:
         """The exported model."""
         return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """The adapters alone, where the run trained any."""
+        return self.path / "adapter"
 
     def refuse_other_files(self) -> None:
         """Refuse a folder whose files have the names of a run's, but were not written by one.

@@ -14,16 +14,18 @@ from tqdm import tqdm
 
 from vembed.errors import PreemptedError
 from vembed.training.guards import StepFacts
-from vembed.training.masking import count_masked
 from vembed.training.memory import peak_memory_bytes
+from vembed.training.timing import RankMeter, seconds_of_parts
+from vembed.training.totals import StepTotals
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vembed.distributed.ranks import Ranks
     from vembed.evaluation.result import EvaluationResult
-    from vembed.gradcache.engine import GradCacheEngine, StepResult
+    from vembed.gradcache.engine import GradCacheEngine
     from vembed.plan.plan import Plan
-    from vembed.training.batches import Batches, PreparedBatch
+    from vembed.training.batches import Batches
     from vembed.training.evaluations import Evaluations
     from vembed.training.guards import NonFiniteGuard, StopSignal
     from vembed.training.optimizer import Updater
@@ -34,7 +36,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SEED_STRIDE = 1_000_003
-"""Steps of runs with neighbouring seeds must not share a generator seed: a prime beyond any number of steps."""
+"""Batches of runs with neighbouring seeds must not share a generator seed: a prime beyond any number of batches."""
+
+RANK_STRIDE = 1 << 53
+"""Nor must ranks, or all would draw the same dropout masks: beyond any seed times `SEED_STRIDE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class TrainerParts:
     trackers: Sequence[Tracker]
     guard: NonFiniteGuard
     stop: StopSignal
+    ranks: Ranks
 
 
 class Trainer:
@@ -88,6 +94,7 @@ class Trainer:
         self.parts = parts
         self.state = state
         self.options = options
+        self._meter = RankMeter(parts.ranks, parts.source.device)
         self._last_save = time.monotonic()
 
     def run(self) -> EvaluationResult:
@@ -124,68 +131,83 @@ class Trainer:
         first = self.state.step if not self._stops_early() else self.parts.plan.steps
         steps = range(first, self.parts.plan.steps)
         total = self.parts.plan.steps
-        return tqdm(steps, initial=first, total=total, unit="step", disable=not sys.stderr.isatty())
+        hidden = not (self.parts.ranks.is_first and sys.stderr.isatty())
+        return tqdm(steps, initial=first, total=total, unit="step", disable=hidden)
 
     def _train_step(self, step: int) -> Mapping[str, float]:
         """Do one step, tokenizing included, whatever becomes of its gradients, and return what it measured."""
         started = time.perf_counter()
         parts, state = self.parts, self.state
-        batch = parts.source.batch(step)
-        waited = time.perf_counter() - started
-        torch.manual_seed(self.options.seed * SEED_STRIDE + step)
-        result = parts.engine.step(batch.pools, batch.structure, gradient_scale=parts.updater.gradient_scale)
-        if result.num_repairs:
-            state.smaller_chunk = parts.engine.budget.rows, parts.engine.budget.tokens
-        grad_norm = parts.updater.gradient_norm()
+        totals = self._accumulate(step)
+        with parts.engine.stopwatch.part("update"):
+            grad_norm = parts.updater.gradient_norm()
         learning_rate = parts.updater.schedule.learning_rate(step)
-        facts = StepFacts(
-            step + 1,
-            result.loss,
-            grad_norm,
-            batch.batch.record_ids,
-            parts.engine.loss.temperature,
-            parts.updater.module_norms,
-        )
-        if math.isfinite(result.loss) and parts.updater.overflowed(grad_norm):
+        temperature = parts.engine.loss.temperature
+        facts = StepFacts(step + 1, totals.loss, grad_norm, totals.record_ids, temperature, parts.updater.module_norms)
+        if math.isfinite(totals.loss) and parts.updater.overflowed(grad_norm):
             _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, parts.updater.gradient_scale)
             parts.updater.discard()
         elif parts.guard.accepts(facts):
-            parts.updater.update(step)
+            with parts.engine.stopwatch.part("update"):
+                parts.updater.update(step)
         else:
             parts.updater.discard()
         state.step = step + 1
         state.skipped_steps = parts.guard.skipped
-        state.num_truncated += batch.num_truncated
-        seconds = time.perf_counter() - started
-        return {**self._measured(result, batch, grad_norm, learning_rate, seconds), "data_seconds": waited}
+        state.num_truncated += totals.num_truncated
+        measured = self._measured(totals, seconds=time.perf_counter() - started)
+        own = {} if temperature is None else {"temperature": temperature}
+        return {**measured, "learning_rate": learning_rate, "grad_norm": grad_norm, **own}
 
-    def _measured(
-        self, result: StepResult, batch: PreparedBatch, grad_norm: float, learning_rate: float, seconds: float
-    ) -> Mapping[str, float]:
+    def _accumulate(self, step: int) -> StepTotals:
+        """Add up the gradients of the batches of a step, each with negatives of its own; their mean is left."""
+        parts, state = self.parts, self.state
+        count = parts.plan.gradient_accumulation_steps
+        totals = StepTotals()
+        for number in range(step * count, (step + 1) * count):
+            asked = time.perf_counter()
+            batch = parts.source.batch(number)
+            totals.data_seconds += time.perf_counter() - asked
+            torch.manual_seed(self.options.seed * SEED_STRIDE + number + parts.ranks.rank * RANK_STRIDE)
+            scale = parts.updater.gradient_scale / count
+            result = parts.engine.step(batch.pools, batch.structure, deal=batch.deal, gradient_scale=scale)
+            if result.num_repairs:
+                state.smaller_chunk = parts.engine.budget.rows, parts.engine.budget.tokens
+            totals.add(batch, result, counts_masked=self.options.counts_masked)
+        totals.add_ranks(parts.ranks, parts.source.device)
+        return totals
+
+    def _measured(self, totals: StepTotals, *, seconds: float) -> Mapping[str, float]:
         """Return the row of metrics.jsonl."""
-        temperature = self.parts.engine.loss.temperature
+        parts = self.parts.engine.stopwatch.read()
+        times = seconds_of_parts(
+            parts, step_seconds=seconds, data_seconds=totals.data_seconds, alone=self.parts.ranks.is_one
+        )
+        self._meter.add(times, tokens=totals.rank_tokens, loss=totals.rank_loss)
         return {
             "epoch": self.state.step / self.parts.plan.steps_per_epoch,
-            "loss": result.loss,
-            "learning_rate": learning_rate,
-            "grad_norm": grad_norm,
-            "samples_per_second": len(batch.batch.queries) / seconds,
-            "tokens_per_second": result.tokens / seconds,
+            "loss": totals.loss,
+            "samples_per_second": totals.num_queries / seconds,
+            "tokens_per_second": totals.tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(self.parts.source.device),
-            "padding_ratio": result.padding_ratio,
-            "replay_drift": result.replay_drift,
-            "num_chunks": result.num_chunks,
-            "oom_repairs": result.num_repairs,
-            **({} if temperature is None else {"temperature": temperature}),
-            **({"masked_negatives": count_masked(batch.batch)} if self.options.counts_masked else {}),
+            "padding_ratio": totals.padding_ratio,
+            "replay_drift": totals.replay_drift,
+            "num_chunks": totals.num_chunks,
+            "oom_repairs": totals.num_repairs,
+            **times,
+            **({"masked_negatives": totals.num_masked} if self.options.counts_masked else {}),
         }
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         """Send the numbers of the present step to the trackers and, now and then, to the log."""
         step = self.state.step
+        is_shown = step % self.options.logging_steps == 0 or step in (1, self.parts.plan.steps)
+        reading = self._meter.read() if is_shown else None
         for tracker in self.parts.trackers:
-            tracker.log(step, metrics)
-        if step % self.options.logging_steps == 0 or step in (1, self.parts.plan.steps):
+            tracker.log(step, metrics if reading is None else {**metrics, **reading.summary})
+            if reading is not None:
+                tracker.log_ranks(step, reading.by_rank)
+        if is_shown:
             _log.info(
                 "step %d/%d  epoch %.2f  loss %.4f  grad norm %.3g  lr %.3g  %.1f samples/s",
                 step,
@@ -225,8 +247,12 @@ class Trainer:
 
     def _saves_at(self, step: int) -> bool:
         every, seconds = self.options.save_steps, self.options.save_seconds
-        by_steps = every is not None and step % every == 0
-        return by_steps or (seconds is not None and time.monotonic() - self._last_save >= seconds)
+        if every is not None and step % every == 0:
+            return True
+        if seconds is None:
+            return False
+        due = time.monotonic() - self._last_save >= seconds  # the clocks of the ranks may differ
+        return self.parts.ranks.any(due, self.parts.source.device)
 
     def _save(self, *, best: bool) -> None:
         self.parts.checkpoints.save(self.state, best=best)

@@ -51,17 +51,19 @@ def items_digest(items: Iterable[Item]) -> str:
     return total.hexdigest()
 
 
-def model_key(encoder: Encoder) -> Key:
+def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
     """Return what an encoder is: its weights, and what it does with them.
 
     Args:
         encoder: The encoder; on the CPU no weight is copied.
+        frozen_only: Leave out parameters that are trained: what they are today doesn't matter to frozen parts.
 
     Returns:
         "weights", the hash of all parameters and buffers, and "encoder", the hash of its settings.
     """
     weights = hashlib.sha256()
-    for name, tensor in (*encoder.named_parameters(), *encoder.named_buffers()):
+    parameters = [each for each in encoder.named_parameters() if not (frozen_only and each[1].requires_grad)]
+    for name, tensor in (*parameters, *encoder.named_buffers()):
         weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         weights.update(_bytes_of(tensor))
     return {"weights": weights.hexdigest(), "encoder": digest(_settings(encoder))}
@@ -83,7 +85,7 @@ def vectors_key(
     return {
         **model,
         "texts": items_digest(texts),
-        "tokenizer": _features_digest(encoder, texts[::step][:SAMPLE_TEXTS], side),
+        "tokenizer": features_digest(encoder, texts[::step][:SAMPLE_TEXTS], side),
         "precision": str(autocast_dtype or "as loaded"),
         "side": side,
     }
@@ -138,7 +140,7 @@ def _settings(encoder: Encoder) -> Key:
     }
 
 
-def _features_digest(encoder: Encoder, items: Sequence[Item], side: Side) -> str:
+def features_digest(encoder: Encoder, items: Sequence[Item], side: Side) -> str:
     """Return the hash of what tokenizer and image processor make of items: prompts, cutting, sizes show in it."""
     total = hashlib.sha256()
     for _, places in encoder.by_modality(items):

@@ -1,27 +1,16 @@
-"""Vectors on disk: written once for each model, set and side, and read back while they are still true.
+"""Vectors of a benchmark: written once for each model, set and side, and read back while they are still true.
 
-    documents.npy    (D, E) float32
-    documents.json   the key: what the vectors were made of; size and hash of the file; texts that were cut, seconds
-    queries.npy, queries.json   the same of the judged queries
-
-The key is written last and removed first, so that vectors with a key are whole.
+`documents` and `queries` are an `ArrayFile` each, whose record also holds how many texts were cut, and the seconds.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
-import shutil
 import time
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from vembed.errors import MachineError
-from vembed.evaluation.benchmark.identity import changed_parts
+from vembed.evaluation.array_file import ArrayFile
 from vembed.evaluation.directions import count_truncated
 from vembed.evaluation.index import check_finite
 
@@ -29,21 +18,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
     from vembed.evaluation.benchmark.identity import Key
     from vembed.evaluation.encode import ItemEncoder
 
-FORMAT = 1
-"""Raised when the files change their meaning; other formats are encoded again."""
-
-FREE_SHARE = 1.1
-"""Free disk that is asked for, as a multiple of what is written."""
-
 FILE_NAMES: dict[Side, str] = {"document": "documents", "query": "queries"}
-
-_HASHED_BYTES = 1 << 22
 
 _logger = logging.getLogger(__name__)
 
@@ -171,31 +153,8 @@ def write_vectors(folder: Path, side: Side, key: Key, vectors_NE: NDArray[np.flo
     Raises:
         MachineError: When there is no room for them, or the folder can't be written.
     """
-    array, record = _paths(folder, side)
-    temporary = array.with_name(f".{array.name}.tmp")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free, wanted = shutil.disk_usage(folder).free, vectors_NE.nbytes * FREE_SHARE
-        if free < wanted:
-            raise MachineError(
-                f"{folder}: {wanted / 1e9:.1f} GB are needed to keep the vectors of the {FILE_NAMES[side]}, "
-                f"{free / 1e9:.1f} GB are free. Free some space, or add --no-keep-vectors."
-            )
-        record.unlink(missing_ok=True)
-        with temporary.open("wb") as file:
-            np.save(file, vectors_NE, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        content = {"format": FORMAT, "key": key, "file": _file_facts(temporary), **asdict(facts)}
-        temporary.replace(array)
-        temporary.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-        temporary.replace(record)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise MachineError(
-            f"{folder}: the vectors can't be written: {error}. Free some space, choose another output folder, or add "
-            "--no-keep-vectors."
-        ) from error
+    rows, dim = vectors_NE.shape
+    _file(folder, side).write(key, (rows, dim), (vectors_NE,), lambda: asdict(facts))
 
 
 def read_vectors(
@@ -212,37 +171,17 @@ def read_vectors(
     Returns:
         Vectors and facts, or None; and why not, empty where there never were any.
     """
-    array, record = _paths(folder, side)
-    if not record.is_file():
-        return None, ""
+    file = _file(folder, side)
+    content, reason = file.check(key, rows=rows)
+    if content is None:
+        return None, reason
     try:
-        content: dict[str, Any] = json.loads(record.read_text("utf-8"))
-        if content["format"] != FORMAT:
-            return None, "another version of the file format"
-        changed = changed_parts(content["key"], key)
-        if changed:
-            return None, f"changed: {', '.join(changed)}"
-        if content["file"] != _file_facts(array):
-            return None, f"{array.name} is damaged"
         facts = Facts(int(content["num_truncated"]), float(content["seconds"]))
-        vectors_NE = np.load(array, allow_pickle=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return None, f"{array.name} or {record.name} can't be read: {error}"
-    if vectors_NE.dtype != np.float32 or vectors_NE.ndim != 2 or len(vectors_NE) != rows:
-        return None, f"{array.name} has another shape"
-    return (vectors_NE, facts), ""
+        return (file.read(mapped=False), facts), ""
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return None, f"{file.array.name} or {file.record.name} can't be read: {error}"
 
 
-def _paths(folder: Path, side: Side) -> tuple[Path, Path]:
-    """Return the files of one side: array and key."""
+def _file(folder: Path, side: Side) -> ArrayFile:
     name = FILE_NAMES[side]
-    return folder / f"{name}.npy", folder / f"{name}.json"
-
-
-def _file_facts(path: Path) -> dict[str, object]:
-    """Return size and hash of a file."""
-    total = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_HASHED_BYTES):
-            total.update(part)
-    return {"bytes": path.stat().st_size, "sha256": total.hexdigest()}
+    return ArrayFile(folder, name, f"the vectors of the {name}", "add --no-keep-vectors")

@@ -123,11 +123,12 @@ def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[
 def _methods(config: Mapping[str, object], plan: Mapping[str, object]) -> tuple[str, ...]:
     """Return the names of the methods that a run used."""
     retain = plan.get("retain")
+    keeps_part = plan.get("retain_tokens") is not None or (isinstance(retain, (int, float)) and retain < 1)
     used = {
         "infonce": config.get("loss_type") == "infonce",
         "sigmoid": config.get("loss_type") == "sigmoid",
         "matryoshka": bool(config.get("mrl_dims")),
-        "gradient caching": isinstance(retain, (int, float)) and retain < 1,
+        "gradient caching": keeps_part,
         "lora": config.get("use_lora") is True or "lora" in str(plan.get("strategy")),
     }
     return tuple(name for name, is_used in used.items() if is_used)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.comparison import MetricRow
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.ranks import RecallCurve, ScoreSplit
+    from vembed.evaluation.report.time_split import TimeSplit
 
 INK, LINE, SERIES, BETTER, WORSE = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
 OTHER_SERIES = ("#0a0b06", "#0a0b07", "#0a0b08")
@@ -42,7 +43,7 @@ PAGE_COLOURS = {
     WORSE: "var(--worse)",
     **{colour: f"var(--series-{number})" for number, colour in enumerate(OTHER_SERIES, start=2)},
 }
-CURVE_INCHES, HISTOGRAM_INCHES = (3.9, 2.1), (5.2, 2.5)
+CURVE_INCHES, HISTOGRAM_INCHES, SPLIT_INCHES = (3.9, 2.1), (5.2, 2.5), (5.2, 3.2)
 """Width and height, such that labels are about as large as small print where the drawing stands."""
 
 LOG_RANGE = 50.0
@@ -247,6 +248,55 @@ def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) ->
         axes.grid(axis="y")
         axes.legend(frameon=False, fontsize=9.0, loc="best")
         return inline_svg(figure, name=f"scores-{split.label}", label=label)
+
+
+PART_LOOKS = {
+    "data_seconds": (WORSE, 0.85),
+    "encode_seconds": (SERIES, 0.9),
+    "wait_seconds": (INK, 0.65),
+    "loss_seconds": (SERIES, 0.45),
+    "reduce_seconds": (BETTER, 0.85),
+    "update_seconds": (BETTER, 0.4),
+    "": (INK, 0.2),
+}
+"""Colour and opacity of each part of a step."""
+
+
+def draw_time_split(split: TimeSplit, *, label: str) -> Html:
+    """Draw the seconds of a step, its parts one on the other, over the steps.
+
+    Args:
+        split: The parts.
+        label: What a screen reader says in place of the drawing.
+    """
+    with chart_axes(SPLIT_INCHES) as (figure, axes):
+        steps_N = split.steps_N
+        width = float(steps_N[1] - steps_N[0]) if len(steps_N) > 1 else 1.0
+        below_N = np.zeros(len(steps_N))
+        for part in split.parts:
+            colour, alpha = PART_LOOKS[part.spec.key]
+            axes.bar(
+                steps_N,
+                part.course_N,
+                width,
+                bottom=below_N,
+                color=colour,
+                alpha=alpha,
+                linewidth=0,
+                label=part.spec.name,
+            )
+            below_N = below_N + part.course_N
+        axes.set_xlim(float(steps_N[0]) - width / 2, float(steps_N[-1]) + width / 2)
+        axes.set_xlabel("step")
+        axes.set_ylabel("seconds")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
+        axes.grid(axis="y")
+        handles, names = axes.get_legend_handles_labels()
+        figure.legend(handles[::-1], names[::-1], frameon=False, fontsize=9.0, loc="outside lower center", ncols=2)
+        return inline_svg(figure, name="time", label=label)
 
 
 @contextmanager

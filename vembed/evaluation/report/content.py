@@ -12,6 +12,7 @@ from vembed.evaluation.report.examples import Group, choose_examples, paired_val
 from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.report.ranks import Ranks, build_ranks
 from vembed.evaluation.report.text import count_text, finite, metric_text, one_line, plural, signed_text
+from vembed.evaluation.report.time_split import TimeSplit, split_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,6 +66,7 @@ class Content:
         thumbnails: Small copies of the pictures of the examples.
         ranks: Recall at every cut-off, and the scores by judgement.
         reverse_ranks: The same of the other direction, or None.
+        time: Where the time of the steps went, or None where it wasn't logged.
     """
 
     report: RunReport
@@ -82,6 +84,7 @@ class Content:
     thumbnails: Thumbnails
     ranks: Ranks
     reverse_ranks: Ranks | None
+    time: TimeSplit | None
 
 
 def build_content(report: RunReport) -> Content:
@@ -118,6 +121,7 @@ def build_content(report: RunReport) -> Content:
         thumbnails=Thumbnails.of(shown_pictures(groups), report.image_limits),
         ranks=build_ranks(report.task, report.baseline, report.final, report.bm25),
         reverse_ranks=None if turned is None else build_ranks(turned.task, turned.baseline, turned.final, None),
+        time=split_time(report.steps),
     )
 
 
@@ -227,6 +231,12 @@ def scope_text(report: RunReport) -> str:
         f"{report.task.name}: {plural(report.final.num_queries, 'query', 'queries')}, "
         f"{plural(report.final.num_documents, 'document')}"
     )
+
+
+def tells_speed(content: Content) -> bool:
+    """Return whether anything is known of how the training ran."""
+    report = content.report
+    return content.time is not None or report.findings is not None or bool(report.performance)
 
 
 def evaluation_cell(metrics: Mapping[str, float], name: str) -> str:

@@ -34,6 +34,21 @@ class Reverse:
     last: EvaluationResult | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that the run's own numbers say about it, and what may be done.
+
+    Attributes:
+        cause: A word or two, e.g. "waiting for data".
+        sentence: What was seen, with its numbers.
+        advice: What to change, with the keys of the configuration.
+    """
+
+    cause: str
+    sentence: str
+    advice: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
     """Everything that a report shows. Values are shown as they are: secrets must be gone before they come here.
@@ -59,6 +74,8 @@ class RunReport:
         reverse: The other direction, where it is measured.
         kept_step: Step that `final` is of, or None where that isn't known.
         last_step: Last step of training, or None where that isn't known.
+        findings: What the numbers of the training say about it, most costly first; None where nobody looked.
+        performance: Key -> value of what the training took: devices, memory, batch, speed.
     """
 
     title: str
@@ -80,6 +97,8 @@ class RunReport:
     reverse: Reverse | None = None
     kept_step: int | None = None
     last_step: int | None = None
+    findings: Sequence[Finding] | None = None
+    performance: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse a report whose verdict speaks of a metric that the results don't have."""

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from vembed.evaluation.report.charts import draw_histogram, draw_shares
 from vembed.evaluation.report.comparison import row_decimals
-from vembed.evaluation.report.content import SYMBOLS, notes, reverse_lines
+from vembed.evaluation.report.content import SYMBOLS, notes, reverse_lines, tells_speed
 from vembed.evaluation.report.html_curves import curves_section
 from vembed.evaluation.report.html_metrics import metrics_section
 from vembed.evaluation.report.html_parts import MAIN_ID, long_block, pairs_table, records_table, section, whole_page
 from vembed.evaluation.report.html_queries import queries_section
 from vembed.evaluation.report.html_ranks import ranks_section
+from vembed.evaluation.report.html_speed import speed_section
 from vembed.evaluation.report.markup import Html, element, join
 from vembed.evaluation.report.settings import plan_parts
 from vembed.evaluation.report.text import count_text, metric_text, one_line, plural, signed_text, value_text
@@ -31,6 +32,7 @@ def render_html(content: Content) -> str:
         metrics_section(content),
         ranks_section(content),
         curves_section(content),
+        speed_section(content),
         _changes(content),
         queries_section(content),
         _data(content),
@@ -81,7 +83,12 @@ def _verdict(content: Content) -> Html:
 def _contents(content: Content) -> Html:
     """Return the way to the sections."""
     links = [("metrics", "Metrics"), *([("ranks", "Ranks and scores")] if content.ranks.curves else [])]
-    links += [("curves", "Curves"), ("changes", "Query by query"), ("queries", "Examples")]
+    links += [
+        ("curves", "Curves"),
+        *([("speed", "Speed")] if tells_speed(content) else []),
+        ("changes", "Query by query"),
+        ("queries", "Examples"),
+    ]
     links += [("data", "Data"), ("plan", "Plan"), ("reproduce", "Reproduce")]
     items = (element("li", element("a", text, href=f"#{target}")) for target, text in links)
     return element("nav", element("ul", *items), aria_label="Sections")

@@ -58,6 +58,9 @@ def render_json(content: Content) -> str:
         "curves": {curve.spec.key: _curve(curve) for curve in content.curves},
         "evaluations": [{"step": step, "metrics": dict(metrics)} for step, metrics in content.evaluations],
         "num_step_rows": len(report.steps),
+        "performance": report.performance,
+        "time_of_a_step": _time(content),
+        "findings": None if report.findings is None else [asdict(finding) for finding in report.findings],
         "data_facts": [list(fact) for fact in report.data_facts],
         "plan": report.plan,
         "config": report.config,
@@ -126,6 +129,15 @@ def _scores(split: ScoreSplit) -> Mapping[str, object]:
             for name, scores in groups.items()
         },
     }
+
+
+def _time(content: Content) -> Mapping[str, object] | None:
+    """Return the mean seconds of each part of a step, or null where they weren't logged."""
+    split = content.time
+    if split is None:
+        return None
+    parts = {part.spec.key or "other_seconds": part.seconds for part in split.parts}
+    return {"num_steps": split.num_steps, "step_seconds": split.step_seconds, **parts}
 
 
 def _curve(curve: Curve) -> Mapping[str, object]:

@@ -30,7 +30,7 @@ from vembed.evaluation.report.curves import sparkline
 from vembed.evaluation.report.examples import picture_of, text_of
 from vembed.evaluation.report.pictures import picture_name
 from vembed.evaluation.report.ranks import cut_cells, cut_heads
-from vembed.evaluation.report.settings import columns, plan_parts
+from vembed.evaluation.report.settings import columns, performance_pairs, plan_parts
 from vembed.evaluation.report.text import (
     capitalised,
     clip,
@@ -43,6 +43,7 @@ from vembed.evaluation.report.text import (
     value_text,
     visible,
 )
+from vembed.evaluation.report.time_split import NO_FINDINGS, measured_note, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -92,6 +93,7 @@ def render_markdown(content: Content) -> str:
         *_metrics(content),
         *_ranks(content),
         *_curves(content),
+        *_speed(content),
         *_queries(content),
         *_data(content),
         *_plan(content),
@@ -222,6 +224,28 @@ def _curves(content: Content) -> list[str]:
         heads = ["Step", *(escape(name) for name in names)]
         blocks += ["### Dev metrics by step", note, table(heads, cells, numeric=range(len(heads)))]
     return blocks
+
+
+def _speed(content: Content) -> list[str]:
+    """Return where the time of the training went, what that suggests, and how fast it was."""
+    blocks, findings = [], content.report.findings
+    if content.time is not None:
+        rows = [
+            [capitalised(part.spec.name), seconds_text(part.seconds), percent_text(part.share)]
+            for part in content.time.parts
+        ]
+        heads = ["Part of a step", "Mean", "Share"]
+        blocks += [escape(content.time.sentence), measured_note(content.time), table(heads, rows, numeric=(1, 2))]
+    if findings is not None:
+        lines = [
+            f"{number}. **{escape(capitalised(finding.cause))}.** {escape(finding.sentence)} {escape(finding.advice)}"
+            for number, finding in enumerate(findings, start=1)
+        ]
+        blocks += ["### What the numbers suggest", "\n".join(lines) if lines else NO_FINDINGS]
+    if content.report.performance:
+        pairs = performance_pairs(content.report.performance)
+        blocks += ["### Performance", pairs_table(pairs)]
+    return ["## Speed and health", *blocks] if blocks else []
 
 
 def _curve_cells(title: str, curve: Curve) -> list[str]:

@@ -19,7 +19,8 @@ def plan_parts(
         plan: The plan; "reasons" is a text or a list of texts.
 
     Returns:
-        The reasons; (key, value) of single settings; (key, records) of lists of mappings, such as the candidates.
+        The reasons; (key, value) of single settings; (key, records) of lists of mappings, such as the candidates, and
+        of lists of texts, which are records of one column.
     """
     reasons: tuple[str, ...] = ()
     settings, tables = [], []
@@ -29,9 +30,18 @@ def plan_parts(
         elif _is_records(value):
             assert isinstance(value, Sequence)
             tables.append((key, tuple(_flat(record) for record in value)))
+        elif _is_texts(value):
+            tables.append((key, tuple({key: text} for text in _texts(value))))
         else:
             settings.append((key, value_text(key, value)))
     return reasons, tuple(settings), tuple(tables)
+
+
+def performance_pairs(performance: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return what a training took as (label, text); a unit that the text shows isn't said twice."""
+    return [
+        (key.removesuffix("_bytes").replace("_", " "), value_text(key, value)) for key, value in performance.items()
+    ]
 
 
 def columns(records: Sequence[Record]) -> tuple[str, ...]:
@@ -50,6 +60,12 @@ def _is_records(value: object) -> bool:
     """Return whether a value is a list of mappings."""
     is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
     return is_list and all(isinstance(entry, Mapping) for entry in value)  # type: ignore[attr-defined]
+
+
+def _is_texts(value: object) -> bool:
+    """Return whether a value is a list of texts."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
+    return is_list and all(isinstance(entry, str) for entry in value)  # type: ignore[attr-defined]
 
 
 def _cell(key: str, value: object) -> str:

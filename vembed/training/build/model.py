@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,9 @@ import torch
 from vembed.errors import ConfigError
 from vembed.losses.prefixes import Prefixes
 from vembed.losses.registry import LOSSES, LossOptions
+from vembed.models.adapters.lora import LoraOptions, add_adapters
+from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters.trained import base_fingerprint
 from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import is_builtin, load_encoder
 from vembed.training.build.data import image_limits
@@ -26,14 +30,49 @@ if TYPE_CHECKING:
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
-    """Load the encoder. One that is built from scratch is kept: resuming needs the tokenizer that it trained."""
+def build_encoder(config: Config, plan: Plan, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
+    """Load the encoder, and freeze what doesn't train.
+
+    Args:
+        config: What the user said about the model.
+        plan: Says whether adapters train, and whether activations are computed again.
+        output: Holds an encoder that was built from scratch: resuming needs the tokenizer that it trained.
+        data: Its texts train that tokenizer.
+        keep: Whether an encoder that is built from scratch is written there.
+
+    Raises:
+        ConfigError: There is no such model, or it hasn't the part that is to train.
+        MachineError: It can't be reached, or needs what this machine hasn't.
+    """
+    options = replace(model_options(config), gradient_checkpointing=plan.gradient_checkpointing)
+    encoder = _load_encoder(options, output, data, keep=keep)
+    if plan.use_lora:
+        add_adapters(encoder, lora_options(config))
+    else:
+        freeze(encoder, config.trainable)
+    encoder.base = base_fingerprint(encoder)
+    return encoder
+
+
+def lora_options(config: Config) -> LoraOptions:
+    """Return the adapters that the user asks for."""
+    return LoraOptions(
+        rank=config.lora_r,
+        alpha=config.lora_alpha,
+        dropout=config.lora_dropout,
+        targets=None if config.lora_target_modules == "auto" else tuple(config.lora_target_modules),
+        towers=config.lora_towers,
+    )
+
+
+def model_options(config: Config) -> ModelOptions:
+    """Return what the user said about the model."""
     prompts: dict[Side, str] = {}
     if config.query_prompt is not None:
         prompts["query"] = config.query_prompt
     if config.document_prompt is not None:
         prompts["document"] = config.document_prompt
-    options = ModelOptions(
+    return ModelOptions(
         name=config.model_name,
         revision=config.model_revision,
         trust_remote_code=config.trust_remote_code,
@@ -44,10 +83,14 @@ def build_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: 
         max_length=None if config.max_seq_length == "auto" else config.max_seq_length,
         prompts=prompts,
         pad_token=config.pad_token,
-        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing=config.gradient_checkpointing is True,
         image_limits=image_limits(config),
+        load_in_4bit=config.load_in_4bit,
     )
-    if not is_builtin(config.model_name):
+
+
+def _load_encoder(options: ModelOptions, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
+    if not is_builtin(options.name):
         return load_encoder(options)
     if keep and output.initial_model.is_dir():
         kept = ModelOptions(
@@ -57,7 +100,7 @@ def build_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: 
             image_limits=options.image_limits,
         )
         encoder = load_encoder(kept)
-        encoder.name = config.model_name
+        encoder.name = options.name
         return encoder
     encoder = load_encoder(options, record_texts(data.records))
     if keep:
@@ -78,7 +121,7 @@ def build_loss(config: Config, plan: Plan, encoder: Encoder) -> ContrastiveLoss:
         mask_false_negatives=config.mask_false_negatives,
         init_logit_scale=config.init_logit_scale,
         init_logit_bias=config.init_logit_bias,
-        dtype=DTYPES[config.torch_dtype],
+        dtype=torch.promote_types(DTYPES[config.torch_dtype], torch.float32),
         prefixes=_prefixes(config, encoder),
         tile_size=plan.loss_tile_size,
     )

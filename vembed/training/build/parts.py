@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vembed.checkpoint.agreement import team_of
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, plain_values
 from vembed.data.augment import Augmenter
+from vembed.distributed.fsdp import ShardedEncoder, ShardingOptions
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -16,6 +19,7 @@ from vembed.training.batches import BatchSource
 from vembed.training.build.data import measures_both_directions
 from vembed.training.build.model import DTYPES
 from vembed.training.evaluations import Evaluations
+from vembed.training.frozen import FrozenOptions, find_frozen
 from vembed.training.loading import BatchLoader, LoadingOptions
 from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
 from vembed.training.saving import RunCheckpoints
@@ -24,9 +28,11 @@ from vembed.training.trackers.jsonl import JsonlTracker
 from vembed.training.trackers.tensorboard import TensorBoardTracker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     import torch
+    from torch import Tensor
 
     from vembed.checkpoint.format import LoadedCheckpoint
     from vembed.config.schema import Config
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.batches import Batches
+    from vembed.training.frozen import FrozenItems, StoredEmbeddings
     from vembed.training.guards import StopSignal
     from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
@@ -57,21 +64,87 @@ class Run:
     sampler: GlobalSampler
     plan: Plan
     checkpoint: LoadedCheckpoint | None
+    frozen: FrozenItems | None = None
+    sharded: ShardedEncoder | None = None
 
 
-def batch_source(run: Run) -> BatchSource:
+def frozen_items(
+    config: Config, output: OutputFolder, data: RunData, encoder: Encoder, plan: Plan
+) -> FrozenItems | None:
+    """Return which training items are encoded once, as a frozen tower makes the same of them in every epoch.
+
+    The encoder must be whole: this comes before its weights are sharded.
+    """
+    if config.embedding_cache == "never":
+        return None
+    augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
+    is_shared = config.embedding_cache != "auto"
+    options = FrozenOptions(
+        folder=Path(config.embedding_cache) if is_shared else output.frozen_embeddings,
+        is_shared=is_shared,
+        epochs=plan.steps / plan.steps_per_epoch,
+        augments=augmenter.acts,
+        precision=plan.dtype,
+    )
+    return find_frozen(encoder, data.records, options)
+
+
+def batch_source(run: Run, stored: StoredEmbeddings | None = None) -> BatchSource:
     """Return what makes the batches in this process."""
     config = run.config
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
-    return BatchSource(run.data.records, run.sampler, run.encoder, run.runtime.device, augmenter)
+    ranks = run.runtime.ranks
+    return BatchSource(
+        run.data.records,
+        run.sampler,
+        run.encoder,
+        run.runtime.device,
+        augmenter,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        stored=stored,
+    )
 
 
-def batches(run: Run) -> AbstractContextManager[Batches]:
+def sharding_of(plan: Plan, runtime: Runtime) -> ShardingOptions | None:
+    """Return how the encoder is sharded; None where every process holds it whole, or one process only plans."""
+    if plan.mode is None or runtime.ranks.is_one:
+        return None
+    return ShardingOptions(
+        device=runtime.device,
+        mode=plan.mode,
+        sharding_factor=plan.sharding_factor,
+        compute_dtype=autocast_dtype(plan),
+        cpu_offload=plan.cpu_offload,
+    )
+
+
+def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> None:
+    """Give every rank the weights of the first one; a tensor of the host travels by way of the device."""
+    for tensor in starting_tensors(encoder, with_buffers=with_buffers):
+        there = tensor.detach().to(runtime.device)
+        runtime.ranks.copy_from_first([there])
+        if there.device != tensor.device:
+            tensor.detach().copy_(there)
+
+
+def starting_tensors(encoder: Encoder, *, with_buffers: bool) -> Iterator[Tensor]:
+    """Yield what all ranks take from the first one before training: weights, and buffers where they are wanted."""
+    yield from encoder.parameters()
+    if with_buffers:
+        yield from encoder.buffers()
+
+
+def batches(run: Run, stored: StoredEmbeddings | None = None) -> AbstractContextManager[Batches]:
     """Return what makes the batches: this process, or workers that run ahead."""
-    plan = run.plan
+    plan, source = run.plan, batch_source(run, stored)
     if not plan.num_workers:
-        return nullcontext(batch_source(run))
-    return BatchLoader(batch_source(run), LoadingOptions(plan.num_workers, plan.batches_ahead, num_steps=plan.steps))
+        return nullcontext(source)
+    num_batches = plan.steps * plan.gradient_accumulation_steps
+    options = LoadingOptions(
+        plan.num_workers, plan.batches_ahead, num_steps=num_batches, pin_memory=run.config.dataloader_pin_memory
+    )
+    return BatchLoader(source, options)
 
 
 def build_engine(run: Run, smaller_chunk: tuple[int, int] | None = None) -> GradCacheEngine:
@@ -91,11 +164,14 @@ def build_engine(run: Run, smaller_chunk: tuple[int, int] | None = None) -> Grad
             budget=budget,
             device=run.runtime.device,
             retain=retain,
+            retain_tokens=run.plan.retain_tokens,
             autocast_dtype=autocast_dtype(run.plan),
             # Without gradient caching the batch is one call by the user's word: nothing may cut it.
             oom_retry=run.config.oom_retry and run.config.use_gradient_cache is not False,
+            ranks=replace(run.runtime.ranks, bucket_bytes=run.plan.bucket_bytes),
         ),
         [parameter for parameter in run.encoder.parameters() if parameter.requires_grad],
+        sharded=run.sharded,
     )
 
 
@@ -115,7 +191,7 @@ def autocast_dtype(plan: Plan) -> torch.dtype | None:
 def build_updater(run: Run) -> Updater:
     """Return the optimizer with its schedule."""
     config, plan = run.config, run.plan
-    schedule = Schedule(config.learning_rate, config.scheduler_type, plan.warmup_steps, plan.steps)
+    schedule = Schedule(plan.learning_rate, config.scheduler_type, plan.warmup_steps, plan.steps)
     options = OptimizerOptions(
         weight_decay=config.weight_decay,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -126,43 +202,64 @@ def build_updater(run: Run) -> Updater:
     return Updater(run.encoder, run.loss, schedule, options)
 
 
-def build_checkpoints(run: Run, updater: Updater) -> RunCheckpoints:
-    """Return what saves and restores the run, with the stamp that each checkpoint bears."""
-    identity: dict[str, Any] = {
+def run_identity(run: Run) -> dict[str, Any]:
+    """Return what the run is made of, and how its work is spread: a checkpoint of anything else isn't trained on."""
+    return {
         "strategy": run.plan.strategy,
+        "mode": run.plan.mode,
+        "sharding_factor": run.plan.sharding_factor,
         "world_size": run.plan.world_size,
+        "dtype": run.plan.dtype,
         "model_name": run.config.model_name,
         "num_parameters": sum(parameter.numel() for parameter in run.encoder.parameters()),
+        "base": run.encoder.base,
         "data_fingerprint": run.data.fingerprint,
     }
+
+
+def build_checkpoints(run: Run, updater: Updater) -> RunCheckpoints:
+    """Return what saves and restores the run, with the stamp that each checkpoint bears."""
     stamp = {
-        **identity,
+        **run_identity(run),
         "config_hash": config_hash(run.config),
         "config": plain_values(run.config),
         "plan": run.plan.to_json(),
     }
-    manager = CheckpointManager(run.output.checkpoints, keep_last=run.config.save_total_limit)
-    return RunCheckpoints(manager, run.encoder, run.loss, updater, identity, stamp)
+    team = team_of(run.runtime.ranks)
+    manager = CheckpointManager(run.output.checkpoints, keep_last=run.config.save_total_limit, team=team)
+    return RunCheckpoints(manager, run.encoder, run.loss, updater, stamp)
 
 
 def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:
     """Return what evaluates the run."""
     budget = replace(_budget(run), rows=run.config.eval_batch_size)
-    encode = ItemEncoder(run.encoder, budget, run.runtime.device, autocast_dtype(run.plan), poll=stop.poll)
+    ranks = run.runtime.ranks
+    encode = ItemEncoder(
+        run.encoder,
+        budget,
+        run.runtime.device,
+        autocast_dtype(run.plan),
+        poll=stop.poll,
+        ranks=ranks,
+        even_calls=run.sharded is not None,
+    )
     return Evaluations(
         encode=encode,
         dev=run.data.dev,
         test=run.data.test,
         folder=run.output.path / "evaluation",
         metric=run.config.metric_for_best_model,
-        poll=stop.poll,
+        poll=stop.poll if ranks.is_one else stop.poll_alone,
         with_bm25=run.config.bm25,
         both_directions=measures_both_directions(run.config, run.data),
+        ranks=ranks,
     )
 
 
 def build_trackers(run: Run, step: int) -> list[Tracker]:
-    """Return the trackers, cut back to a step."""
+    """Return the trackers, cut back to a step; the first rank has them all."""
+    if not run.runtime.ranks.is_first:
+        return []
     jsonl = JsonlTracker(run.output.path / "metrics.jsonl")
     jsonl.cut_back(step)
     trackers: list[Tracker] = [jsonl]

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from vembed.checkpoint.agreement import team_of
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.config.dump import dump_config, plain_values
+from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.config.resume import resume_differences
 from vembed.data.sampler import GlobalSampler
+from vembed.distributed.compare import require_equal
+from vembed.distributed.failures import EXIT_FILES
+from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
 from vembed.plan.explain import explain
+from vembed.plan.table import comparison
 from vembed.training.build.data import data_paths, image_limits
+from vembed.training.build.launcher import under_launcher
 from vembed.training.build.model import build_encoder, build_loss
 from vembed.training.build.parts import (
     Run,
@@ -29,21 +35,28 @@ from vembed.training.build.parts import (
     build_evaluations,
     build_trackers,
     build_updater,
+    frozen_items,
+    run_identity,
+    sharding_of,
+    start_alike,
 )
 from vembed.training.build.planning import build_plan, read_back
 from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_weights
-from vembed.training.finish import FinishParts, RunResult, finish_run
+from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.inputs import RunData, load_run_data
 from vembed.training.output import OutputFolder
-from vembed.training.saving import PARTS
+from vembed.training.saving import PARTS, refuse_other_run
 from vembed.training.state import RunState
 from vembed.training.trainer import Trainer, TrainerOptions, TrainerParts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from vembed.checkpoint.format import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.distributed.runtime import Runtime
+    from vembed.models.encoder import Encoder
 
 
 _log = logging.getLogger(__name__)
@@ -51,7 +64,9 @@ _log = logging.getLogger(__name__)
 Mode = Literal["train", "plan", "dry-run"]
 
 
-def run_from_config(config: Config, *, mode: Mode = "train", command: str = "") -> RunResult | None:
+def run_from_config(
+    config: Config, *, mode: Mode = "train", command: str = "", sources: Mapping[str, str] | None = None
+) -> RunResult | None:
     """Run what a configuration describes.
 
     Args:
@@ -59,6 +74,7 @@ def run_from_config(config: Config, *, mode: Mode = "train", command: str = "") 
         mode: "train" runs it; "plan" only prints the plan and writes plan.json; "dry-run" does one step and writes
             nothing.
         command: The command line that repeats the run, for the report.
+        sources: Key -> where the user set it, for messages.
 
     Returns:
         What the run came to; None unless `mode` is "train".
@@ -66,29 +82,69 @@ def run_from_config(config: Config, *, mode: Mode = "train", command: str = "") 
     Raises:
         VembedError: Anything that is the user's to fix; each class has its exit code.
     """
-    runtime = start_runtime(deterministic=config.deterministic)
+    given, (config, launcher, notes) = config, under_launcher(config, sources or {})
     output = OutputFolder(Path(config.output_dir))
-    checkpoint = _resume_point(config, output) if mode == "train" else None
-    data = load_run_data(data_paths(config))
-    if mode == "train" and checkpoint is None:
-        output.start_fresh(overwrite=config.overwrite_output_dir)
-    elif mode == "plan":
-        output.refuse_other_files()
+    EXIT_FILES.expect(output.path)
+    runtime = start_runtime(
+        deterministic=config.deterministic,
+        timeout_seconds=config.nccl_timeout,
+        num_processes=config.num_processes,
+        plans_only=mode == "plan",
+    )
+    require_equal(runtime.ranks, {**hashed_values(config), **package_versions()})
     with ExitStack() as stack:
+        if not runtime.ranks.is_first:
+            stack.enter_context(_only_warnings())
+        checkpoint = _resume_point(config, runtime, output) if mode == "train" else None
+        data = load_run_data(data_paths(config))
+        runtime.ranks.from_first(lambda: _claim(config, output, mode, is_fresh=checkpoint is None))
         if mode == "train":
+            EXIT_FILES.own(output.path, is_main=runtime.is_main)
+        if mode == "train" and runtime.ranks.is_first:
             stack.enter_context(output.log_file())
         run = _assemble(config, runtime, output, data, checkpoint, mode)
         facts = {"model": config.model_name, **run.encoder.describe(), "device": runtime.machine.device_name}
-        _log.info("%s", explain(run.plan, facts=facts))
+        if launcher:
+            facts["started by"] = launcher
+        _log.info("%s", explain(replace(run.plan, reasons=(*notes, *run.plan.reasons)), facts=facts))
+        if mode == "plan":
+            _log.info("%s", comparison(run.plan))
         if mode == "dry-run":
             dry_run(batch_source(run), build_engine(run), run.encoder)
             return None
         if mode == "plan" and output.holds_run:
             _log.info("plan.json is not written: %s holds a run, whose plan stays", output.path)
             return None
-        output.write("plan.json", json.dumps(run.plan.to_json(), indent=2) + "\n")
-        output.write("config.yaml", dump_config(config))
+        if checkpoint is not None:  # before anything of the run that it is of is replaced
+            refuse_other_run(checkpoint, run_identity(run), elastic=config.resume_elastic)
+        runtime.ranks.from_first(lambda: _write_settings(run, given))
         return None if mode == "plan" else _train(run, command)
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """Leave the telling to the first rank, for as long as the block lasts."""
+    logger = logging.getLogger("vembed")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _claim(config: Config, output: OutputFolder, mode: Mode, *, is_fresh: bool) -> None:
+    """Make the output folder ready, or refuse it."""
+    if mode == "train" and is_fresh:
+        output.start_fresh(overwrite=config.overwrite_output_dir)
+    elif mode == "plan":
+        output.refuse_other_files()
+
+
+def _write_settings(run: Run, given: Config) -> None:
+    """Write the plan, and the configuration as the user gave it: what a launcher added stands in the plan."""
+    run.output.write("plan.json", json.dumps(run.plan.to_json(), indent=2) + "\n")
+    run.output.write("config.yaml", dump_config(given))
 
 
 def _assemble(
@@ -99,28 +155,47 @@ def _assemble(
     checkpoint: LoadedCheckpoint | None,
     mode: Mode,
 ) -> Run:
-    """Build the encoder, the loss and the plan."""
+    """Make the plan, and build the encoder and the loss as it says."""
+    plan = build_plan(config, runtime, data)
+    if checkpoint is not None:
+        plan = read_back(plan, checkpoint, config)
     torch.manual_seed(config.seed)
-    encoder = build_encoder(config, output, data, keep=mode == "train")
+
+    def build() -> Encoder:
+        return build_encoder(config, plan, output, data, keep=mode == "train")
+
+    # The first rank builds first: of a model from scratch it leaves the tokenizer that the others read.
+    built: list[Encoder] = []
+    runtime.ranks.from_first(lambda: built.append(build()))
+    encoder = built[0] if built else build()
     refuse_nonfinite_weights(encoder)
     if config.use_gradient_cache is not False:
         refuse_batch_norm(encoder)
-    encoder.to(runtime.device)
-    batch_size = config.global_batch_size or config.batch_size
-    sampler = GlobalSampler(len(data.records), batch_size=batch_size, seed=config.seed, drop_last=config.drop_last)
-    plan = build_plan(config, runtime, data, encoder, sampler)
-    if checkpoint is not None:
-        plan = read_back(plan, checkpoint)
+    sharding = sharding_of(plan, runtime)
+    if sharding is None:  # else its parts go to their devices one by one
+        encoder.to(runtime.device)
+    num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
+    require_equal(runtime.ranks, {"training data": data.fingerprint, "parameters": str(num_parameters)})
+    start_alike(encoder, runtime, with_buffers=config.ddp_broadcast_buffers)
+    sampler = GlobalSampler(
+        len(data.records), batch_size=plan.global_batch_size, seed=config.seed, drop_last=config.drop_last
+    )
     plan = replace(plan, model=encoder.describe())
     loss = build_loss(config, plan, encoder).to(runtime.device)
-    return Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint)
+    runtime.ranks.copy_from_first(loss.parameters())
+    frozen = frozen_items(config, output, data, encoder, plan)
+    if frozen is not None:
+        plan = replace(plan, reasons=(*plan.reasons, *frozen.notes))
+    sharded = None if sharding is None else shard_encoder(encoder, sharding, runtime.ranks)
+    return Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, frozen, sharded)
 
 
-def _resume_point(config: Config, output: OutputFolder) -> LoadedCheckpoint | None:
+def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> LoadedCheckpoint | None:
     """Return the checkpoint to go on from, after checking that it is of this configuration."""
     if config.resume == "never":
         return None
-    manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit)
+    team = team_of(runtime.ranks)
+    manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, team=team)
     source: Literal["auto"] | Path = "auto" if config.resume == "auto" else Path(config.resume)
     checkpoint = manager.load(source, required=[*PARTS, "run", "updater"])
     if checkpoint is None:
@@ -156,8 +231,14 @@ def _train(run: Run, command: str) -> RunResult:
     if run.checkpoint is not None:
         checkpoints.manager.set_aside_after(state.step)
     trackers = build_trackers(run, state.step)
+    ranks = run.runtime.ranks
+    agree = ranks.agreement(run.runtime.device)
     guard = NonFiniteGuard(
-        config.nonfinite_policy, limit=config.max_skipped_steps, folder=run.output.path, skipped=state.skipped_steps
+        config.nonfinite_policy,
+        limit=config.max_skipped_steps,
+        folder=run.output.path if ranks.is_first else None,
+        skipped=state.skipped_steps,
+        agree=agree,
     )
     options = TrainerOptions(
         seed=config.seed,
@@ -168,14 +249,17 @@ def _train(run: Run, command: str) -> RunResult:
         logging_steps=config.logging_steps,
         counts_masked=config.mask_false_negatives,
     )
-    with StopSignal() as stop:
+    with StopSignal(agree=agree) as stop:
         evaluations = build_evaluations(run, stop)
         if state.step > 0:
             evaluations.require_baseline()
         try:
-            with batches(run) as source:
+            stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
+            with batches(run, stored) as source:
                 engine = build_engine(run, state.smaller_chunk)
-                parts = TrainerParts(run.plan, source, engine, updater, evaluations, checkpoints, trackers, guard, stop)
+                parts = TrainerParts(
+                    run.plan, source, engine, updater, evaluations, checkpoints, trackers, guard, stop, ranks
+                )
                 baseline = Trainer(parts, state, options).run()
         finally:
             for tracker in trackers:
@@ -184,11 +268,13 @@ def _train(run: Run, command: str) -> RunResult:
             output=run.output,
             evaluations=evaluations,
             checkpoints=checkpoints,
+            fresh=lambda: build_encoder(config, run.plan, run.output, run.data, keep=True),
+            ranks=ranks,
             plan=run.plan,
             config=plain_values(config),
             data_facts=run.data.facts(),
             image_limits=image_limits(config),
-            device_name=run.runtime.machine.device_name,
+            machine=run.runtime.machine,
             command=command,
         )
         return finish_run(finish, state, baseline)

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +20,14 @@ class Tracker(Protocol):
         Args:
             step: Optimizer steps done, 1 after the first.
             values: Name -> number, e.g. `{"loss": 0.7, "learning_rate": 2e-5}`; NaN and infinity are allowed.
+        """
+
+    def log_ranks(self, step: int, by_rank: Mapping[str, Sequence[float]]) -> None:
+        """Record what each process measured since the last call.
+
+        Args:
+            step: Optimizer steps done.
+            by_rank: Name -> the number of each process, in their order; NaN is allowed.
         """
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -50,6 +58,11 @@ class GuardedTracker:
         """Record the numbers of a training step while the tracker works."""
         if self._tracker is not None:
             self._try(self._tracker.log, step, values)
+
+    def log_ranks(self, step: int, by_rank: Mapping[str, Sequence[float]]) -> None:
+        """Record what each process measured while the tracker works."""
+        if self._tracker is not None:
+            self._try(self._tracker.log_ranks, step, by_rank)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of an evaluation while the tracker works."""

@@ -22,7 +22,7 @@ from vembed.errors import MachineError
 from vembed.files import replace_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -72,6 +72,9 @@ class JsonlTracker:
             self.close()
             raise self._refused(error) from error
         self._last_step = step
+
+    def log_ranks(self, step: int, by_rank: Mapping[str, Sequence[float]]) -> None:
+        """Leave the file as it is: the row of the step says how far the processes lie apart."""
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Leave the file as it is: it holds one row per step, and an evaluation writes a folder of its own."""

@@ -1,19 +1,20 @@
-"""TensorBoard: the same numbers as curves."""
+"""TensorBoard: the same numbers as curves, and those of each process."""
 
 from __future__ import annotations
 
 import importlib
+import math
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
 class TensorBoardTracker:
-    """Write scalars that TensorBoard shows: `train/loss` ..., `evaluation/ndcg@10` ...
+    """Write scalars that TensorBoard shows: `train/loss` ..., `evaluation/ndcg@10` ..., `ranks/loss/0` ...
 
     TensorBoard is imported here, not with the module, and the folder is made at the first number, so that a full disk
     fails inside the guard and a missing package before training.
@@ -42,6 +43,16 @@ class TensorBoardTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the numbers of a training step under `train/`."""
         self._add("train", step, values)
+
+    def log_ranks(self, step: int, by_rank: Mapping[str, Sequence[float]]) -> None:
+        """Record what each process measured under `ranks/`, e.g. `ranks/peak_memory_bytes/3` for process 3."""
+        values = {
+            f"{name}/{rank}": value
+            for name, numbers in by_rank.items()
+            for rank, value in enumerate(numbers)
+            if not math.isnan(value)
+        }
+        self._add("ranks", step, values)
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of an evaluation under `evaluation/`."""

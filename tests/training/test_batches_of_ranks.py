@@ -1,0 +1,63 @@
+"""Every rank knows the whole batch and makes features of its own rows: together each row once, none of them twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from test_batch_loading import source_of, write_rows
+
+from vembed.data.augment import Augmenter
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.training.batches import FeaturedBatch
+
+PLAIN = Augmenter("none", flip=False, seed=0)
+
+
+def of_ranks(rows: Path, world_size: int, step: int) -> list[FeaturedBatch]:
+    source = source_of(rows, augmenter=PLAIN)
+    return [replace(source, rank=rank, world_size=world_size).features(step) for rank in range(world_size)]
+
+
+def real_slots(featured: FeaturedBatch) -> list[int]:
+    return [int(slot) for _, slots in featured.parts for slot in slots if slot >= 0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_the_ranks_make_each_row_of_the_same_batch_once(tmp_path: Path, world_size: int) -> None:
+    rows = write_rows(tmp_path)
+    alone = source_of(rows, augmenter=PLAIN).features(0)
+    shared = of_ranks(rows, world_size, 0)
+    num_rows = len(alone.batch.queries) + len(alone.batch.documents)
+    assert sorted(slot for each in shared for slot in real_slots(each)) == list(range(num_rows))
+    for rank, each in enumerate(shared):
+        assert each.batch.record_ids == alone.batch.record_ids
+        assert [own.tolist() for own in each.deal.slots] == [own.tolist() for own in shared[0].deal.slots]
+        assert sorted(real_slots(each)) == each.deal.slots[rank].tolist()
+    pixels = {int(slot): row for features, slots in alone.parts for slot, row in _pictures(features, slots)}
+    for each in shared:
+        for features, slots in each.parts:
+            for slot, row in _pictures(features, slots):
+                np.testing.assert_array_equal(row, pixels[slot])
+
+
+def _pictures(features: object, slots: np.ndarray) -> list[tuple[int, np.ndarray]]:
+    per_row = getattr(features, "per_row", {})
+    [values] = per_row.values() or [None]
+    return [] if values is None else [(int(slot), row) for slot, row in zip(slots, values, strict=True) if slot >= 0]
+
+
+def test_a_rank_without_a_row_of_a_modality_gets_a_spare_one_so_that_all_call_every_tower(tmp_path: Path) -> None:
+    """A batch of 2 captions and 2 pictures on 3 ranks: one has no caption, another no picture."""
+    shared = of_ranks(write_rows(tmp_path), 3, 2)
+    assert len(shared[0].batch.queries) == 2
+    assert all(len(each.parts) == 2 for each in shared)
+    spares = [slots.tolist() for each in shared for _, slots in each.parts if (slots < 0).any()]
+    assert spares == [[-1]] * len(spares)
+    assert spares
+    assert all(len(features) == len(slots) for each in shared for features, slots in each.parts)

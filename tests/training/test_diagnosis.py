@@ -1,0 +1,183 @@
+"""What a run's numbers are said to mean: each rule on both sides of its threshold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vembed.training.diagnosis import Setup, diagnose, diagnosis_text, performance
+
+GPU = Setup(
+    device="cuda",
+    memory_bytes=80_000_000_000,
+    num_cores=16,
+    world_size=4,
+    dtype="bfloat16",
+    num_workers=4,
+    chunk_rows=512,
+    chunk_tokens=16384,
+    keeps_all=True,
+    smaller_chunk=None,
+    skipped_steps=0,
+)
+
+HEALTHY = {
+    "step_seconds": 1.0,
+    "data_seconds": 0.02,
+    "encode_seconds": 0.85,
+    "wait_seconds": 0.02,
+    "loss_seconds": 0.03,
+    "reduce_seconds": 0.04,
+    "update_seconds": 0.02,
+    "samples_per_second": 256.0,
+    "tokens_per_second": 20000.0,
+    "peak_memory_bytes": 60e9,
+    "padding_ratio": 1.05,
+    "replay_drift": 0.0,
+    "num_chunks": 4,
+    "oom_repairs": 0,
+    "grad_norm": 0.7,
+    "token_imbalance": 1.01,
+    "encode_imbalance": 1.02,
+    "slowest_rank": 3,
+    "device_utilisation": 0.95,
+}
+
+
+def run_of(changes: dict[str, Any], *, steps: int = 12) -> list[dict[str, float]]:
+    """Return the rows of a healthy run with some numbers changed in every step."""
+    rows = [{"step": float(step), **HEALTHY, **changes} for step in range(1, steps + 1)]
+    rows[0]["step_seconds"] = 60.0  # what the first step spends on warming up must not be blamed on anything
+    return rows
+
+
+def causes(changes: dict[str, Any], setup: Setup = GPU) -> list[str]:
+    return [finding.cause for finding in diagnose(run_of(changes), setup)]
+
+
+def test_a_healthy_run_has_no_finding() -> None:
+    assert causes({}) == []
+    assert "nothing stands out" in diagnosis_text(run_of({}), ())
+    assert diagnose([], GPU) == ()
+
+
+@pytest.mark.parametrize(
+    ("cause", "beyond", "within"),
+    [
+        ("waiting for data", {"data_seconds": 0.21}, {"data_seconds": 0.19}),
+        ("padding", {"padding_ratio": 1.3}, {"padding_ratio": 1.2}),
+        ("replay drift", {"replay_drift": 2e-2}, {"replay_drift": 5e-3}),
+        ("communication", {"reduce_seconds": 0.25}, {"reduce_seconds": 0.19}),
+        ("uneven processes", {"wait_seconds": 0.12}, {"wait_seconds": 0.09}),
+        ("GPU utilisation", {"device_utilisation": 0.79}, {"device_utilisation": 0.81}),
+        ("little memory left", {"peak_memory_bytes": 75e9}, {"peak_memory_bytes": 70e9}),
+        ("little memory left", {"largest_rank_memory_bytes": 75e9}, {"largest_rank_memory_bytes": 70e9}),
+        ("out of memory", {"oom_repairs": 1}, {"oom_repairs": 0}),
+    ],
+)
+def test_each_rule_speaks_beyond_its_threshold_and_not_within(
+    cause: str, beyond: dict[str, float], within: dict[str, float]
+) -> None:
+    assert causes(beyond) == [cause]
+    assert causes(within) == []
+
+
+def only(changes: dict[str, Any], setup: Setup = GPU) -> str:
+    (finding,) = diagnose(run_of(changes), setup)
+    return f"{finding.sentence} {finding.advice}"
+
+
+def test_waiting_for_data_gives_the_seconds_and_the_workers_that_there_are() -> None:
+    text = only({"data_seconds": 0.4})
+    assert "40% of a step (400 ms of 1 s)" in text
+    assert "num_workers, now 4, towards the 16 cores" in text
+    assert "All cores make batches already" in only({"data_seconds": 0.4}, replace(GPU, num_workers=16))
+
+
+def test_uneven_processes_blame_the_deal_or_the_device() -> None:
+    by_deal = only({"wait_seconds": 0.3, "token_imbalance": 1.4})
+    assert "1.40 times the mean tokens" in by_deal
+    assert "dealt unevenly" in by_deal
+    by_device = only({"wait_seconds": 0.3, "encode_imbalance": 1.4})
+    assert "most often of process 3" in by_device
+    assert "dealt unevenly" not in by_device
+
+
+def test_an_idle_gpu_is_told_why_it_idles() -> None:
+    assert "raise gradient_cache_chunk_tokens, now 16384" in only({"device_utilisation": 0.4})
+    starved = diagnose(run_of({"device_utilisation": 0.4, "data_seconds": 0.5}), GPU)
+    assert [finding.cause for finding in starved] == ["waiting for data", "GPU utilisation"]
+    assert "waits for data first" in starved[1].advice
+    lonely = diagnose(run_of({"device_utilisation": 0.4, "reduce_seconds": 0.5}), GPU)
+    assert "waits for the other processes" in lonely[1].advice
+
+
+def test_utilisation_that_nobody_measured_is_said_so_on_a_gpu_only() -> None:
+    rows = [{key: value for key, value in row.items() if key != "device_utilisation"} for row in run_of({})]
+    unmeasured = replace(GPU, can_measure_utilisation=False)
+    assert "pip install nvidia-ml-py" in diagnose(rows, unmeasured)[0].advice
+    assert diagnose(rows, GPU) == ()
+    assert diagnose(rows, replace(unmeasured, device="cpu")) == ()
+
+
+def test_drift_is_judged_by_what_the_number_format_explains() -> None:
+    single = replace(GPU, dtype="float32")
+    assert causes({"replay_drift": 5e-5}, single) == ["replay drift"]
+    assert causes({"replay_drift": 5e-6}, single) == []
+    assert causes({"replay_drift": 5e-5}) == [], "bfloat16 rounds more"
+
+
+def test_a_repaired_run_is_told_the_chunk_to_start_with() -> None:
+    text = only({"oom_repairs": 1}, replace(GPU, smaller_chunk=(128, 4096)))
+    assert "ran out of memory 12 times" in text
+    assert "gradient_cache_chunk_size: 128, gradient_cache_chunk_tokens: 4096" in text
+    assert "By the plan" not in text
+    ladder = replace(GPU, oom_ladder=("gradient_checkpointing: true: 3 GiB", "use_fsdp: true: 2 GiB"))
+    expected = "By the plan, in this order: gradient_checkpointing: true: 3 GiB; use_fsdp: true: 2 GiB."
+    assert only({"oom_repairs": 1}, ladder).endswith(expected)
+    assert only({"peak_memory_bytes": 79e9}, ladder).endswith(expected)
+
+
+def test_spare_memory_is_offered_only_where_rows_are_encoded_twice_on_a_device_of_its_own() -> None:
+    twice, spare = replace(GPU, keeps_all=False), {"peak_memory_bytes": 30e9}
+    assert causes(spare, twice) == ["memory to spare"]
+    assert causes({"peak_memory_bytes": 50e9}, twice) == []
+    assert causes(spare, GPU) == [], "every graph is kept"
+    assert causes(spare | {"num_chunks": 1}, twice) == [], "one chunk is never encoded twice"
+    assert causes(spare, replace(twice, device="cpu")) == [], "a CPU's memory is shared"
+    assert causes(spare | {"oom_repairs": 1}, twice) == ["out of memory"]
+
+
+def test_skipped_steps_come_first() -> None:
+    found = diagnose(run_of({"data_seconds": 0.5}), replace(GPU, skipped_steps=2))
+    assert [finding.cause for finding in found] == ["numbers that aren't finite", "waiting for data"]
+    assert found[0].sentence.startswith("2 steps were skipped")
+
+
+def test_few_steps_say_nothing_of_times_but_of_memory() -> None:
+    rows = run_of({"data_seconds": 0.9, "peak_memory_bytes": 79e9}, steps=5)
+    assert [finding.cause for finding in diagnose(rows, GPU)] == ["little memory left"]
+    rows = run_of({"data_seconds": 0.9}, steps=6)
+    assert [finding.cause for finding in diagnose(rows, GPU)] == ["waiting for data"]
+
+
+def test_the_log_shows_the_split_and_each_advice() -> None:
+    rows = run_of({"data_seconds": 0.5, "step_seconds": 2.0})
+    text = diagnosis_text(rows, diagnose(rows, GPU))
+    assert text.splitlines()[0].startswith("time of a step  2 s: 25% waiting for data, 42% encoding")
+    assert "52%" not in text
+    assert "Raise num_workers" in text
+
+
+def test_performance_is_one_row_with_rates_over_all_settled_time() -> None:
+    rows = run_of({})
+    rows[-1] |= {"step_seconds": 9.0, "samples_per_second": 10.0}
+    row = performance(rows, GPU, model="bert", strategy="ddp", global_batch_size=256)
+    assert list(row)[:3] == ["model", "strategy", "global_batch_size"]
+    assert row["samples_per_second"] == pytest.approx((10 * 256 + 9 * 10) / 19)
+    assert row["processes"] == 4
+    assert row["peak_memory_bytes"] == 60e9
+    assert "scaling_efficiency" not in row, "what wasn't measured is left out"
+    assert performance([{**HEALTHY, "scaling_efficiency": 0.9}], GPU)["scaling_efficiency"] == 0.9

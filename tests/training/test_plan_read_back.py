@@ -1,0 +1,70 @@
+"""What a resumed run takes from the plan of its checkpoint, and what it decides anew."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vembed.checkpoint.format import LoadedCheckpoint
+from vembed.config.dump import plain_values
+from vembed.config.load import load_config
+from vembed.plan.devices import Devices
+from vembed.plan.hardware import GIB, Machine
+from vembed.plan.memory import ModelSize
+from vembed.plan.plan import DataSize, Plan, make_plan
+from vembed.training.build.planning import read_back
+
+CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
+SIZE = ModelSize.by_formula(
+    num_parameters=22_000_000,
+    num_trainable=22_000_000,
+    bytes_per_value=4,
+    dimension=384,
+    max_length=128,
+    activation_bytes_per_token=100_000,
+)
+
+
+def plan(world_size: int, *overrides: str, memory: int = 16 * GIB) -> tuple[Plan, Any]:
+    config = load_config(None, ["model_name=m", "batch_size=32", *overrides]).config
+    machine = replace(CPU, memory_bytes=memory)
+    return make_plan(config, machine, SIZE, DataSize(1000, 1.0), devices=Devices.of(machine, world_size)), config
+
+
+def checkpoint_of(made: Plan, config: Any) -> LoadedCheckpoint:
+    checkpoint = object.__new__(LoadedCheckpoint)
+    for name, value in {
+        "step": 5, "path": Path("step-5"), "stamp": {"plan": made.to_json(), "config": plain_values(config)},
+    }.items():  # fmt: skip
+        object.__setattr__(checkpoint, name, value)
+    return checkpoint
+
+
+def test_auto_is_resolved_once_and_read_back_on_another_machine() -> None:
+    before, config = plan(2)
+    saved = checkpoint_of(before, config)
+    now, config = plan(2, memory=3 * GIB)
+    assert (now.retain_tokens, now.strategy) != (before.retain_tokens, before.strategy), "else this shows nothing"
+    resumed = read_back(now, saved, config)
+    for name in ("strategy", "retain_tokens", "gradient_cache_chunk_tokens", "global_batch_size", "steps", "dtype"):
+        assert getattr(resumed, name) == getattr(before, name), name
+    assert resumed.memory_bytes == now.memory_bytes
+    assert any(each.startswith("resumed from step 5: ") for each in resumed.reasons)
+
+
+def test_another_number_of_processes_keeps_the_global_batch_and_decides_the_strategy_anew() -> None:
+    before, config = plan(1)
+    resumed = read_back(plan(4)[0], checkpoint_of(before, config), config)
+    assert (before.strategy, resumed.strategy) == ("single", "ddp")
+    assert (resumed.global_batch_size, resumed.batch_size, resumed.world_size) == (32, 8, 4)
+    assert (resumed.steps, resumed.steps_per_epoch) == (before.steps, before.steps_per_epoch)
+
+
+@pytest.mark.parametrize(("override", "strategy"), [("use_fsdp=true", "fsdp"), ("use_fsdp=auto", "ddp")])
+def test_a_key_that_decides_the_strategy_is_heard_when_it_changes(override: str, strategy: str) -> None:
+    before, config = plan(2)
+    now, changed = plan(2, override)
+    assert read_back(now, checkpoint_of(before, config), changed).strategy == strategy

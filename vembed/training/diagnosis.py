@@ -1,0 +1,379 @@
+"""What the numbers of a run say about it: pure rules from metrics.jsonl to advice, each with its threshold.
+
+A rule looks at one thing, speaks only beyond its threshold, and names the key to change. The first step is left out of
+all times: it also warms everything up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vembed.distributed.utilisation import PACKAGE, can_measure_utilisation
+from vembed.evaluation.report.data import Finding
+from vembed.evaluation.report.text import bytes_text, plural
+from vembed.evaluation.report.time_split import percent_text, seconds_text, settled_rows, split_time
+from vembed.gradcache.engine import DRIFT_TOLERANCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from vembed.plan.hardware import Machine
+    from vembed.plan.plan import Plan
+    from vembed.training.state import RunState
+
+DATA_SHARE = 0.2
+"""Share of a step spent waiting for its batch from which more workers pay."""
+
+PADDING_RATIO = 1.25
+"""Padded tokens over real ones: chunks of rows sorted by length usually stay under 1.1."""
+
+DRIFT_SHARE = 0.2
+"""Share of the drift that rounding explains: beyond it the next model or length may cross the limit."""
+
+COMMUNICATION_SHARE = 0.2
+"""Share of a step spent adding gradients up: replicated training usually stays under 0.05, sharded under 0.15."""
+
+WAIT_SHARE = 0.1
+"""Share of a step in which the ranks wait for the slowest."""
+
+TOKEN_IMBALANCE = 1.15
+"""Largest over mean tokens of a rank from which the deal of the rows is what makes ranks wait."""
+
+LEAST_UTILISATION = 0.8
+"""Share of the time in which a GPU should run a kernel."""
+
+FREE_SHARE, FULL_SHARE = 0.5, 0.92
+"""Memory in use at the peak, of what there is: under the first, graphs could be kept; over the second, little is left
+for a batch of longer rows."""
+
+LEAST_STEPS = 5
+"""Settled steps below which times say nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a run was set up as, as far as the rules need it.
+
+    Attributes:
+        device: Type of the device, e.g. "cuda".
+        memory_bytes: Of one process.
+        num_cores: Cores of one process.
+        world_size: Processes.
+        dtype: What the encoder computes in, e.g. "bfloat16".
+        num_workers: Processes that make batches.
+        chunk_rows: Most rows of one encoder call, as planned.
+        chunk_tokens: Most padded tokens of one encoder call, as planned.
+        keeps_all: Whether every graph is kept, so that nothing is encoded twice.
+        smaller_chunk: Rows and tokens of a chunk that running out of memory left the run with, or None.
+        skipped_steps: Steps whose numbers weren't finite.
+        can_measure_utilisation: Whether the counters of the GPU's driver can be read.
+        oom_ladder: What the plan would do against running out of memory, in this order.
+    """
+
+    device: str
+    memory_bytes: int
+    num_cores: int
+    world_size: int
+    dtype: str
+    num_workers: int
+    chunk_rows: int
+    chunk_tokens: int
+    keeps_all: bool
+    smaller_chunk: tuple[int, int] | None
+    skipped_steps: int
+    can_measure_utilisation: bool = True
+    oom_ladder: tuple[str, ...] = ()
+
+
+def setup_of(plan: Plan, machine: Machine, state: RunState, rows: Sequence[Mapping[str, float]]) -> Setup:
+    """Return what a run was set up as.
+
+    Args:
+        plan: Its plan.
+        machine: Where it ran.
+        state: Where it ended.
+        rows: Of metrics.jsonl: how many tokens its steps had.
+    """
+    tokens = [row["padding_ratio"] * row["tokens_per_second"] * row["step_seconds"] for row in settled_rows(rows)]
+    most = max(tokens, default=0.0) / plan.world_size
+    return Setup(
+        device=machine.device,
+        memory_bytes=machine.memory_bytes,
+        num_cores=machine.num_cores,
+        world_size=plan.world_size,
+        dtype=plan.dtype,
+        num_workers=plan.num_workers,
+        chunk_rows=plan.gradient_cache_chunk_size,
+        chunk_tokens=plan.gradient_cache_chunk_tokens,
+        keeps_all=plan.retain >= 1 and (plan.retain_tokens is None or most <= plan.retain_tokens),
+        smaller_chunk=state.smaller_chunk,
+        skipped_steps=state.skipped_steps,
+        can_measure_utilisation=can_measure_utilisation(),
+        oom_ladder=plan.oom_ladder,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The rows of a run, looked at in two ways.
+
+    Attributes:
+        setup: How the run was set up.
+        rows: All rows of metrics.jsonl.
+        settled: Those whose times count.
+        shares: Key of a part -> its share of the step.
+        step_seconds: Mean of a step.
+    """
+
+    setup: Setup
+    rows: Sequence[Mapping[str, float]]
+    settled: Sequence[Mapping[str, float]]
+    shares: Mapping[str, float]
+    step_seconds: float
+
+    def mean(self, key: str) -> float | None:
+        """Return the mean of a key over the settled rows that have it, or None."""
+        values = [row[key] for row in self.settled if key in row]
+        return sum(values) / len(values) if values else None
+
+    def largest(self, key: str) -> float | None:
+        """Return the largest value of a key over all rows, or None."""
+        return max((row[key] for row in self.rows if key in row), default=None)
+
+    @property
+    def are_timed(self) -> bool:
+        """Whether there are enough steps for their times to mean something."""
+        return len(self.settled) >= LEAST_STEPS
+
+
+def diagnose(rows: Sequence[Mapping[str, float]], setup: Setup) -> tuple[Finding, ...]:
+    """Return what stands out in the numbers of a run: broken numbers first, then what costs most.
+
+    Args:
+        rows: Of metrics.jsonl, in order; numbers that weren't finite are left out.
+        setup: How the run was set up.
+    """
+    split = split_time(rows)
+    shares = {} if split is None else {part.spec.key: part.share for part in split.parts}
+    seconds = 0.0 if split is None else split.step_seconds
+    numbers = Numbers(setup, rows, settled_rows(rows), shares, seconds)
+    return tuple(finding for rule in RULES if (finding := rule(numbers)) is not None)
+
+
+def _skipped(numbers: Numbers) -> Finding | None:
+    skipped = numbers.setup.skipped_steps
+    if not skipped:
+        return None
+    return Finding(
+        "numbers that aren't finite",
+        f"{plural(skipped, 'step was', 'steps were')} skipped because the loss or a gradient was NaN or infinite.",
+        "Look at the batches in nonfinite-step-N.json; lower learning_rate, set max_grad_norm: 1.0, raise temperature.",
+    )
+
+
+def _drift(numbers: Numbers) -> Finding | None:
+    drift, tolerance = numbers.largest("replay_drift"), DRIFT_TOLERANCE[getattr(torch, numbers.setup.dtype)]
+    if drift is None or drift <= DRIFT_SHARE * tolerance:
+        return None
+    return Finding(
+        "replay drift",
+        f"The second pass differed from the first by up to {drift:.1e}; from {tolerance:.0e} on the run would stop.",
+        "Check whether the model draws random numbers of its own; retain: 1 has no second pass, and bf16: false "
+        "rounds less.",
+    )
+
+
+def _repairs(numbers: Numbers) -> Finding | None:
+    repairs = sum(row.get("oom_repairs", 0) for row in numbers.rows)
+    if not repairs:
+        return None
+    rows, tokens = numbers.setup.smaller_chunk or (numbers.setup.chunk_rows, numbers.setup.chunk_tokens)
+    return Finding(
+        "out of memory",
+        f"The step ran out of memory {plural(int(repairs), 'time')} and went on in smaller chunks without kept graphs.",
+        f"Start the next run there: gradient_cache_chunk_size: {rows}, gradient_cache_chunk_tokens: {tokens}, or set "
+        f"retain lower.{_ladder(numbers.setup)}",
+    )
+
+
+def _full(numbers: Numbers) -> Finding | None:
+    peak = _peak(numbers)
+    if peak is None or peak <= FULL_SHARE * numbers.setup.memory_bytes:
+        return None
+    return Finding(
+        "little memory left",
+        f"At the peak {bytes_text(peak)} of {bytes_text(numbers.setup.memory_bytes)} were in use.",
+        f"Longer rows may not fit: lower retain or gradient_cache_chunk_tokens.{_ladder(numbers.setup)}",
+    )
+
+
+def _ladder(setup: Setup) -> str:
+    """Return what the plan would do for memory, as the end of an advice."""
+    return f" By the plan, in this order: {'; '.join(setup.oom_ladder)}." if setup.oom_ladder else ""
+
+
+def _data(numbers: Numbers) -> Finding | None:
+    share, setup = numbers.shares.get("data_seconds", 0.0), numbers.setup
+    if not numbers.are_timed or share <= DATA_SHARE:
+        return None
+    if setup.num_workers < setup.num_cores:
+        advice = f"Raise num_workers, now {setup.num_workers}, towards the {plural(setup.num_cores, 'core')} there are."
+    else:
+        advice = "All cores make batches already: store smaller pictures or shorter texts, or use a faster disk."
+    seconds = seconds_text(share * numbers.step_seconds)
+    return Finding(
+        "waiting for data",
+        f"{percent_text(share)} of a step ({seconds} of {seconds_text(numbers.step_seconds)}) was spent waiting for "
+        f"its batch.",
+        advice,
+    )
+
+
+def _communication(numbers: Numbers) -> Finding | None:
+    share = numbers.shares.get("reduce_seconds", 0.0)
+    if not numbers.are_timed or share <= COMMUNICATION_SHARE:
+        return None
+    return Finding(
+        "communication",
+        f"{percent_text(share)} of a step went into adding up gradients over {numbers.setup.world_size} processes.",
+        "Larger global_batch_size: one reduction serves more rows, whatever the batch. use_lora or trainable: fewer "
+        "gradients. With sharding, fsdp_mode: fast reduces once in a step.",
+    )
+
+
+def _uneven(numbers: Numbers) -> Finding | None:
+    share, tokens = numbers.shares.get("wait_seconds", 0.0), numbers.mean("token_imbalance") or 1.0
+    if not numbers.are_timed or share <= WAIT_SHARE:
+        return None
+    slowest = [int(row["slowest_rank"]) for row in numbers.settled if "slowest_rank" in row]
+    often = max(set(slowest), key=slowest.count) if slowest else None
+    encode = numbers.mean("encode_imbalance") or 1.0
+    sentence = (
+        f"{percent_text(share)} of a step was spent waiting for the slowest process; the slowest encoded for "
+        f"{encode:.2f} times the mean and had up to {tokens:.2f} times the mean tokens."
+    )
+    if tokens > TOKEN_IMBALANCE:
+        advice = (
+            "The rows are dealt unevenly: with few long rows for each process a larger global_batch_size evens out."
+        )
+    else:
+        who = "" if often is None else f", most often of process {often},"
+        advice = (
+            f"The tokens are even, so the device{who} is slower: look for other programs on it, heat or a power limit."
+        )
+    return Finding("uneven processes", sentence, advice)
+
+
+def _utilisation(numbers: Numbers) -> Finding | None:
+    busy, setup = numbers.mean("device_utilisation"), numbers.setup
+    if setup.device != "cuda" or not numbers.are_timed:
+        return None
+    if busy is None and not setup.can_measure_utilisation:
+        return Finding(
+            "GPU utilisation", "It was not measured: a package is missing.", f"pip install {PACKAGE} measures it."
+        )
+    if busy is None or busy >= LEAST_UTILISATION:
+        return None
+    if numbers.shares.get("data_seconds", 0.0) > DATA_SHARE:
+        advice = "It waits for data first of all: see there."
+    elif numbers.shares.get("wait_seconds", 0.0) + numbers.shares.get("reduce_seconds", 0.0) > COMMUNICATION_SHARE:
+        advice = "It waits for the other processes first of all: see there."
+    else:
+        advice = (
+            f"Its calls are too small to fill it: raise gradient_cache_chunk_tokens, now {setup.chunk_tokens}, and "
+            f"gradient_cache_chunk_size, now {setup.chunk_rows}."
+        )
+    return Finding("GPU utilisation", f"The GPU ran a kernel in {percent_text(busy)} of the time.", advice)
+
+
+def _padding(numbers: Numbers) -> Finding | None:
+    ratio = numbers.mean("padding_ratio")
+    if ratio is None or ratio <= PADDING_RATIO:
+        return None
+    return Finding(
+        "padding",
+        f"{ratio:.2f} tokens were computed for each real one.",
+        f"Smaller chunks hold rows of more equal lengths: lower gradient_cache_chunk_tokens, now "
+        f"{numbers.setup.chunk_tokens}. Larger batches give more rows to choose from.",
+    )
+
+
+def _headroom(numbers: Numbers) -> Finding | None:
+    peak, setup, chunks = _peak(numbers), numbers.setup, numbers.mean("num_chunks") or 1.0
+    encodes_twice = not setup.keeps_all and chunks > 1 and not any(row.get("oom_repairs") for row in numbers.rows)
+    if setup.device == "cpu" or peak is None or not encodes_twice or peak >= FREE_SHARE * setup.memory_bytes:
+        return None
+    return Finding(
+        "memory to spare",
+        f"At the peak {bytes_text(peak)} of {bytes_text(setup.memory_bytes)} were in use, and rows were encoded twice.",
+        "Raise retain: each kept graph saves its second forward, up to a quarter of the time of the encoder.",
+    )
+
+
+def _peak(numbers: Numbers) -> float | None:
+    """Return the most memory that any rank had in use."""
+    peaks = [numbers.largest("peak_memory_bytes"), numbers.largest("largest_rank_memory_bytes")]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+RULES: tuple[Callable[[Numbers], Finding | None], ...] = (
+    _skipped,
+    _drift,
+    _repairs,
+    _full,
+    _data,
+    _communication,
+    _uneven,
+    _utilisation,
+    _padding,
+    _headroom,
+)
+"""In the order in which their findings are shown."""
+
+
+def diagnosis_text(rows: Sequence[Mapping[str, float]], findings: Sequence[Finding]) -> str:
+    """Return the diagnosis as the log shows it: where the time went, then each finding with its advice."""
+    split = split_time(rows)
+    lines = []
+    if split is not None:
+        shares = ", ".join(f"{percent_text(part.share)} {part.spec.name}" for part in split.parts)
+        lines.append(f"time of a step  {seconds_text(split.step_seconds)}: {shares}")
+    lines += [f"{finding.cause}: {finding.sentence} {finding.advice}" for finding in findings]
+    if not findings:
+        lines.append("diagnosis  nothing stands out")
+    return "\n".join(lines)
+
+
+def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: object) -> dict[str, object]:
+    """Return what the training took, as one row of a table of runs.
+
+    Args:
+        rows: Of metrics.jsonl.
+        setup: How the run was set up.
+        facts: What comes first, e.g. the model, the strategy and the batch.
+    """
+    split, settled = split_time(rows), settled_rows(rows)
+    numbers = Numbers(setup, rows, settled, {}, 0.0)
+    found: dict[str, object | None] = {
+        **facts,
+        "processes": setup.world_size,
+        "dtype": setup.dtype,
+        "device_memory_bytes": setup.memory_bytes,
+        "peak_memory_bytes": _peak(numbers),
+        "step_seconds": None if split is None else split.step_seconds,
+        "samples_per_second": _rate(settled, "samples_per_second"),
+        "tokens_per_second": _rate(settled, "tokens_per_second"),
+        "scaling_efficiency": numbers.mean("scaling_efficiency"),
+        "device_utilisation": numbers.mean("device_utilisation"),
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _rate(rows: Sequence[Mapping[str, float]], key: str) -> float | None:
+    """Return a rate over all steps together: long steps count for as long as they took."""
+    timed = [row for row in rows if key in row]
+    seconds = sum(row["step_seconds"] for row in timed)
+    return sum(row[key] * row["step_seconds"] for row in timed) / seconds if seconds else None

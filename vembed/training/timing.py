@@ -1,0 +1,134 @@
+"""What the time of a step went to, as metrics.jsonl gives it, and how the ranks differ in it.
+
+Each rank measures itself. What differs between ranks is gathered once in a logging interval, in one small collective,
+and the row of that step says how far they lie apart.
+
+Shape legend: W ranks, M numbers that each of them has.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from vembed.distributed.utilisation import utilisation
+from vembed.training.memory import peak_memory_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from vembed.distributed.ranks import Ranks
+    from vembed.gradcache.stopwatch import Part
+
+SHARED_PARTS = ("wait", "reduce")
+"""Parts of a step that only several ranks have."""
+
+AVERAGED = ("step_seconds", "data_seconds", "encode_seconds", "wait_seconds", "reduce_seconds", "tokens")
+LATEST = ("loss", "peak_memory_bytes", "utilisation")
+NUMBERS_M = (*AVERAGED, *LATEST)
+
+
+def seconds_of_parts(
+    parts: Mapping[Part, float], *, step_seconds: float, data_seconds: float, alone: bool
+) -> dict[str, float]:
+    """Return the times of a step as metrics.jsonl has them, such as `encode_seconds`.
+
+    Args:
+        parts: What the stopwatch read.
+        step_seconds: Of the whole step.
+        data_seconds: How long it waited for its batch.
+        alone: Whether there is one rank, which neither waits for others nor reduces anything.
+    """
+    own = {f"{name}_seconds": seconds for name, seconds in parts.items() if not (alone and name in SHARED_PARTS)}
+    return {"step_seconds": step_seconds, "data_seconds": data_seconds, **own}
+
+
+@dataclass(frozen=True, slots=True)
+class RankReading:
+    """What all ranks measured since the reading before.
+
+    Attributes:
+        by_rank: Name -> the number of each rank, in their order: times and tokens are means of a step, loss and memory
+            the latest. A number that is measured nowhere is left out.
+        summary: How far they lie apart, as the row of the step has it.
+    """
+
+    by_rank: Mapping[str, tuple[float, ...]]
+    summary: Mapping[str, float]
+
+
+class RankMeter:
+    """Averages what this rank measures between two log lines, and gathers it from all.
+
+    Args:
+        ranks: Who shares the batch.
+        device: Where this rank computes.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._sums = dict.fromkeys(AVERAGED, 0.0)
+        self._num_steps = 0
+        self._loss = math.nan
+
+    def add(self, row: Mapping[str, float], *, tokens: int, loss: float) -> None:
+        """Count a step.
+
+        Args:
+            row: Its numbers on this rank, of which the times are taken.
+            tokens: Those that this rank encoded.
+            loss: Of this rank's share of the batch.
+        """
+        for name in AVERAGED[:-1]:
+            self._sums[name] += row.get(name, 0.0)
+        self._sums["tokens"] += tokens
+        self._loss = loss
+        self._num_steps += 1
+
+    def read(self) -> RankReading:
+        """Gather the numbers of all ranks and begin anew. Every rank must call it at the same step."""
+        load = utilisation(self._device)
+        means = [total / max(1, self._num_steps) for total in self._sums.values()]
+        own = [*means, self._loss, peak_memory_bytes(self._device), math.nan if load is None else load]
+        self._sums, self._num_steps = dict.fromkeys(AVERAGED, 0.0), 0
+        device = "cpu" if self._ranks.is_one else self._device  # alone nothing has to go through a device
+        x_1M = torch.tensor([own], dtype=torch.float64, device=device)
+        x_WM = self._ranks.gather_rows(x_1M, [1] * self._ranks.world_size).tolist()
+        columns = {name: tuple(row[place] for row in x_WM) for place, name in enumerate(NUMBERS_M)}
+        by_rank = {name: values for name, values in columns.items() if not all(map(math.isnan, values))}
+        return RankReading(by_rank, summarise(by_rank))
+
+
+def summarise(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
+    """Return how far ranks lie apart: what one number of a step's row can say.
+
+    `token_imbalance` and `encode_imbalance` are the largest over the mean, 1 where all are equal. `scaling_efficiency`
+    is the mean share of the time in which a rank neither waited for another nor reduced gradients: what one process,
+    which does neither, would have needed, over what these did together.
+
+    Args:
+        by_rank: Name -> the number of each rank.
+    """
+    found: dict[str, float] = {}
+    if loads := [load for load in by_rank.get("utilisation", ()) if not math.isnan(load)]:
+        found |= {"device_utilisation": sum(loads) / len(loads), "least_device_utilisation": min(loads)}
+    encode, steps = by_rank["encode_seconds"], by_rank["step_seconds"]
+    if len(steps) == 1:
+        return found
+    if sum(by_rank["tokens"]) > 0:
+        found["token_imbalance"] = max(by_rank["tokens"]) / _mean(by_rank["tokens"])
+    if sum(encode) > 0:
+        found |= {"encode_imbalance": max(encode) / _mean(encode), "slowest_rank": encode.index(max(encode))}
+    found["largest_rank_memory_bytes"] = max(by_rank["peak_memory_bytes"])
+    if min(steps) > 0:
+        shared = zip(by_rank["wait_seconds"], by_rank["reduce_seconds"], steps, strict=True)
+        found["scaling_efficiency"] = _mean(tuple(1 - (wait + reduce) / step for wait, reduce, step in shared))
+    return found
+
+
+def _mean(values: tuple[float, ...]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,94 @@
+"""What a step measured, added up over the batches that it accumulates and over the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from vembed.training.masking import count_masked
+
+if TYPE_CHECKING:
+    from vembed.distributed.ranks import Ranks
+    from vembed.gradcache.engine import StepResult
+    from vembed.training.batches import PreparedBatch
+
+
+@dataclass(slots=True)
+class StepTotals:
+    """The numbers of one optimizer step.
+
+    Attributes:
+        losses: Of each batch, all ranks together.
+        record_ids: Manifest rows of the batches.
+        num_queries: Queries of all ranks.
+        tokens: Real tokens; of this rank until `add_ranks`, then of all.
+        padded_tokens: The same with padding.
+        num_truncated: Over-long texts that were cut, likewise.
+        num_chunks: Encoder calls of the first pass on this rank.
+        num_repairs: How often a batch ran out of memory and was done again.
+        replay_drift: The largest.
+        num_masked: Pairs of a query and a document that are no negatives.
+        data_seconds: How long this rank waited for its batches.
+        rank_tokens: Real tokens of this rank.
+        rank_losses: Of each batch, the queries whose loss this rank computed.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    record_ids: list[int] = field(default_factory=list)
+    num_queries: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    num_truncated: int = 0
+    num_chunks: int = 0
+    num_repairs: int = 0
+    replay_drift: float = 0.0
+    num_masked: int = 0
+    data_seconds: float = 0.0
+    rank_tokens: int = 0
+    rank_losses: list[float] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the batches."""
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def rank_loss(self) -> float:
+        """Mean loss of the batches over the queries whose loss this rank computed."""
+        return sum(self.rank_losses) / len(self.rank_losses)
+
+    @property
+    def padding_ratio(self) -> float:
+        """Padded tokens over real ones, at least 1."""
+        return self.padded_tokens / max(1, self.tokens)
+
+    def add(self, batch: PreparedBatch, result: StepResult, *, counts_masked: bool) -> None:
+        """Count a batch.
+
+        Args:
+            batch: The batch.
+            result: What the engine measured in it.
+            counts_masked: Whether false negatives are masked, so that they are counted.
+        """
+        self.losses.append(result.loss)
+        self.record_ids += batch.batch.record_ids
+        self.num_queries += len(batch.batch.queries)
+        self.rank_losses.append(result.rank_loss)
+        self.rank_tokens += result.tokens
+        self.tokens += result.tokens
+        self.padded_tokens += result.padded_tokens
+        self.num_truncated += batch.num_truncated
+        self.num_chunks += result.num_chunks
+        self.num_repairs += result.num_repairs
+        self.replay_drift = max(self.replay_drift, result.replay_drift)
+        if counts_masked:
+            self.num_masked += count_masked(batch.batch)
+
+    def add_ranks(self, ranks: Ranks, device: torch.device) -> None:
+        """Add up over the ranks what each of them counts for itself."""
+        if ranks.is_one:
+            return
+        own = torch.tensor([self.tokens, self.padded_tokens, self.num_truncated], device=device)
+        self.tokens, self.padded_tokens, self.num_truncated = map(int, ranks.sum_(own).tolist())

@@ -9,11 +9,11 @@ import pytest
 from vembed.__main__ import COMMANDS
 from vembed.config.load import load_config
 from vembed.config.schema import Config
-from vembed.entrypoints import encode, evaluate, export, search, train
+from vembed.entrypoints import doctor, encode, evaluate, export, plan, search, train
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "configs" / "hardware").glob("*.yaml")])
 
 
 def commands_in(document: Path) -> list[list[str]]:
@@ -38,7 +38,10 @@ def test_every_command_is_one_that_the_program_takes(document: Path) -> None:
             load_config(ROOT / parsed.config, parsed.config_override)
         elif words[0] == "vembed":
             assert words[1] in COMMANDS
-            parsers = {"encode": encode, "evaluate": evaluate, "export": export, "search": search}
+            parsers = {
+                "doctor": doctor, "encode": encode, "evaluate": evaluate, "export": export, "plan": plan,
+                "search": search,
+            }  # fmt: skip
             if words[1] in parsers:
                 parsers[words[1]].parse_arguments(words[2:], program=f"vembed {words[1]}")
         elif words[0] == "make":

@@ -9,6 +9,7 @@ COMMANDS = {
     "evaluate": "evaluate models on retrieval sets",
     "encode": "encode a corpus into an index",
     "search": "search an index, in the terminal or on a local page",
+    "doctor": "look at the machine, test it, and say what to mend",
     "export": "write a model with its card, for the library that loads it",
 }
 """Command -> what it does. Each is a module of vembed.entrypoints, imported only when it is asked for."""

@@ -157,6 +157,15 @@ OTHER_VALUES = {
     "bm25": False,
     "oom_retry": False,
     "num_workers": 2,
+    "num_processes": 2,
+    "use_fsdp": True,
+    "sharding_factor": 2,
+    "fsdp_mode": "lean",
+    "cpu_offload": True,
+    "nccl_timeout": 60,
+    "ddp_find_unused_parameters": True,
+    "dataloader_pin_memory": False,
+    "resume_elastic": True,
     "learning_rate": 1.0,
     "seed": 1,
     "batch_size": 8,
@@ -168,7 +177,10 @@ OTHER_VALUES = {
     "attn_implementation": "eager",
     "deterministic": True,
 }
-HARMLESS = set(Config.NOT_HASHED) | {"eval_batch_size", "bm25", "oom_retry"}
+HARMLESS = set(Config.NOT_HASHED) | {
+    "eval_batch_size", "bm25", "oom_retry", "num_processes", "use_fsdp", "sharding_factor", "fsdp_mode", "cpu_offload",
+    "nccl_timeout", "ddp_find_unused_parameters", "dataloader_pin_memory", "resume_elastic",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("key", OTHER_VALUES)
@@ -197,7 +209,7 @@ def test_a_checkpoint_of_an_older_or_newer_schema_is_compared_by_defaults() -> N
     del old["seed"]
     assert resume_differences(old, make()) == []
     assert [each.key for each in resume_differences(old, make(seed=3))] == ["seed"]
-    assert resume_differences({**old, "use_lora": True}, make()) == [("use_lora", True, None, "refused")]
+    assert resume_differences({**old, "no_longer": True}, make()) == [("no_longer", True, None, "refused")]
 
 
 def test_true_and_1_are_different_on_resume() -> None:

@@ -59,7 +59,7 @@ def test_all_problems_are_told_at_once_in_reading_order(write: Write) -> None:
     one_precision = "bf16 and fp16 are both true, but a run has one mixed precision; set fp16 to false"
     needs_steps = "eval_strategy steps needs eval_steps; set eval_steps, such as 100, or eval_strategy to epoch"
     assert problems(path, "learning_rate=-1", "foo", "eval_strategy=steps") == [
-        "configs/a.yaml:2: batch_size: must be an integer >= 1, got true",
+        "configs/a.yaml:2: batch_size: must be auto or an integer >= 1, got true",
         "configs/a.yaml:3: learning_rte: unknown key; did you mean learning_rate?",
         "configs/a.yaml:5: fp16: " + one_precision + " (bf16 is set at configs/a.yaml:4)",
         "configs/a.yaml:6: temperature: must be a finite number, got nan",
@@ -98,7 +98,7 @@ def test_a_rule_is_not_judged_by_a_key_that_is_wrong_itself(write: Write) -> Non
         ('data_path: "a\\0b"', "must not hold a NUL character, got 'a\\x00b'"),
         ('data_path: "\\ud800"', "must be valid Unicode; it holds half of a surrogate pair, got '\\ud800'"),
         ("output_dir: ' '", "must not be blank, got ' '"),
-        ("batch_size: [1]", "must be an integer >= 1, got [1]"),
+        ("batch_size: [1]", "must be auto or an integer >= 1, got [1]"),
     ],
 )
 def test_a_wrong_value_is_shown_with_the_fix(write: Write, line: str, expected: str) -> None:

@@ -150,6 +150,37 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"bf16": True, "fp16": True}, {"bf16": "auto", "fp16": True}, "set fp16 to false"),
     ({"bf16": True, "torch_dtype": "float64"}, {"bf16": False, "torch_dtype": "float64"}, "bf16 would undo"),
     ({"fp16": True, "torch_dtype": "float64"}, {"fp16": True, "torch_dtype": "float32"}, "fp16 would undo"),
+    ({"bf16": False, "torch_dtype": "bfloat16"}, {"bf16": True, "torch_dtype": "bfloat16"}, "compute in bfloat16"),
+    ({"fp16": True, "torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, "fp16 has no use for weights"),
+    ({"batch_size": "auto", "global_batch_size": 8}, {"batch_size": "auto"}, "global_batch_size already gives"),
+    ({"lr_reference_batch": 8}, {"lr_scaling": "sqrt", "lr_reference_batch": 8}, "lr_reference_batch has no effect"),
+    ({"sharding_factor": 1, "use_fsdp": True}, {"sharding_factor": 1, "use_fsdp": False}, "replicates the model"),
+    ({"sharding_factor": 2, "use_fsdp": False}, {"sharding_factor": 2, "use_fsdp": True}, "shards the model while"),
+    ({"fsdp_mode": "lean", "use_fsdp": False}, {"fsdp_mode": "lean"}, "fsdp_mode has no effect while use_fsdp is"),
+    ({"fsdp_mode": "lean", "sharding_factor": 1}, {"fsdp_mode": "lean", "sharding_factor": 2}, "sharding_factor is 1"),
+    ({"cpu_offload": True, "use_fsdp": False}, {"cpu_offload": True, "use_fsdp": True}, "cpu_offload has no effect"),
+    ({"use_lora": False, "lora_r": 8}, {"use_lora": "auto", "lora_r": 8}, "lora_r has no effect"),
+    ({"use_lora": False, "lora_alpha": 8}, {"use_lora": True, "lora_alpha": 8}, "lora_alpha has no effect"),
+    ({"use_lora": False, "lora_dropout": 0.1}, {"lora_dropout": 0.1}, "lora_dropout has no effect"),
+    (
+        {"use_lora": False, "lora_target_modules": ["q_proj"]},
+        {"use_lora": True, "lora_target_modules": ["q_proj"]},
+        "lora_target_modules has no effect",
+    ),
+    ({"use_lora": False, "lora_towers": "text"}, {"use_lora": True, "lora_towers": "text"}, "set use_lora to true"),
+    ({"use_lora": True, "trainable": "text"}, {"use_lora": "auto", "trainable": "text"}, "set lora_towers to text"),
+    ({"use_lora": True, "trainable": "last_2_layers"}, {"trainable": "last_2_layers"}, "set trainable to all"),
+    ({"load_in_4bit": True}, {"load_in_4bit": True, "use_lora": True}, "set use_lora to true"),
+    (
+        {"load_in_4bit": True, "use_lora": True, "torch_dtype": "float64"},
+        {"load_in_4bit": True, "use_lora": True, "torch_dtype": "bfloat16"},
+        "would undo torch_dtype float64",
+    ),
+    (
+        {"load_in_4bit": True, "use_lora": True, "use_fsdp": True},
+        {"use_lora": True, "use_fsdp": True},
+        "keeps a whole copy of the model on each device",
+    ),
     ({"eval_strategy": "steps"}, {"eval_strategy": "steps", "eval_steps": 5}, "needs eval_steps"),
     ({"eval_steps": 5}, {"eval_strategy": "epoch"}, "eval_steps has no effect with eval_strategy epoch"),
     (
@@ -260,7 +291,9 @@ def test_all_broken_rules_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
 def test_an_alias_sets_its_keys_and_is_refused_beside_one(alias: str) -> None:
-    value = {"lr": 1e-3, "per_device_train_batch_size": 8, "dataloader_num_workers": 2}.get(alias, "text")
+    value = {"lr": 1e-3, "per_device_train_batch_size": 8, "dataloader_num_workers": 2, "num_gpus": 2}.get(
+        alias, "text"
+    )
     config = Config.model_validate({**({} if alias == "model_name_or_path" else {"model_name": "m"}), alias: value})
     for target in ALIASES[alias]:
         assert getattr(config, target) == value
@@ -275,7 +308,7 @@ def test_aliases_are_no_keys_and_their_targets_are() -> None:
 
 def test_an_unknown_key_is_refused() -> None:
     assert "learning_rte" in refused(learning_rte=1)
-    for later in ("use_lora", "sharding_factor", "max_image_size"):
+    for later in ("lora_rank", "max_image_size"):
         refused(**{later: 1})
 
 

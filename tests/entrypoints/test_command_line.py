@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from command_cases import ROOT, RUN, Site, environment, run_here, run_keys, write_config
 
+from vembed.entrypoints import encode
 from vembed.entrypoints.train import main
 
 if TYPE_CHECKING:
@@ -160,15 +161,20 @@ def test_accelerate_launch_from_another_folder_is_the_same_run(
     assert (here / "out/model/model.safetensors").read_bytes() == (there / "out/model/model.safetensors").read_bytes()
 
 
-def test_one_of_several_processes_is_refused_as_this_version_trains_in_one(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_half_of_a_launchers_word_is_refused_and_other_commands_run_in_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = write_config(tmp_path, {"model_name": "x"})
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused = run_keys(tmp_path, site.keys(), "--plan")
-    assert refused.code == 5
-    assert "--num_processes 1" in refused.err
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert run_keys(tmp_path, site.keys(), "--plan").code == 0
+    refused = run_here(config, "--validate")
+    assert refused.code == 2
+    assert "RANK is not set" in refused.err
+    for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_here(config, "--validate").code == 0
+    words = ["model", "--data", "corpus.jsonl", "--output", str(tmp_path / "index")]
+    assert encode.main(words, program="vembed encode") == 2
+    assert "this command runs in one" in capsys.readouterr().err
 
 
 def test_the_module_starts_as_well(tmp_path: Path) -> None:

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 METRIC_KEYS = {
     "step", "epoch", "loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second",
-    "peak_memory_bytes", "padding_ratio", "replay_drift", "data_seconds",
+    "peak_memory_bytes", "padding_ratio", "replay_drift", "step_seconds", "data_seconds", "encode_seconds",
+    "loss_seconds", "update_seconds",
 }  # fmt: skip
 PLAN_KEYS = {
     "strategy", "reasons", "world_size", "batch_size", "global_batch_size", "gradient_cache_chunk_size",
@@ -86,6 +87,22 @@ def test_metrics_hold_each_step_once_with_the_keys_of_the_contract(finished: Out
     assert all(row["padding_ratio"] >= 1 for row in rows)
 
 
+def test_the_parts_of_a_step_fill_it_and_the_run_says_where_its_time_went(finished: Outcome) -> None:
+    parts = ("data_seconds", "encode_seconds", "loss_seconds", "update_seconds")
+    for row in finished.rows[1:]:
+        spent = sum(row[part] for part in parts)
+        assert all(row[part] > 0 for part in parts)
+        assert 0.5 * row["step_seconds"] < spent <= row["step_seconds"]
+        assert "wait_seconds" not in row, "one process waits for no other"
+    report = json.loads((finished.folder / "report" / "report.json").read_text())
+    assert report["time_of_a_step"]["num_steps"] == 15
+    assert report["performance"]["processes"] == 1
+    assert report["performance"]["global_batch_size"] == 16
+    shown = [f"{finding['cause']}: {finding['sentence']}" for finding in report["findings"]]
+    assert all(line in finished.out for line in shown or ["diagnosis  nothing stands out"])
+    assert "time of a step  " in finished.out
+
+
 def test_the_loss_falls(finished: Outcome) -> None:
     full = [row["loss"] for row in finished.rows if row["epoch"] % 1]  # the last batch of an epoch is smaller
     assert full[-1] < 0.7 * full[0]
@@ -97,10 +114,10 @@ def test_plan_has_the_keys_of_the_contract(finished: Outcome) -> None:
     assert (plan["strategy"], plan["world_size"], plan["steps"]) == ("single", 1, 16)
     assert (plan["batch_size"], plan["global_batch_size"]) == (16, 16)
     assert plan["dtype"] == "float32"
-    (candidate,) = plan["candidates"]
-    assert candidate.keys() == {"strategy", "bytes_per_device", "fits", "relative_speed", "estimated"}
+    (candidate,) = [each for each in plan["candidates"] if each["recommended"]]
+    assert candidate.keys() >= {"strategy", "bytes_per_device", "fits", "relative_speed", "estimated"}
     parts = candidate["bytes_per_device"]
-    assert parts.keys() == {"parameters", "gradients", "optimizer", "activations", "loss", "total"}
+    assert parts.keys() >= {"parameters", "gradients", "optimizer", "activations", "loss", "total"}
     assert parts["total"] == sum(count for part, count in parts.items() if part != "total")
     for reason in plan["reasons"]:
         assert f"- {reason}" in finished.out

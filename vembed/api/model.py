@@ -15,7 +15,7 @@ import torch
 from vembed.batch import modality_of
 from vembed.data.given import items_of, refuse_other_modalities
 from vembed.data.images import ImageLimits
-from vembed.distributed.runtime import start_runtime
+from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.models.huggingface import ModelOptions
@@ -126,7 +126,7 @@ class EmbeddingModel:
         self.options = options
         self.image_limits = _image_limits(options)
         device = options.get("device")
-        self._device = start_runtime(deterministic=False).device if device is None else _device(device)
+        self._device = local_device() if device is None else _device(device)
         self._encoder = encoder.to(self._device).eval()
         self._says_cut = True
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vembed.config.load import load_values
 from vembed.config.redact import redact
 from vembed.config.schema import Config
+from vembed.distributed.watch import stop_watch
 from vembed.training.build.run import run_from_config
 from vembed.training.finish import RunResult
 
@@ -18,7 +19,9 @@ __all__ = ["RunResult", "train"]
 
 
 def train(config: str | Path | Mapping[str, object] | Config, /, **overrides: object) -> RunResult:
-    """Train what a configuration describes, as `vembed train` does.
+    """Train what a configuration describes, as `vembed train` does, in this process.
+
+    In a script that torchrun or accelerate launch started, the processes train together.
 
     Args:
         config: A YAML or JSON file, key -> value, or a `Config`.
@@ -38,6 +41,13 @@ def train(config: str | Path | Mapping[str, object] | Config, /, **overrides: ob
     loaded = load_values(base, overrides)
     given = repr(str(config)) if isinstance(config, (str, Path)) else "config"
     words = [given, *(f"{name}={value!r}" for name, value in overrides.items())]
-    result = run_from_config(loaded.config, command=redact(f"vembed.train({', '.join(words)})"))
+    try:
+        result = run_from_config(
+            loaded.config, command=redact(f"vembed.train({', '.join(words)})"), sources=loaded.sources
+        )
+    except BaseException:
+        stop_watch(together=False)
+        raise
+    stop_watch()
     assert result is not None  # only a plan or a dry run has none
     return result

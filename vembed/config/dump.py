@@ -52,6 +52,19 @@ def config_hash(config: Config) -> str:
     Returns:
         SHA-256, 64 hex digits; equal for configurations that differ in `Config.NOT_HASHED` or in a URL's secret only.
     """
-    values = {name: value for name, value in plain_values(config).items() if name not in Config.NOT_HASHED}
+    values = _hashed(config)
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def hashed_values(config: Config) -> dict[str, str]:
+    """Return the keys that decide the result of a run, each with its value as text.
+
+    Args:
+        config: A checked configuration.
+    """
+    return {name: json.dumps(value, sort_keys=True) for name, value in _hashed(config).items()}
+
+
+def _hashed(config: Config) -> dict[str, object]:
+    return {name: value for name, value in plain_values(config).items() if name not in Config.NOT_HASHED}

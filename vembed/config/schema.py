@@ -11,8 +11,10 @@ from typing import Any, ClassVar, Self
 from pydantic import BaseModel, model_validator
 
 from vembed.config.fields import RULES, BrokenRules
+from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.batch import BatchKeys
 from vembed.config.keys.data import DataKeys
+from vembed.config.keys.distributed import DistributedKeys
 from vembed.config.keys.evaluation import EvaluationKeys
 from vembed.config.keys.loss import LossKeys
 from vembed.config.keys.model import ModelKeys
@@ -27,14 +29,17 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
     "lr": ("learning_rate",),
     "resume_from_checkpoint": ("resume",),
     "dataloader_num_workers": ("num_workers",),
+    "num_gpus": ("num_processes",),
 }
 """Other names of a key, or of several that one value sets. An alias beside its key is an error."""
 
 SECTIONS: Mapping[str, type[BaseModel]] = {
     "Model": ModelKeys,
+    "Adapters": AdapterKeys,
     "Data": DataKeys,
     "Loss": LossKeys,
     "Batch": BatchKeys,
+    "Distributed": DistributedKeys,
     "Optimisation": OptimisationKeys,
     "Evaluation": EvaluationKeys,
     "Output": OutputKeys,
@@ -43,7 +48,17 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
 
 
 # Last section first: pydantic collects fields from the last base to the first.
-class Config(OutputKeys, EvaluationKeys, OptimisationKeys, BatchKeys, LossKeys, DataKeys, ModelKeys):
+class Config(
+    OutputKeys,
+    EvaluationKeys,
+    OptimisationKeys,
+    DistributedKeys,
+    BatchKeys,
+    LossKeys,
+    DataKeys,
+    AdapterKeys,
+    ModelKeys,
+):
     """A complete, checked configuration; it can't be changed."""
 
     NOT_HASHED: ClassVar[frozenset[str]] = frozenset(

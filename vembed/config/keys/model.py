@@ -23,7 +23,11 @@ class ModelKeys(Section):
     allow_pickle: bool = key(
         False, "Read pickled weights (with `weights_only`) when the model has no safetensors file."
     )
-    torch_dtype: Literal["float32", "float64"] = key("float32", "Dtype of the weights and of the optimizer state.")
+    torch_dtype: Literal["float32", "float64", "bfloat16"] = key(
+        "float32",
+        "Dtype of the weights and of the optimizer state. Adapters are float32 at least; without them bfloat16 weights "
+        "lose small updates to rounding.",
+    )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key("auto", "Attention kernel.")
     pooling_method: Literal["auto", "mean", "cls", "last_token"] = key(
         "auto", "How token vectors become one vector; auto is what the model's own files say."
@@ -34,7 +38,11 @@ class ModelKeys(Section):
     query_prompt: Text | None = key(None, "Text put before each query; null is the model's own, '' is none.")
     document_prompt: Text | None = key(None, "Text put before each document; null is the model's own, '' is none.")
     pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.")
-    gradient_checkpointing: bool = key(False, "Recompute activations in the backward pass: less memory, more time.")
+    gradient_checkpointing: Auto | bool = key(
+        "auto",
+        "Recompute activations in the backward pass: less memory, more time; auto does where a step wouldn't fit "
+        "without.",
+    )
 
 
 @rule("trust_remote_code", "model_revision")

@@ -68,6 +68,22 @@ def _float16_on_float32(config: "Config") -> str | None:
     return _half_of_double(config, "fp16")
 
 
+@rule("bf16", "torch_dtype")
+def _bfloat16_weights_compute_so(config: "Config") -> str | None:
+    """`bf16: false` must not stand with `torch_dtype: bfloat16`."""
+    if config.torch_dtype != "bfloat16" or config.bf16 is not False:
+        return None
+    return "weights of torch_dtype bfloat16 compute in bfloat16; set bf16 to auto or torch_dtype to float32"
+
+
+@rule("fp16", "torch_dtype")
+def _float16_on_bfloat16(config: "Config") -> str | None:
+    """`fp16: true` must not stand with `torch_dtype: bfloat16`."""
+    if config.torch_dtype != "bfloat16" or not config.fp16:
+        return None
+    return "fp16 has no use for weights of torch_dtype bfloat16; set fp16 to false or torch_dtype to float32"
+
+
 def _half_of_double(config: "Config", name: str) -> str | None:
     if config.torch_dtype != "float64" or getattr(config, name) is not True:
         return None

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -137,6 +138,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-plain", action="store_true", help="leave the step without caching out: it takes most memory"
     )
+    parser.add_argument("--only", default="", metavar="REGEX", help="variants whose names match, beside plain")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="folder that gets engine.json")
     return parser.parse_args()
@@ -290,7 +292,8 @@ def _variants(workload: Workload, arguments: argparse.Namespace) -> dict[str, Va
     variants += [Variant(name, partial(_peer_step, workload, options), peer_parameters) for name, options in peers]
     variants.append(Variant("GradCache padding, 32 rows", partial(_batch_padded_step, workload, 32), peer_parameters))
     variants.append(Variant("plain", partial(plain_step, workload), peer_parameters))
-    return {variant.name: variant for variant in variants}
+    wanted = {"plain", DEFAULT_PEER}
+    return {each.name: each for each in variants if each.name in wanted or re.search(arguments.only, each.name)}
 
 
 def _own_parameters(workload: Workload) -> list[Tensor]:

@@ -3,8 +3,8 @@
 Each case builds a model with random weights, predicts the peak of a step from the model's config alone, then runs two
 steps of the engine with AdamW in a process of its own and takes the peak of the second, in which the optimizer has its
 state. On a CPU the truth is every allocation that torch's profiler sees, on a GPU `max_memory_allocated`. Memory that
-isn't torch's (the interpreter, libraries, the batch as numpy arrays) is in neither number. The path for GPUs hasn't
-run on one yet.
+isn't torch's (the interpreter, libraries, the batch as numpy arrays) is in neither number. Of several ranks, each a
+process on this machine, the one with the highest peak counts. The path for GPUs hasn't run on one yet.
 
     python benchmarks/memory_prediction.py [CASE ...] [--device cuda] [--json results.json]
 """
@@ -22,10 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.config.load import load_config
+from vembed.distributed.fsdp import ShardingOptions, shard_encoder
+from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
@@ -36,11 +41,15 @@ from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import Trained, profile_model
 from vembed.models.profile.skeleton import blueprint
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
+from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine, cpu_memory_bytes
 from vembed.plan.plan import DataSize, make_plan
 from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vembed.distributed.fsdp import ShardingMode
     from vembed.models.encoder import Encoder
 
 TILE_SIZE = 1024
@@ -61,6 +70,10 @@ class Case:
         retain: Share of the batch whose graphs are kept.
         gradient_checkpointing: Whether layers are recomputed.
         bf16: Whether the encoder computes in bfloat16.
+        lora: Whether adapters train beside a frozen base.
+        trainable: What trains otherwise.
+        ranks: Processes that share the batch, texts only.
+        fsdp_mode: What stays whole during a step; None replicates.
     """
 
     name: str
@@ -74,6 +87,14 @@ class Case:
     bf16: bool = False
     lora: bool = False
     trainable: str = "all"
+    ranks: int = 1
+    fsdp_mode: ShardingMode | None = None
+
+    @property
+    def deal(self) -> Deal:
+        """The rows of each rank: its share of the queries, and their documents."""
+        shares = np.array_split(np.arange(self.pairs), self.ranks)
+        return Deal(tuple(np.concatenate([share, self.pairs + share]) for share in shares))
 
 
 def build(case: Case, folder: Path, device: str) -> Encoder:
@@ -99,6 +120,11 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         encoder = build(case, Path(folder), str(device))
+    ranks = Ranks.of_this_process()
+    compute_dtype = torch.bfloat16 if case.bf16 else None
+    sharded = None
+    if case.fsdp_mode is not None:
+        sharded = shard_encoder(encoder, ShardingOptions(device, case.fsdp_mode, compute_dtype=compute_dtype), ranks)
     loss = InfoNCE(temperature=0.05, tile_size=TILE_SIZE).to(device)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
     updater = Updater(encoder, loss, schedule, OptimizerOptions(0.01, (0.9, 0.999), 1e-8, 1.0, loss_scaling=False))
@@ -106,13 +132,15 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
         budget=ChunkBudget(MOST_ROWS, case.chunk_tokens),
         device=device,
         retain=case.retain,
-        autocast_dtype=torch.bfloat16 if case.bf16 else None,
+        autocast_dtype=compute_dtype,
+        ranks=ranks,
     )
-    engine = GradCacheEngine(loss, options, [each for each in encoder.parameters() if each.requires_grad])
-    pools, structure = make_batch(case, encoder)
+    trained = [each for each in encoder.parameters() if each.requires_grad]
+    engine = GradCacheEngine(loss, options, trained, sharded=sharded)
+    pools, structure = make_batch(case, encoder, ranks.rank)
 
     def step(number: int) -> None:
-        engine.step(pools, structure)
+        engine.step(pools, structure, deal=None if ranks.is_one else case.deal)
         updater.gradient_norm()
         updater.update(number)
 
@@ -136,11 +164,16 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
 def _bytes_that_stay(encoder: Encoder, updater: Updater) -> int:
     tensors = [*encoder.parameters(), *encoder.buffers()]
     tensors += [value for state in updater.optimizer.state.values() for value in state.values()]
-    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}.values())
+    storages = [_local(each).untyped_storage() for each in tensors]
+    return sum({each._cdata: each.nbytes() for each in storages}.values())
 
 
-def make_batch(case: Case, encoder: Encoder) -> tuple[list[Pool], BatchStructure]:
-    """Return a batch of random rows: one query and one document for each pair."""
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def make_batch(case: Case, encoder: Encoder, rank: int) -> tuple[list[Pool], BatchStructure]:
+    """Return a rank's part of a batch of random rows: one query and one document for each pair."""
     first, second = np.arange(case.pairs), case.pairs + np.arange(case.pairs)
     if case.pictures:
         pools = [  # in the order of a run
@@ -148,7 +181,8 @@ def make_batch(case: Case, encoder: Encoder) -> tuple[list[Pool], BatchStructure
             Pool(encoder, encoder.collate, _texts(case, case.pairs, encoder), first),
         ]
     else:
-        pools = [Pool(encoder, encoder.collate, _texts(case, 2 * case.pairs, encoder), np.concatenate([first, second]))]
+        own = case.deal.slots[rank]
+        pools = [Pool(encoder, encoder.collate, _texts(case, len(own), encoder), own)]
     batch = ContrastiveBatch(
         queries=("",) * case.pairs,
         documents=("",) * case.pairs,
@@ -182,7 +216,7 @@ def predict(case: Case, device: str) -> dict[str, int]:
     """Return what the plan of such a run says, by part, from the model's description alone."""
     overrides = [
         "model_name=m",
-        f"batch_size={case.pairs}",
+        f"global_batch_size={case.pairs}",
         f"max_seq_length={case.tokens}",
         f"gradient_cache_chunk_tokens={case.chunk_tokens}",
         f"gradient_cache_chunk_size={MOST_ROWS}",
@@ -193,6 +227,8 @@ def predict(case: Case, device: str) -> dict[str, int]:
         f"use_lora={str(case.lora).lower()}",
         f"trainable={case.trainable}",
         f"loss_tile_size={TILE_SIZE}",
+        f"use_fsdp={str(case.fsdp_mode is not None).lower()}",
+        f"fsdp_mode={case.fsdp_mode or 'auto'}",
     ]
     config = load_config(None, overrides).config
     machine = Machine(device, "benchmark", cpu_memory_bytes(), 1, fast_bf16=False)
@@ -202,18 +238,23 @@ def predict(case: Case, device: str) -> dict[str, int]:
         lora = LoraOptions() if case.lora else None
         model = profile_model(options, target, trainable=case.trainable, lora=lora)
     data = DataSize(case.pairs, 1.0, pictures_per_record=float(case.pictures))
-    sizes = make_plan(config, machine, model.limited(case.tokens), data).bytes_per_device
+    devices = Devices.of(machine, case.ranks)
+    sizes = make_plan(config, machine, model.limited(case.tokens), data, devices=devices).bytes_per_device
     return {**asdict(sizes), "total": sizes.total}
 
 
 def compare(case: Case, device: str) -> dict[str, Any]:
-    """Predict a case here, and measure it in a process of its own."""
+    """Predict a case here, and measure it in processes of its own."""
     predicted = predict(case, device)
-    command = [sys.executable, __file__, "--device", device, "--measure", json.dumps(asdict(case))]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    if ran.returncode:
-        raise RuntimeError(f"case {case.name} failed:\n{ran.stderr}")
-    measured = json.loads(ran.stdout.strip().splitlines()[-1])
+    command = [sys.executable, str(Path(__file__)), "--device", device, "--measure", json.dumps(asdict(case))]
+    with tempfile.TemporaryDirectory() as folder:
+        words = [[*command, "--rank", str(rank), "--meet", str(Path(folder) / "meet")] for rank in range(case.ranks)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        running = [subprocess.Popen(each, **pipes) for each in words]  # type: ignore[call-overload]
+        said = [each.communicate() for each in running]
+    if any(each.returncode for each in running):
+        raise RuntimeError(f"case {case.name} failed:\n" + "\n".join(errors for _, errors in said))
+    measured = max((json.loads(out.strip().splitlines()[-1]) for out, _ in said), key=lambda each: each["peak"])
     return {
         "case": case.name,
         "predicted": predicted,
@@ -288,6 +329,19 @@ CASES = (
     Case("BERT, last 2 layers", bert(), retain=1.0, trainable="last_2_layers"),
     Case("Qwen3, nothing kept", qwen()),
     Case("Qwen3, gradient checkpointing", qwen(), chunk_tokens=2048, gradient_checkpointing=True),
+    Case("BERT, 2 ranks, replicated", bert(), ranks=2, retain=0.5),
+    Case("BERT, 2 ranks, fsdp fast", bert(), ranks=2, fsdp_mode="fast"),
+    Case("BERT, 2 ranks, fsdp lean", bert(), ranks=2, fsdp_mode="lean"),
+    Case("BERT, 2 ranks, fsdp sharded", bert(), ranks=2, fsdp_mode="sharded"),
+    Case("BERT, 2 ranks, fsdp fast, bf16", bert(), ranks=2, fsdp_mode="fast", bf16=True, retain=0.5),
+    Case(
+        "BERT, bfloat16, checkpointing",
+        bert(512, 24),
+        pairs=16,
+        chunk_tokens=512,
+        bf16=True,
+        gradient_checkpointing=True,
+    ),
     Case("CLIP, nothing kept", clip(), tokens=48, pictures=True),
     Case("CLIP, half kept", clip(), tokens=48, pictures=True, retain=0.5),
     Case("CLIP, all kept", clip(), tokens=48, pictures=True, retain=1.0),
@@ -305,9 +359,16 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--meet", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        print(json.dumps(measure_step(Case(**json.loads(arguments.measure)), torch.device(arguments.device))))
+        case = Case(**json.loads(arguments.measure))
+        if case.ranks > 1:
+            dist.init_process_group(init_method=f"file://{arguments.meet}", rank=arguments.rank, world_size=case.ranks)
+        print(json.dumps(measure_step(case, torch.device(arguments.device))))
+        if case.ranks > 1:
+            dist.destroy_process_group()
         return 0
     wanted = [case for case in CASES if not arguments.cases or case.name.startswith(tuple(arguments.cases))]
     print(

@@ -58,8 +58,8 @@ HOSTILE = {
     ),
     "very many keys": ("".join(f"k{i}: 1\n" for i in range(90_000)), "values; this is no configuration"),
     "many keys": ("".join(f"learning_ratio{i}: 1\n" for i in range(990)), "unknown key; did you mean learning_rate?"),
-    "long word": ("model_name: m\nbatch_size: " + "x" * 1_000_000, "must be an integer"),
-    "long number": ("model_name: m\nbatch_size: " + "9" * 1_000_000, "must be an integer"),
+    "long word": ("model_name: m\nbatch_size: " + "x" * 1_000_000, "must be auto or an integer"),
+    "long number": ("model_name: m\nbatch_size: " + "9" * 1_000_000, "must be auto or an integer"),
     "long key": ("model_name: m\n" + "x" * 1_000_000 + ": 1", "not valid YAML"),
 }
 

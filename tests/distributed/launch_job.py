@@ -31,6 +31,9 @@ def main(what: str, folder: Path, timeout_seconds: int) -> int:
     require_equal(ranks, {"batch_size": "8" if what != "differ" or ranks.rank == 0 else "16"})
     if what == "work alone":
         ranks.from_first(lambda: time.sleep(2 * timeout_seconds))
+    if what == "kill alone":
+        signal.signal(signal.SIGTERM, lambda number, frame: None)  # as in training, where it only asks
+        ranks.from_first(lambda: os.kill(os.getpid(), signal.SIGKILL))
     for step in range(5 if what in ("nothing", "work alone") else 10_000):
         total = ranks.sum_(torch.ones(1))
         assert total.item() == ranks.world_size
@@ -60,7 +63,5 @@ def happen(what: str) -> None:
 
 
 if __name__ == "__main__":
-    # As in training: a launcher that ends the others must not hide why.
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
     what, folder, seconds = sys.argv[1:]
     sys.exit(run_command(lambda: main(what, Path(folder), int(seconds)), in_several=True))

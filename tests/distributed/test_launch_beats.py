@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from vembed.distributed.beats import Beat, late_ranks, lateness_of, silence_of, silent_ranks
+from vembed.distributed.beats import Beat, ended_ranks, late_ranks, lateness_of, silence_of, silent_ranks
 from vembed.distributed.failures import EXIT_FILES, ExitFiles, Failure, read_failure, write_for_the_dead
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.watch import Watch
@@ -22,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def beat(number: int = 5, *, waits: bool = True, patient: bool = False, collectives: int = 9) -> Beat:
-    return Beat(number, "host", "vembed/a.py:1 (f)", waits, patient, collectives)
+    return Beat(number, "host", "vembed/a.py:1 (f)", waits, patient, collectives, os.getpid(), "here")
 
 
 def test_a_process_that_told_nothing_between_two_looks_is_silent() -> None:
@@ -45,6 +50,17 @@ def test_a_process_that_told_nothing_between_two_looks_is_silent() -> None:
 )
 def test_late_is_who_is_in_no_collective_or_in_an_earlier_one(beats: list[Beat], late: list[int]) -> None:
     assert late_ranks(dict(enumerate(beats))) == late
+
+
+def test_a_process_that_the_system_knows_no_more_has_ended_and_only_the_own_system_is_asked() -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    alive, ended = beat(), replace(beat(), process=dead.pid)
+    assert ended_ranks({0: alive, 1: ended}, own=0) == [1]
+    assert ended_ranks({0: alive, 1: alive}, own=0) == []
+    assert ended_ranks({0: alive, 1: replace(ended, numbering="there")}, own=0) == []
+    nameless = {0: replace(alive, numbering=""), 1: replace(ended, numbering="")}
+    assert ended_ranks(nameless, own=0) == [], "a system that doesn't say which it is can't be compared"
 
 
 def test_the_messages_name_the_rank_its_host_and_its_place_and_all_that_share_its_fate() -> None:
@@ -92,6 +108,29 @@ def fail_in_and_out_of_a_collective(rank: int) -> tuple[bool, bool]:
 
 def test_an_error_in_a_collective_is_told_from_one_elsewhere(two_ranks: RankPool) -> None:
     assert two_ranks.run(fail_in_and_out_of_a_collective) == [(True, False)] * 2
+
+
+def test_sigterm_ends_a_process_unless_it_is_on_its_way_out_with_an_error() -> None:
+    program = (
+        "import os, signal\n"
+        "from contextlib import contextmanager\n"
+        "from vembed.distributed.last_words import forget_last_words, keep_last_words\n"
+        "@contextmanager\n"
+        "def cleaning():\n"
+        "    try: yield\n"
+        "    finally: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "keep_last_words()\n"
+        "try:\n"
+        "    with cleaning(): raise OSError\n"
+        "except OSError: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('said', flush=True)\n"
+        "%s"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('deaf', flush=True)\n"
+    )
+    for undone in ("", "forget_last_words()\nassert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"):
+        done = subprocess.run([sys.executable, "-c", program % undone], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (-signal.SIGTERM, "said\n"), done.stderr
 
 
 def test_the_first_claim_is_the_runs_failure_and_the_second_hears_of_it() -> None:

@@ -86,6 +86,15 @@ def test_a_rank_that_can_not_speak_is_named_by_the_others(
 
 
 @pytest.mark.slow
+def test_a_first_rank_that_is_killed_while_it_works_alone_is_named_long_before_the_timeout(tmp_path: Path) -> None:
+    code, seconds = run("kill alone", tmp_path / "out", timeout_seconds=600)
+    found = exit_json(tmp_path / "out")
+    assert (code, found["rank"], found["code"]) == (5, 0, 5)
+    assert "ended or stopped without a word" in found["message"]
+    assert seconds < 25, "neither the timeout nor the launcher's patience of 30 s"
+
+
+@pytest.mark.slow
 def test_a_first_rank_that_works_alone_for_longer_than_the_timeout_is_no_failure(tmp_path: Path) -> None:
     code, seconds = run("work alone", tmp_path / "out", timeout_seconds=6)
     assert code == 0

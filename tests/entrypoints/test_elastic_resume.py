@@ -43,7 +43,9 @@ def run_of(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     return run
 
 
-@pytest.mark.parametrize(("before", "after"), [("ddp", "single"), ("single", "fsdp"), ("fsdp", "ddp")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("ddp", "single"), ("single", "fsdp"), ("fsdp", "ddp"), ("fsdp", "single")]
+)
 def test_a_run_goes_on_with_its_work_spread_otherwise_when_that_is_allowed(
     site: Site, run_of: Callable[[str], Path], tmp_path: Path, before: str, after: str
 ) -> None:
@@ -67,3 +69,15 @@ def test_a_run_goes_on_with_its_work_spread_otherwise_when_that_is_allowed(
     for row, expected in zip(resumed.rows, straight, strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-9), row["step"]
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-9), row["step"]
+
+
+def test_a_sharded_run_that_is_spread_as_before_needs_no_leave_to_go_on(
+    site: Site, run_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    shutil.copytree(run_of("fsdp"), tmp_path / "out")
+    resume = str(tmp_path / "out/checkpoints/step-00000006")
+    resumed = run_process(write_config(tmp_path, keys(site, "fsdp") | {"resume": resume}))
+    assert resumed.code == 0, resumed.err
+    straight = [json.loads(line) for line in (run_of("fsdp") / "metrics.jsonl").read_text().splitlines()]
+    for name in ("step", "loss", "grad_norm"):
+        assert [row[name] for row in resumed.rows] == [row[name] for row in straight], name

@@ -219,8 +219,8 @@ def test_a_report_that_fails_leaves_the_model_the_verdict_and_exit_code_0(
     monkeypatch.setattr(vembed.training.finish, "write_report", fail)
     outcome = run_keys(tmp_path, site.keys())
     assert outcome.code == 0
-    assert "error: the report could not be written; the model is complete" in outcome.out
-    assert "no ink" in outcome.out
+    assert "error: the report could not be written; the model is complete" in outcome.err
+    assert "no ink" in outcome.err
     assert outcome.last_line.startswith("improved")
     assert load_encoder(ModelOptions(name=str(outcome.folder / "model"))).dimension == 32
     assert not (outcome.folder / "report").exists()

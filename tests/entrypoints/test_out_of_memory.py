@@ -57,7 +57,7 @@ def test_a_run_out_of_memory_is_repaired_counted_and_resumed_in_the_smaller_chun
             tmp_path / "repaired", keys | {"resume": str(repaired.folder / "checkpoints" / "step-00000004")}
         )
     assert resumed.code == 0, resumed.err
-    assert "out of memory" not in resumed.out.partition("going on from")[2]
+    assert "out of memory in chunks of" not in resumed.out.partition("going on from")[2]
     assert [row["oom_repairs"] for row in resumed.rows[1:]] == [0] * 5
     assert resumed.same_rows == repaired.same_rows
 

@@ -15,8 +15,9 @@ from vembed.evaluation.directions import (
     RSUM_METRICS,
     asking_rows,
     count_truncated,
-    evaluate_directions,
+    encode_directions,
     recall_sum,
+    search_directions,
     sides_agree,
 )
 from vembed.evaluation.encode import ItemEncoder
@@ -123,18 +124,18 @@ def test_a_side_of_both_kinds_and_a_set_of_candidates_dont_cross() -> None:
 
 def test_both_directions_are_what_each_alone_would_be_and_nothing_is_encoded_twice() -> None:
     encode = encoder_of()
-    found = evaluate_directions(encode, TASK, OPTIONS, both=True)
+    found = search_directions(encode_directions(encode, TASK, OPTIONS, both=True), OPTIONS)
     assert [side for side, _ in encode.calls] == ["document", "query"]
     assert sum(len(items) for _, items in encode.calls) == 4 + 3, "4 documents, 3 judged queries"
     assert found.reverse is not None
     assert numbers(found.forward) == numbers(evaluate(encoder_of(), TASK, OPTIONS))
     assert numbers(found.reverse) == numbers(evaluate(encoder_of(), TASK.reversed(), OPTIONS))
-    assert evaluate_directions(encoder_of(), TASK, OPTIONS, both=False).reverse is None
+    assert search_directions(encode_directions(encoder_of(), TASK, OPTIONS, both=False), OPTIONS).reverse is None
 
 
 def test_sides_that_a_prompt_tells_apart_are_encoded_again() -> None:
     encode = encoder_of(PromptedBag)
-    found = evaluate_directions(encode, TASK, OPTIONS, both=True)
+    found = search_directions(encode_directions(encode, TASK, OPTIONS, both=True), OPTIONS)
     assert [(side, len(items)) for side, items in encode.calls] == [
         ("document", 4), ("query", 3), ("query", 3), ("document", 3)
     ]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
-from sharded_cases import Sharded, case_of, step_on, steps_on
+from sharded_cases import Sharded, case_of, deal_of, engine_of, pools_of, step_on, steps_on, whole_gradients
 from test_engine import assert_same_gradients, gradients
 from test_engine_losses import make
 
@@ -42,6 +42,28 @@ def test_a_sharded_encoder_has_the_gradients_of_one_shot(two_ranks: RankPool) ->
             Sharded("sharded", encoder="lora", retain=0.5),
         ],
     )
+
+
+def accumulated_on(rank: int, settings: list[Sharded]) -> list[dict[str, torch.Tensor]]:
+    """Add a third and two thirds of a batch's gradients up."""
+    answers = []
+    for setting in settings:
+        case, loss = case_of(setting), make("both directions", 3)
+        engine = engine_of(case, setting, loss)
+        deal = deal_of(case, setting.deal)
+        pools = pools_of(case, deal.slots[rank], spare=True)
+        for scale in (1 / 3, 2 / 3):
+            engine.step(pools, case.structure, deal=deal, gradient_scale=scale)
+        answers.append(whole_gradients(case.encoder, loss))
+    return answers
+
+
+def test_gradients_of_several_batches_add_up_in_the_shards(two_ranks: RankPool) -> None:
+    settings = [Sharded("fast", retain=0.5), Sharded("sharded")]
+    expected = expected_of(settings[0])[1]
+    for of_rank in two_ranks.run(accumulated_on, settings):
+        for found in of_rank:
+            assert_same_gradients(found, expected, 1e-10)
 
 
 @pytest.mark.slow

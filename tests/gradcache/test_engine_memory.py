@@ -111,6 +111,61 @@ def test_a_single_row_that_does_not_fit_ends_with_advice() -> None:
         run(case, ChunkBudget(16, 10**6))
 
 
+def hungry_loss(most_calls: int) -> Any:
+    """Return a loss whose memory ends, as often as that."""
+    loss = make_loss()
+    statistics = loss.statistics
+    calls = []
+
+    def failing(batch: Any) -> Any:
+        calls.append(batch)
+        if len(calls) <= most_calls:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return statistics(batch)
+
+    loss.statistics = failing
+    return loss
+
+
+def test_a_loss_that_does_not_fit_beside_kept_graphs_is_tried_again_without_them() -> None:
+    case, _ = limited_case(0.0, 10**6, "forward")
+    _, expected, _ = run(case, ChunkBudget(4, 10**6))
+    case.encoder.zero_grad()
+    loss = hungry_loss(1)
+    options = EngineOptions(ChunkBudget(4, 10**6), CPU, retain=0.5)
+    engine = GradCacheEngine(loss, options, list(case.encoder.parameters()))
+    assert engine.step(case.pools, case.structure).num_repairs == 1
+    assert engine.retain == 0
+    assert_same_gradients(gradients(case.encoder, loss), expected, 1e-10)
+
+
+def loss_out_of_memory_on(rank: int) -> str:
+    case, encoder = limited_case(0.0, 10**6, "forward")
+    num_rows = case.structure.num_queries + case.structure.num_documents
+    rows = torch.arange(num_rows).numpy()
+    deal = Deal((rows[::2], rows[1::2]))
+    [pool] = case.pools
+    pools = [type(pool)(encoder, pool.collate, pool.features.take(deal.slots[rank]), deal.slots[rank])]
+    options = EngineOptions(ChunkBudget(4, 10**6), CPU, retain=0.5, ranks=Ranks.of_this_process())
+    engine = GradCacheEngine(hungry_loss(1), options, list(case.encoder.parameters()))
+    try:
+        engine.step(pools, case.structure, deal=deal)
+    except MachineError as error:
+        return str(error)
+    return ""
+
+
+def test_a_loss_that_does_not_fit_by_itself_ends_with_advice_about_the_loss(two_ranks: RankPool) -> None:
+    case, _ = limited_case(0.0, 10**6, "forward")
+    options = EngineOptions(ChunkBudget(4, 10**6), CPU)
+    engine = GradCacheEngine(hungry_loss(10**6), options, list(case.encoder.parameters()))
+    with pytest.raises(MachineError, match=r"in the loss over \d+ embeddings.*set loss_tile_size"):
+        engine.step(case.pools, case.structure)
+    for rank, message in enumerate(two_ranks.run(loss_out_of_memory_on)):
+        assert f"on rank {rank} in the loss over" in message
+        assert "set retain: 0, or set loss_tile_size to a smaller number, or lower batch_size" in message
+
+
 def test_repair_can_be_switched_off() -> None:
     case, _ = limited_case(0.0, 5, "forward")
     options = EngineOptions(ChunkBudget(16, 10**6), CPU, oom_retry=False)

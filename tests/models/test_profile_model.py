@@ -9,7 +9,8 @@ import textwrap
 import zlib
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,8 +25,7 @@ from vembed.models.profile.live import ROWS, LiveBytes, as_cost
 from vembed.models.profile.skeleton import blueprint
 from vembed.plan.memory import CallCost
 
-if TYPE_CHECKING:
-    from pathlib import Path
+SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
 
 CPU = ProfileTarget("cpu")
 
@@ -276,3 +276,15 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(folder: Path) -> No
     assert parameters > 7.5e9
     assert seconds < 20
     assert peak < 2 << 30
+
+
+def test_adapters_of_a_language_model_with_pictures_are_measured_in_its_language_layers(tmp_path: Path) -> None:
+    content = json.loads((SHAPES / "qwen3_vl_2b.json").read_text("utf-8"))
+    content["text_config"] |= {"num_hidden_layers": 4}
+    content["vision_config"] |= {"depth": 3, "deepstack_visual_indexes": [1]}
+    shape = tmp_path / "shape.json"
+    shape.write_text(json.dumps(content), "utf-8")
+    size = profile_model(ModelOptions(name=str(shape)), ProfileTarget("cuda", torch.bfloat16), lora=LoraOptions())
+    assert size.adapted is not None
+    plain, adapted = size.towers[0].saved, size.adapted.towers[0].saved
+    assert 0.5 * plain.per_token < adapted.per_token < 1.5 * plain.per_token

@@ -270,8 +270,9 @@ def test_bytes_are_shown_in_the_unit_that_suits(count: int, text: str) -> None:
     assert show_bytes(count) == text
 
 
-def test_parameters_are_shown_in_millions_or_billions() -> None:
+def test_parameters_are_shown_in_the_unit_that_suits() -> None:
     assert [show_count(count) for count in (5_289_984, 999e6, 8_144_793_840)] == ["5.29M", "999M", "8.14B"]
+    assert [show_count(count) for count in (20_900, 999_999, 640)] == ["20.9k", "1M", "640"]
 
 
 @pytest.mark.parametrize(

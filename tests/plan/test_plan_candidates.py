@@ -187,7 +187,23 @@ def test_the_ladder_goes_from_checkpointing_to_more_devices_with_numbers() -> No
 
 def test_more_devices_are_weighed_from_one_on() -> None:
     lines = planned("4xA100-80GB", 6e8).scaling
-    assert [line.split(":")[0] for line in lines] == ["1", "2", "4", "8"]
+    assert [line.split(":")[0] for line in lines] == ["1", "2", "4", "8 on 2 machines"]
     assert lines[0].startswith("1: single")
     assert lines[2].startswith("4: ddp")
-    assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8).scaling][-1] == "32"
+    assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8).scaling][-1] == "32 on 4 machines"
+
+
+def test_copies_of_weights_in_half_precision_are_counted_where_autocast_makes_them() -> None:
+    plain = model(1e9, adapters=False)
+    (stack,) = plain.towers
+    copies = 2_000_000_000
+    cast = replace(stack, saved=replace(stack.saved, per_call=float(copies)), cast_bytes=copies)
+    made = planned("4xA100-80GB", replace(plain, towers=(cast,)), "bf16=true", "batch_size=8", "retain=0")
+    bare = planned("4xA100-80GB", plain, "bf16=true", "batch_size=8", "retain=0")
+    for mode, added in ((None, copies), ("fast", 0), ("lean", 0), ("sharded", 0)):
+        way = {"mode": mode, "gradient_cache": True}
+        more = of(made, **way).bytes_per_device.activations - of(bare, **way).bytes_per_device.activations
+        assert more == pytest.approx(added), mode
+    # Layers that are computed again keep no copies, but each forward pass has them all at its end.
+    assert cast.peak(1, 8, checkpointed=True) == cast.kept(checkpointed=True).of(1, 8) + copies
+    assert cast.sharded(2).peak(1, 8, checkpointed=True) == stack.peak(1, 8, checkpointed=True)

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 from test_batch_loading import source_of, write_rows
 
 from vembed.data.augment import Augmenter
+from vembed.training.trainer import batch_seed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +55,7 @@ def _pictures(features: object, slots: np.ndarray) -> list[tuple[int, np.ndarray
 
 
 def test_a_rank_without_a_row_of_a_modality_gets_a_spare_one_so_that_all_call_every_tower(tmp_path: Path) -> None:
-    """A batch of 2 captions and 2 pictures on 3 ranks: one has no caption, another no picture."""
+    """A batch of 2 captions on 3 ranks: one has none."""
     shared = of_ranks(write_rows(tmp_path), 3, 2)
     assert len(shared[0].batch.queries) == 2
     assert all(len(each.parts) == 2 for each in shared)
@@ -61,3 +63,20 @@ def test_a_rank_without_a_row_of_a_modality_gets_a_spare_one_so_that_all_call_ev
     assert spares == [[-1]] * len(spares)
     assert spares
     assert all(len(features) == len(slots) for each in shared for features, slots in each.parts)
+    source = source_of(tmp_path / "rows.jsonl", augmenter=PLAIN)
+    num_cut = 0
+    for each in shared:
+        cut = tuple((replace(features, num_truncated=len(slots)), slots) for features, slots in each.parts)
+        num_cut += source.prepared(replace(each, parts=cut)).num_truncated
+    batch = shared[0].batch
+    assert num_cut == len(batch.queries) + len(batch.documents), "a spare row is not counted a second time"
+
+
+def test_no_two_ranks_and_no_two_batches_draw_the_same_random_numbers() -> None:
+    """A CPU's generator looks at the lower half of a seed alone."""
+    drawn = set()
+    for rank in (0, 1, 2, 7, 8, 63, 1999):
+        for number in (0, 1, 1000):
+            torch.manual_seed(batch_seed(2**32 - 1, number, rank=rank))
+            drawn.add(tuple(torch.rand(4).tolist()))
+    assert len(drawn) == 7 * 3

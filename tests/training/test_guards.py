@@ -18,7 +18,7 @@ import vembed.checkpoint.writing as checkpoint_writing
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.errors import NonFiniteError, PreemptedError
 from vembed.files import fsync_path
-from vembed.training.guards import NonFiniteGuard, StepFacts, StopSignal
+from vembed.training.guards import SAME_SECONDS, NonFiniteGuard, StepFacts, StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,12 +89,29 @@ def test_the_second_signal_leaves_at_once(first: signal.Signals, second: signal.
     process.send_signal(first)
     assert process.stdout is not None
     assert process.stdout.readline() == "first\n"
+    if second == signal.SIGTERM:
+        time.sleep(SAME_SECONDS)
     sent = time.monotonic()
     process.send_signal(second)
     _, errors = process.communicate(timeout=10)
     assert process.returncode == code
     assert time.monotonic() - sent < 2
     assert f"{second.name} again" in errors
+
+
+def test_a_sigterm_that_arrives_twice_is_one_request() -> None:
+    """A batch system sends it to every process of a job, and the launcher sends it on."""
+    process = start("deaf")
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "first\n"
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "SIGTERM again" not in errors
 
 
 def handlers() -> list[object]:

@@ -15,7 +15,7 @@ from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.training.checks import refuse_nonfinite_weights
 from vembed.training.inputs import DataPaths, load_run_data
-from vembed.training.output import OWN_NAMES, OutputFolder
+from vembed.training.output import EARLY_END, MARKS, OWN_NAMES, OutputFolder
 from vembed.training.saving import load_module, module_tensors
 from vembed.training.state import RunState
 
@@ -72,7 +72,7 @@ def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_makes_room(
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-@pytest.mark.parametrize("name", [name for name in OWN_NAMES if name not in {"plan.json", "train.log"}])
+@pytest.mark.parametrize("name", [name for name in OWN_NAMES if name not in {*MARKS, *EARLY_END}])
 def test_a_file_that_only_has_a_runs_name_is_never_deleted(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     for overwrite in (False, True):
@@ -82,6 +82,17 @@ def test_a_file_that_only_has_a_runs_name_is_never_deleted(tmp_path: Path, name:
     (tmp_path / "train.log").write_text("")
     OutputFolder(tmp_path).start_fresh(overwrite=False)
     assert not (tmp_path / name).exists()
+
+
+def test_an_exit_json_alone_makes_room_and_beside_other_files_it_marks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "exit.json").write_text("{}")
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match=r"exit\.json, model, which no run wrote"):
+        OutputFolder(tmp_path).start_fresh(overwrite=True)
+    assert (tmp_path / "model").is_dir()
+    (tmp_path / "model").rmdir()
+    OutputFolder(tmp_path).start_fresh(overwrite=False)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_link_is_deleted_and_not_what_it_points_to(tmp_path: Path) -> None:

@@ -1,15 +1,21 @@
-"""What processes tell of themselves every second, and whom that accuses when others wait: plain functions."""
+"""What processes tell of themselves every second, and whom that accuses when others wait."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 from vembed.distributed.failures import Failure, now
 from vembed.errors import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NUMBERING: Final = Path("/proc/self/ns/pid")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,9 @@ class Beat:
         waits: Whether that is in a collective.
         is_patient: Whether the first rank works alone just now, and this is it or one that waits for it.
         collectives: How many it has entered.
+        process: The system's number for it.
+        numbering: What tells where such numbers mean the same process: a machine since its start, without containers;
+            empty where the system doesn't say.
     """
 
     number: int
@@ -31,6 +40,40 @@ class Beat:
     waits: bool
     is_patient: bool
     collectives: int
+    process: int
+    numbering: str
+
+
+def numbering() -> str:
+    """Return what tells where the system's numbers of processes mean the same process as here, empty if unknown.
+
+    Host names don't: two containers may have the same one.
+    """
+    try:
+        return f"{_BOOT.read_text('utf-8').strip()} {_NUMBERING.readlink()}"
+    except OSError:
+        return ""
+
+
+def ended_ranks(beats: Mapping[int, Beat], *, own: int) -> list[int]:
+    """Return the processes that the system of this one knows no more.
+
+    Args:
+        beats: Rank -> what it last told.
+        own: The rank that looks; only those that it can see are looked for.
+    """
+    here = beats[own].numbering
+    return [rank for rank, beat in beats.items() if here and beat.numbering == here and not _is_known(beat.process)]
+
+
+def _is_known(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # somebody else's now
+    return True
 
 
 def silent_ranks(before: Mapping[int, Beat], after: Mapping[int, Beat], *, own: int) -> list[int]:

@@ -30,6 +30,9 @@ Backend = Literal["gloo", "nccl"]
 TIMEOUT_SECONDS = 90
 """Longest wait for all processes together, their start included."""
 
+LEAVE_SECONDS = 2
+"""Longest wait for all of them to end by themselves, once they have answered or one of them has failed."""
+
 
 def run_on_local_ranks(
     function: Callable[[torch.device], Answer],
@@ -66,9 +69,12 @@ def run_on_local_ranks(
         try:
             return _answers(ends, time.monotonic() + timeout_seconds)
         finally:
+            until = time.monotonic() + LEAVE_SECONDS
             for process in processes:
-                process.join(2)
+                process.join(max(0.0, until - time.monotonic()))
+            for process in processes:
                 process.kill()
+                process.join()
 
 
 def _answers(ends: list[Connection], deadline: float) -> list[Answer]:

@@ -75,6 +75,7 @@ class Ranks:
         with PROGRESS.patience():
             outcome = _outcome(make) if self.is_first else None
             await_first()
+        PROGRESS.advance()
         parcel = [None if outcome is None else outcome.to_others]
         dist.broadcast_object_list(parcel, group_src=0, group=self.group)
         own = outcome or parcel[0]
@@ -89,6 +90,7 @@ class Ranks:
             return [own]
         found: list[Made] = [own] * self.world_size
         await_first()
+        PROGRESS.advance()
         dist.all_gather_object(found, own, group=self.group)
         return found
 
@@ -97,6 +99,7 @@ class Ranks:
         if self.is_one:
             return
         for tensor in tensors:
+            PROGRESS.advance()
             dist.broadcast(tensor.detach(), group_src=0, group=self.group)
 
     def rows_at_first(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
@@ -108,6 +111,7 @@ class Ranks:
         """
         if self.is_one:
             return x_RE
+        PROGRESS.advance()
         padded = x_RE.new_zeros(max(counts), *x_RE.shape[1:])
         padded[: len(x_RE)] = x_RE
         found = [torch.empty_like(padded) for _ in counts] if self.is_first else None
@@ -144,6 +148,7 @@ class Ranks:
         """
         if self.is_one:
             return x_RE
+        PROGRESS.advance()
         longest = max(counts)
         padded = x_RE
         if min(counts) < longest:

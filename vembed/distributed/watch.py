@@ -3,9 +3,11 @@
 1. Every second it tells the store that all processes share where this process's main thread is.
 2. It looks there for a failure that another process has claimed. The main thread may never hear of it (a collective of
    NCCL waits for ever for a process that is gone), so the thread ends this process when the main thread doesn't.
-3. When the main thread has stood still for the whole timeout, it compares: a process that no longer tells anything has
+3. When the main thread stands still, it looks whether the other processes of this machine are there: one that was
+   killed is named at once, as no launcher can reach those that wait for it inside a collective.
+4. When the main thread has stood still for the whole timeout, it compares: a process that no longer tells anything has
    stopped or died; one that is elsewhere while others wait in a collective is missing from it. That one is named.
-4. A store that can't be reached is the end of the launcher, or of the process that keeps it.
+5. A store that can't be reached is the end of the launcher, or of the process that keeps it.
 
 The store is torch's own, at the address where the processes met; nothing here costs the main thread anything.
 """
@@ -26,8 +28,17 @@ from typing import TYPE_CHECKING, Final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from vembed.distributed.beats import Beat, late_ranks, lateness_of, silence_of, silent_ranks
+from vembed.distributed.beats import (
+    Beat,
+    ended_ranks,
+    late_ranks,
+    lateness_of,
+    numbering,
+    silence_of,
+    silent_ranks,
+)
 from vembed.distributed.failures import EXIT_FILES, UNEXPECTED_CODE, Ending, Failure, host_name, now, report_with
+from vembed.distributed.last_words import forget_last_words, keep_last_words
 from vembed.distributed.patience import wait_with
 from vembed.distributed.whereabouts import PROGRESS, failed_in_collective, look
 from vembed.errors import ExitCode
@@ -78,6 +89,8 @@ class Watch:
         self._meetings = 0
         self._claimed: Failure | None = None
         self._suspected: tuple[float, dict[int, Beat]] | None = None  # when the others were looked at, and their beats
+        self._known: dict[int, Beat] = {}  # beats of all, as first read
+        self._numbering = numbering()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vembed-watch", daemon=True)
 
@@ -214,7 +227,7 @@ class Watch:
             try:
                 self._beat()
                 found = self.first_failure()
-                missing = None if found is not None else self._missing()
+                missing = None if found is not None else self._ended_here() or self._missing()
                 num_lost = 0
             except (dist.DistError, RuntimeError) as error:
                 num_lost += 1
@@ -234,9 +247,26 @@ class Watch:
         """Tell where the main thread is."""
         self._beats += 1
         here = self._whereabouts = look(self._whereabouts)
-        beat = Beat(self._beats, host_name(), here.place, here.waits, here.is_patient, here.collectives)
+        beat = Beat(
+            self._beats,
+            host_name(),
+            here.place,
+            here.waits,
+            here.is_patient,
+            here.collectives,
+            os.getpid(),
+            self._numbering,
+        )
         with self._lock:
             self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+
+    def _ended_here(self) -> Failure | None:
+        """Return the end of a process of this machine that nobody has told of, once this one may be waiting for it."""
+        if self._whereabouts.still_seconds < SILENT_SECONDS:
+            return None
+        self._known = self._known or self._read_beats()
+        ended = ended_ranks(self._known, own=self.rank)
+        return silence_of(ended, self._read_beats()) if ended else None
 
     def _missing(self) -> Failure | None:
         """Return whom this process has been waiting for during the whole timeout, if that can be said."""
@@ -315,6 +345,7 @@ def start_watch(ranks: Ranks, *, timeout_seconds: float) -> None:
     watch = Watch(ranks, PrefixStore(prefix, store), timeout_seconds=timeout_seconds)
     _watches.append(watch)
     watch.start()
+    keep_last_words()
     report_with(_report)
     wait_with(watch.await_first)
 
@@ -331,6 +362,7 @@ def stop_watch(*, together: bool = True) -> None:
     if together:
         watch.await_all(None)
     watch.stop()
+    forget_last_words()
     _watches.clear()
     report_with(None)
     wait_with(None)

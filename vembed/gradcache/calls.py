@@ -58,6 +58,8 @@ class Pool:
 class Retention:
     """How much of a batch keeps its graphs; the smaller of the two limits wins.
 
+    A tower that turns out to be frozen has no graphs to keep, but its calls count: less memory is taken than was meant.
+
     Attributes:
         share: Of the padded tokens, 0 to 1.
         tokens: Most padded tokens, None for no such limit: what memory has room for, whatever the batch.

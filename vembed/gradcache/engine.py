@@ -207,7 +207,7 @@ class GradCacheEngine:
         try:
             with self.stopwatch.part("encode"):
                 z_VE = self._passes.first(calls, num_vectors=num_vectors)
-            if ranks.is_one:
+            if ranks.is_one and any(call.graph is not None for call in calls):  # which a second attempt doesn't keep
                 found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
         except (RuntimeError, MemoryError) as error:
             self._require_repairable(error, calls)
@@ -216,7 +216,12 @@ class GradCacheEngine:
             self._shrink(calls)
             return None
         if found is None:
-            found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
+            try:
+                found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise self._unrepairable_loss(vectors) from error
         try:
             with self.stopwatch.part("encode"):
                 drift = self._passes.second(calls, found[0], found[1].u_VE)
@@ -323,6 +328,16 @@ class GradCacheEngine:
         return MachineError(
             f"out of memory in chunks of {rows} rows and {tokens} tokens. With this fsdp_mode the step can't be done "
             f"again by itself, as the other processes wait in encoder calls of this one: {cure}"
+        )
+
+    def _unrepairable_loss(self, vectors: Deal) -> MachineError:
+        """Return the advice for a loss stage that ran out of memory: no graph to drop, or others in its collectives."""
+        rank = "" if self.options.ranks.is_one else f" on rank {self.options.ranks.rank}"
+        keys = ["set retain: 0"] if self.retain > 0 else []
+        keys += ["set loss_tile_size to a smaller number", "lower batch_size"]
+        return MachineError(
+            f"out of memory{rank} in the loss over {vectors.num_rows} embeddings, which smaller chunks can't cure: "
+            f"{', or '.join(keys)}"
         )
 
     def _shrink(self, calls: Sequence[Call]) -> None:

@@ -115,6 +115,9 @@ class LossStage:
             loss = self.loss(*MultiVectors.sides(embeddings, counts_N, structure.num_queries), structure)
         # A loss may leave a parameter of its own out of this batch: then its gradient is zero.
         u_NE, *found = torch.autograd.grad(loss, [embeddings, *own.values()], materialize_grads=True)
+        found = [each.contiguous() for each in found]
+        # Every rank has computed them, perhaps rounded otherwise: the loss's weights must stay bit-equal on all.
+        self.ranks.copy_from_first(found)
         return loss.detach(), u_NE, dict(zip(own, found, strict=True))
 
     def _streamed(

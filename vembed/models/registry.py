@@ -98,12 +98,22 @@ def load_from_hugging_face(options: ModelOptions, files: ModelFiles) -> Encoder:
 
 
 def _build(options: ModelOptions, texts: Iterable[str]) -> Encoder:
-    kind = options.name.removeprefix(BUILTIN_PREFIX)
-    if kind not in BUILTIN_MODELS:
-        close = difflib.get_close_matches(kind, BUILTIN_MODELS, n=1, cutoff=0.0)
-        raise ConfigError(f"model_name: no built-in model {options.name!r}; did you mean {BUILTIN_PREFIX}{close[0]}?")
+    kind = builtin_kind(options.name)
     _refuse_text_options(options)
     return BUILTIN_MODELS[kind](options, texts)
+
+
+def builtin_kind(name: str) -> str:
+    """Return which built-in model a name means, e.g. "tiny-clip".
+
+    Raises:
+        ConfigError: There is none of that name; the message has the nearest one.
+    """
+    kind = name.removeprefix(BUILTIN_PREFIX)
+    if kind not in BUILTIN_MODELS:
+        close = difflib.get_close_matches(kind, BUILTIN_MODELS, n=1, cutoff=0.0)
+        raise ConfigError(f"model_name: no built-in model {name!r}; did you mean {BUILTIN_PREFIX}{close[0]}?")
+    return kind
 
 
 def _refuse_text_options(options: ModelOptions, *, allowed: frozenset[str] = frozenset()) -> None:

@@ -105,8 +105,10 @@ def scaling(case: Case) -> Iterator[str]:
     while count <= most:
         chosen = choose(_on(case, count)).chosen
         fits = "" if chosen.fits else " (too much)"
+        nodes = max(1, count // case.devices.per_node)
+        where = f" on {nodes} machines" if nodes > 1 else ""
         yield (
-            f"{count}: {chosen.way}, {show_bytes(chosen.bytes_per_device.total)} each{fits}, speed "
+            f"{count}{where}: {chosen.way}, {show_bytes(chosen.bytes_per_device.total)} each{fits}, speed "
             f"{count * chosen.relative_speed:.3g}, {chosen.scaling_efficiency:.0%} of each step computes"
         )
         count *= 2
@@ -170,5 +172,5 @@ def _missing(case: Case, choice: Choice) -> str:
 
 def _change(key: str, candidate: Candidate, now: int) -> str:
     saved = now - candidate.least_bytes
-    effect = f"{show_bytes(saved)} less" if saved > 0 else "nothing less"
+    effect = f"{show_bytes(saved)} less" if saved > 0 else "which saves nothing"
     return f"{key}: {show_bytes(candidate.least_bytes)} a device, {effect}"

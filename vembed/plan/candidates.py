@@ -142,11 +142,13 @@ def _at_worst(case: Case, way: Way, parts: BytesPerDevice, cut: Cut) -> BytesPer
         return parts
     loads.sort(key=lambda load: load.tower.items != "pictures")
     value = max(GRADIENT_BYTES, model.bytes_per_value)
+    # Where gradients are sharded at once, those of what blocks leave over come whole, when activations are gone.
+    late = min(model.outside_blocks, model.num_trainable) * GRADIENT_BYTES if way.mode == "sharded" else 0
     worst = peak_of_step(
-        parts,
+        replace(parts, sharding=parts.sharding - late),
         activation_moments(loads, cut),
         tables=2 * case.rows.own * model.dimension * value,
-        fresh=0 if way.mode == "sharded" else value * max(tower.largest_tensor for tower in model.towers),
+        fresh=late if way.mode == "sharded" else value * max(tower.largest_tensor for tower in model.towers),
         held=case.config.gradient_accumulation_steps not in ("auto", 1),
     )
     return replace(parts, apart=parts.total - worst.total)

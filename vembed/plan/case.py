@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -105,7 +105,10 @@ class Case:
 
     def sized(self, way: Way) -> ModelSize:
         """Return the size of what is trained that way; where only LoRA's size is known it is the model's own."""
-        return self.model.adapted or self.model if way.use_lora else self.model
+        model = self.model.adapted or self.model if way.use_lora else self.model
+        if way.mode is None or self.compute_bytes == model.bytes_per_value:
+            return model
+        return replace(model, towers=tuple(tower.sharded(self.compute_bytes) for tower in model.towers))
 
     def tower_rows(self, tower: TowerSize) -> float:
         """Return how many rows of one device pass through a tower."""

@@ -25,12 +25,13 @@ def explain(plan: Plan, *, facts: Mapping[str, str]) -> str:
         facts: Further facts by label, e.g. of the model.
     """
     epochs = plan.steps / plan.steps_per_epoch
+    passes = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
     chunk = f"at most {plan.gradient_cache_chunk_tokens} padded tokens, {plan.gradient_cache_chunk_size} rows"
     rows = {
         **facts,
         "strategy": _strategy(plan),
         "batch": _batch(plan),
-        "steps": f"{plan.steps} ({epochs:.3g} epochs of {plan.steps_per_epoch}), {plan.warmup_steps} of warmup",
+        "steps": f"{plan.steps} ({passes} of {plan.steps_per_epoch}), {plan.warmup_steps} of warmup",
         "chunk": "the whole batch" if plan.gradient_cache_chunk_tokens == WHOLE_BATCH else chunk,
         "dtype": plan.dtype,
     }

@@ -50,6 +50,8 @@ class TowerSize:
         items: Which items pass through it.
         largest_tensor: Parameters of the largest tensor that trains, usually the table of a vocabulary. Its fresh
             gradient stands beside the accumulated ones when the activations are gone; `transient` leaves it out.
+        cast_bytes: Copies of trainable weights in the type that a call computes in: mixed precision holds them to the
+            end of the forward pass. Without gradient checkpointing they are in `saved`.
     """
 
     name: str
@@ -65,6 +67,7 @@ class TowerSize:
     items: Literal["all", "texts", "pictures"] = "all"
     largest_tensor: int = 0
     outside_blocks: int = 0
+    cast_bytes: int = 0
 
     def kept(self, *, checkpointed: bool) -> CallCost:
         """Return what a call keeps for its backward pass."""
@@ -72,8 +75,26 @@ class TowerSize:
 
     def peak(self, rows: float, width: float, *, checkpointed: bool) -> float:
         """Return the bytes of a call at its worst moment."""
-        transient = self.transient_checkpointed if checkpointed else self.transient
-        return self.kept(checkpointed=checkpointed).of(rows, width) + transient.of(rows, width)
+        kept = self.kept(checkpointed=checkpointed).of(rows, width)
+        return kept + max(self.passing(rows, width, checkpointed=checkpointed), self.casts(checkpointed=checkpointed))
+
+    def passing(self, rows: float, width: float, *, checkpointed: bool) -> float:
+        """Return the bytes that a call takes beyond what it keeps, copies of weights left out."""
+        return (self.transient_checkpointed if checkpointed else self.transient).of(rows, width)
+
+    def casts(self, *, checkpointed: bool) -> int:
+        """Return the bytes of copies of weights at the end of a forward pass, beyond what a call keeps."""
+        return self.cast_bytes if checkpointed else 0
+
+    def sharded(self, compute_bytes: int) -> TowerSize:
+        """Return the same tower where sharding gathers blocks in the type that they compute in: nothing is copied.
+
+        Args:
+            compute_bytes: Of a value of that type.
+        """
+        copies = (self.num_parameters - self.outside_blocks) * compute_bytes
+        saved = replace(self.saved, per_call=max(0.0, self.saved.per_call - copies))
+        return replace(self, saved=saved, cast_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,5 +302,8 @@ def show_bytes(count: float) -> str:
 
 
 def show_count(count: float) -> str:
-    """Return a number of parameters for people, e.g. "8.14B"."""
-    return f"{count / 1e9:.3g}B" if count >= 1e9 else f"{count / 1e6:.3g}M"
+    """Return a number of parameters for people, e.g. "8.14B", "20.9k"."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * limit:
+            return f"{count / limit:.3g}{unit}"
+    return f"{count:.0f}"

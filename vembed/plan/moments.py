@@ -3,6 +3,7 @@
 Activations and gradients don't add up. A tower has no gradients before its first backward; where calls are encoded
 again no retained graph is left. What counts is the largest of these moments:
 
+0. The last forward pass of the first round: the graphs, and the copies of weights that mixed precision makes.
 1. The loss: the graphs of all retained calls, and the blocks of the similarity matrix.
 2. The backward of retained calls, tower after tower: what is left of the graphs, what the backward takes beyond, and
    the gradients that are there by then.
@@ -106,7 +107,7 @@ def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
             break
     kept = alive = sum(tower.kept for tower in towers)
     gradients = _Gradients(towers)
-    moments: list[Moment] = []
+    moments = [Moment(kept + max(tower.casts for tower in towers), 0.0)]
     for tower in reversed(towers):
         moments += tower.moments_of_retained(alive, gradients)
         alive -= tower.kept
@@ -169,6 +170,11 @@ class _Calls:
         return cost.of(self._retained_rows, self.load.width) + (self.retained - 1) * cost.per_call
 
     @property
+    def casts(self) -> int:
+        """Bytes of copies of weights during a forward pass, beyond what a call keeps."""
+        return self.load.tower.casts(checkpointed=self._checkpointed)
+
+    @property
     def _retained_rows(self) -> float:
         return self._last + (self.retained - 1) * self._full if self.retained else 0.0
 
@@ -207,7 +213,7 @@ class _Calls:
             rows[-1] = self._last
         for each in rows:
             saved, extra = self._costs(each)
-            yield Moment(saved + extra, gradients.share())
+            yield Moment(saved + max(extra, self.casts), gradients.share())
             if gradients.has(self.load.tower):
                 yield Moment(0.0, gradients.share(), fresh=True)
             gradients.add(self.load.tower)
@@ -216,7 +222,7 @@ class _Calls:
         """Return what a call of so many rows keeps, and what its backward takes beyond."""
         tower, width = self.load.tower, self.load.width
         saved = tower.kept(checkpointed=self._checkpointed).of(rows, width)
-        return saved, max(0.0, tower.peak(rows, width, checkpointed=self._checkpointed) - saved)
+        return saved, max(0.0, tower.passing(rows, width, checkpointed=self._checkpointed))
 
 
 def peak_of_step(

@@ -85,8 +85,8 @@ class PreparedBatch:
 
     @property
     def num_truncated(self) -> int:
-        """Over-long texts of this rank that were cut."""
-        return sum(pool.features.num_truncated for pool in self.pools)
+        """Over-long texts of this rank that were cut; spare rows are another rank's to count."""
+        return sum(pool.features.num_truncated for pool in self.pools if (pool.slots >= 0).all())
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vembed.batch import Features, Modality, Side, content_id, modality_of
+from vembed.errors import MachineError
 from vembed.evaluation.array_file import FREE_SHARE, ArrayFile
 from vembed.evaluation.benchmark.identity import digest, features_digest, model_key
 from vembed.evaluation.index import check_finite
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.data.records import Record, RecordTable
+    from vembed.distributed.ranks import Ranks
     from vembed.evaluation.benchmark.identity import Key
     from vembed.evaluation.encode import ItemEncoder
     from vembed.models.encoder import Encoder
@@ -191,6 +193,7 @@ class FrozenItems:
         tables = {}
         for side in self.sides:
             self._make(side, encode)
+            _refuse_unseen(side.file(self.folder), encode.ranks)
             tables[side.modality, side.side] = side.ids_U, side.file(self.folder).read(mapped=True)
         return StoredEmbeddings(tables)
 
@@ -226,6 +229,16 @@ class FrozenItems:
             if encode.ranks.is_first:
                 check_finite(vectors_NE, own.side)
             yield vectors_NE
+
+
+def _refuse_unseen(file: ArrayFile, ranks: Ranks) -> None:
+    """Refuse a folder that another machine doesn't see."""
+    seen = ranks.gather_objects(file.array.is_file())
+    if not all(seen):
+        raise MachineError(
+            f"{file.array}: process 0 sees this file and process {seen.index(False)} doesn't; the folder must be on a "
+            f"file system that all machines share, or {file.advice}"
+        )
 
 
 def find_frozen(encoder: Encoder, records: RecordTable, options: FrozenOptions) -> FrozenItems:

@@ -8,6 +8,7 @@ import math
 import os
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Self
@@ -26,9 +27,15 @@ _log = logging.getLogger(__name__)
 
 _LEAVE_CODES: Final = {signal.SIGTERM: ExitCode.PREEMPTED, signal.SIGINT: ExitCode.INTERRUPTED}
 
+SAME_SECONDS: Final = 3.0
+"""How far apart two SIGTERM of one request may arrive."""
+
 
 class StopSignal:
     """Turn SIGTERM and SIGINT into a flag that the loop looks at; a second signal leaves at once.
+
+    A SIGTERM within `SAME_SECONDS` of the first signal is the same request: batch systems and `timeout` send it to
+    every process of a job, and a launcher sends it on to those that it started.
 
     The handler only sets the flag, so a signal during a save or a step breaks nothing. The second signal ends the
     process without any clean-up, with exit code 75 after SIGTERM and 130 after SIGINT; Python sees it when the torch
@@ -46,6 +53,7 @@ class StopSignal:
     def __init__(self, *, agree: Agree = alone) -> None:
         self._agree = agree
         self._received: signal.Signals | None = None
+        self._received_at = 0.0  # by the monotonic clock
         self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
         self._process = os.getpid()
 
@@ -99,9 +107,11 @@ class StopSignal:
                 os.kill(os.getpid(), number)
             return
         if self._received is not None:
+            if received == signal.SIGTERM and time.monotonic() - self._received_at < SAME_SECONDS:
+                return
             os.write(2, f"\n{received.name} again: leaving at once\n".encode())
             os._exit(_LEAVE_CODES[received])
-        self._received = received
+        self._received, self._received_at = received, time.monotonic()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from vembed.distributed.norm import clip_gradients, total_norm
-from vembed.distributed.shards import is_shared
+from vembed.distributed.shards import local_part
+from vembed.training.loss_scale import LEAST_SCALE, LossScale
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from vembed.checkpoint.tensors import Saved
     from vembed.losses.base import ContrastiveLoss
     from vembed.models.encoder import Encoder
-
-LEAST_LOSS_SCALE = 1.0
-"""Below this, float16 gradients overflow without any scaling: the run is broken, not merely badly scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,6 @@ class Updater:
         # Scalars are never sharded, and one kernel can't update both whole tensors and shards.
         scalars = [parameter for parameter in trainable if parameter.ndim == 0]
         self.parameters = trainable
-        self._shared = [parameter for parameter in trainable if is_shared(parameter)]
         self.optimizer = torch.optim.AdamW(
             [
                 {"params": decayed, "weight_decay": options.weight_decay},
@@ -111,78 +108,69 @@ class Updater:
             lr=schedule.peak,
             betas=options.betas,
             eps=options.epsilon,
-            # The fused kernel takes the flag of an overflow, which isn't sharded.
-            fused=not (self._shared and options.loss_scaling),
+            fused=True,
         )
-        self._scaler = torch.amp.GradScaler(trainable[0].device.type, enabled=options.loss_scaling)
-        if options.loss_scaling:
-            self._scaler.scale(torch.ones((), device=trainable[0].device))  # it makes its state at the first use
+        self._scale = LossScale(enabled=options.loss_scaling)
+        self._overflowed = False
 
     @property
     def gradient_scale(self) -> float:
         """Factor that the engine puts on all gradients; 1.0 without loss scaling."""
-        return float(self._scaler.get_scale())
+        return self._scale.value
 
     def gradient_norm(self) -> float:
         """Take the scale off the gradients, clip them, and return their global L2 norm before clipping.
 
-        Gradients whose norm isn't finite stay as they are: clipping would make all of them NaN, and the report of the
-        step could no longer say which module was at fault.
+        Once a step, before `update` or `discard`. The norm is the same on every rank. Gradients whose norm isn't finite
+        stay as they are: clipping would make all of them NaN, and the report of the step could no longer say which
+        module was at fault.
         """
-        self._unscale()
-        norm = total_norm([p.grad for p in self.parameters if p.grad is not None])
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        if self.options.loss_scaling:
+            torch._foreach_mul_([local_part(gradient) for gradient in gradients], 1 / self.gradient_scale)
+        norm = total_norm(gradients)
         value = norm.item()
+        self._overflowed = self.options.loss_scaling and not math.isfinite(value)
         if self.options.max_grad_norm is not None and math.isfinite(value):
             clip_gradients(self.parameters, self.options.max_grad_norm, norm)
         return value
 
-    def _unscale(self) -> None:
-        """Take the scale off the gradients; those of whole tensors and of shards don't go through one kernel."""
-        factor = 1 / self.gradient_scale
-        whole = [p for p in self.parameters if p.grad is not None and not is_shared(p)] if self._shared else []
-        scaled = [p.grad for p in whole]
-        for parameter in whole:
-            parameter.grad = None
-        self._scaler.unscale_(self.optimizer)
-        for parameter, gradient in zip(whole, scaled, strict=True):
-            assert gradient is not None
-            parameter.grad = gradient * factor
-
     def overflowed(self, grad_norm: float) -> bool:
         """Return whether a non-finite norm is float16's overflow at the present scale, which halving it cures."""
-        return self.options.loss_scaling and not math.isfinite(grad_norm) and self.gradient_scale > LEAST_LOSS_SCALE
+        return self.options.loss_scaling and not math.isfinite(grad_norm) and self.gradient_scale > LEAST_SCALE
 
     def update(self, step: int) -> None:
-        """Change the weights (unless the scaler saw an overflow), and let go of the gradients.
+        """Change the weights (unless float16 overflowed), and let go of the gradients.
 
         Args:
             step: Steps done before this one.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = self.schedule.learning_rate(step)
-        self._scaler.step(self.optimizer)
-        self._scaler.update()
+        if not self._overflowed:
+            self.optimizer.step()
+        self._scale.update(overflowed=self._overflowed)
         self._loss.constrain()
         self.optimizer.zero_grad(set_to_none=True)
 
     def discard(self) -> None:
         """Let go of the gradients without using them."""
-        self._scaler.update()
+        self._scale.update(overflowed=self._overflowed)
         self.optimizer.zero_grad(set_to_none=True)
 
     def module_norms(self) -> Mapping[str, float]:
-        """Return the L2 norm of the gradients of each module, for the report of a bad step."""
+        """Return the L2 norm of the gradients of each module, for the report of a bad step; all ranks must call it."""
         squares: dict[str, float] = {}
         for parameter, name in self._names.items():
             if parameter.grad is not None:
-                module = name.rpartition(".")[0]
-                squares[module] = squares.get(module, 0.0) + parameter.grad.double().pow(2).sum().item()
+                module, norm = name.rpartition(".")[0], total_norm([parameter.grad.double()]).item()
+                squares[module] = squares.get(module, 0.0) + norm * norm
         return {module: math.sqrt(value) for module, value in squares.items()}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, JSON]]:
         """Return everything to save: tensors and JSON."""
         tensors, packed = pack_optimizer(self.optimizer, self._names)
-        return tensors, {"optimizer": packed, "scaler": self._scaler.state_dict()}
+        return tensors, {"optimizer": packed, "scaler": self._scale.state()}
 
     def restore(self, tensors: Mapping[str, Saved], packed: Mapping[str, JSON]) -> None:
         """Go on from what `state` returned."""
@@ -190,5 +178,4 @@ class Updater:
         assert isinstance(optimizer, dict)
         assert isinstance(scaler, dict)
         unpack_optimizer(self.optimizer, self._names, tensors=tensors, packed=optimizer)
-        if self.options.loss_scaling:
-            self._scaler.load_state_dict(dict(scaler))
+        self._scale.restore(scaler)

@@ -33,8 +33,11 @@ OWN_NAMES = (
 """Everything that a run writes, beside its `nonfinite-step-N.json`; nothing else in the folder is ever touched. The
 log is deleted last: what a kill leaves of a folder can still be told from other people's files."""
 
-MARKS = ("plan.json", "train.log", "exit.json")
+MARKS = ("plan.json", "train.log")
 """A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
+
+EARLY_END = ["exit.json"]
+"""What a run of several processes leaves that failed before it began to write; beside other files it marks nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class OutputFolder:
             ConfigError: They would be replaced.
         """
         found = [name for name in OWN_NAMES if (self.path / name).exists()]
-        if found and not any(name in MARKS for name in found):
+        if found and found != EARLY_END and not any(name in MARKS for name in found):
             raise ConfigError(
                 f"output_dir {self.path} holds {', '.join(found)}, which no run wrote and a run would replace; choose "
                 f"an output_dir of its own, such as {self.path / 'run'}"

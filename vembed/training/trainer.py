@@ -38,8 +38,20 @@ _log = logging.getLogger(__name__)
 SEED_STRIDE = 1_000_003
 """Batches of runs with neighbouring seeds must not share a generator seed: a prime beyond any number of batches."""
 
-RANK_STRIDE = 1 << 53
-"""Nor must ranks, or all would draw the same dropout masks: beyond any seed times `SEED_STRIDE`."""
+RANK_STRIDE = (1 << 53) + 2_654_435_761
+"""Nor must ranks, or all would draw the same dropout masks: beyond any seed times `SEED_STRIDE`. A CPU's generator
+takes the lower 32 bits of a seed alone; the golden section of 2^32 puts the ranks far apart there too."""
+
+
+def batch_seed(seed: int, number: int, *, rank: int) -> int:
+    """Return the seed of the random numbers that a rank draws in a batch.
+
+    Args:
+        seed: Of the run.
+        number: Of the batch, counted from 0.
+        rank: Which rank; up to 2,000 of them have seeds of their own.
+    """
+    return seed * SEED_STRIDE + number + rank * RANK_STRIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +180,7 @@ class Trainer:
             asked = time.perf_counter()
             batch = parts.source.batch(number)
             totals.data_seconds += time.perf_counter() - asked
-            torch.manual_seed(self.options.seed * SEED_STRIDE + number + parts.ranks.rank * RANK_STRIDE)
+            torch.manual_seed(batch_seed(self.options.seed, number, rank=parts.ranks.rank))
             scale = parts.updater.gradient_scale / count
             result = parts.engine.step(batch.pools, batch.structure, deal=batch.deal, gradient_scale=scale)
             if result.num_repairs:

@@ -245,8 +245,14 @@ class _Tower:
             transient=plain.transient,
             saved_checkpointed=checkpointed.saved,
             transient_checkpointed=checkpointed.transient,
+            cast_bytes=self._cast_bytes(plain),
             forward_flops=self._flops(),
         )
+
+    def _cast_bytes(self, plain: _Costs) -> int:
+        """Return the bytes of the copies that mixed precision makes of weights that train; of frozen ones none stay."""
+        mixed = self._target.autocast_dtype is not None and self._trained.lora is None
+        return int(plain.saved.per_call) if mixed else 0
 
     def _parameters(self) -> dict[str, Tensor]:
         """Return the tower's parameters by name, without those of a stack that is counted by itself."""

@@ -21,7 +21,7 @@ from vembed.models import ngram_bag, tiny_clip
 from vembed.models.huggingface import ModelFiles, prepare_backbone
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.open_clip_encoder import OPEN_CLIP_PREFIX, OpenClipEncoder, OpenClipParts, is_open_clip_folder
-from vembed.models.registry import BUILTIN_PREFIX, load_from_hugging_face
+from vembed.models.registry import BUILTIN_PREFIX, builtin_kind, load_from_hugging_face
 from vembed.models.text import TextEncoder, TextSpec
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 from vembed.models.tiny_transformer import MAX_LENGTH, tiny_config
@@ -78,7 +78,7 @@ class _Blueprints:
         """Return how the model is built."""
         name, folder = self.options.name, Path(self.options.name)
         if name.startswith(BUILTIN_PREFIX):
-            return self._builtin(name.removeprefix(BUILTIN_PREFIX))
+            return self._builtin(builtin_kind(name))
         if (folder / ngram_bag.CONFIG_FILE).is_file():
             bag = NgramBagConfig(**json.loads((folder / ngram_bag.CONFIG_FILE).read_text("utf-8")))
             return self._whole(lambda: NgramBag(bag, name=name))
@@ -108,9 +108,8 @@ class _Blueprints:
             return self._whole(lambda: NgramBag(NgramBagConfig(), name=self.options.name))
         if kind == "tiny-clip":
             return self._whole(lambda: TinyClip(TinyClipConfig(), name=self.options.name))
-        if kind == "tiny-transformer":
-            return Blueprint(self._tiny_transformer, {"text": tiny_config().num_hidden_layers})
-        raise ConfigError(f"model_name: no built-in model {self.options.name!r}")
+        assert kind == "tiny-transformer", kind
+        return Blueprint(self._tiny_transformer, {"text": tiny_config().num_hidden_layers})
 
     def _whole(self, make: Callable[[], Encoder]) -> Blueprint:
         def build(_: int | None) -> Encoder:
@@ -190,7 +189,8 @@ class _MetaFiles(ModelFiles):
         config = copy.deepcopy(config)
         if self.num_layers is not None:
             for stack in _stacks(config).values():
-                _shorten(stack, self.num_layers)
+                if not hasattr(stack, "depth"):  # a language model's picture stack: as short, it would pass for its own
+                    _shorten(stack, self.num_layers)
         attention = self.options.attn_implementation
         extra = {} if attention is None else {"attn_implementation": attention}
         with torch.device(self.device):

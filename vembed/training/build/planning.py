@@ -52,7 +52,16 @@ ADAPTERS_FROM = 1_000_000_000
 
 
 def build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
-    """Decide what the configuration left open, before the encoder is built."""
+    """Decide what the configuration left open, before the encoder is built.
+
+    The first rank does, for the smallest memory of all, so that unequal machines agree.
+    """
+    least = min(runtime.ranks.gather_objects(runtime.machine.memory_bytes))
+    runtime = replace(runtime, machine=replace(runtime.machine, memory_bytes=least))
+    return runtime.ranks.from_first(lambda: _build_plan(config, runtime, data))
+
+
+def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
     model = measured_model(config, runtime.machine)
     counts = data.counts
     size = DataSize(

@@ -1,0 +1,35 @@
+"""The plan of several ranks: one decision, for the smallest of their machines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from vembed.config.load import load_config
+from vembed.distributed.ranks import Ranks
+from vembed.distributed.runtime import Runtime
+from vembed.plan.hardware import GIB, Machine
+from vembed.training.build.planning import build_plan
+
+if TYPE_CHECKING:
+    from rank_pool import RankPool
+
+
+def plan_of(rank: int, memory_bytes: list[int]) -> dict[str, Any]:
+    config = load_config(None, ["model_name=builtin:tiny-transformer", "batch_size=auto"]).config
+    machine = Machine("cpu", f"CPU {rank}", memory_bytes[rank], 1 + rank, fast_bf16=False)
+    runtime = Runtime(torch.device("cpu"), machine, Ranks(rank, len(memory_bytes)), rank, len(memory_bytes))
+    items = SimpleNamespace(num_pictures=0, has_pictures=False)
+    counts = SimpleNamespace(num_records=50_000, num_documents=50_000, items=items)
+    data = SimpleNamespace(counts=counts, notes=(), test=None, dev=None)
+    return build_plan(config, runtime, cast("Any", data)).to_json()
+
+
+def test_ranks_with_unequal_memory_agree_on_the_plan_for_the_smallest(two_ranks: RankPool) -> None:
+    first, second = two_ranks.run(plan_of, [64 * GIB, 4 * GIB])
+    assert first == second
+    assert first["memory_bytes"] == 4 * GIB
+    (alone, _) = two_ranks.run(plan_of, [64 * GIB, 64 * GIB])
+    assert alone["memory_bytes"] == 64 * GIB

@@ -140,6 +140,7 @@ def test_overrides_win_over_the_file_and_resume_is_a_key_too(site: Site, tmp_pat
     assert "resume" in twice.err
 
 
+@pytest.mark.slow
 def test_accelerate_launch_from_another_folder_is_the_same_run(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

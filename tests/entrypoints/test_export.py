@@ -247,7 +247,7 @@ def test_a_card_that_fails_never_loses_the_model(site: Site, tmp_path: Path, mon
     monkeypatch.setattr(vembed.training.card, "render_card", failing)
     done = run_keys(tmp_path, site.keys(max_steps=1, eval_strategy="no", eval_steps=None))
     assert done.code == 0, done.err
-    assert "the model card could not be written; the model is complete" in done.out
+    assert "the model card could not be written; the model is complete" in done.err
     assert "no card today" in (done.folder / "train.log").read_text()
     assert not (done.folder / "model" / "README.md").exists()
     load_encoder(ModelOptions(str(done.folder / "model")))

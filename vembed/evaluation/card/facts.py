@@ -193,9 +193,16 @@ def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
         prompts=encoder.prompts,
         num_parameters=sum(parameter.numel() for parameter in parameters),
         dtype=str(parameters[0].dtype).removeprefix("torch."),
-        described={label: _SOURCE.sub("", value) for label, value in encoder.describe().items()},
+        described=_described(encoder),
         recipe=_recipe(encoder),
     )
+
+
+def _described(encoder: Encoder) -> dict[str, str]:
+    """Return what the encoder says of itself as a model, whatever of it was trained."""
+    of_training = encoder.training_facts()
+    described = {label: value for label, value in encoder.describe().items() if label not in of_training}
+    return {label: _SOURCE.sub("", value) for label, value in described.items()}
 
 
 def _recipe(encoder: Encoder) -> Recipe | None:

@@ -112,8 +112,7 @@ class Ranks:
         if self.is_one:
             return x_RE
         PROGRESS.advance()
-        padded = x_RE.new_zeros(max(counts), *x_RE.shape[1:])
-        padded[: len(x_RE)] = x_RE
+        padded = _padded(x_RE, max(counts))
         found = [torch.empty_like(padded) for _ in counts] if self.is_first else None
         dist.gather(padded, found, group_dst=0, group=self.group)
         if found is None:
@@ -131,8 +130,7 @@ class Ranks:
             return x_RE
         PROGRESS.advance()
         longest = max(counts)
-        padded = x_RE.new_zeros(longest, *x_RE.shape[1:])
-        padded[: len(x_RE)] = x_RE
+        padded = _padded(x_RE, longest)
         gathered = x_RE.new_empty(self.world_size * longest, *x_RE.shape[1:])
         dist.all_gather_into_tensor(gathered, padded, group=self.group)
         if min(counts) == longest:
@@ -203,6 +201,13 @@ class Ranks:
             self.sum_(flat)
             for parameter, gradient in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
                 parameter.grad = gradient.view_as(parameter).to(parameter.dtype)
+
+
+def _padded(x_RE: Tensor, num_rows: int) -> Tensor:
+    """Return rows with rows of zeros behind them: collectives want as many from each rank."""
+    padded = x_RE.new_zeros(num_rows, *x_RE.shape[1:])
+    padded[: len(x_RE)] = x_RE
+    return padded
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import os
 import sys
 import traceback
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.config.redact import redact
@@ -15,6 +16,7 @@ from vembed.distributed.place import place_of_this_process
 from vembed.errors import ConfigError, ExitCode, VembedError
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     from vembed.distributed.failures import Ending
@@ -47,6 +49,33 @@ class _TerminalFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
         return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what names a configuration: CONFIG, --config and --config_override."""
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML or JSON file")
+    parser.add_argument("--config", dest="config_option", type=Path, metavar="CONFIG", help="the same, as an option")
+    parser.add_argument(
+        "--config_override",
+        "--config-override",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="settings that win over the file, e.g. batch_size=32 learning_rate=1e-5",
+    )
+
+
+def config_path(parsed: argparse.Namespace) -> Path | None:
+    """Return the file that `add_config_arguments` was given, if any.
+
+    Raises:
+        ConfigError: It is given twice.
+    """
+    if parsed.config is not None and parsed.config_option is not None:
+        raise ConfigError(f"the configuration is given twice: {parsed.config} and --config {parsed.config_option}")
+    path: Path | None = parsed.config or parsed.config_option
+    return path
 
 
 def run_command(command: Callable[[], int], *, log_to_stderr: bool = False, in_several: bool = False) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vembed.config.load import load_config
 from vembed.entrypoints import train
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 from vembed.plan.devices import parse_devices
 from vembed.plan.explain import explain
@@ -40,17 +40,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         epilog="With --devices or --model-config neither data nor weights are read. Without them the plan is that of a "
         "run on this machine, and it is written to the output folder as plan.json, unless --json prints it instead.",
     )
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML or JSON file")
-    parser.add_argument("--config", dest="config_option", type=Path, metavar="CONFIG", help="the same, as an option")
-    parser.add_argument(
-        "--config_override",
-        "--config-override",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settings that win over the file",
-    )
+    add_config_arguments(parser)
     parser.add_argument("--devices", metavar="8xH100-80GB", help="plan for these, or for 4x24GB, or 2x8xA100-40GB")
     parser.add_argument(
         "--model-config",
@@ -79,13 +69,11 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 
 def _plan(parsed: argparse.Namespace, *, elsewhere: bool) -> int:
-    if parsed.config is not None and parsed.config_option is not None:
-        raise ConfigError(f"the configuration is given twice: {parsed.config} and --config {parsed.config_option}")
     if parsed.records is not None and (not elsewhere or parsed.records < 2):
         raise ConfigError("--records says how many of at least 2 records to assume, beside --devices or --model-config")
     if parsed.model_config is not None and not Path(parsed.model_config).is_file():
         raise ConfigError(f"--model-config {parsed.model_config}: no such file; configs/shapes holds some")
-    loaded = load_config(parsed.config or parsed.config_option, parsed.config_override)
+    loaded = load_config(config_path(parsed), parsed.config_override)
     devices = None if parsed.devices is None else parse_devices(parsed.devices)
     from vembed.training.build.planning import plan_elsewhere
     from vembed.training.build.run import run_from_config

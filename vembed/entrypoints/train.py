@@ -17,7 +17,7 @@ from vembed.config.load import load_config
 from vembed.config.redact import redact
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.place import LAUNCHED_BY, place_of_this_process
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
@@ -38,17 +38,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         program: How the program was called, for its help.
     """
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML or JSON file")
-    parser.add_argument("--config", dest="config_option", type=Path, metavar="CONFIG", help="the same, as an option")
-    parser.add_argument(
-        "--config_override",
-        "--config-override",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="settings that win over the file, e.g. batch_size=32 learning_rate=1e-5",
-    )
+    add_config_arguments(parser)
     parser.add_argument("--resume", metavar="auto|never|PATH", help="the same as the key resume")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--validate", action="store_true", help="check the configuration and stop")
@@ -106,12 +96,10 @@ def _launch(words: Sequence[str], config: Config, num_processes: int, called: st
 
 
 def _load(parsed: argparse.Namespace) -> LoadedConfig:
-    if parsed.config is not None and parsed.config_option is not None:
-        raise ConfigError(f"the configuration is given twice: {parsed.config} and --config {parsed.config_option}")
     overrides = list(parsed.config_override)
     if parsed.resume is not None:
         overrides.append(f"resume={parsed.resume}")
-    path = parsed.config or parsed.config_option
+    path = config_path(parsed)
     try:
         return load_config(path, overrides)
     except ConfigError:

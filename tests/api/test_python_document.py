@@ -19,6 +19,7 @@ COLOURS = ("red", "blue", "green", "white", "black", "brown", "grey", "pink")
 THINGS = ("fox", "tree", "car", "lamp", "river", "stone", "bird", "house")
 
 
+@pytest.mark.slow
 def test_every_example_runs(
     tmp_path: Path, beir: Path, clip: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -126,6 +126,7 @@ def test_every_number_on_the_leaderboard_is_that_of_pytrec_eval_on_its_run_file(
     assert len({round(cell["value"], 6) for cell in cells}) > 3  # the systems do differ
 
 
+@pytest.mark.slow
 def test_each_side_of_each_set_is_encoded_once_and_a_rerun_encodes_nothing(
     models: list[Path], sets: list[Path], tmp_path: Path, encoded: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +211,7 @@ def test_without_kept_vectors_the_numbers_are_the_same_and_nothing_heavy_is_writ
     assert sum(encoded) == 60 + 20
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_goes_on_where_it_stopped(
     models: list[Path], sets: list[Path], tmp_path: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

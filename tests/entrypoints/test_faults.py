@@ -253,7 +253,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int], value: float = math
     monkeypatch.setattr(InfoNCE, "gradients", poisoned)
 
 
-@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("fp16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_nan_loss_stops_the_run_before_any_weight_changes(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fp16: bool
 ) -> None:

@@ -92,6 +92,7 @@ def kill(process: subprocess.Popen[str]) -> None:
     assert process.wait(timeout=20) == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_two_runs_without_a_stop_are_equal_and_another_seed_is_not(
     site: Site, whole_bert: Path, tmp_path: Path
 ) -> None:

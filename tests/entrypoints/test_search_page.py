@@ -119,6 +119,7 @@ def test_a_signal_ends_the_page_cleanly_even_with_an_open_connection(index: Path
 
 
 @needs_browser
+@pytest.mark.slow
 def test_a_real_browser_shows_the_right_document_first(page: Page, tmp_path: Path) -> None:
     with running_browser(tmp_path) as browser:
         browser.open(f"{page.url}?q=apple+pie+recipe")

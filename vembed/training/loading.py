@@ -179,8 +179,9 @@ class BatchLoader:
         polite.start()
         polite.join(CLOSE_SECONDS)
         for worker in workers:
-            if worker.is_alive():
-                worker.kill()
+            worker.kill()
+        polite.join(CLOSE_SECONDS)  # two threads that wait for one process can both miss its end
+        for worker in workers:
             worker.join()
 
 

@@ -131,7 +131,12 @@ def _profile(options: ModelOptions, target: ProfileTarget, trained: Trained) -> 
     try:
         whole = plan.build(None)
     except CANNOT_RUN as error:
-        _log.info("%s can't be built without memory (%s): its activations are estimated", options.name, error)
+        _log.warning(
+            "%s can't be built without memory (%s: %s): its activations are estimated by a formula",
+            options.name,
+            type(error).__name__,
+            error,
+        )
         return model_size(load_encoder(options), compute_dtype=compute_dtype)
     trained.apply(whole)
     anatomy = [_Tower(plan, whole, tower, target, trained) for tower in whole.towers()]
@@ -140,7 +145,12 @@ def _profile(options: ModelOptions, target: ProfileTarget, trained: Trained) -> 
             warnings.simplefilter("ignore")
             measured = [tower.measured() for tower in anatomy]
     except CANNOT_RUN as error:
-        _log.info("%s can't be run without memory (%s): its activations are estimated", options.name, error)
+        _log.warning(
+            "%s can't be run without memory (%s: %s): its activations are estimated by a formula",
+            options.name,
+            type(error).__name__,
+            error,
+        )
         return model_size(whole, compute_dtype=compute_dtype)
     towers = tuple(tower.sized(*costs) for tower, costs in zip(anatomy, measured, strict=True))
     pictures = picture_stack(whole, compute_dtype.itemsize)

@@ -2,7 +2,8 @@
 
 On a CPU each call runs in a forked child: every measurement starts from the same heap, so that the peak of one variant
 says nothing about the variants before it. A child's peak resident size starts at its present one; the difference is
-what the call added. On a GPU calls run in this process, and the caching allocator's own peak counts.
+what the call added. Its first run gets every page from the system, which no step of a training run but the first does:
+a warm-up leaves that out of the time. On a GPU calls run in this process, and the caching allocator's own peak counts.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ class Measurement:
     value: Any
 
 
-def measure(call: Callable[[], Any], device: torch.device) -> Measurement:
-    """Run a call once and return what it cost.
+def measure(call: Callable[[], Any], device: torch.device, *, warm_up: bool = False) -> Measurement:
+    """Run a call and return what it cost.
 
     Args:
         call: What to measure; on a CPU its return value must be picklable.
         device: Where its work runs.
+        warm_up: Whether it runs once before its time is taken; memory is that of both runs. On a GPU nothing changes.
 
     Raises:
         RuntimeError: When the call failed; its traceback is in the message.
     """
-    return _on_gpu(call, device) if device.type == "cuda" else _in_a_child(call)
+    return _on_gpu(call, device) if device.type == "cuda" else _in_a_child(call, warm_up=warm_up)
 
 
 def _on_gpu(call: Callable[[], Any], device: torch.device) -> Measurement:
@@ -68,7 +70,7 @@ def _on_gpu(call: Callable[[], Any], device: torch.device) -> Measurement:
     return Measurement(seconds, seconds, torch.cuda.max_memory_allocated(device) - before, value)
 
 
-def _in_a_child(call: Callable[[], Any]) -> Measurement:
+def _in_a_child(call: Callable[[], Any], *, warm_up: bool) -> Measurement:
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     sys.stdout.flush()
@@ -79,7 +81,7 @@ def _in_a_child(call: Callable[[], Any]) -> Measurement:
         status = 0
         with os.fdopen(writer, "wb") as pipe:
             try:
-                pickle.dump(_measured(call), pipe)
+                pickle.dump(_measured(call, warm_up=warm_up), pipe)
             except BaseException:  # noqa: BLE001  whatever it was, the parent has to hear of it
                 pickle.dump(traceback.format_exc(), pipe)
                 status = 1
@@ -94,8 +96,10 @@ def _in_a_child(call: Callable[[], Any]) -> Measurement:
     return result
 
 
-def _measured(call: Callable[[], Any]) -> Measurement:
+def _measured(call: Callable[[], Any], *, warm_up: bool) -> Measurement:
     before_bytes = _status_bytes("VmRSS")
+    if warm_up:
+        call()
     before = resource.getrusage(resource.RUSAGE_SELF)
     started = time.perf_counter()
     value = call()

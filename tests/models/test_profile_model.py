@@ -185,7 +185,9 @@ def test_an_accelerator_is_measured_on_a_machine_that_has_none(folder: Path) -> 
     assert before == (torch.is_autocast_enabled("cuda"), torch.nn.functional.scaled_dot_product_attention)
 
 
-def test_what_cannot_be_run_is_estimated_and_marked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_run_is_estimated_marked_and_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     options = shape(folder, {**BERT, "num_hidden_layers": 5})
 
     def refuse(*_: object) -> None:
@@ -196,7 +198,11 @@ def test_what_cannot_be_run_is_estimated_and_marked(folder: Path, monkeypatch: p
         estimated = profile_model(options, CPU)
     assert estimated.estimated
     assert estimated.activation_bytes_per_token > 0
+    (warning,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert "RuntimeError: data-dependent" in warning.getMessage()
+    caplog.clear()
     assert not profile_model(shape(folder, BERT), CPU).estimated
+    assert not caplog.records
 
 
 def test_a_second_call_measures_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
-from vembed.training.build.planning import plan_elsewhere
+from vembed.training.wiring.planning import plan_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

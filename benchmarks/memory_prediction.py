@@ -30,8 +30,8 @@ from vembed.config.load import load_config
 from vembed.distributed.fsdp import ShardingOptions, shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.lora import LoraOptions
@@ -91,10 +91,10 @@ class Case:
     fsdp_mode: ShardingMode | None = None
 
     @property
-    def deal(self) -> Deal:
+    def assignment(self) -> RowAssignment:
         """The rows of each rank: its share of the queries, and their documents."""
         shares = np.array_split(np.arange(self.pairs), self.ranks)
-        return Deal(tuple(np.concatenate([share, self.pairs + share]) for share in shares))
+        return RowAssignment(tuple(np.concatenate([share, self.pairs + share]) for share in shares))
 
 
 def build(case: Case, folder: Path, device: str) -> Encoder:
@@ -140,7 +140,7 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
     pools, structure = make_batch(case, encoder, ranks.rank)
 
     def step(number: int) -> None:
-        engine.step(pools, structure, deal=None if ranks.is_one else case.deal)
+        engine.step(pools, structure, assignment=None if ranks.is_one else case.assignment)
         updater.gradient_norm()
         updater.update(number)
 
@@ -181,7 +181,7 @@ def make_batch(case: Case, encoder: Encoder, rank: int) -> tuple[list[Pool], Bat
             Pool(encoder, encoder.collate, _texts(case, case.pairs, encoder), first),
         ]
     else:
-        own = case.deal.slots[rank]
+        own = case.assignment.slots[rank]
         pools = [Pool(encoder, encoder.collate, _texts(case, len(own), encoder), own)]
     batch = ContrastiveBatch(
         queries=("",) * case.pairs,

@@ -110,7 +110,7 @@ def test_every_key_is_read() -> None:
     readers = [
         *package.glob("plan/**/*.py"),
         *package.glob("entrypoints/**/*.py"),
-        *package.glob("training/build/*.py"),
+        *package.glob("training/wiring/*.py"),
     ]
     read = set().union(*(attributes_of_config(each.read_text(encoding="utf-8")) for each in readers))
     unread = [key for key in Config.model_fields if key not in read]

@@ -14,9 +14,9 @@ from vembed.config.schema import Config
 from vembed.data.sources import SourceOptions
 from vembed.entrypoints.evaluate import main
 from vembed.errors import DataError
-from vembed.training.build.run import run_from_config
 from vembed.training.inputs import DataPaths, RunData, load_run_data, record_texts
 from vembed.training.pictures import ItemCounts, RetrievalMode
+from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
     from pathlib import Path

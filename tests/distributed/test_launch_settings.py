@@ -13,13 +13,13 @@ from vembed.distributed import accelerate_settings as module
 from vembed.distributed import devices
 from vembed.distributed.accelerate_settings import AccelerateSettings, accelerate_settings
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
-from vembed.distributed.place import Place
+from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
-from vembed.training.build import launcher
-from vembed.training.build.launcher import Effective, under_launcher
+from vembed.training.wiring import launcher
+from vembed.training.wiring.launcher import Effective, under_launcher
 
-PLACE = Place(1, 8, 1, 4, "accelerate launch")
+PLACE = ProcessEnv(1, 8, 1, 4, "accelerate launch")
 FSDP = {
     "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1",
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false",

@@ -14,8 +14,8 @@ import torch
 from command_cases import Site, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 from safetensors.torch import load_file, save_file
 
-import vembed.training.build.model
-import vembed.training.build.planning
+import vembed.training.wiring.model
+import vembed.training.wiring.planning
 from vembed.losses.infonce import InfoNCE
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.training import loss_scale
@@ -94,7 +94,7 @@ def test_batch_normalisation_is_refused_with_gradient_caching_only(
     def load(options: Any, texts: object = ()) -> NormBag:
         return NormBag(TINY_BAG, name=options.name)
 
-    monkeypatch.setattr(vembed.training.build.model, "load_encoder", load)
+    monkeypatch.setattr(vembed.training.wiring.model, "load_encoder", load)
     keys = site.keys(model_name="builtin:ngram-bag", max_steps=2, eval_steps=2)
     refused = run_keys(tmp_path, keys, "--plan")
     assert refused.code == 2
@@ -414,6 +414,6 @@ def test_a_bug_keeps_its_traceback(site: Site, tmp_path: Path, monkeypatch: pyte
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(vembed.training.build.planning, "make_plan", fail)
+    monkeypatch.setattr(vembed.training.wiring.planning, "make_plan", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         run_keys(tmp_path, site.keys(), "--plan")

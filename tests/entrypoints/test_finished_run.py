@@ -13,8 +13,8 @@ import torch
 import yaml
 from command_cases import Site, evaluation, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 
-import vembed.training.build.parts
 import vembed.training.finish
+import vembed.training.wiring.parts
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import SourceOptions
 from vembed.evaluation.encode import ItemEncoder
@@ -241,7 +241,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
         def close(self) -> None:
             raise ConnectionError("nobody listens")
 
-    monkeypatch.setattr(vembed.training.build.parts, "TensorBoardTracker", Failing)
+    monkeypatch.setattr(vembed.training.wiring.parts, "TensorBoardTracker", Failing)
     outcome = run_keys(tmp_path, site.keys(report_to="tensorboard"))
     assert outcome.code == 0
     assert outcome.out.count("nobody listens") == 1

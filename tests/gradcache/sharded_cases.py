@@ -18,8 +18,8 @@ from vembed.distributed.fsdp import ShardedEncoder, ShardingOptions, shard_encod
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.open_clip_encoder import CausalTexts
 
@@ -88,7 +88,7 @@ class Sharded:
 
     Attributes:
         mode: None is replicated.
-        deal: How the rows of the batch are split over two ranks.
+        assignment: How the rows of the batch are split over two ranks.
         freeze: Parameters whose name holds this are frozen.
         mixed: Mixed precision in bfloat16 over weights of float32.
     """
@@ -99,7 +99,7 @@ class Sharded:
     retain: float = 0.0
     dropout: float = 0.0
     chunk_rows: int = 4
-    deal: str = "uneven"
+    assignment: str = "uneven"
     freeze: str = ""
     checkpointing: bool = False
     replay: bool = True
@@ -149,7 +149,7 @@ def _captions(setting: Sharded) -> Case:
     return Case(encoder, pools, BatchStructure.of(batch))
 
 
-def deal_of(case: Case, how: str) -> Deal:
+def assignment_of(case: Case, how: str) -> RowAssignment:
     """Split rows over two ranks; queries and their documents don't stay together."""
     num_queries = case.structure.num_queries
     rows = np.arange(num_queries + case.structure.num_documents)
@@ -159,7 +159,7 @@ def deal_of(case: Case, how: str) -> Deal:
         "queries apart": rows < num_queries,
         "nothing": rows < 0,
     }[how]
-    return Deal((rows[first], rows[~first]))
+    return RowAssignment((rows[first], rows[~first]))
 
 
 def pools_of(case: Case, own: Any, *, spare: bool) -> list[Pool]:
@@ -217,16 +217,16 @@ def step_on(
     case = case_of(setting)
     loss = make("both directions", 3)
     engine = engine_of(case, setting, loss)
-    deal = deal_of(case, setting.deal)
+    assignment = assignment_of(case, setting.assignment)
     # Where nothing in a chunk is a collective, a rank needs no spare row beside rows of its own.
-    needs_spare = setting.mode in ("lean", "sharded") or setting.deal == "nothing"
-    pools = pools_of(case, deal.slots[rank], spare=needs_spare)
+    needs_spare = setting.mode in ("lean", "sharded") or setting.assignment == "nothing"
+    pools = pools_of(case, assignment.slots[rank], spare=needs_spare)
     communication = CommDebugMode()
     for _ in range(setting.steps):
         whole_gradients(case.encoder, loss)
         torch.manual_seed(5 + rank)
         with communication if counts else nullcontext():
-            result = engine.step(pools, case.structure, deal=deal)
+            result = engine.step(pools, case.structure, assignment=assignment)
     counted = {str(name): number for name, number in communication.get_comm_counts().items()}
     return result, whole_gradients(case.encoder, loss), counted
 

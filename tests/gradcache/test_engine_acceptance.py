@@ -14,7 +14,7 @@ from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
 from test_engine_cost import equal_lengths
 from test_engine_losses import NEGATIVES, make
-from test_engine_ranks import LOSSES, Setting, deal_of, expected_of, pools_of, step_on
+from test_engine_ranks import LOSSES, Setting, assignment_of, expected_of, pools_of, step_on
 from test_engine_vectors import step as vectors_step
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -52,7 +52,7 @@ def test_collectives_are_constant_in_the_number_of_chunks_for_every_loss(two_ran
 
 
 def dropout_setting(loss: str) -> Setting:
-    return Setting(loss=loss, dropout=0.1, deal="uneven", chunk_rows=3, retain=0.4)
+    return Setting(loss=loss, dropout=0.1, assignment="uneven", chunk_rows=3, retain=0.4)
 
 
 def in_one_graph(setting: Setting) -> tuple[float, dict[str, Tensor]]:
@@ -62,7 +62,7 @@ def in_one_graph(setting: Setting) -> tuple[float, dict[str, Tensor]]:
     num_queries = case.structure.num_queries
     num_rows = num_queries + case.structure.num_documents
     rows: list[Tensor | None] = [None] * num_rows
-    for rank, own in enumerate(deal_of(num_rows, setting.deal).slots):
+    for rank, own in enumerate(assignment_of(num_rows, setting.assignment).slots):
         torch.manual_seed(5 + rank)
         for pool in pools_of(case, own):
             for chunk in plan_chunks(pool.features.lengths, ChunkBudget(setting.chunk_rows, 10**6)):
@@ -195,10 +195,12 @@ def test_what_is_kept_for_backward_is_flat_in_the_batch_and_linear_in_the_chunk(
 
 
 def of_four(rank: int) -> list[tuple[float, dict[str, Any]]]:
-    """Deal rows over four ranks, unevenly, and do a step with every loss."""
+    """RowAssignment rows over four ranks, unevenly, and do a step with every loss."""
     answers = []
     for loss in LOSSES:
-        result, found, _ = step_on(rank, Setting(loss=loss, deal="four", num_queries=len(NEGATIVES), chunk_rows=3))
+        result, found, _ = step_on(
+            rank, Setting(loss=loss, assignment="four", num_queries=len(NEGATIVES), chunk_rows=3)
+        )
         answers.append((result.loss, found))
     return answers
 

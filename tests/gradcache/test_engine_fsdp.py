@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from rank_pool import RankPool
-from sharded_cases import Sharded, case_of, deal_of, engine_of, pools_of, step_on, steps_on, whole_gradients
+from sharded_cases import Sharded, assignment_of, case_of, engine_of, pools_of, step_on, steps_on, whole_gradients
 from test_engine import assert_same_gradients, gradients
 from test_engine_losses import make
 
@@ -38,7 +38,7 @@ def test_a_sharded_encoder_has_the_gradients_of_one_shot(two_ranks: RankPool) ->
         two_ranks,
         [
             Sharded("fast", retain=0.5),
-            Sharded("lean", encoder="clip", deal="queries apart"),
+            Sharded("lean", encoder="clip", assignment="queries apart"),
             Sharded("sharded", encoder="lora", retain=0.5),
         ],
     )
@@ -50,10 +50,10 @@ def accumulated_on(rank: int, settings: list[Sharded]) -> list[dict[str, torch.T
     for setting in settings:
         case, loss = case_of(setting), make("both directions", 3)
         engine = engine_of(case, setting, loss)
-        deal = deal_of(case, setting.deal)
-        pools = pools_of(case, deal.slots[rank], spare=True)
+        assignment = assignment_of(case, setting.assignment)
+        pools = pools_of(case, assignment.slots[rank], spare=True)
         for scale in (1 / 3, 2 / 3):
-            engine.step(pools, case.structure, deal=deal, gradient_scale=scale)
+            engine.step(pools, case.structure, assignment=assignment, gradient_scale=scale)
         answers.append(whole_gradients(case.encoder, loss))
     return answers
 
@@ -77,11 +77,11 @@ def test_neither_retention_nor_grouping_nor_adapters_nor_the_deal_change_a_gradi
         [
             base,
             replace(base, retain=0.5, steps=2),
-            replace(base, retain=1.0, deal="even"),
+            replace(base, retain=1.0, assignment="even"),
             replace(base, factor=1, retain=0.5),
             replace(base, checkpointing=True),
             replace(base, encoder="lora", retain=0.5),
-            replace(base, deal="nothing"),
+            replace(base, assignment="nothing"),
         ],
     )
 
@@ -94,17 +94,17 @@ def test_two_towers_may_be_called_unevenly_and_be_frozen(two_ranks: RankPool, mo
         two_ranks,
         [
             base,
-            replace(base, deal="queries apart"),
+            replace(base, assignment="queries apart"),
             replace(base, retain=0.5),
             replace(base, freeze="text_model"),
-            replace(base, freeze="vision", deal="queries apart"),
+            replace(base, freeze="vision", assignment="queries apart"),
             replace(base, encoder="open_clip", retain=0.5),
         ],
     )
 
 
 def dropout_on(rank: int, settings: list[Sharded]) -> list[Any]:
-    """Do each step replicated and sharded, under the same deal and the same seed."""
+    """Do each step replicated and sharded, under the same assignment and the same seed."""
     return [(step_on(rank, replace(each, mode=None)), step_on(rank, each)) for each in settings]
 
 

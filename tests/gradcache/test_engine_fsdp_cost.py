@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_cases import Case, SmallBert
 from rank_pool import RankPool
-from sharded_cases import Sharded, case_of, deal_of, engine_of, pools_of, step_on, whole_gradients
+from sharded_cases import Sharded, assignment_of, case_of, engine_of, pools_of, step_on, whole_gradients
 from test_engine import assert_same_gradients
 from test_engine_fsdp import MODES, expected_of
 from test_engine_losses import make
@@ -32,7 +32,7 @@ def counts_on(rank: int, settings: list[Sharded]) -> list[tuple[int, dict[str, i
 
 @pytest.mark.slow
 def test_collectives_of_each_mode_are_those_of_its_row_in_the_table(two_ranks: RankPool) -> None:
-    settings = [Sharded(mode, chunk_rows=rows, deal="even") for mode in (None, *MODES) for rows in (100, 1)]
+    settings = [Sharded(mode, chunk_rows=rows, assignment="even") for mode in (None, *MODES) for rows in (100, 1)]
     answers = two_ranks.run(counts_on, settings)
     assert [counts for _, counts in answers[0]] == [counts for _, counts in answers[1]]
     found = {(each.mode, each.chunk_rows): answer for each, answer in zip(settings, answers[0], strict=True)}
@@ -59,10 +59,10 @@ def numbers_on(rank: int, retain: float) -> list[tuple[int, list[bool], list[int
     from vembed.gradcache.chunking import ChunkBudget
 
     case = case_of(Sharded(encoder="clip"))
-    deal = deal_of(case, "uneven")
-    pools = pools_of(case, deal.slots[rank], spare=True)
+    assignment = assignment_of(case, "uneven")
+    pools = pools_of(case, assignment.slots[rank], spare=True)
     device = torch.device("cpu")
-    calls = plan_calls(pools, deal.places(rank), ChunkBudget(2, 10**6), Retention(retain), device)
+    calls = plan_calls(pools, assignment.places(rank), ChunkBudget(2, 10**6), Retention(retain), device)
     together = equal_calls(calls, pools, Ranks.of_this_process(), device)
     of_pools = [[call for call in together if call.pool is pool] for pool in pools]
     return [(len(own), [call.retained for call in own], [len(call.places) for call in own]) for own in of_pools]
@@ -112,12 +112,12 @@ def limited_on(rank: int, setting: Sharded, where: str, most_rows: list[int]) ->
     case.pools = [replace(pool, encode=case.encoder) for pool in case.pools]
     loss = make("both directions", 3)
     engine = engine_of(case, setting, loss)
-    deal = deal_of(case, setting.deal)
-    pools = pools_of(case, deal.slots[rank], spare=True)
+    assignment = assignment_of(case, setting.assignment)
+    pools = pools_of(case, assignment.slots[rank], spare=True)
     try:
-        first = engine.step(pools, case.structure, deal=deal)
+        first = engine.step(pools, case.structure, assignment=assignment)
         whole_gradients(case.encoder, loss)
-        second = engine.step(pools, case.structure, deal=deal)
+        second = engine.step(pools, case.structure, assignment=assignment)
     except MachineError as error:
         return str(error)
     found = whole_gradients(case.encoder, loss)
@@ -126,7 +126,7 @@ def limited_on(rank: int, setting: Sharded, where: str, most_rows: list[int]) ->
 
 @pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_fast_repairs_a_step_that_ran_out_of_memory_on_one_rank(two_ranks: RankPool, where: str) -> None:
-    setting = Sharded("fast", deal="even", retain=0.5)
+    setting = Sharded("fast", assignment="even", retain=0.5)
     _, expected = expected_of(setting)
     for first, second, found in two_ranks.run(limited_on, setting, where, [10**6, 2]):
         assert (first, second) == (1, 0)
@@ -136,7 +136,7 @@ def test_fast_repairs_a_step_that_ran_out_of_memory_on_one_rank(two_ranks: RankP
 @pytest.mark.parametrize("mode", [pytest.param("lean", marks=pytest.mark.slow), "sharded"])
 def test_modes_that_cannot_repair_say_which_chunk_to_use(two_ranks: RankPool, mode: Any) -> None:
     # In the only call of both ranks: a peer that was left alone would wait for the collective's timeout.
-    setting = Sharded(mode, deal="even", chunk_rows=100)
+    setting = Sharded(mode, assignment="even", chunk_rows=100)
     for message in two_ranks.run(limited_on, setting, "forward", [10, 10]):
         assert "gradient_cache_chunk_size: 8 and gradient_cache_chunk_tokens: " in message
     for _, _, found in two_ranks.run(limited_on, replace(setting, chunk_rows=8), "forward", [10, 10]):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from rank_pool import RankPool
-from sharded_cases import Sharded, case_of, deal_of, engine_of, pools_of, sharded, whole_gradients
+from sharded_cases import Sharded, assignment_of, case_of, engine_of, pools_of, sharded, whole_gradients
 from test_engine import assert_same_gradients
 from test_engine_fsdp import expected_of
 from test_engine_losses import make
@@ -15,7 +15,7 @@ from test_engine_losses import make
 from vembed.distributed.fsdp import ShardingOptions, full_tensors, shard_encoder, transformer_blocks
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError
-from vembed.gradcache.deal import Deal
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
 
 CPU = torch.device("cpu")
@@ -101,11 +101,11 @@ def train_on(rank: int, settings: list[Sharded], loss_scaling: bool) -> list[Any
         engine = engine_of(case, setting, loss)
         options = OptimizerOptions(0.1, (0.9, 0.99), 1e-8, max_grad_norm=0.05, loss_scaling=loss_scaling)
         updater = Updater(case.encoder, loss, Schedule(0.01, "constant", 0, 10), options)
-        deal = deal_of(case, setting.deal)
-        pools = pools_of(case, deal.slots[rank], spare=True)
+        assignment = assignment_of(case, setting.assignment)
+        pools = pools_of(case, assignment.slots[rank], spare=True)
         norms = []
         for step in range(2):
-            engine.step(pools, case.structure, deal=deal, gradient_scale=updater.gradient_scale)
+            engine.step(pools, case.structure, assignment=assignment, gradient_scale=updater.gradient_scale)
             norms.append(updater.gradient_norm())
             updater.update(step)
         weights = dict(full_tensors(case.encoder, Ranks.of_this_process()))
@@ -140,10 +140,10 @@ def overflow_on(rank: int) -> tuple[float, bool, float, float]:
     engine = engine_of(case, setting, loss)
     options = OptimizerOptions(0.1, (0.9, 0.99), 1e-8, max_grad_norm=1.0, loss_scaling=True)
     updater = Updater(case.encoder, loss, Schedule(0.01, "constant", 0, 10), options)
-    deal = deal_of(case, setting.deal)
+    assignment = assignment_of(case, setting.assignment)
     before = updater.gradient_scale
-    pools = pools_of(case, deal.slots[rank], spare=False)
-    engine.step(pools, case.structure, deal=deal, gradient_scale=before)
+    pools = pools_of(case, assignment.slots[rank], spare=False)
+    engine.step(pools, case.structure, assignment=assignment, gradient_scale=before)
     if rank == 1:
         next(case.encoder.parameters()).grad.to_local().view(-1)[0] = torch.inf
     norm = updater.gradient_norm()
@@ -167,9 +167,9 @@ def quarter_on(rank: int, settings: list[Sharded]) -> list[Any]:
         loss = make("both directions", 3)
         engine = engine_of(case, setting, loss)
         rows = np.arange(case.structure.num_queries + case.structure.num_documents)
-        deal = Deal((rows[:2], rows[2:9], rows[9:10], rows[10:]))
-        pools = pools_of(case, deal.slots[rank], spare=True)
-        answers.append((engine.step(pools, case.structure, deal=deal), whole_gradients(case.encoder, loss)))
+        assignment = RowAssignment((rows[:2], rows[2:9], rows[9:10], rows[10:]))
+        pools = pools_of(case, assignment.slots[rank], spare=True)
+        answers.append((engine.step(pools, case.structure, assignment=assignment), whole_gradients(case.encoder, loss)))
     return answers
 
 

@@ -13,9 +13,9 @@ from test_engine import CPU, assert_same_gradients, gradients, make_loss
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
 from vembed.gradcache.memory import is_out_of_memory, smaller
+from vembed.gradcache.row_assignment import RowAssignment
 
 NEGATIVES = [0, 3, 1, 7, 0, 0, 2, 1, 1]
 
@@ -143,13 +143,13 @@ def loss_out_of_memory_on(rank: int) -> str:
     case, encoder = limited_case(0.0, 10**6, "forward")
     num_rows = case.structure.num_queries + case.structure.num_documents
     rows = torch.arange(num_rows).numpy()
-    deal = Deal((rows[::2], rows[1::2]))
+    assignment = RowAssignment((rows[::2], rows[1::2]))
     [pool] = case.pools
-    pools = [type(pool)(encoder, pool.collate, pool.features.take(deal.slots[rank]), deal.slots[rank])]
+    pools = [type(pool)(encoder, pool.collate, pool.features.take(assignment.slots[rank]), assignment.slots[rank])]
     options = EngineOptions(ChunkBudget(4, 10**6), CPU, retain=0.5, ranks=Ranks.of_this_process())
     engine = GradCacheEngine(hungry_loss(1), options, list(case.encoder.parameters()))
     try:
-        engine.step(pools, case.structure, deal=deal)
+        engine.step(pools, case.structure, assignment=assignment)
     except MachineError as error:
         return str(error)
     return ""
@@ -201,14 +201,14 @@ def repair_on(rank: int, failing_rank: int, where: str) -> tuple[int, int, dict[
     case, encoder = limited_case(0.0, 3 if rank == failing_rank else 10**6, where)
     num_rows = case.structure.num_queries + case.structure.num_documents
     rows = torch.arange(num_rows).numpy()
-    deal = Deal((rows[::2], rows[1::2]))
+    assignment = RowAssignment((rows[::2], rows[1::2]))
     [pool] = case.pools
-    own = deal.slots[rank]
+    own = assignment.slots[rank]
     case.pools = [type(pool)(encoder, pool.collate, pool.features.take(own), own)]
     options = EngineOptions(ChunkBudget(8, 10**6), CPU, ranks=Ranks.of_this_process())
     loss = make_loss()
     engine = GradCacheEngine(loss, options, list(case.encoder.parameters()))
-    result = engine.step(case.pools, case.structure, deal=deal)
+    result = engine.step(case.pools, case.structure, assignment=assignment)
     return result.num_repairs, engine.budget.rows, gradients(case.encoder, loss)
 
 

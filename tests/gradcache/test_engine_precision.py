@@ -17,9 +17,9 @@ from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import start_runtime
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.loss_stage import LossStage
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, ContrastiveLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.sigmoid import SigmoidLoss
@@ -183,7 +183,7 @@ def test_the_loss_stage_is_never_under_autocast(kind: str) -> None:
     for outside in (False, True):
         loss = make(kind, 8).float()
         with torch.autocast("cpu", torch.bfloat16, enabled=outside):
-            results.append(LossStage(loss, Ranks()).run(z_NE, structure, Deal.alone(36)))
+            results.append(LossStage(loss, Ranks()).run(z_NE, structure, RowAssignment.alone(36)))
     assert torch.equal(results[0].loss, results[1].loss)
     assert torch.equal(results[0].u_VE, results[1].u_VE)
     assert results[0].u_VE.dtype == torch.float32

@@ -16,9 +16,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, ReplayDriftError, StepResult
 from vembed.gradcache.reference import reference_step
+from vembed.gradcache.row_assignment import RowAssignment
 
 LOSSES = ["one direction", "both directions", "prefixes", "sigmoid", "sigmoid with prefixes", "not streamed"]
 
@@ -33,20 +33,20 @@ class Setting:
     retain: float = 0.0
     chunk_rows: int = 4
     negatives: Any = tuple(NEGATIVES)
-    deal: str = "uneven"
+    assignment: str = "uneven"
     dealt: str = "rows"
     freeze: str = ""
     num_queries: int = 9
 
 
-def deal_of(num_rows: int, how: str) -> Deal:
+def assignment_of(num_rows: int, how: str) -> RowAssignment:
     """Split rows over two ranks, or four; queries and their documents don't stay together."""
     rows = np.arange(num_rows)
     if how == "four":
         owners = np.array([0, 0, 0, 1, 2, 2, 3])[rows % 7]
-        return Deal(tuple(rows[owners == rank] for rank in range(4)))
+        return RowAssignment(tuple(rows[owners == rank] for rank in range(4)))
     first = {"even": rows % 2 == 0, "uneven": rows % 4 == 1, "nearly all": rows > 0}[how]
-    return Deal((rows[first], rows[~first]))
+    return RowAssignment((rows[first], rows[~first]))
 
 
 def pools_of(case: Case, own: np.ndarray) -> list[Pool]:
@@ -78,7 +78,7 @@ def step_on(
     )
     frozen(case, setting.freeze)
     loss = make(setting.loss, 3)
-    deal = deal_of(case.structure.num_queries + case.structure.num_documents, setting.deal)
+    assignment = assignment_of(case.structure.num_queries + case.structure.num_documents, setting.assignment)
     options = EngineOptions(
         ChunkBudget(setting.chunk_rows, 10**6),
         CPU,
@@ -91,7 +91,7 @@ def step_on(
     torch.manual_seed(5 + rank)
     communication = CommDebugMode()
     with communication if counts else nullcontext():
-        result = engine.step(pools_of(case, deal.slots[rank]), case.structure, deal=deal)
+        result = engine.step(pools_of(case, assignment.slots[rank]), case.structure, assignment=assignment)
     counted = {str(name): number for name, number in communication.get_comm_counts().items()}
     return result, gradients(case.encoder, loss), counted
 
@@ -119,10 +119,10 @@ def assert_equals_one_shot(two_ranks: RankPool, setting: Setting) -> list[Any]:
     return answers
 
 
-@pytest.mark.parametrize("deal", ["even", "uneven", "nearly all"])
+@pytest.mark.parametrize("assignment", ["even", "uneven", "nearly all"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_two_ranks_have_the_gradients_of_one_shot(two_ranks: RankPool, loss: str, deal: str) -> None:
-    answers = assert_equals_one_shot(two_ranks, Setting(loss=loss, deal=deal))
+def test_two_ranks_have_the_gradients_of_one_shot(two_ranks: RankPool, loss: str, assignment: str) -> None:
+    answers = assert_equals_one_shot(two_ranks, Setting(loss=loss, assignment=assignment))
     assert sum(result.num_chunks for result, _, _ in answers) > 4
     assert answers[0][0].tokens + answers[1][0].tokens > max(answers[0][0].tokens, answers[1][0].tokens)
 

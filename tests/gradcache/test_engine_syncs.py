@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.loss_stage import LossStage
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses import cells
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
@@ -84,7 +84,7 @@ def loss_stage_waits(monkeypatch: pytest.MonkeyPatch, kind: str, tile_size: int)
             setattr(loss, name, torch.nn.Parameter(torch.empty((), dtype=parameter.dtype, device="cuda")))
         z_NE = torch.empty(3 * NUM_QUERIES, 16, dtype=torch.float64, device="cuda")
         with waits:
-            found = LossStage(loss, Ranks()).run(z_NE, structure, Deal.alone(len(z_NE)), gradient_scale=8.0)
+            found = LossStage(loss, Ranks()).run(z_NE, structure, RowAssignment.alone(len(z_NE)), gradient_scale=8.0)
     assert found.u_VE.device.type == "cuda"
     return waits.counts
 

@@ -8,13 +8,13 @@ import torch
 from engine_cases import SmallBert, make_case
 from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
-from test_engine_ranks import deal_of
+from test_engine_ranks import assignment_of
 
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, MultiVectorLoss, MultiVectors
 
 
@@ -74,15 +74,15 @@ def step(rank: int, rows: int, retain: float, how: str | None) -> tuple[StepResu
     case, encoder = vectors_case(0.0)
     [pool] = case.pools
     num_rows = case.structure.num_queries + case.structure.num_documents
-    deal, ranks = Deal.alone(num_rows), Ranks()
+    assignment, ranks = RowAssignment.alone(num_rows), Ranks()
     if how is not None:
-        deal, ranks = deal_of(num_rows, how), Ranks.of_this_process()
-        mine = np.flatnonzero(np.isin(pool.slots, deal.slots[rank]))
+        assignment, ranks = assignment_of(num_rows, how), Ranks.of_this_process()
+        mine = np.flatnonzero(np.isin(pool.slots, assignment.slots[rank]))
         pool = Pool(encoder, pool.collate, pool.features.take(mine), pool.slots[mine], pool.num_vectors[mine])
     loss = MaxSim()
     options = EngineOptions(ChunkBudget(rows, 10**6), CPU, retain=retain, ranks=ranks)
     engine = GradCacheEngine(loss, options, list(encoder.parameters()))
-    return engine.step([pool], case.structure, deal=deal), gradients(encoder, loss)
+    return engine.step([pool], case.structure, assignment=assignment), gradients(encoder, loss)
 
 
 @pytest.mark.parametrize("retain", [0.0, 0.5, 1.0])

@@ -22,7 +22,7 @@ from vembed.models.registry import load_encoder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.gradcache.deal import Deal
+    from vembed.gradcache.row_assignment import RowAssignment
     from vembed.models.encoder import Encoder
 
 CPU = torch.device("cpu")
@@ -84,7 +84,9 @@ def trainable_of(encoder: Encoder) -> dict[str, torch.Tensor]:
     return {name: parameter for name, parameter in encoder.named_parameters() if parameter.requires_grad}
 
 
-def step_of_a_rank(rank: int, folder: Path, what: str, deal: Deal) -> tuple[float, dict[str, torch.Tensor], int]:
+def step_of_a_rank(
+    rank: int, folder: Path, what: str, assignment: RowAssignment
+) -> tuple[float, dict[str, torch.Tensor], int]:
     """Do one step on this rank's rows; return the loss, all gradients, and the gradients' reductions."""
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -94,7 +96,7 @@ def step_of_a_rank(rank: int, folder: Path, what: str, deal: Deal) -> tuple[floa
     wake(encoder)
     pools = []
     for pool in pools_of(encoder, batch):
-        mine = np.flatnonzero(np.isin(pool.slots, deal.slots[rank]))
+        mine = np.flatnonzero(np.isin(pool.slots, assignment.slots[rank]))
         if len(mine):
             pools.append(Pool(pool.encode, pool.collate, pool.features.take(mine), pool.slots[mine]))
     trainable = trainable_of(encoder)
@@ -103,6 +105,6 @@ def step_of_a_rank(rank: int, folder: Path, what: str, deal: Deal) -> tuple[floa
         if isinstance(getattr(module, "dropout", None), float):
             module.dropout = 0.0  # type: ignore[assignment]
     with CommDebugMode() as counted:
-        result = engine.step(pools, BatchStructure.of(batch), deal=deal)
+        result = engine.step(pools, BatchStructure.of(batch), assignment=assignment)
     found = {name: parameter.grad for name, parameter in encoder.named_parameters() if parameter.grad is not None}
     return result.loss, found, sum(n for name, n in counted.get_comm_counts().items() if "reduce" in str(name))

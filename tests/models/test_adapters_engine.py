@@ -21,9 +21,9 @@ from adapter_cases import (
 from model_cases import write_model
 from picture_cases import pools_of, write_open_clip, write_picture_model
 
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 
 if TYPE_CHECKING:
@@ -143,14 +143,14 @@ def test_two_ranks_have_the_gradients_of_one_where_a_tower_is_frozen(
 ) -> None:
     """Rank 0 has pictures alone, of whose tower nothing trains: no rank waits for its gradients."""
     batch = picture_batch()
-    deal = Deal((np.array([5, 7, 9]), np.array([0, 1, 2, 3, 4, 6, 8])))
+    assignment = RowAssignment((np.array([5, 7, 9]), np.array([0, 1, 2, 3, 4, 6, 8])))
     reductions = {}
     for what in ("lora text", "vision"):
         encoder, loss = partly_trained(folders["clip"], what).eval(), make_loss()
         wake(encoder)
         value = reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
         expected = take(encoder, loss)
-        answers: list[Any] = two_ranks.run(step_of_a_rank, folders["clip"], what, deal)
+        answers: list[Any] = two_ranks.run(step_of_a_rank, folders["clip"], what, assignment)
         for found_value, found, _ in answers:
             assert found_value == pytest.approx(value.item(), rel=1e-11)
             own = {name: gradient for name, gradient in expected.items() if name in found}

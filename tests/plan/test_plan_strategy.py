@@ -10,9 +10,9 @@ from plan_cases import DATA, model, planned, reason
 
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
-from vembed.plan.case import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE
 from vembed.plan.devices import parse_devices
 from vembed.plan.plan import Plan, make_plan
+from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE
 from vembed.plan.strategy import prior
 
 CONFIGS = Path(__file__).parents[2] / "configs"

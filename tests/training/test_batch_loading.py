@@ -29,8 +29,8 @@ from vembed.models.huggingface import ModelOptions
 from vembed.models.pictures import picture_bytes
 from vembed.models.registry import load_encoder
 from vembed.training.batches import BatchSource
-from vembed.training.build.run import run_from_config
 from vembed.training.loading import BatchLoader, LoadingOptions
+from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
     from vembed.batch import Item

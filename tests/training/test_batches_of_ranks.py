@@ -39,8 +39,8 @@ def test_the_ranks_make_each_row_of_the_same_batch_once(tmp_path: Path, world_si
     assert sorted(slot for each in shared for slot in real_slots(each)) == list(range(num_rows))
     for rank, each in enumerate(shared):
         assert each.batch.record_ids == alone.batch.record_ids
-        assert [own.tolist() for own in each.deal.slots] == [own.tolist() for own in shared[0].deal.slots]
-        assert sorted(real_slots(each)) == each.deal.slots[rank].tolist()
+        assert [own.tolist() for own in each.assignment.slots] == [own.tolist() for own in shared[0].assignment.slots]
+        assert sorted(real_slots(each)) == each.assignment.slots[rank].tolist()
     pixels = {int(slot): row for features, slots in alone.parts for slot, row in _pictures(features, slots)}
     for each in shared:
         for features, slots in each.parts:

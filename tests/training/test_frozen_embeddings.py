@@ -30,8 +30,8 @@ from vembed.models.adapters.trainable import freeze
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 from vembed.training import frozen
 from vembed.training.batches import BatchSource
-from vembed.training.build.run import run_from_config
 from vembed.training.frozen import FrozenItems, FrozenOptions, find_frozen
+from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
@@ -115,7 +115,7 @@ def train(
     losses = []
     for step in range(first, last):
         batch = source.batch(step)
-        losses.append(engine.step(batch.pools, batch.structure, deal=batch.deal).loss)
+        losses.append(engine.step(batch.pools, batch.structure, assignment=batch.assignment).loss)
         with torch.no_grad():
             for parameter in trainable:
                 if parameter.grad is not None:
@@ -307,7 +307,7 @@ def on_rank(rank: int, folder: str) -> tuple[list[float], dict[str, int]]:
     losses = []
     for step in range(STEPS):
         batch = source.batch(step)
-        losses.append(engine.step(batch.pools, batch.structure, deal=batch.deal).loss)
+        losses.append(engine.step(batch.pools, batch.structure, assignment=batch.assignment).loss)
     return losses, dict(watched.rows)
 
 
@@ -324,7 +324,9 @@ def test_ranks_share_the_encoding_and_read_one_file(two_ranks: RankPool, site: S
     source = BatchSource(site.records, sampler, encoder, CPU, Augmenter("none", flip=False, seed=0))
     for step, loss in enumerate(first[0]):
         batch = source.batch(step)
-        assert alone.step(batch.pools, batch.structure, deal=batch.deal).loss == pytest.approx(loss, rel=1e-5)
+        assert alone.step(batch.pools, batch.structure, assignment=batch.assignment).loss == pytest.approx(
+            loss, rel=1e-5
+        )
 
 
 @pytest.mark.slow

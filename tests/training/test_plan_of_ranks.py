@@ -11,7 +11,7 @@ from vembed.config.load import load_config
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import Runtime
 from vembed.plan.hardware import GIB, Machine
-from vembed.training.build.planning import build_plan
+from vembed.training.wiring.planning import build_plan
 
 if TYPE_CHECKING:
     from rank_pool import RankPool

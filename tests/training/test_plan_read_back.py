@@ -15,7 +15,7 @@ from vembed.plan.devices import Devices
 from vembed.plan.hardware import GIB, Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import DataSize, Plan, make_plan
-from vembed.training.build.planning import read_back
+from vembed.training.wiring.planning import read_back
 
 CPU = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
 SIZE = ModelSize.by_formula(

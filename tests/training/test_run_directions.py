@@ -15,9 +15,9 @@ from vembed.data.sources import SourceOptions
 from vembed.errors import MachineError
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
-from vembed.training.build.run import run_from_config
 from vembed.training.evaluations import Evaluations
 from vembed.training.inputs import DataPaths, load_run_data
+from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
     from pathlib import Path

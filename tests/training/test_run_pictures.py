@@ -16,10 +16,10 @@ from vembed.data.images import ImageLimits
 from vembed.data.retrieval import RetrievalData
 from vembed.data.sources import SourceOptions
 from vembed.errors import DataError
-from vembed.training.build.run import run_from_config
 from vembed.training.evaluations import Evaluations
 from vembed.training.inputs import DataPaths, RunData, load_run_data, record_texts
 from vembed.training.pictures import ItemCounts, PictureSurvey, RetrievalMode
+from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
     from pathlib import Path

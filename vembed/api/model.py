@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from vembed.batch import modality_of
-from vembed.data.given import items_of, refuse_other_modalities
 from vembed.data.images import ImageLimits
+from vembed.data.python_inputs import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Modality, Side
-    from vembed.data.given import Given
+    from vembed.data.python_inputs import PythonInputs
     from vembed.models.encoder import Encoder, Similarity
 
 _log = logging.getLogger(__name__)
@@ -163,7 +163,9 @@ class EmbeddingModel:
         """Name, hash of the weights, and what else its vectors depend on."""
         return identify(self._encoder, name=self.name)
 
-    def encode(self, rows: Iterable[Given], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE) -> NDArray[np.float32]:
+    def encode(
+        self, rows: Iterable[PythonInputs], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE
+    ) -> NDArray[np.float32]:
         """Turn texts and pictures into vectors.
 
         Args:

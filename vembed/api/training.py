@@ -9,8 +9,8 @@ from vembed.config.load import load_values
 from vembed.config.redact import redact
 from vembed.config.schema import Config
 from vembed.distributed.watch import stop_watch
-from vembed.training.build.run import run_from_config
 from vembed.training.finish import RunResult
+from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -74,7 +74,7 @@ def read_checkpoint(
 
 
 def _shares(files: Mapping[str, FileEntry], world_size: int) -> list[list[str]]:
-    """Deal files to processes, the largest first, each to the one with the fewest bytes so far."""
+    """RowAssignment files to processes, the largest first, each to the one with the fewest bytes so far."""
     shares: list[list[str]] = [[] for _ in range(world_size)]
     load = [0] * world_size
     for name in sorted(files, key=lambda each: (-files[each].size, each)):

@@ -17,13 +17,13 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 
 from vembed.distributed.deepspeed import deepspeed_refusal
-from vembed.distributed.place import is_under_accelerate
+from vembed.distributed.process_env import is_under_accelerate
 from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.distributed.place import Place
+    from vembed.distributed.process_env import ProcessEnv
 
 _PRECISIONS: Final[dict[str, dict[str, bool]]] = {
     "no": {"bf16": False},
@@ -63,7 +63,7 @@ class AccelerateSettings:
     settings: Sequence[Setting]
 
 
-def accelerate_settings(place: Place, environ: Mapping[str, str] = os.environ) -> AccelerateSettings | None:
+def accelerate_settings(place: ProcessEnv, environ: Mapping[str, str] = os.environ) -> AccelerateSettings | None:
     """Return what accelerate asks for, None where it did not start this process.
 
     Args:
@@ -109,7 +109,7 @@ def _refuse_others(environ: Mapping[str, str], origin: str) -> None:
             )
 
 
-def _fsdp(environ: Mapping[str, str], place: Place) -> list[Setting]:
+def _fsdp(environ: Mapping[str, str], place: ProcessEnv) -> list[Setting]:
     """Return the settings of FSDP: version 1's strategies by name, version 2's by whether weights are resharded."""
     strategy = environ.get("FSDP_SHARDING_STRATEGY", "").upper()
     if environ.get("FSDP_VERSION", "1") == "1":
@@ -131,7 +131,7 @@ def _fsdp(environ: Mapping[str, str], place: Place) -> list[Setting]:
     return settings
 
 
-def _keys_of(strategy: str, place: Place) -> dict[str, object]:
+def _keys_of(strategy: str, place: ProcessEnv) -> dict[str, object]:
     if strategy == "NO_SHARD":
         return {"use_fsdp": False}
     keys: dict[str, object] = {"use_fsdp": True}

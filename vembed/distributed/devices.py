@@ -6,13 +6,13 @@ from typing import Literal
 
 import torch
 
-from vembed.distributed.place import place_of_this_process
+from vembed.distributed.process_env import process_env
 from vembed.errors import ConfigError
 
 
 def num_devices() -> int:
     """Return the accelerators of this machine that this process may use."""
-    if place_of_this_process().on_cpu or not torch.accelerator.is_available():
+    if process_env().on_cpu or not torch.accelerator.is_available():
         return 0
     return torch.accelerator.device_count()
 

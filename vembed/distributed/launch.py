@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from vembed.distributed.failures import LAUNCHER_FOLDER, Failure, host_name, now, read_failure, write_for_the_dead
-from vembed.distributed.place import LAUNCHED_BY
+from vembed.distributed.process_env import LAUNCHED_BY
 from vembed.errors import ExitCode
 from vembed.plan.hardware import cpu_cores
 

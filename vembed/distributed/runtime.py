@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 
 from vembed.distributed.devices import num_devices, processes_to_start
-from vembed.distributed.place import Place, place_of_this_process
+from vembed.distributed.process_env import ProcessEnv, process_env
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.watch import start_watch, stop_watch
 from vembed.errors import ConfigError, MachineError
@@ -80,7 +80,7 @@ def start_runtime(
         ConfigError: The launcher's numbers make no sense, or there are fewer devices or other processes than asked for.
         MachineError: The other processes can't be reached.
     """
-    place = place_of_this_process()
+    place = process_env()
     if plans_only and not place.is_launched:
         local_world_size = processes_to_start(num_processes)
     else:
@@ -101,7 +101,7 @@ def start_runtime(
 
 def local_device() -> torch.device:
     """Return the device of this process, without joining any others."""
-    place = place_of_this_process()
+    place = process_env()
     torch.set_float32_matmul_precision("highest")
     if num_devices() == 0:
         return torch.device("cpu")
@@ -120,7 +120,7 @@ def shut_down() -> None:
         dist.destroy_process_group()
 
 
-def _join(place: Place, timeout_seconds: int) -> torch.device:
+def _join(place: ProcessEnv, timeout_seconds: int) -> torch.device:
     """Initialise the process group where there are several processes, and return the device of this one."""
     on_cpu = num_devices() == 0
     if place.world_size == 1:
@@ -145,7 +145,7 @@ def _join(place: Place, timeout_seconds: int) -> torch.device:
     return device
 
 
-def _refuse_other_count(place: Place, asked: int | Literal["auto"]) -> None:
+def _refuse_other_count(place: ProcessEnv, asked: int | Literal["auto"]) -> None:
     """Refuse to train in more or fewer processes than the configuration says: only what launches them can mend that."""
     if asked in ("auto", place.local_world_size):
         return
@@ -160,7 +160,7 @@ def _refuse_other_count(place: Place, asked: int | Literal["auto"]) -> None:
     )
 
 
-def _refuse_shared_devices(place: Place, num_devices: int) -> None:
+def _refuse_shared_devices(place: ProcessEnv, num_devices: int) -> None:
     """Refuse more processes than devices; srun may show each process its own device alone."""
     if place.local_world_size > num_devices and not (num_devices == 1 and place.launcher == "srun"):
         raise ConfigError(

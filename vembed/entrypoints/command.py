@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vembed.config.redact import redact
 from vembed.distributed.failures import UNEXPECTED_CODE, report_failure
-from vembed.distributed.place import place_of_this_process
+from vembed.distributed.process_env import process_env
 from vembed.errors import ConfigError, ExitCode, VembedError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def run_command(command: Callable[[], int], *, log_to_stderr: bool = False, in_s
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        place = place_of_this_process()
+        place = process_env()
         if place.world_size > 1 and not in_several:
             raise ConfigError(f"{place.launcher} started {place.world_size} processes, and this command runs in one")
     except ConfigError as error:
@@ -155,7 +155,7 @@ def quiet_libraries(*, with_datasets: bool = True) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    if place_of_this_process().rank > 0:
+    if process_env().rank > 0:
         transformers.utils.logging.set_verbosity_error()
         warnings.simplefilter("ignore")
     if with_datasets:

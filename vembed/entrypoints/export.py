@@ -156,8 +156,8 @@ def _request(parsed: argparse.Namespace, source: _Source) -> ExportRequest:
 
 def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> _Source:
     """Return the model of a checkpoint, written beside the output for as long as the command runs."""
-    from vembed.training.build.saved_model import write_saved_model
     from vembed.training.output import OutputFolder
+    from vembed.training.wiring.saved_model import write_saved_model
 
     run = Path(parsed.model).expanduser().resolve()
     if not OutputFolder(run).checkpoints.is_dir():

@@ -105,7 +105,7 @@ def _refuse_contradictions(parsed: argparse.Namespace) -> None:
 
 def _refuse_without_tower(searcher: Searcher, parsed: argparse.Namespace) -> None:
     """Refuse a query that the model can't encode."""
-    from vembed.data.given import modality_names
+    from vembed.data.python_inputs import modality_names
 
     asked: Modality = "text" if parsed.image is None else "image" if parsed.query is None else "image+text"
     if asked in searcher.takes:

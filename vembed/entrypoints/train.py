@@ -16,7 +16,7 @@ if not __package__:  # started as a file: Python put this folder on the path, wh
 from vembed.config.load import load_config
 from vembed.config.redact import redact
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
-from vembed.distributed.place import LAUNCHED_BY, place_of_this_process
+from vembed.distributed.process_env import LAUNCHED_BY, process_env
 from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from vembed.config.load import LoadedConfig
     from vembed.config.schema import Config
-    from vembed.training.build.run import Mode
+    from vembed.training.wiring.run import Mode
 
 DESCRIPTION = "Train an embedding model from one configuration file, and judge it against what it was before."
 
@@ -69,7 +69,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str) -> int:
     if num_processes > 1:
         return _launch(words, loaded.config, num_processes, called)
     from vembed.distributed.runtime import shut_down
-    from vembed.training.build.run import run_from_config  # imports torch, which --validate must not wait for
+    from vembed.training.wiring.run import run_from_config  # imports torch, which --validate must not wait for
 
     quiet_libraries()
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
@@ -81,7 +81,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str) -> int:
 
 def _processes_to_start(config: Config) -> int:
     """Return how many processes this one is to start: 1 for none, where it trains itself or is one of several."""
-    if place_of_this_process().is_launched or config.num_processes == 1:
+    if process_env().is_launched or config.num_processes == 1:
         return 1
     from vembed.distributed.devices import processes_to_start
 
@@ -134,7 +134,7 @@ def _leave(code: int) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if place_of_this_process().world_size > 1:
+    if process_env().world_size > 1:
         os._exit(code)
     sys.exit(code)
 

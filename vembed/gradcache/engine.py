@@ -30,11 +30,11 @@ import torch
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError, VembedError
 from vembed.gradcache.calls import CallOptions, Passes, Pool, Retention, equal_calls, plan_calls
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.gradients import ReplicatedGradients, ShardedGradients
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.memory import is_out_of_memory, smaller
 from vembed.gradcache.replay import RngState
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.gradcache.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class GradCacheEngine:
         pools: Sequence[Pool],
         structure: BatchStructure,
         *,
-        deal: Deal | None = None,
+        assignment: RowAssignment | None = None,
         gradient_scale: float = 1.0,
     ) -> StepResult:
         """Add the gradients of one batch to `.grad` of every parameter that takes part.
@@ -168,7 +168,7 @@ class GradCacheEngine:
             pools: This rank's rows of the batch; on one rank their slots cover [queries; documents] exactly once. A
                 sharded encoder takes the same pools in the same order on every rank, if only with a spare row.
             structure: Positives and identities of the whole batch.
-            deal: Which rows are on which rank; None where there is one rank.
+            assignment: Which rows are on which rank; None where there is one rank.
             gradient_scale: Factor on all gradients (the loss scale of float16 training); the loss stays unscaled.
 
         Returns:
@@ -178,12 +178,12 @@ class GradCacheEngine:
             ReplayDriftError: When pass 2 didn't compute what pass 1 did.
             MachineError: Out of memory, and no smaller chunk is left to try.
         """
-        deal = deal or Deal.alone(structure.num_queries + structure.num_documents)
+        assignment = assignment or RowAssignment.alone(structure.num_queries + structure.num_documents)
         num_repairs = 0
         start = RngState.capture(self.options.device)
         while True:
             self._gradients.begin()
-            result = self._attempt(pools, structure, deal, gradient_scale, num_repairs)
+            result = self._attempt(pools, structure, assignment, gradient_scale, num_repairs)
             if result is not None:
                 return result
             self._gradients.abandon()
@@ -193,13 +193,18 @@ class GradCacheEngine:
             num_repairs += 1
 
     def _attempt(
-        self, pools: Sequence[Pool], structure: BatchStructure, deal: Deal, gradient_scale: float, num_repairs: int
+        self,
+        pools: Sequence[Pool],
+        structure: BatchStructure,
+        assignment: RowAssignment,
+        gradient_scale: float,
+        num_repairs: int,
     ) -> StepResult | None:
         """Do the step once; None when some rank ran out of memory, and the budget is smaller now."""
         ranks = self.options.ranks
-        counts_N = self._vector_counts(pools, deal)
-        vectors = deal if counts_N is None else deal.of_vectors(counts_N)
-        calls = self._plan_calls(pools, deal, counts_N)
+        counts_N = self._vector_counts(pools, assignment)
+        vectors = assignment if counts_N is None else assignment.of_vectors(counts_N)
+        calls = self._plan_calls(pools, assignment, counts_N)
         num_vectors = vectors.counts[ranks.rank]
         found: tuple[Tensor, LossResult] | None = None
         drift: Tensor | None = None
@@ -237,10 +242,12 @@ class GradCacheEngine:
         self._add_own_gradients(found[1], gradient_scale)
         return self._result(calls, pools, found[1], drift, num_repairs)
 
-    def _plan_calls(self, pools: Sequence[Pool], deal: Deal, counts_N: np.ndarray | None) -> list[Call]:
+    def _plan_calls(self, pools: Sequence[Pool], assignment: RowAssignment, counts_N: np.ndarray | None) -> list[Call]:
         """Cut this rank's rows into encoder calls."""
         ranks, device = self.options.ranks, self.options.device
-        places_N = deal.places(ranks.rank) if counts_N is None else _first_places(deal.slots[ranks.rank], counts_N)
+        places_N = (
+            assignment.places(ranks.rank) if counts_N is None else _first_places(assignment.slots[ranks.rank], counts_N)
+        )
         keep = Retention(self.retain, self.options.retain_tokens)
         calls = plan_calls(pools, places_N, self.budget, keep, device)
         return equal_calls(calls, pools, ranks, device) if self._gradients.needs_equal_calls else calls
@@ -249,7 +256,7 @@ class GradCacheEngine:
         self,
         z_VE: Tensor,
         structure: BatchStructure,
-        vectors: Deal,
+        vectors: RowAssignment,
         counts_N: np.ndarray | None,
         gradient_scale: float,
     ) -> LossResult:
@@ -261,19 +268,19 @@ class GradCacheEngine:
         with self.stopwatch.part("wait"):
             return self.options.ranks.any(failed, self.options.device)
 
-    def _vector_counts(self, pools: Sequence[Pool], deal: Deal) -> np.ndarray | None:
+    def _vector_counts(self, pools: Sequence[Pool], assignment: RowAssignment) -> np.ndarray | None:
         """Return the vectors of each row of the batch; None where every row has one."""
         if all(pool.num_vectors is None for pool in pools):
             return None
-        ranks, own = self.options.ranks, deal.slots[self.options.ranks.rank]
-        counts_N = np.ones(deal.num_rows, dtype=np.int64)
+        ranks, own = self.options.ranks, assignment.slots[self.options.ranks.rank]
+        counts_N = np.ones(assignment.num_rows, dtype=np.int64)
         for pool in pools:
             if pool.num_vectors is not None:
                 has_place = pool.slots >= 0
                 counts_N[pool.slots[has_place]] = pool.num_vectors[has_place]
         if not ranks.is_one:
             local = torch.from_numpy(counts_N[own]).to(self.options.device)
-            counts_N[deal.rank_order] = ranks.gather_rows(local, deal.counts).cpu().numpy()
+            counts_N[assignment.rank_order] = ranks.gather_rows(local, assignment.counts).cpu().numpy()
         return counts_N
 
     def _result(
@@ -330,7 +337,7 @@ class GradCacheEngine:
             f"again by itself, as the other processes wait in encoder calls of this one: {cure}"
         )
 
-    def _unrepairable_loss(self, vectors: Deal) -> MachineError:
+    def _unrepairable_loss(self, vectors: RowAssignment) -> MachineError:
         """Return the advice for a loss stage that ran out of memory: no graph to drop, or others in its collectives."""
         rank = "" if self.options.ranks.is_one else f" on rank {self.options.ranks.rank}"
         keys = ["set retain: 0"] if self.retain > 0 else []

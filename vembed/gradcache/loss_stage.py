@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.distributed.ranks import Ranks
-    from vembed.gradcache.deal import Deal
+    from vembed.gradcache.row_assignment import RowAssignment
     from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
     from vembed.losses.statistics import Statistics
 
@@ -66,7 +66,7 @@ class LossStage:
         self,
         z_VE: Tensor,
         structure: BatchStructure,
-        deal: Deal,
+        assignment: RowAssignment,
         *,
         counts_N: NDArray[np.int64] | None = None,
         gradient_scale: float = 1.0,
@@ -74,33 +74,33 @@ class LossStage:
         """Return the loss and its gradients.
 
         Args:
-            z_VE: This rank's embeddings, in the order of the deal.
+            z_VE: This rank's embeddings, in the order of the assignment.
             structure: Positives and identities of the whole batch.
-            deal: Which vectors are whose.
+            assignment: Which vectors are whose.
             counts_N: Vectors of each row, where rows have several.
             gradient_scale: Factor on `u_VE`.
         """
-        z_NE = self._gathered(z_VE, deal)
+        z_NE = self._gathered(z_VE, assignment)
         streams = isinstance(self.loss, StreamedLoss) and structure.num_queries >= self.ranks.world_size
         if streams:
-            loss, rank_loss, u_VE, own = self._streamed(z_NE, structure, deal)
+            loss, rank_loss, u_VE, own = self._streamed(z_NE, structure, assignment)
         else:
             loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
-            rank_loss, u_VE = loss, u_NE if self.ranks.is_one else u_NE[self._own(deal, u_NE.device)]
+            rank_loss, u_VE = loss, u_NE if self.ranks.is_one else u_NE[self._own(assignment, u_NE.device)]
         return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), own, z_NE.abs().max())
 
-    def _gathered(self, z_VE: Tensor, deal: Deal) -> Tensor:
+    def _gathered(self, z_VE: Tensor, assignment: RowAssignment) -> Tensor:
         """Return the embeddings of all ranks in the order of [queries; documents]."""
         if self.ranks.is_one:
             return z_VE
-        z_NE = torch.empty(deal.num_rows, z_VE.shape[1], dtype=z_VE.dtype, device=z_VE.device)
-        z_NE[torch.from_numpy(deal.rank_order).to(z_VE.device, non_blocking=True)] = self.ranks.gather_rows(
-            z_VE, deal.counts
+        z_NE = torch.empty(assignment.num_rows, z_VE.shape[1], dtype=z_VE.dtype, device=z_VE.device)
+        z_NE[torch.from_numpy(assignment.rank_order).to(z_VE.device, non_blocking=True)] = self.ranks.gather_rows(
+            z_VE, assignment.counts
         )
         return z_NE
 
-    def _own(self, deal: Deal, device: torch.device) -> Tensor:
-        return torch.from_numpy(deal.slots[self.ranks.rank]).to(device, non_blocking=True)
+    def _own(self, assignment: RowAssignment, device: torch.device) -> Tensor:
+        return torch.from_numpy(assignment.slots[self.ranks.rank]).to(device, non_blocking=True)
 
     def _by_autograd(
         self, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None
@@ -121,7 +121,7 @@ class LossStage:
         return loss.detach(), u_NE, dict(zip(own, found, strict=True))
 
     def _streamed(
-        self, z_NE: Tensor, structure: BatchStructure, deal: Deal
+        self, z_NE: Tensor, structure: BatchStructure, assignment: RowAssignment
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         assert isinstance(self.loss, StreamedLoss)
         num_queries, ranks = structure.num_queries, self.ranks
@@ -137,9 +137,9 @@ class LossStage:
         summed = {
             name: total.view_as(part).to(part.dtype) for (name, part), total in zip(found.own.items(), own, strict=True)
         }
-        order = torch.from_numpy(deal.rank_order).to(z_NE.device, non_blocking=True)
+        order = torch.from_numpy(assignment.rank_order).to(z_NE.device, non_blocking=True)
         rank_loss = found.loss * (num_queries / (stop - first))  # it was divided by all queries
-        return loss.squeeze(), rank_loss, ranks.sum_own_rows(u_NE[order], deal.counts), summed
+        return loss.squeeze(), rank_loss, ranks.sum_own_rows(u_NE[order], assignment.counts), summed
 
     def _merged(self, statistics: Statistics) -> Statistics:
         """Merge the columns over ranks: the largest maximum first, then the sums that belong to it."""

@@ -43,7 +43,7 @@ class Encoder(nn.Module, ABC):
         dimension: E.
         max_length: Longest text in tokens, special tokens included; None where there is no limit, or no text tower.
         modalities: What it takes: texts, pictures, and items that are both.
-        resting: Modules that run in evaluation mode while the rest trains: what is frozen drops nothing out.
+        eval_only: Modules that run in evaluation mode while the rest trains: what is frozen drops nothing out.
         keeps_base: Whether some weights stay those of the files that it was loaded from, so that checkpoints leave
             them out.
         base: Fingerprint of those weights, taken when the encoder was built; None where there are none.
@@ -55,7 +55,7 @@ class Encoder(nn.Module, ABC):
     max_length: int | None
     modalities: frozenset[Modality] = frozenset({"text"})
     image_limits: ImageLimits
-    resting: tuple[nn.Module, ...] = ()
+    eval_only: tuple[nn.Module, ...] = ()
     keeps_base: bool = False
     base: str | None = None
     trains: str = ""
@@ -63,7 +63,7 @@ class Encoder(nn.Module, ABC):
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all modules but those that rest."""
         super().train(mode)
-        for module in self.resting:
+        for module in self.eval_only:
             module.eval()
         return self
 

@@ -5,37 +5,37 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vembed.plan.candidates import weigh
-from vembed.plan.case import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, Way, all_ways
+from vembed.plan.cost_model import weigh
 from vembed.plan.memory import ADAM_STATES, BatchRows, show_bytes, show_count
+from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, Way, all_ways
 from vembed.plan.strategy import DECIDING_KEYS, choose
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from vembed.plan.candidates import Candidate
-    from vembed.plan.case import Case, Mode
+    from vembed.plan.cost_model import Candidate
+    from vembed.plan.problem import Mode, PlanningProblem
     from vembed.plan.strategy import Choice
 
 GIGABYTE = 1e9
 """Documents about sharding count in these; everything else here is in GiB."""
 
 
-def decision_tree(case: Case, choice: Choice) -> tuple[str, ...]:
+def decision_tree(problem: PlanningProblem, choice: Choice) -> tuple[str, ...]:
     """Answer the three questions that lead to a strategy.
 
     Args:
-        case: What the plan is made for.
+        problem: What the plan is made for.
         choice: What was chosen.
     """
-    return (_one_device(case), _faster(case, choice), _missing(case, choice))
+    return (_one_device(problem), _faster(problem, choice), _missing(problem, choice))
 
 
-def oom_ladder(case: Case, choice: Choice) -> tuple[str, ...]:
+def oom_ladder(problem: PlanningProblem, choice: Choice) -> tuple[str, ...]:
     """Say what to do, in this order, when a step runs out of memory after all.
 
     Args:
-        case: What the plan is made for.
+        problem: What the plan is made for.
         choice: What was chosen.
     """
     chosen = choice.chosen
@@ -46,19 +46,19 @@ def oom_ladder(case: Case, choice: Choice) -> tuple[str, ...]:
             f"nothing to do: the step is done again in smaller chunks (oom_retry); with retain 0 it needs "
             f"{show_bytes(now)} instead of {show_bytes(chosen.bytes_per_device.total)}"
         )
-    if not way.gradient_checkpointing and case.model.checkpointable:
+    if not way.gradient_checkpointing and problem.model.checkpointable:
         steps.append(
-            _change("gradient_checkpointing: true", weigh(case, replace(way, gradient_checkpointing=True)), now)
+            _change("gradient_checkpointing: true", weigh(problem, replace(way, gradient_checkpointing=True)), now)
         )
-    if way.mode != "sharded" and case.devices.count > 1 and not case.config.load_in_4bit:
+    if way.mode != "sharded" and problem.devices.count > 1 and not problem.config.load_in_4bit:
         key = "use_fsdp: true" if way.mode is None else "fsdp_mode: sharded"
         sharded = Way(
             "fsdp_lora" if way.use_lora else "fsdp", True, way.gradient_checkpointing, way.use_lora, "sharded",
-            case.devices.count,
+            problem.devices.count,
         )  # fmt: skip
-        steps.append(_change(key, weigh(case, sharded), now))
-    steps.append(_change("half the batch", weigh(_half_batch(case), way), now))
-    doubled = replace(case, devices=replace(case.devices, count=2 * case.devices.count))
+        steps.append(_change(key, weigh(problem, sharded), now))
+    steps.append(_change("half the batch", weigh(_half_batch(problem), way), now))
+    doubled = replace(problem, devices=replace(problem.devices, count=2 * problem.devices.count))
     if way.mode is None:
         steps.append(_change("twice the devices, the same batch over all", weigh(_half_batch(doubled), way), now))
     else:
@@ -67,12 +67,12 @@ def oom_ladder(case: Case, choice: Choice) -> tuple[str, ...]:
     return tuple(f"{number}. {step}" for number, step in enumerate(steps, start=1))
 
 
-def zero_lines(case: Case) -> tuple[str, ...]:
+def zero_lines(problem: PlanningProblem) -> tuple[str, ...]:
     """Return the formulas of the ZeRO stages with this model's numbers, in 10^9 bytes; nothing on one device."""
-    count, model = case.devices.count, case.model
+    count, model = problem.devices.count, problem.model
     if count == 1:
         return ()
-    plain = replace(case, config=case.config.model_copy(update={"use_lora": False}))
+    plain = replace(problem, config=problem.config.model_copy(update={"use_lora": False}))
     held = model.num_parameters * model.bytes_per_value / GIGABYTE
     size = f"M = {show_count(model.num_parameters)} parameters x {model.bytes_per_value} bytes = {held:.3g} GB"
     lines = [f"{size}, k = {ADAM_STATES} (AdamW), N = {count}, before activations"]
@@ -95,17 +95,17 @@ def _whole(count: int, mode: Mode) -> Way:
     return Way("fsdp", True, mode=mode, sharding_factor=count)
 
 
-def scaling(case: Case) -> Iterator[str]:
+def scaling(problem: PlanningProblem) -> Iterator[str]:
     """Yield what would be chosen on 1, 2, 4 ... devices, each with its present batch.
 
     The speed is in devices that never wait for each other and encode nothing twice.
     """
-    most = max(8, 2 * case.devices.count)
+    most = max(8, 2 * problem.devices.count)
     count = 1
     while count <= most:
-        chosen = choose(_on(case, count)).chosen
+        chosen = choose(_on(problem, count)).chosen
         fits = "" if chosen.fits else " (too much)"
-        nodes = max(1, count // case.devices.per_node)
+        nodes = max(1, count // problem.devices.per_node)
         where = f" on {nodes} machines" if nodes > 1 else ""
         yield (
             f"{count}{where}: {chosen.way}, {show_bytes(chosen.bytes_per_device.total)} each{fits}, speed "
@@ -114,44 +114,44 @@ def scaling(case: Case) -> Iterator[str]:
         count *= 2
 
 
-def _on(case: Case, count: int) -> Case:
-    """Return the case on another number of devices, each with its present batch."""
-    rows, devices = case.rows, case.devices
+def _on(problem: PlanningProblem, count: int) -> PlanningProblem:
+    """Return the problem for another number of devices, each with its present batch."""
+    rows, devices = problem.rows, problem.devices
     nodes = max(1, count // devices.per_node)
-    config = case.config.model_copy(update={"sharding_factor": "auto"})
+    config = problem.config.model_copy(update={"sharding_factor": "auto"})
     return replace(
-        case,
+        problem,
         config=config,
         devices=replace(devices, count=count, nodes=nodes),
         rows=BatchRows(rows.num_queries, rows.num_documents, count * rows.num_queries, count * rows.num_documents),
     )
 
 
-def _half_batch(case: Case) -> Case:
-    rows = case.rows
+def _half_batch(problem: PlanningProblem) -> PlanningProblem:
+    rows = problem.rows
     halved = BatchRows(
         -(-rows.num_queries // 2), -(-rows.num_documents // 2), -(-rows.all_queries // 2), -(-rows.all_documents // 2)
     )
-    return replace(case, rows=halved, num_pictures=case.num_pictures / 2)
+    return replace(problem, rows=halved, num_pictures=problem.num_pictures / 2)
 
 
-def _one_device(case: Case) -> str:
-    alone = _on(replace(case, config=case.config.model_copy(update=dict.fromkeys(DECIDING_KEYS, "auto"))), 1)
+def _one_device(problem: PlanningProblem) -> str:
+    alone = _on(replace(problem, config=problem.config.model_copy(update=dict.fromkeys(DECIDING_KEYS, "auto"))), 1)
     full = [weigh(alone, way) for way in all_ways(alone) if not way.use_lora]
     fitting = [each for each in full if each.fits]
     if fitting:
         best = max(fitting, key=lambda each: each.relative_speed)
         return f"Does it fit on one device? Yes: {best.way} needs {show_bytes(best.least_bytes)}."
     least = min(full, key=lambda each: each.least_bytes)
-    missing = FIT_FACTOR * least.least_bytes + FIT_RESERVE_BYTES - FIT_SHARE * case.devices.memory_bytes
+    missing = FIT_FACTOR * least.least_bytes + FIT_RESERVE_BYTES - FIT_SHARE * problem.devices.memory_bytes
     return (
         f"Does it fit on one device? No: even {least.way} needs {show_bytes(least.least_bytes)}, and with reserve "
         f"{show_bytes(missing)} are missing."
     )
 
 
-def _faster(case: Case, choice: Choice) -> str:
-    count, chosen = case.devices.count, choice.chosen
+def _faster(problem: PlanningProblem, choice: Choice) -> str:
+    count, chosen = problem.devices.count, choice.chosen
     if count == 1:
         return "Must it be faster? More devices share the batch: --devices 4x24GB shows what they would do."
     speed = f"{count * chosen.relative_speed:.3g}"
@@ -161,12 +161,12 @@ def _faster(case: Case, choice: Choice) -> str:
     )
 
 
-def _missing(case: Case, choice: Choice) -> str:
+def _missing(problem: PlanningProblem, choice: Choice) -> str:
     chosen = choice.chosen
     if chosen.fits:
-        spare = case.limit_bytes - chosen.bytes_per_device.total
+        spare = problem.limit_bytes - chosen.bytes_per_device.total
         return f"How much memory is missing? None: {show_bytes(max(0, spare))} are to spare, reserve left out."
-    missing = chosen.least_bytes - case.limit_bytes
+    missing = chosen.least_bytes - problem.limit_bytes
     return f"How much memory is missing? {show_bytes(max(0, missing))} on each device, with reserve."
 
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from vembed.plan.memory import show_bytes
 
 if TYPE_CHECKING:
-    from vembed.plan.case import Case, Way
     from vembed.plan.memory import ModelSize
+    from vembed.plan.problem import PlanningProblem, Way
 
 CPU_CHUNK_BYTES = 128 << 20
 """Activations of one chunk on a CPU. Small chunks stay in its caches and cost no launch, so less padding wins."""
@@ -58,20 +58,20 @@ class ChunkPlan:
     reasons: tuple[str, ...]
 
 
-def plan_chunks(case: Case, way: Way, *, room_bytes: int) -> ChunkPlan:
+def choose_chunks(problem: PlanningProblem, way: Way, *, room_bytes: int) -> ChunkPlan:
     """Return the chunks of a batch, before anything is retained.
 
     Args:
-        case: The user's word, the device, the batch.
+        problem: The user's word, the device, the batch.
         way: How it is trained.
         room_bytes: Memory beside everything but activations.
     """
-    model, checkpointed = case.sized(way), way.gradient_checkpointing
-    rows, tokens, reasons = _budget(case, way, room_bytes)
-    if case.config.use_gradient_cache is False:
+    model, checkpointed = problem.sized(way), way.gradient_checkpointing
+    rows, tokens, reasons = _budget(problem, way, room_bytes)
+    if problem.config.use_gradient_cache is False:
         whole = "use_gradient_cache false: the batch is encoded in one call, memory grows with the batch"
         # Without a limit of length nothing says how long a batch is: one chunk's worth is assumed.
-        live = whole_batch_bytes(case, way, call_tokens=None)
+        live = whole_batch_bytes(problem, way, call_tokens=None)
         if live is None:
             live = model.call_bytes(tokens, checkpointed=checkpointed)
         return ChunkPlan(WHOLE_BATCH, WHOLE_BATCH, 1.0, None, 1.0, live, (*reasons, whole))
@@ -80,28 +80,28 @@ def plan_chunks(case: Case, way: Way, *, room_bytes: int) -> ChunkPlan:
     return ChunkPlan(rows, tokens, 0.0, None, 0.0, live, (*reasons, caching))
 
 
-def plan_retention(case: Case, way: Way, chunks: ChunkPlan, *, room_bytes: int) -> ChunkPlan:
+def plan_retention(problem: PlanningProblem, way: Way, chunks: ChunkPlan, *, room_bytes: int) -> ChunkPlan:
     """Return the chunks with the part of a batch whose graphs are kept from the first pass.
 
     Args:
-        case: The user's word, the device, the batch.
+        problem: The user's word, the device, the batch.
         way: How it is trained.
-        chunks: The chunks of `plan_chunks`.
+        chunks: The chunks of `choose_chunks`.
         room_bytes: Memory beside everything else that a step needs.
     """
-    config, model = case.config, case.sized(way)
+    config, model = problem.config, problem.sized(way)
     if config.use_gradient_cache is False:
         return chunks
-    batch_tokens = _batch_tokens(case, model)
-    whole = whole_batch_bytes(case, way, call_tokens=chunks.tokens)
+    batch_tokens = _batch_tokens(problem, model)
+    whole = whole_batch_bytes(problem, way, call_tokens=chunks.tokens)
     if config.retain != "auto":
         share = float(config.retain)
-        kept_bytes = 0 if whole is None else int(share * _kept_bytes(case, way, model, chunks.tokens))
+        kept_bytes = 0 if whole is None else int(share * _kept_bytes(problem, way, model, chunks.tokens))
         reason = f"retain {share:g}: share of the batch that keeps its graphs and isn't encoded again; as set"
         live = whole if whole is not None and share == 1 else chunks.activation_bytes + kept_bytes
         reasons = (*chunks.reasons, reason)
         return replace(chunks, retain=share, kept_share=share, activation_bytes=live, reasons=reasons)
-    part, room = _retained_part(case), max(0, room_bytes)
+    part, room = _retained_part(problem), max(0, room_bytes)
     each = model.kept_bytes_per_token(checkpointed=way.gradient_checkpointing)
     fitting = int(part * room) // each
     kept = fitting if batch_tokens is None else min(fitting, batch_tokens)
@@ -109,7 +109,7 @@ def plan_retention(case: Case, way: Way, chunks: ChunkPlan, *, room_bytes: int) 
     why += f" at {show_bytes(each)} each"
     live = chunks.activation_bytes + kept * each
     if kept == batch_tokens:
-        why += f", and a batch of {case.rows.own} rows has at most {batch_tokens}: nothing is encoded twice"
+        why += f", and a batch of {problem.rows.own} rows has at most {batch_tokens}: nothing is encoded twice"
         live = min(live, whole or live)
     return replace(
         chunks,
@@ -124,28 +124,28 @@ def plan_retention(case: Case, way: Way, chunks: ChunkPlan, *, room_bytes: int) 
     )
 
 
-def whole_batch_bytes(case: Case, way: Way, *, call_tokens: int | None) -> int | None:
+def whole_batch_bytes(problem: PlanningProblem, way: Way, *, call_tokens: int | None) -> int | None:
     """Return the activations of a device's batch with all graphs kept; None where nothing says how long items are.
 
     Args:
-        case: The batch.
+        problem: The batch.
         way: How it is trained.
         call_tokens: Padded tokens of an encoder call; None encodes each tower's items in one.
     """
-    model = case.sized(way)
+    model = problem.sized(way)
     if model.max_length is None:
         return None
     checkpointed = way.gradient_checkpointing
     passing = 0.0
     for tower in model.towers:
-        width, rows = tower.max_tokens or 1, case.tower_rows(tower)
+        width, rows = tower.max_tokens or 1, problem.tower_rows(tower)
         if call_tokens is not None:
             rows = min(rows, max(1.0, call_tokens / width))
         passing = max(
             passing,
             tower.peak(rows, width, checkpointed=checkpointed) - tower.kept(checkpointed=checkpointed).of(rows, width),
         )
-    return _kept_bytes(case, way, model, call_tokens) + int(passing)
+    return _kept_bytes(problem, way, model, call_tokens) + int(passing)
 
 
 def num_calls(rows: float, width: int, call_tokens: int | None, most_rows: int = WHOLE_BATCH) -> int:
@@ -155,38 +155,38 @@ def num_calls(rows: float, width: int, call_tokens: int | None, most_rows: int =
     return 1 if call_tokens is None else math.ceil(rows / max(1, min(most_rows, call_tokens // max(1, width))))
 
 
-def _kept_bytes(case: Case, way: Way, model: ModelSize, call_tokens: int | None) -> int:
+def _kept_bytes(problem: PlanningProblem, way: Way, model: ModelSize, call_tokens: int | None) -> int:
     """Return what all calls of a batch keep for their backward passes."""
     total = 0.0
     for tower in model.towers:
-        width, rows = tower.max_tokens or 1, case.tower_rows(tower)
+        width, rows = tower.max_tokens or 1, problem.tower_rows(tower)
         cost = tower.kept(checkpointed=way.gradient_checkpointing)
         total += cost.of(rows, width) + cost.per_call * (num_calls(rows, width, call_tokens) - 1)
     return int(total)
 
 
-def _batch_tokens(case: Case, model: ModelSize) -> int | None:
+def _batch_tokens(problem: PlanningProblem, model: ModelSize) -> int | None:
     if model.max_length is None:
         return None
-    return math.ceil(sum(case.tower_rows(tower) * (tower.max_tokens or 1) for tower in model.towers))
+    return math.ceil(sum(problem.tower_rows(tower) * (tower.max_tokens or 1) for tower in model.towers))
 
 
-def _retained_part(case: Case) -> float:
-    if case.machine.device == "cpu":
+def _retained_part(problem: PlanningProblem) -> float:
+    if problem.machine.device == "cpu":
         return CPU_RETAINED_SHARE
-    return ACCELERATOR_RETAINED_SHARE if case.model.estimated else MEASURED_RETAINED_SHARE
+    return ACCELERATOR_RETAINED_SHARE if problem.model.estimated else MEASURED_RETAINED_SHARE
 
 
-def _budget(case: Case, way: Way, room_bytes: int) -> tuple[int, int, tuple[str, ...]]:
+def _budget(problem: PlanningProblem, way: Way, room_bytes: int) -> tuple[int, int, tuple[str, ...]]:
     """Return the most rows and the most padded tokens of one encoder call, and why."""
-    config, model = case.config, case.sized(way)
+    config, model = problem.config, problem.sized(way)
     rows = MOST_CHUNK_ROWS if config.gradient_cache_chunk_size == "auto" else config.gradient_cache_chunk_size
     if config.gradient_cache_chunk_tokens != "auto":
         return rows, config.gradient_cache_chunk_tokens, ()
     if config.gradient_cache_chunk_size != "auto" and model.max_length is not None:
         return rows, rows * model.max_length, ()  # the user thinks in rows: tokens must not cut their chunks shorter
     each = model.call_bytes_per_token(checkpointed=way.gradient_checkpointing)
-    tokens = max(LEAST_CHUNK_TOKENS, model.max_length or 0, _chunk_bytes(case, way, room_bytes) // each)
+    tokens = max(LEAST_CHUNK_TOKENS, model.max_length or 0, _chunk_bytes(problem, way, room_bytes) // each)
     reason = (
         f"gradient_cache_chunk_tokens {tokens}: {show_bytes(tokens * each)} of activations at {show_bytes(each)} a "
         f"token{' (estimated)' if model.estimated else ''}"
@@ -196,10 +196,10 @@ def _budget(case: Case, way: Way, room_bytes: int) -> tuple[int, int, tuple[str,
     return rows, tokens, (reason,)
 
 
-def _chunk_bytes(case: Case, way: Way, room_bytes: int) -> int:
-    if case.machine.device == "cpu":
+def _chunk_bytes(problem: PlanningProblem, way: Way, room_bytes: int) -> int:
+    if problem.machine.device == "cpu":
         return CPU_CHUNK_BYTES
-    most = case.devices.memory_bytes // 4
+    most = problem.devices.memory_bytes // 4
     if way.resharding:
         return max(0, min(most, int(RESHARDING_SHARE * room_bytes)))
     return max(0, min(ACCELERATOR_CHUNK_BYTES, most, room_bytes))

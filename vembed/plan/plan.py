@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.plan.advice import decision_tree, oom_ladder, scaling, zero_lines
 from vembed.plan.batching import BatchPlan, RecordSize, plan_batch
-from vembed.plan.case import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, Case, Way
 from vembed.plan.devices import Devices
 from vembed.plan.epoch import epoch_layout
 from vembed.plan.hardware import cpu_memory_bytes
 from vembed.plan.loading import Loading, plan_loading
 from vembed.plan.memory import BatchRows, BytesPerDevice, LossTiles, ModelSize, show_bytes
+from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, PlanningProblem, Way
 from vembed.plan.strategy import Choice, choose
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
-    from vembed.plan.candidates import Candidate
-    from vembed.plan.case import Mode, Strategy
+    from vembed.plan.cost_model import Candidate
     from vembed.plan.hardware import Machine
+    from vembed.plan.problem import Mode, Strategy
 
 CPU_TILE_SIZE = 1024
 """Side of a block of the similarity matrix: 4 MiB of float32, so that a few of them stay in a core's caches."""
@@ -183,39 +183,44 @@ def make_plan(
     dtype = compute_dtype(config, machine, reasons)
     rows, num_pictures = _batch_rows(batch, devices, data)
     tiles = _loss_tiles(config, machine, model, reasons)
-    case = Case(config, machine, devices, model, rows, num_pictures, dtype, tiles)
-    choice = choose(case)
+    problem = PlanningProblem(config, machine, devices, model, rows, num_pictures, dtype, tiles)
+    choice = choose(problem)
     steps = _steps(config, batch, data.num_records)
     loading = plan_loading(config, machine, data, num_queries=rows.num_queries)
-    reasons += (*steps.notes, *batch.reasons, *_reduction_notes(case, choice.chosen.way))
+    reasons += (*steps.notes, *batch.reasons, *_reduction_notes(problem, choice.chosen.way))
     reasons += (*choice.chosen.chunks.reasons, memory_sentence(choice.chosen, devices.memory_bytes), loading.reason)
-    return _assembled(case, choice, batch, steps, loading, (*choice.reasons, *reasons))
+    return _assembled(problem, choice, batch, steps, loading, (*choice.reasons, *reasons))
 
 
 def _assembled(
-    case: Case, choice: Choice, batch: BatchPlan, steps: _Steps, loading: Loading, reasons: tuple[str, ...]
+    problem: PlanningProblem,
+    choice: Choice,
+    batch: BatchPlan,
+    steps: _Steps,
+    loading: Loading,
+    reasons: tuple[str, ...],
 ) -> Plan:
     """Put the decisions together."""
     chosen, way, chunks = choice.chosen, choice.chosen.way, choice.chosen.chunks
     return Plan(
         strategy=way.strategy,
         reasons=reasons,
-        world_size=case.devices.count,
+        world_size=problem.devices.count,
         batch_size=batch.batch_size,
         global_batch_size=batch.global_batch_size,
         gradient_cache_chunk_size=chunks.rows,
         gradient_cache_chunk_tokens=chunks.tokens,
         retain=chunks.retain,
         retain_tokens=chunks.retain_tokens,
-        dtype=case.dtype,
-        loss_tile_size=case.tiles.size,
+        dtype=problem.dtype,
+        loss_tile_size=problem.tiles.size,
         steps=steps.all,
         steps_per_epoch=steps.per_epoch,
-        warmup_steps=_warmup_steps(case.config, steps.all),
-        eval_every=_eval_every(case.config, steps.per_epoch),
+        warmup_steps=_warmup_steps(problem.config, steps.all),
+        eval_every=_eval_every(problem.config, steps.per_epoch),
         bytes_per_device=chosen.bytes_per_device,
         fits=chosen.fits,
-        memory_bytes=case.devices.memory_bytes,
+        memory_bytes=problem.devices.memory_bytes,
         num_workers=loading.num_workers,
         batches_ahead=loading.batches_ahead,
         gradient_cache=way.gradient_cache,
@@ -226,12 +231,12 @@ def _assembled(
         cpu_offload=way.cpu_offload,
         gradient_accumulation_steps=batch.gradient_accumulation_steps,
         learning_rate=batch.learning_rate,
-        bucket_bytes=case.config.ddp_bucket_cap_mb << 20,
+        bucket_bytes=problem.config.ddp_bucket_cap_mb << 20,
         candidates=choice.candidates,
-        decision_tree=decision_tree(case, choice),
-        oom_ladder=oom_ladder(case, choice),
-        zero_stages=zero_lines(case),
-        scaling=tuple(scaling(case)),
+        decision_tree=decision_tree(problem, choice),
+        oom_ladder=oom_ladder(problem, choice),
+        zero_stages=zero_lines(problem),
+        scaling=tuple(scaling(problem)),
     )
 
 
@@ -289,9 +294,9 @@ def _batch_rows(batch: BatchPlan, devices: Devices, data: DataSize) -> tuple[Bat
     return rows, min(rows.own, own * data.pictures_per_record)
 
 
-def _reduction_notes(case: Case, way: Way) -> list[str]:
+def _reduction_notes(problem: PlanningProblem, way: Way) -> list[str]:
     """Say how the gradients of several devices are added up, and what that never needs."""
-    config, devices, notes = case.config, case.devices, []
+    config, devices, notes = problem.config, problem.devices, []
     if config.ddp_find_unused_parameters:
         notes.append(
             "ddp_find_unused_parameters true: never needed; every trainable weight that a device didn't use counts as "

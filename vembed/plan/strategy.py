@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.errors import ConfigError
-from vembed.plan.candidates import weigh
-from vembed.plan.case import MODES, all_ways
+from vembed.plan.cost_model import weigh
 from vembed.plan.memory import show_bytes, show_count
+from vembed.plan.problem import MODES, all_ways
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vembed.config.schema import Config
-    from vembed.plan.candidates import Candidate
-    from vembed.plan.case import Case, Strategy, Way
+    from vembed.plan.cost_model import Candidate
+    from vembed.plan.problem import PlanningProblem, Strategy, Way
 
 LORA_FROM = 8_000_000_000
 """Parameters from which a sharded model trains adapters, where `use_lora` is auto."""
@@ -105,28 +105,28 @@ def prior(num_parameters: int, num_devices: int) -> MatrixRow:
     return min(rows, key=distance)
 
 
-def choose(case: Case) -> Choice:
+def choose(problem: PlanningProblem) -> Choice:
     """Weigh every way of training and choose one.
 
     Raises:
         ConfigError: A key asks for what these devices or this model can't do.
     """
-    _check_factor(case)
-    row = prior(case.model.num_parameters, case.devices.count)
-    candidates = tuple(weigh(case, way) for way in all_ways(case))
-    wished = [each for each in candidates if _as_wished(case, each.way)]
+    _check_factor(problem)
+    row = prior(problem.model.num_parameters, problem.devices.count)
+    candidates = tuple(weigh(problem, way) for way in all_ways(problem))
+    wished = [each for each in candidates if _as_wished(problem, each.way)]
     if not wished:
         raise ConfigError(
-            f"no way to train has all of {_set_keys(case.config)} with torch_dtype {case.config.torch_dtype} on "
-            f"{case.devices.count} devices; set one of them to auto"
+            f"no way to train has all of {_set_keys(problem.config)} with torch_dtype {problem.config.torch_dtype} on "
+            f"{problem.devices.count} devices; set one of them to auto"
         )
-    free = _unasked(case, candidates, row)
-    chosen = _first_fitting(case, wished, row)
+    free = _unasked(problem, candidates, row)
+    chosen = _first_fitting(problem, wished, row)
     fits = chosen is not None
     if chosen is None:
         chosen = min(wished, key=lambda each: each.bytes_per_device.total)
-    reasons = [_headline(case, row, chosen), *_steps_down(case, row, wished, chosen)]
-    reasons += _warnings(case, chosen, free, fits=fits)
+    reasons = [_headline(problem, row, chosen), *_steps_down(problem, row, wished, chosen)]
+    reasons += _warnings(problem, chosen, free, fits=fits)
     faster = _faster(wished, chosen)
     if faster is not None:
         reasons.append(
@@ -136,15 +136,15 @@ def choose(case: Case) -> Choice:
     return Choice(chosen, candidates, tuple(reasons))
 
 
-def _unasked(case: Case, candidates: Sequence[Candidate], row: MatrixRow) -> Candidate | None:
+def _unasked(problem: PlanningProblem, candidates: Sequence[Candidate], row: MatrixRow) -> Candidate | None:
     """Return what the numbers alone would choose."""
-    plain = replace(case, config=case.config.model_copy(update=dict.fromkeys(DECIDING_KEYS, "auto")))
-    whole = [each for each in candidates if each.way.sharding_factor in (1, case.devices.count)]
+    plain = replace(problem, config=problem.config.model_copy(update=dict.fromkeys(DECIDING_KEYS, "auto")))
+    whole = [each for each in candidates if each.way.sharding_factor in (1, problem.devices.count)]
     return _first_fitting(plain, whole, row)
 
 
-def _check_factor(case: Case) -> None:
-    factor, count = case.config.sharding_factor, case.devices.count
+def _check_factor(problem: PlanningProblem) -> None:
+    factor, count = problem.config.sharding_factor, problem.devices.count
     if factor == "auto" or (factor <= count and count % factor == 0):
         return
     if count == 1:
@@ -154,15 +154,15 @@ def _check_factor(case: Case) -> None:
     raise ConfigError(f"sharding_factor {factor} doesn't divide {count} devices; set it to {nearest}, or to auto")
 
 
-def _as_wished(case: Case, way: Way) -> bool:
+def _as_wished(problem: PlanningProblem, way: Way) -> bool:
     """Return whether a way keeps what the user set."""
-    config, alone = case.config, case.devices.count == 1
+    config, alone = problem.config, problem.devices.count == 1
     wishes: list[tuple[object, object]] = [
         (config.use_lora, way.use_lora),
-        (config.gradient_checkpointing if case.model.checkpointable else "auto", way.gradient_checkpointing),
+        (config.gradient_checkpointing if problem.model.checkpointable else "auto", way.gradient_checkpointing),
     ]
     if not alone:
-        factor = case.devices.count if config.sharding_factor == "auto" else config.sharding_factor
+        factor = problem.devices.count if config.sharding_factor == "auto" else config.sharding_factor
         wishes += [
             (config.use_fsdp, way.mode is not None),
             (config.cpu_offload if way.mode is not None else "auto", way.cpu_offload),
@@ -172,24 +172,24 @@ def _as_wished(case: Case, way: Way) -> bool:
         if config.fsdp_mode != "auto" or config.cpu_offload is True:
             wishes.append((True, way.mode is not None))
     if way.mode is None:
-        wishes.append((_caching(case), way.gradient_cache))
+        wishes.append((_caching(problem), way.gradient_cache))
     return all(wish in ("auto", what) for wish, what in wishes)
 
 
-def _caching(case: Case) -> str | bool:
+def _caching(problem: PlanningProblem) -> str | bool:
     """Return whether a replicated run must or must not cache gradients; auto leaves it to memory."""
-    config = case.config
+    config = problem.config
     if config.use_gradient_cache != "auto":
         return config.use_gradient_cache
     if config.retain != "auto" and config.retain < 1:
         return True
-    large = case.model.num_parameters > CACHE_FROM
+    large = problem.model.num_parameters > CACHE_FROM
     return True if large and config.gradient_checkpointing is True else "auto"
 
 
-def _rung(case: Case, way: Way) -> int | None:
+def _rung(problem: PlanningProblem, way: Way) -> int | None:
     """Return a way's place in the ladder; None for what is only taken when a key asks for it."""
-    config, alone = case.config, case.devices.count == 1
+    config, alone = problem.config, problem.devices.count == 1
     unasked_checkpointing = way.gradient_checkpointing and config.gradient_checkpointing == "auto"
     unasked_lora = way.use_lora and config.use_lora == "auto"
     if unasked_lora and config.trainable != "all":
@@ -202,72 +202,72 @@ def _rung(case: Case, way: Way) -> int | None:
         return 100 * way.gradient_cache + 100 * unasked_checkpointing
     if way.cpu_offload:
         return 500 + way.use_lora
-    if not way.use_lora and config.use_lora == "auto" and _adapts_when_sharded(case):
+    if not way.use_lora and config.use_lora == "auto" and _adapts_when_sharded(problem):
         return None
     first = 400 if way.use_lora and config.use_lora == "auto" else 300
     return first + 10 * unasked_checkpointing + (0 if way.mode is None else MODES.index(way.mode))
 
 
-def _adapts_when_sharded(case: Case) -> bool:
-    config, model = case.config, case.model
+def _adapts_when_sharded(problem: PlanningProblem) -> bool:
+    config, model = problem.config, problem.model
     return model.adapted is not None and model.num_parameters >= LORA_FROM and config.trainable == "all"
 
 
 _FIRST_RUNG = {"single": 0, "ddp": 0, "ddp_gradcache": 100, "fsdp_lora": 300}
 
 
-def _first_fitting(case: Case, candidates: Sequence[Candidate], row: MatrixRow) -> Candidate | None:
+def _first_fitting(problem: PlanningProblem, candidates: Sequence[Candidate], row: MatrixRow) -> Candidate | None:
     """Return the first candidate of the ladder that fits, from the prior on; before it where nothing later does."""
     found = [
         (rung, place)
         for place, each in enumerate(candidates)
-        if each.fits and (rung := _rung(case, each.way)) is not None
+        if each.fits and (rung := _rung(problem, each.way)) is not None
     ]
     later = [each for each in found if each[0] >= _FIRST_RUNG[row.strategy]] or found
     return candidates[min(later)[1]] if later else None
 
 
-def _headline(case: Case, row: MatrixRow, chosen: Candidate) -> str:
-    count = case.devices.count
+def _headline(problem: PlanningProblem, row: MatrixRow, chosen: Candidate) -> str:
+    count = problem.devices.count
     if count == 1:
         return "single: one process on one device"
-    size = f"{show_count(case.model.num_parameters)} parameters on {case.devices.count} devices"
+    size = f"{show_count(problem.model.num_parameters)} parameters on {problem.devices.count} devices"
     other = "" if row.alternative is None else f", else {row.alternative}"
     return f"{chosen.way}: {size}; the decision matrix says {row.strategy}{other}"
 
 
-def _steps_down(case: Case, row: MatrixRow, wished: Sequence[Candidate], chosen: Candidate) -> list[str]:
+def _steps_down(problem: PlanningProblem, row: MatrixRow, wished: Sequence[Candidate], chosen: Candidate) -> list[str]:
     """Say which rungs before the chosen one don't fit; on one device only where the chosen one costs something."""
-    end = _rung(case, chosen.way)
-    if case.devices.count == 1 and end is not None and end <= _FIRST_RUNG["ddp_gradcache"]:
+    end = _rung(problem, chosen.way)
+    if problem.devices.count == 1 and end is not None and end <= _FIRST_RUNG["ddp_gradcache"]:
         return []
     said: dict[str, Candidate] = {}
     for each in wished:
-        rung = _rung(case, each.way)
+        rung = _rung(problem, each.way)
         if rung is not None and _FIRST_RUNG[row.strategy] <= rung and (end is None or rung < end):
             said.setdefault(str(each.way), each)
     said = dict(list(said.items())[:MOST_STEPS_SAID])
-    return [_too_large(case, name, each) for name, each in said.items()]
+    return [_too_large(problem, name, each) for name, each in said.items()]
 
 
-def _too_large(case: Case, name: str, candidate: Candidate) -> str:
+def _too_large(problem: PlanningProblem, name: str, candidate: Candidate) -> str:
     sizes = candidate.bytes_per_device
-    if sizes.total <= case.limit_bytes:
+    if sizes.total <= problem.limit_bytes:
         return (
             f"{name} would keep all graphs of the batch: {show_bytes(sizes.activations)} of activations, more of the "
             f"spare memory than an estimate may take"
         )
     return (
-        f"{name} doesn't fit: {show_bytes(sizes.total)} predicted, at most {show_bytes(case.limit_bytes)} of "
-        f"{show_bytes(case.devices.memory_bytes)} with reserve"
+        f"{name} doesn't fit: {show_bytes(sizes.total)} predicted, at most {show_bytes(problem.limit_bytes)} of "
+        f"{show_bytes(problem.devices.memory_bytes)} with reserve"
     )
 
 
-def _warnings(case: Case, chosen: Candidate, free: Candidate | None, *, fits: bool) -> list[str]:
+def _warnings(problem: PlanningProblem, chosen: Candidate, free: Candidate | None, *, fits: bool) -> list[str]:
     """Say where the numbers speak against what the user set."""
-    config, way = case.config, chosen.way
+    config, way = problem.config, chosen.way
     said = []
-    if case.devices.count == 1:
+    if problem.devices.count == 1:
         idle = {
             "use_fsdp true": config.use_fsdp is True,
             f"sharding_factor {config.sharding_factor}": config.sharding_factor not in ("auto", 1),
@@ -281,9 +281,14 @@ def _warnings(case: Case, chosen: Candidate, free: Candidate | None, *, fits: bo
         said.append("use_lora: adapters train beside a frozen base; use_lora false keeps full fine-tuning")
     if way.gradient_checkpointing and config.gradient_checkpointing == "auto":
         said.append("gradient_checkpointing: on, as a step wouldn't fit without; false rules it out")
-    if way.mode is None and config.use_gradient_cache == "auto" and _caching(case) is True and config.retain == "auto":
+    if (
+        way.mode is None
+        and config.use_gradient_cache == "auto"
+        and _caching(problem) is True
+        and config.retain == "auto"
+    ):
         said.append("use_gradient_cache: on, as it is with gradient checkpointing above 1B parameters")
-    if not case.model.checkpointable and config.gradient_checkpointing is True:
+    if not problem.model.checkpointable and config.gradient_checkpointing is True:
         said.append("gradient_checkpointing true has no effect: this model computes nothing again")
     if not fits:
         said.append(f"no way that the keys allow fits; {way} needs least")

@@ -9,7 +9,7 @@ from vembed.plan.hardware import GIB
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vembed.plan.candidates import Candidate
+    from vembed.plan.cost_model import Candidate
     from vembed.plan.plan import Plan
 
 HEADER = (

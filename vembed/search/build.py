@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from vembed.batch import Image, modality_of, pictures_in
-from vembed.data.given import NAMES, modality_names
+from vembed.data.python_inputs import NAMES, modality_names
 from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
 from vembed.evaluation.index import build_index, new_index

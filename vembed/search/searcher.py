@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
-from vembed.data.given import items_of, refuse_other_modalities
+from vembed.data.python_inputs import items_of, refuse_other_modalities
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vembed.batch import Modality
-    from vembed.data.given import Given
     from vembed.data.images import ImageLimits
+    from vembed.data.python_inputs import PythonInputs
     from vembed.evaluation.encode import ItemEncoder
     from vembed.search.index import Hit, SearchIndex
 
@@ -51,7 +51,7 @@ class Searcher:
         """What may be searched with: texts, pictures, or a picture with a text."""
         return self._encode.encoder.modalities
 
-    def search(self, queries: Iterable[Given], k: int = 10) -> list[list[Hit]]:
+    def search(self, queries: Iterable[PythonInputs], k: int = 10) -> list[list[Hit]]:
         """Return the best documents of each query, best first.
 
         Args:

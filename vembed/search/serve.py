@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
 from vembed.batch import Composed, Image
-from vembed.data.given import NAMES, modality_names
 from vembed.data.images import ImageError
+from vembed.data.python_inputs import NAMES, modality_names
 from vembed.errors import MachineError, VembedError
 from vembed.search.page import COUNTS, MAX_QUERY_CHARACTERS, PICTURE_FIELD, Answer, PageFacts, ShownPicture, render
 from vembed.search.page_style import POLICY

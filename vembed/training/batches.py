@@ -19,8 +19,8 @@ from vembed.batch import Features, modality_of
 from vembed.data.collate import collate
 from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
-from vembed.training.dealing import deal_rows, estimated_costs
 from vembed.training.frozen import is_stored, stored_pool
+from vembed.training.row_assignment import assign_rows, estimated_costs
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vembed.data.augment import Augmenter
     from vembed.data.records import RecordTable
     from vembed.data.sampler import GlobalSampler
-    from vembed.gradcache.deal import Deal
+    from vembed.gradcache.row_assignment import RowAssignment
     from vembed.models.encoder import Encoder
     from vembed.training.frozen import StoredEmbeddings
 
@@ -56,13 +56,13 @@ class FeaturedBatch:
 
     Attributes:
         batch: The rows of all ranks.
-        deal: Which of them are whose.
+        assignment: Which of them are whose.
         parts: Features of this rank's rows of one modality each, and where those belong in [queries; documents], int64;
             -1 for a spare row.
     """
 
     batch: ContrastiveBatch
-    deal: Deal
+    assignment: RowAssignment
     parts: tuple[tuple[Features, NDArray[np.int64]], ...]
 
 
@@ -72,14 +72,14 @@ class PreparedBatch:
 
     Attributes:
         batch: The rows of all ranks.
-        deal: Which of them are whose.
+        assignment: Which of them are whose.
         pools: This rank's, as features; what goes through one tower shares a pool, so that it packs tighter.
         structure: Positives and identities of the batch, on the CPU: losses that stream list cells there, and read
             nothing back.
     """
 
     batch: ContrastiveBatch
-    deal: Deal
+    assignment: RowAssignment
     pools: tuple[Pool, ...]
     structure: BatchStructure
 
@@ -136,9 +136,9 @@ class BatchSource:
         batch = collate(records, rows)
         items = (*batch.queries, *batch.documents)
         groups = [places for _, places in self.encoder.by_modality(items)]
-        deal = deal_rows(groups, estimated_costs(items, self.encoder.max_length), self.world_size)
-        own = [self._own_part(batch, group, deal) for group in groups]
-        return FeaturedBatch(batch, deal, tuple(own))
+        assignment = assign_rows(groups, estimated_costs(items, self.encoder.max_length), self.world_size)
+        own = [self._own_part(batch, group, assignment) for group in groups]
+        return FeaturedBatch(batch, assignment, tuple(own))
 
     def prepared(self, featured: FeaturedBatch) -> PreparedBatch:
         """Give features to the encoder."""
@@ -148,19 +148,19 @@ class BatchSource:
             else Pool(self.encoder, self.encoder.collate, features, slots)
             for features, slots in featured.parts
         )
-        return PreparedBatch(featured.batch, featured.deal, pools, BatchStructure.of(featured.batch))
+        return PreparedBatch(featured.batch, featured.assignment, pools, BatchStructure.of(featured.batch))
 
     def _own_part(
-        self, batch: ContrastiveBatch, group: NDArray[np.int64], deal: Deal
+        self, batch: ContrastiveBatch, group: NDArray[np.int64], assignment: RowAssignment
     ) -> tuple[Features, NDArray[np.int64]]:
         """Return this rank's rows of one modality: what shares a tower is packed together, queries and documents alike.
 
         Args:
             batch: The rows of all ranks.
             group: Places of the items of the modality in [queries; documents].
-            deal: Which of them are whose.
+            assignment: Which of them are whose.
         """
-        slots = group[np.isin(group, deal.slots[self.rank], assume_unique=True)]
+        slots = group[np.isin(group, assignment.slots[self.rank], assume_unique=True)]
         if not len(slots):
             return self._features(batch, group[:1]), np.full(1, -1, dtype=np.int64)
         return self._features(batch, slots), slots

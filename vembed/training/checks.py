@@ -26,8 +26,8 @@ def refuse_batch_norm(encoder: Encoder) -> None:
     Raises:
         ConfigError: The encoder has batch normalisation.
     """
-    resting = {module for still in encoder.resting for module in still.modules()}  # these take no statistics
-    if any(isinstance(module, _BatchNorm) and module not in resting for module in encoder.modules()):
+    eval_only = {module for still in encoder.eval_only for module in still.modules()}  # these take no statistics
+    if any(isinstance(module, _BatchNorm) and module not in eval_only for module in encoder.modules()):
         raise ConfigError(
             f"{encoder.name} has batch normalisation, whose statistics depend on the chunk: gradient caching can't "
             f"compute its gradients. Set use_gradient_cache: false, or use a model with another normalisation"
@@ -56,7 +56,7 @@ def dry_run(source: BatchSource, engine: GradCacheEngine, encoder: Encoder) -> N
     started = time.perf_counter()
     encoder.train()
     batch = source.batch(0)
-    result = engine.step(batch.pools, batch.structure, deal=batch.deal)
+    result = engine.step(batch.pools, batch.structure, assignment=batch.assignment)
     norm = total_norm([p.grad for p in encoder.parameters() if p.grad is not None])
     _log.info(
         "dry run: one step of %d queries in %.2f s, %d chunks, loss %.4f, gradient norm %.3g, peak memory %.2f GiB; "

@@ -40,7 +40,7 @@ WAIT_SHARE = 0.1
 """Share of a step in which the ranks wait for the slowest."""
 
 TOKEN_IMBALANCE = 1.15
-"""Largest over mean tokens of a rank from which the deal of the rows is what makes ranks wait."""
+"""Largest over mean tokens of a rank from which the assignment of the rows is what makes ranks wait."""
 
 LEAST_UTILISATION = 0.8
 """Share of the time in which a GPU should run a kernel."""

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.batch import ContrastiveBatch, Item
-    from vembed.gradcache.deal import Deal
+    from vembed.gradcache.row_assignment import RowAssignment
     from vembed.training.batches import PreparedBatch
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only its free space is looked at
@@ -191,12 +191,12 @@ class _Parcel:
 
     Attributes:
         batch: The rows; pictures without their encoded bytes, which nobody needs behind this point.
-        deal: As in `FeaturedBatch`.
+        assignment: As in `FeaturedBatch`.
         parts: As in `FeaturedBatch`, the entries with one row per item apart.
     """
 
     batch: ContrastiveBatch
-    deal: Deal
+    assignment: RowAssignment
     parts: tuple[tuple[Features, dict[str, NDArray[Any] | Tensor], NDArray[np.int64]], ...]
 
     @classmethod
@@ -212,7 +212,7 @@ class _Parcel:
         )
         return cls(
             light,
-            featured.deal,
+            featured.assignment,
             tuple(
                 (
                     replace(features, per_row={}),
@@ -237,7 +237,7 @@ class _Parcel:
         """Return what was packed; shared memory is seen, not copied."""
         return FeaturedBatch(
             self.batch,
-            self.deal,
+            self.assignment,
             tuple(
                 (replace(features, per_row={name: _array(values) for name, values in per_row.items()}), slots)
                 for features, per_row, slots in self.parts

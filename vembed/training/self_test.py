@@ -21,9 +21,9 @@ from vembed.distributed.local_ranks import Backend, run_on_local_ranks
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.deal import Deal
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 
@@ -127,13 +127,13 @@ def check_this_rank(device: torch.device) -> SelfTest:
     whole = Pool(on_device, encoder.collate, features, np.arange(num_rows))
     expected_loss = reference_step([whole], structure, loss).item()
     expected = _gradients(encoder, loss)
-    deal = _deal(num_rows, ranks.world_size)
-    own = deal.slots[ranks.rank]
+    assignment = _deal(num_rows, ranks.world_size)
+    own = assignment.slots[ranks.rank]
     pool = Pool(on_device, encoder.collate, features.take(own), own)
     options = EngineOptions(budget=ChunkBudget(rows=5, tokens=60), device=device, retain=0.3, ranks=ranks)
     engine = GradCacheEngine(loss, options, list(encoder.parameters()))
     started = time.perf_counter()
-    result = engine.step([pool], structure, deal=deal)
+    result = engine.step([pool], structure, assignment=assignment)
     seconds = time.perf_counter() - started
     return SelfTest(
         gradient_error=_relative_error(_gradients(encoder, loss), expected),
@@ -187,10 +187,10 @@ def _features(num_rows: int) -> Features:
     return Features({"ids": ids}, ids.lengths)
 
 
-def _deal(num_rows: int, world_size: int) -> Deal:
-    """Deal rows unevenly, so that queries and their documents don't stay together."""
+def _deal(num_rows: int, world_size: int) -> RowAssignment:
+    """RowAssignment rows unevenly, so that queries and their documents don't stay together."""
     owner = np.minimum(np.arange(num_rows) % (world_size + 1), world_size - 1)
-    return Deal(tuple(np.flatnonzero(owner == rank) for rank in range(world_size)))
+    return RowAssignment(tuple(np.flatnonzero(owner == rank) for rank in range(world_size)))
 
 
 def _gradients(*modules: nn.Module) -> dict[str, Tensor]:

@@ -182,7 +182,7 @@ class Trainer:
             totals.data_seconds += time.perf_counter() - asked
             torch.manual_seed(batch_seed(self.options.seed, number, rank=parts.ranks.rank))
             scale = parts.updater.gradient_scale / count
-            result = parts.engine.step(batch.pools, batch.structure, deal=batch.deal, gradient_scale=scale)
+            result = parts.engine.step(batch.pools, batch.structure, assignment=batch.assignment, gradient_scale=scale)
             if result.num_repairs:
                 state.smaller_chunk = parts.engine.budget.rows, parts.engine.budget.tokens
             totals.add(batch, result, counts_masked=self.options.counts_masked)

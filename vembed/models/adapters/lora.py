@@ -88,7 +88,7 @@ def add_adapters(encoder: Encoder, options: LoraOptions) -> None:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     still = [tower for tower in encoder.towers() if tower not in towers]
     names = {name for tower in still for name in tower.parts}
-    encoder.resting = tuple(module for name, module in encoder.named_modules() if name in names)
+    encoder.eval_only = tuple(module for name, module in encoder.named_modules() if name in names)
     encoder.keeps_base = True
     encoder.train(encoder.training)
     leaves = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
@@ -234,4 +234,4 @@ def merge_adapters(encoder: Encoder) -> None:
     del host.peft_config
     forget_quantization(host)
     encoder.keeps_base = False
-    encoder.resting = ()
+    encoder.eval_only = ()

@@ -40,7 +40,7 @@ def freeze(encoder: Encoder, trainable: str) -> None:
                 parameter.requires_grad_(False)
         if not any(parameter.requires_grad for parameter in encoder.parameters()):
             raise ConfigError(f"trainable {trainable}: nothing of it in {encoder.name} can be trained; set it to all")
-        encoder.resting = frozen_modules(encoder)
+        encoder.eval_only = frozen_modules(encoder)
         encoder.train(encoder.training)
     words = trainable.replace("_", " ")
     half = any(each.requires_grad and each.dtype in _HALVES for each in encoder.parameters())

@@ -31,8 +31,8 @@ def changing_names(module: nn.Module) -> frozenset[str] | None:
     """
     if not getattr(module, "keeps_base", False):
         return None
-    resting = set(getattr(module, "resting", ()))
-    still = [name for name, each in module.named_modules() if each in resting]
+    eval_only = set(getattr(module, "eval_only", ()))
+    still = [name for name, each in module.named_modules() if each in eval_only]
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     stored = module.state_dict(keep_vars=True)
     names |= {name for name, _ in module.named_buffers() if name in stored and not is_within(name, still)}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class RowAssignment:
     """The rows of each rank.
 
     Attributes:
@@ -28,7 +28,7 @@ class Deal:
     slots: tuple[NDArray[np.int64], ...]
 
     @classmethod
-    def alone(cls, num_rows: int) -> Deal:
+    def alone(cls, num_rows: int) -> RowAssignment:
         """Give every row to the only rank."""
         return cls((np.arange(num_rows, dtype=np.int64),))
 
@@ -53,7 +53,7 @@ class Deal:
         places[self.slots[rank]] = np.arange(len(self.slots[rank]))
         return places
 
-    def of_vectors(self, counts_N: NDArray[np.int64]) -> Deal:
-        """Return the deal of the vectors, where row i has `counts_N[i]` of them and row i + 1 follows row i."""
+    def of_vectors(self, counts_N: NDArray[np.int64]) -> RowAssignment:
+        """Return the assignment of the vectors, where row i has `counts_N[i]` of them and row i + 1 follows row i."""
         starts_N = np.cumsum(counts_N) - counts_N
-        return Deal(tuple(ranges(starts_N[own], counts_N[own]) for own in self.slots))
+        return RowAssignment(tuple(ranges(starts_N[own], counts_N[own]) for own in self.slots))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Modality
     from vembed.data.images import ImageLimits
 
-Given: TypeAlias = "str | Path | bytes | PIL.Image.Image | Image | Composed"
+PythonInputs: TypeAlias = "str | Path | bytes | PIL.Image.Image | Image | Composed"
 """A text; or a picture as a file, its encoded bytes, a picture of Pillow, or an `Image`; or a picture with a text."""
 
 PICTURE_FORMS = "a pathlib.Path, bytes, or a PIL.Image.Image"
@@ -44,7 +44,7 @@ NAMES: dict[Modality, tuple[str, str]] = {
 """Modality -> what one and what many of its items are called in a sentence."""
 
 
-def items_of(rows: Iterable[Given], limits: ImageLimits) -> list[Item]:
+def items_of(rows: Iterable[PythonInputs], limits: ImageLimits) -> list[Item]:
     """Return rows as items; pictures are checked by their headers.
 
     Args:

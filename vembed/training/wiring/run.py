@@ -23,10 +23,18 @@ from vembed.distributed.runtime import start_runtime
 from vembed.errors import ConfigError
 from vembed.plan.explain import explain
 from vembed.plan.table import comparison
-from vembed.training.build.data import data_paths, image_limits
-from vembed.training.build.launcher import under_launcher
-from vembed.training.build.model import build_encoder, build_loss
-from vembed.training.build.parts import (
+from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_weights
+from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
+from vembed.training.guards import NonFiniteGuard, StopSignal
+from vembed.training.inputs import RunData, load_run_data
+from vembed.training.output import OutputFolder
+from vembed.training.saving import PARTS, refuse_other_run
+from vembed.training.state import RunState
+from vembed.training.trainer import Trainer, TrainerOptions, TrainerParts
+from vembed.training.wiring.data import data_paths, image_limits
+from vembed.training.wiring.launcher import under_launcher
+from vembed.training.wiring.model import build_encoder, build_loss
+from vembed.training.wiring.parts import (
     Run,
     batch_source,
     batches,
@@ -40,15 +48,7 @@ from vembed.training.build.parts import (
     sharding_of,
     start_alike,
 )
-from vembed.training.build.planning import build_plan, read_back
-from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_weights
-from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
-from vembed.training.guards import NonFiniteGuard, StopSignal
-from vembed.training.inputs import RunData, load_run_data
-from vembed.training.output import OutputFolder
-from vembed.training.saving import PARTS, refuse_other_run
-from vembed.training.state import RunState
-from vembed.training.trainer import Trainer, TrainerOptions, TrainerParts
+from vembed.training.wiring.planning import build_plan, read_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -13,8 +13,8 @@ from vembed.plan.devices import Devices
 from vembed.plan.hardware import cpu_cores
 from vembed.plan.plan import DataSize, Plan, compute_dtype, make_plan
 from vembed.plan.strategy import DECIDING_KEYS
-from vembed.training.build.data import measures_both_directions
-from vembed.training.build.model import DTYPES, lora_options, model_options
+from vembed.training.wiring.data import measures_both_directions
+from vembed.training.wiring.model import DTYPES, lora_options, model_options
 
 if TYPE_CHECKING:
     from vembed.checkpoint.format import LoadedCheckpoint

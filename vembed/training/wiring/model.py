@@ -15,8 +15,8 @@ from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
 from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import is_builtin, load_encoder
-from vembed.training.build.data import image_limits
 from vembed.training.inputs import RunData, record_texts
+from vembed.training.wiring.data import image_limits
 
 if TYPE_CHECKING:
     from vembed.batch import Side

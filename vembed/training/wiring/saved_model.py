@@ -14,9 +14,9 @@ from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint, save_trained
 from vembed.models.registry import is_builtin, load_encoder
-from vembed.training.build.model import lora_options, model_options
 from vembed.training.output import OutputFolder
 from vembed.training.saving import load_module
+from vembed.training.wiring.model import lora_options, model_options
 
 if TYPE_CHECKING:
     from pathlib import Path

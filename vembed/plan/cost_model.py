@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vembed.plan.chunks import num_calls, plan_chunks, plan_retention, whole_batch_bytes
+from vembed.plan.chunks import choose_chunks, num_calls, plan_retention, whole_batch_bytes
 from vembed.plan.devices import HOST_LINK
 from vembed.plan.memory import ADAM_STATES, BytesPerDevice, gathered_bytes, loss_bytes
-from vembed.plan.moments import Cut, Load, activation_moments, peak_of_step
+from vembed.plan.peak_timeline import Cut, Load, activation_moments, peak_of_step
 
 if TYPE_CHECKING:
-    from vembed.plan.case import Case, Way
     from vembed.plan.chunks import ChunkPlan
     from vembed.plan.memory import ModelSize
+    from vembed.plan.problem import PlanningProblem, Way
 
 PEAK_SHARE = 0.4
 """Of a device's peak operations, what training an encoder usually reaches."""
@@ -94,38 +94,38 @@ class _States:
     host: int = 0
 
 
-def weigh(case: Case, way: Way) -> Candidate:
+def weigh(problem: PlanningProblem, way: Way) -> Candidate:
     """Return the price of training that way."""
-    model = case.sized(way)
-    states = _states(case, way, model)
-    loss, gathered = loss_bytes(model, case.rows, case.tiles), gathered_bytes(model, case.rows)
+    model = problem.sized(way)
+    states = _states(problem, way, model)
+    loss, gathered = loss_bytes(model, problem.rows, problem.tiles), gathered_bytes(model, problem.rows)
     fixed = states.parameters + states.gradients + states.optimizer + states.reduction + states.sharding
-    room = case.limit_bytes - fixed - loss - gathered
-    bare = plan_chunks(case, way, room_bytes=room)
-    chunks = plan_retention(case, way, bare, room_bytes=room - bare.activation_bytes)
+    room = problem.limit_bytes - fixed - loss - gathered
+    bare = choose_chunks(problem, way, room_bytes=room)
+    chunks = plan_retention(problem, way, bare, room_bytes=room - bare.activation_bytes)
     activations, keeps_all = chunks.activation_bytes, chunks.kept_share == 1
     if not way.gradient_cache and not keeps_all:
-        activations = whole_batch_bytes(case, way, call_tokens=chunks.tokens) or activations
+        activations = whole_batch_bytes(problem, way, call_tokens=chunks.tokens) or activations
     parts = BytesPerDevice(
         states.parameters, states.gradients, states.optimizer, activations, loss, gathered, states.reduction,
         states.sharding,
     )  # fmt: skip
     keep_all = Cut(chunks.rows, chunks.tokens, 1.0, None, way.gradient_checkpointing)
     kept = Cut(chunks.rows, chunks.tokens, chunks.retain, chunks.retain_tokens, way.gradient_checkpointing)
-    sizes = _at_worst(case, way, parts, kept if way.gradient_cache else keep_all)
+    sizes = _at_worst(problem, way, parts, kept if way.gradient_cache else keep_all)
     least = sizes
     if way.gradient_cache:
         bare_parts = replace(parts, activations=bare.activation_bytes)
-        least = _at_worst(case, way, bare_parts, replace(kept, retain=bare.retain, retain_tokens=None))
-    compute = _compute_seconds(case, way, model, kept=chunks.kept_share if way.gradient_cache else 1.0)
-    sent, waiting = _communication(case, way, model, chunks)
-    plain = _compute_seconds(case, None, case.model, kept=1.0)
+        least = _at_worst(problem, way, bare_parts, replace(kept, retain=bare.retain, retain_tokens=None))
+    compute = _compute_seconds(problem, way, model, kept=chunks.kept_share if way.gradient_cache else 1.0)
+    sent, waiting = _communication(problem, way, model, chunks)
+    plain = _compute_seconds(problem, None, problem.model, kept=1.0)
     return Candidate(
         way=way,
         bytes_per_device=sizes,
         least_bytes=least.total,
         host_bytes=states.host,
-        fits=sizes.total <= case.limit_bytes and (way.gradient_cache or keeps_all),
+        fits=sizes.total <= problem.limit_bytes and (way.gradient_cache or keeps_all),
         chunks=chunks,
         relative_speed=plain / (compute + waiting),
         communication_bytes=sent,
@@ -134,10 +134,10 @@ def weigh(case: Case, way: Way) -> Candidate:
     )
 
 
-def _at_worst(case: Case, way: Way, parts: BytesPerDevice, cut: Cut) -> BytesPerDevice:
+def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, cut: Cut) -> BytesPerDevice:
     """Take off what is never there at the same time. An estimate by formula stays on the safe side: all adds up."""
-    model = case.sized(way)
-    loads = [Load(tower, case.tower_rows(tower), tower.max_tokens or 0) for tower in model.towers]
+    model = problem.sized(way)
+    loads = [Load(tower, problem.tower_rows(tower), tower.max_tokens or 0) for tower in model.towers]
     if model.estimated or not all(load.width for load in loads):
         return parts
     loads.sort(key=lambda load: load.tower.items != "pictures")
@@ -147,27 +147,29 @@ def _at_worst(case: Case, way: Way, parts: BytesPerDevice, cut: Cut) -> BytesPer
     worst = peak_of_step(
         replace(parts, sharding=parts.sharding - late),
         activation_moments(loads, cut),
-        tables=2 * case.rows.own * model.dimension * value,
+        tables=2 * problem.rows.own * model.dimension * value,
         fresh=late if way.mode == "sharded" else value * max(tower.largest_tensor for tower in model.towers),
-        held=case.config.gradient_accumulation_steps not in ("auto", 1),
+        held=problem.config.gradient_accumulation_steps not in ("auto", 1),
     )
     return replace(parts, apart=parts.total - worst.total)
 
 
-def _states(case: Case, way: Way, model: ModelSize) -> _States:
+def _states(problem: PlanningProblem, way: Way, model: ModelSize) -> _States:
     """Return the bytes of weights, gradients and optimizer, by what is sharded."""
     value = max(GRADIENT_BYTES, model.bytes_per_value) if way.use_lora else model.bytes_per_value
-    frozen = FOUR_BIT_BYTES if case.config.load_in_4bit and way.use_lora else model.bytes_per_value
+    frozen = FOUR_BIT_BYTES if problem.config.load_in_4bit and way.use_lora else model.bytes_per_value
     trained = model.num_trainable * value
     weights = int((model.num_parameters - model.num_trainable) * frozen) + trained
-    factor, many = way.sharding_factor, case.devices.count > 1
+    factor, many = way.sharding_factor, problem.devices.count > 1
     if way.mode is None:
-        reduced = min(2 * case.config.ddp_bucket_cap_mb << 20, 2 * model.num_trainable * GRADIENT_BYTES) if many else 0
+        reduced = (
+            min(2 * problem.config.ddp_bucket_cap_mb << 20, 2 * model.num_trainable * GRADIENT_BYTES) if many else 0
+        )
         return _States(weights, trained, ADAM_STATES * trained, reduction=reduced)
     shard, optimizer = weights // factor, ADAM_STATES * trained // factor
     summed = model.num_trainable * max(GRADIENT_BYTES, value)
     block, outside = max(tower.largest_block for tower in model.towers), model.outside_blocks
-    whole, gathered = _whole_bytes(case, model), outside * model.bytes_per_value + 2 * block * case.compute_bytes
+    whole, gathered = _whole_bytes(problem, model), outside * model.bytes_per_value + 2 * block * problem.compute_bytes
     passing = gathered + min(block + outside, model.num_trainable) * GRADIENT_BYTES
     device = {
         "fast": _States(whole, summed, optimizer, sharding=shard + summed // factor),
@@ -183,13 +185,13 @@ def _states(case: Case, way: Way, model: ModelSize) -> _States:
     return replace(device, parameters=0, gradients=kept, optimizer=0, sharding=passing, host=host)
 
 
-def _whole_bytes(case: Case, model: ModelSize) -> int:
+def _whole_bytes(problem: PlanningProblem, model: ModelSize) -> int:
     """Return the bytes of weights that are gathered: blocks in the type of the products, the rest in their own."""
     outside = model.outside_blocks
-    return (model.num_parameters - outside) * case.compute_bytes + outside * model.bytes_per_value
+    return (model.num_parameters - outside) * problem.compute_bytes + outside * model.bytes_per_value
 
 
-def _compute_seconds(case: Case, way: Way | None, model: ModelSize, *, kept: float) -> float:
+def _compute_seconds(problem: PlanningProblem, way: Way | None, model: ModelSize, *, kept: float) -> float:
     """Return the seconds that one device computes in a step; without a way that of plain training.
 
     A forward pass is F operations. Backward through frozen weights is another F, and the weights' own gradients F times
@@ -198,33 +200,33 @@ def _compute_seconds(case: Case, way: Way | None, model: ModelSize, *, kept: flo
     """
     operations = 0.0
     for tower in model.towers:
-        rows, width = case.tower_rows(tower), tower.max_tokens or 1
+        rows, width = problem.tower_rows(tower), tower.max_tokens or 1
         forward = tower.forward_flops.of(rows, width)
         if not tower.num_trainable:
             operations += forward
             continue
         passes = 2 + tower.num_trainable / max(1, tower.num_parameters) + (1 - kept)
         operations += forward * (passes + (way is not None and way.gradient_checkpointing))
-    speed = case.devices.tflops * 1e12 * PEAK_SHARE
-    if case.machine.device != "cpu" and case.compute_bytes > 2:
+    speed = problem.devices.tflops * 1e12 * PEAK_SHARE
+    if problem.machine.device != "cpu" and problem.compute_bytes > 2:
         speed /= FULL_PRECISION_SLOWDOWN
     return max(operations, 1.0) / speed
 
 
-def _communication(case: Case, way: Way, model: ModelSize, chunks: ChunkPlan) -> tuple[int, float]:
+def _communication(problem: PlanningProblem, way: Way, model: ModelSize, chunks: ChunkPlan) -> tuple[int, float]:
     """Return the bytes that one device sends in a step, and the seconds that it waits for them."""
-    devices, factor = case.devices, way.sharding_factor
+    devices, factor = problem.devices, way.sharding_factor
     if devices.count == 1:
         return 0, 0.0
     gradients = model.num_trainable * GRADIENT_BYTES
     among_all = (devices.count - 1) / devices.count
-    embeddings = 2 * case.rows.all * model.dimension * 4 * among_all
+    embeddings = 2 * problem.rows.all * model.dimension * 4 * among_all
     if way.mode is None:
         everywhere, nearby = embeddings + 2 * gradients * among_all, 0.0
     else:
         among_shards, replicas = (factor - 1) / factor, devices.count // factor
-        reductions = _max_calls(case, model, chunks) if way.mode == "sharded" else 1
-        nearby = (_gathered_weights(case, way, model, chunks) + reductions * gradients) * among_shards
+        reductions = _max_calls(problem, model, chunks) if way.mode == "sharded" else 1
+        nearby = (_gathered_weights(problem, way, model, chunks) + reductions * gradients) * among_shards
         everywhere = embeddings + 2 * gradients / factor * (replicas - 1) / replicas
     waiting = everywhere / devices.bandwidth(devices.count) + nearby / devices.bandwidth(max(2, factor))
     if way.cpu_offload:
@@ -233,18 +235,18 @@ def _communication(case: Case, way: Way, model: ModelSize, chunks: ChunkPlan) ->
     return int(everywhere + nearby), waiting / 1e9
 
 
-def _gathered_weights(case: Case, way: Way, model: ModelSize, chunks: ChunkPlan) -> float:
+def _gathered_weights(problem: PlanningProblem, way: Way, model: ModelSize, chunks: ChunkPlan) -> float:
     """Return the bytes of weights that a step gathers: once, or for each pass of each call."""
     if not way.resharding:
-        return _whole_bytes(case, model)
+        return _whole_bytes(problem, model)
     total = 0.0
     for tower in model.towers:
-        calls = num_calls(case.tower_rows(tower), tower.max_tokens or 1, chunks.tokens, chunks.rows)
+        calls = num_calls(problem.tower_rows(tower), tower.max_tokens or 1, chunks.tokens, chunks.rows)
         passes = 3 - chunks.kept_share if tower.num_trainable else 1
-        total += calls * passes * tower.num_parameters * case.compute_bytes
+        total += calls * passes * tower.num_parameters * problem.compute_bytes
     return total
 
 
-def _max_calls(case: Case, model: ModelSize, chunks: ChunkPlan) -> int:
-    rows = [(case.tower_rows(tower), tower.max_tokens or 1) for tower in model.towers]
+def _max_calls(problem: PlanningProblem, model: ModelSize, chunks: ChunkPlan) -> int:
+    rows = [(problem.tower_rows(tower), tower.max_tokens or 1) for tower in model.towers]
     return max(1, *(num_calls(number, width, chunks.tokens, chunks.rows) for number, width in rows))

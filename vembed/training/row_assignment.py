@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import Composed, Image
-from vembed.gradcache.deal import Deal
+from vembed.gradcache.row_assignment import RowAssignment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +44,8 @@ def estimated_costs(items: Sequence[Item], max_length: int | None) -> NDArray[np
     return np.minimum(np.array(lengths, dtype=np.int64), longest)
 
 
-def deal_rows(groups: Sequence[NDArray[np.int64]], costs_N: NDArray[np.int64], world_size: int) -> Deal:
-    """Deal the rows of a batch.
+def assign_rows(groups: Sequence[NDArray[np.int64]], costs_N: NDArray[np.int64], world_size: int) -> RowAssignment:
+    """RowAssignment the rows of a batch.
 
     Args:
         groups: Rows of each modality; together every row once.
@@ -56,7 +56,7 @@ def deal_rows(groups: Sequence[NDArray[np.int64]], costs_N: NDArray[np.int64], w
         Counts differ by at most one in every group and over all.
     """
     if world_size == 1:
-        return Deal.alone(len(costs_N))
+        return RowAssignment.alone(len(costs_N))
     owners_N = np.empty(len(costs_N), dtype=np.int64)
     first = 0
     for rows in groups:
@@ -69,7 +69,7 @@ def deal_rows(groups: Sequence[NDArray[np.int64]], costs_N: NDArray[np.int64], w
             loads[ranks] += costs_N[lap]
         owners_N[order[len(order) - num_left :]] = (first + np.arange(num_left)) % world_size
         first = (first + num_left) % world_size
-    return Deal(tuple(np.flatnonzero(owners_N == rank) for rank in range(world_size)))
+    return RowAssignment(tuple(np.flatnonzero(owners_N == rank) for rank in range(world_size)))
 
 
 def _text(item: Item) -> str:

@@ -16,8 +16,6 @@ from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.training.batches import BatchSource
-from vembed.training.build.data import measures_both_directions
-from vembed.training.build.model import DTYPES
 from vembed.training.evaluations import Evaluations
 from vembed.training.frozen import FrozenOptions, find_frozen
 from vembed.training.loading import BatchLoader, LoadingOptions
@@ -26,6 +24,8 @@ from vembed.training.saving import RunCheckpoints
 from vembed.training.trackers.base import GuardedTracker, Tracker
 from vembed.training.trackers.jsonl import JsonlTracker
 from vembed.training.trackers.tensorboard import TensorBoardTracker
+from vembed.training.wiring.data import measures_both_directions
+from vembed.training.wiring.model import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -20,7 +20,7 @@ _SLURM_PORTS: Final = range(20_000, 30_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessEnv:
     """One process among those of a run.
 
     Attributes:
@@ -60,7 +60,7 @@ class Place:
         }
 
 
-def place_of_this_process(environ: Mapping[str, str] = os.environ) -> Place:
+def process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
     """Return the place of this process.
 
     Args:
@@ -75,10 +75,10 @@ def place_of_this_process(environ: Mapping[str, str] = os.environ) -> Place:
     if is_under_accelerate(environ):
         if "MASTER_ADDR" in environ:
             raise ConfigError(_ONE_OF_SEVERAL)
-        return Place(launcher="accelerate launch", on_cpu=on_cpu)
+        return ProcessEnv(launcher="accelerate launch", on_cpu=on_cpu)
     if _number(environ, "SLURM_STEP_NUM_TASKS", 1) > 1:
         return _slurm(environ, on_cpu=on_cpu)
-    return Place(on_cpu=on_cpu)
+    return ProcessEnv(on_cpu=on_cpu)
 
 
 def is_under_accelerate(environ: Mapping[str, str]) -> bool:
@@ -93,7 +93,7 @@ _ONE_OF_SEVERAL = (
 )
 
 
-def _told(environ: Mapping[str, str], *, on_cpu: bool) -> Place:
+def _told(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
     """Read what torchrun and everything built on it says."""
     world_size, rank = _number(environ, "WORLD_SIZE", 1), _number(environ, "RANK", 0)
     local_rank = _number(environ, "LOCAL_RANK", 0)
@@ -110,7 +110,7 @@ def _told(environ: Mapping[str, str], *, on_cpu: bool) -> Place:
     address = environ.get("MASTER_ADDR")
     if world_size > 1 and address is None:
         raise ConfigError("WORLD_SIZE is set and MASTER_ADDR is not: it names the host of rank 0")
-    return Place(
+    return ProcessEnv(
         rank,
         world_size,
         local_rank,
@@ -130,12 +130,12 @@ def _launcher(environ: Mapping[str, str]) -> str:
     return "torchrun" if "TORCHELASTIC_RUN_ID" in environ else "the environment"
 
 
-def _slurm(environ: Mapping[str, str], *, on_cpu: bool) -> Place:
+def _slurm(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
     """Read the place of a task of `srun` that starts one process for each device."""
     job = _number(environ, "SLURM_JOB_ID", 0)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
     node = _number(environ, "SLURM_NODEID", 0)
-    return Place(
+    return ProcessEnv(
         _number(environ, "SLURM_PROCID", 0),
         _number(environ, "SLURM_STEP_NUM_TASKS", 1),
         _number(environ, "SLURM_LOCALID", 0),

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from vembed.config.schema import Config
 from vembed.distributed.accelerate_settings import accelerate_settings
-from vembed.distributed.place import place_of_this_process
+from vembed.distributed.process_env import process_env
 from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def under_launcher(config: Config, sources: Mapping[str, str]) -> Effective:
     Raises:
         ConfigError: The launcher asks for what this program has not, or for what contradicts the configuration.
     """
-    place = place_of_this_process()
+    place = process_env()
     asked = accelerate_settings(place)
     if asked is None:
         return Effective(config, place.launcher, ())

@@ -70,7 +70,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class PlanningProblem:
     """What a plan is made for.
 
     Attributes:
@@ -117,27 +117,27 @@ class Case:
         return self.rows.own - self.num_pictures if tower.items == "texts" else self.rows.own
 
 
-def all_ways(case: Case) -> Iterator[Way]:
+def all_ways(problem: PlanningProblem) -> Iterator[Way]:
     """Yield every way that the devices and the model allow, the plainest first."""
-    adapted = case.model.adapted is not None or case.config.use_lora is True
+    adapted = problem.model.adapted is not None or problem.config.use_lora is True
     lora = (False, True) if adapted else (False,)
-    recompute = (False, True) if case.model.checkpointable else (False,)
-    count = case.devices.count
+    recompute = (False, True) if problem.model.checkpointable else (False,)
+    count = problem.devices.count
     for use_lora in lora:
         for checkpointed in recompute:
             for cached in (False, True):
                 strategy: Strategy = "single" if count == 1 else "ddp_gradcache" if cached else "ddp"
                 yield Way(strategy, cached, checkpointed, use_lora)
-    if case.config.load_in_4bit:
+    if problem.config.load_in_4bit:
         return  # weights of 4 bits can't be sharded
     for factor in (each for each in range(count, 1, -1) if count % each == 0):
         for use_lora in lora:
             sharded: Strategy = "fsdp_lora" if use_lora else "fsdp"
             # Sharded gradients are added up in the type of the weights, chunk by chunk: half precision would lose them.
-            modes = MODES if use_lora or case.model.bytes_per_value >= VALUE_BYTES["float32"] else MODES[:-1]
+            modes = MODES if use_lora or problem.model.bytes_per_value >= VALUE_BYTES["float32"] else MODES[:-1]
             for checkpointed in recompute:
                 for mode in modes:
                     yield Way(sharded, True, checkpointed, use_lora, mode, factor)
-            offloaded = modes[-1] if case.config.fsdp_mode == "auto" else case.config.fsdp_mode
+            offloaded = modes[-1] if problem.config.fsdp_mode == "auto" else problem.config.fsdp_mode
             for checkpointed in recompute if offloaded in modes else ():
                 yield Way(sharded, True, checkpointed, use_lora, offloaded, factor, cpu_offload=True)

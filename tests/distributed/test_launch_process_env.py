@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vembed.distributed.place import Place, first_host, place_of_this_process
+from vembed.distributed.process_env import ProcessEnv, first_host, process_env
 from vembed.errors import ConfigError
 
 TORCHRUN = {
@@ -18,49 +18,49 @@ SRUN = {
 
 
 def test_a_process_that_nobody_launched_is_alone_and_may_launch_others() -> None:
-    place = place_of_this_process({"PATH": "/bin"})
-    assert place == Place()
+    place = process_env({"PATH": "/bin"})
+    assert place == ProcessEnv()
     assert not place.is_launched
 
 
 def test_the_place_that_torchrun_gives() -> None:
-    place = place_of_this_process(TORCHRUN)
-    assert place == Place(5, 8, 1, 4, "torchrun", "10.0.0.1", 1234)
+    place = process_env(TORCHRUN)
+    assert place == ProcessEnv(5, 8, 1, 4, "torchrun", "10.0.0.1", 1234)
     assert place.is_launched
-    assert place_of_this_process({**TORCHRUN, **place.environment()}) == place
+    assert process_env({**TORCHRUN, **place.environment()}) == place
 
 
 def test_the_launcher_is_named_for_people() -> None:
-    assert place_of_this_process({**TORCHRUN, "VEMBED_LAUNCHED_BY": "python run.py"}).launcher == "python run.py"
+    assert process_env({**TORCHRUN, "VEMBED_LAUNCHED_BY": "python run.py"}).launcher == "python run.py"
     accelerate = {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no"}
-    assert place_of_this_process(accelerate).launcher == "accelerate launch"
+    assert process_env(accelerate).launcher == "accelerate launch"
     del accelerate["TORCHELASTIC_RUN_ID"], accelerate["ACCELERATE_MIXED_PRECISION"]
-    assert place_of_this_process(accelerate).launcher == "the environment"
+    assert process_env(accelerate).launcher == "the environment"
 
 
 def test_one_process_of_accelerate_is_not_launched_again() -> None:
-    place = place_of_this_process({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"})
-    assert place == Place(launcher="accelerate launch", on_cpu=True)
+    place = process_env({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"})
+    assert place == ProcessEnv(launcher="accelerate launch", on_cpu=True)
     assert place.is_launched
 
 
 def test_accelerate_that_was_asked_for_several_and_started_one_is_refused_with_the_cure() -> None:
     asked = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     with pytest.raises(ConfigError, match=r"started one.*num_processes=2.*distributed_type: MULTI_GPU"):
-        place_of_this_process(asked)
-    assert place_of_this_process({**asked, "WORLD_SIZE": "2", "RANK": "1"}).world_size == 2
+        process_env(asked)
+    assert process_env({**asked, "WORLD_SIZE": "2", "RANK": "1"}).world_size == 2
 
 
 def test_tasks_of_srun_are_ranks_and_meet_on_the_first_host() -> None:
-    place = place_of_this_process(SRUN)
-    assert place == Place(17, 20, 1, 4, "srun", "gpu003", 20_007)
-    first = place_of_this_process({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
+    place = process_env(SRUN)
+    assert place == ProcessEnv(17, 20, 1, 4, "srun", "gpu003", 20_007)
+    first = process_env({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert (first.local_world_size, first.main_address, first.main_port) == (8, "gpu003", 20_007)
 
 
 def test_a_step_of_one_task_launches_by_itself_and_torchrun_inside_srun_is_torchrun() -> None:
-    assert not place_of_this_process({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}).is_launched
-    assert place_of_this_process({**SRUN, **TORCHRUN}).launcher == "torchrun"
+    assert not process_env({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}).is_launched
+    assert process_env({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
 
 @pytest.mark.parametrize(
@@ -84,5 +84,5 @@ def test_the_first_host_of_a_list(listed: str, host: str) -> None:
 def test_numbers_that_make_no_sense_are_refused(change: dict[str, str | None], message: str) -> None:
     environ = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(ConfigError, match=message):
-        place_of_this_process(environ)
-    assert place_of_this_process(TORCHRUN).rank == 5
+        process_env(environ)
+    assert process_env(TORCHRUN).rank == 5

@@ -14,7 +14,7 @@ from vembed.plan.plan import DataSize, Plan
 from vembed.plan.table import comparison
 
 if TYPE_CHECKING:
-    from vembed.plan.candidates import Candidate
+    from vembed.plan.cost_model import Candidate
 
 
 def of(plan: Plan, **wanted: object) -> Candidate:

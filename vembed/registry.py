@@ -1,0 +1,79 @@
+"""The names that a configuration may use for code: one table for each kind, for our own entries and for plugins alike.
+
+A built-in entry is a text, "module:attribute", imported when it is first asked for, so that a list of names costs no
+import. A plugin registers the thing itself, by `vembed.register_loss` and its siblings.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from vembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+
+
+class Registry:
+    """Entries of one kind by name.
+
+    Args:
+        kind: What an entry is, for messages: "loss", "tracker".
+        builtin: Name -> "module:attribute" of our own entries.
+    """
+
+    def __init__(self, kind: str, builtin: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._builtin = dict(builtin)
+        self._entries: dict[str, Any] = {}
+        self._plugins: dict[str, str] = {}  # name -> module that registered it
+
+    def register(self, name: str, entry: Any, *, module: str) -> None:
+        """Add an entry of a plugin; the same module may add it again, as a notebook cell does.
+
+        Args:
+            name: Lower-case letters, digits, "-", "_" and ".".
+            entry: What `load` returns.
+            module: Where it comes from, for the plan and the report.
+
+        Raises:
+            ConfigError: The name is taken, or not one that a configuration can use.
+        """
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{self.kind} {name!r}: use lower-case letters, digits, '-', '_' and '.'")
+        if name in self._builtin or self._plugins.get(name, module) != module:
+            owner = "vembed" if name in self._builtin else self._plugins[name]
+            raise ConfigError(f"{self.kind} {name!r} of {module} is already that of {owner}; choose another name")
+        self._entries[name] = entry
+        self._plugins[name] = module
+
+    def names(self) -> tuple[str, ...]:
+        """Return all names, our own first."""
+        return (*self._builtin, *self._plugins)
+
+    def plugins(self) -> dict[str, str]:
+        """Return the names that plugins added, each with its module."""
+        return dict(self._plugins)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._builtin or name in self._plugins
+
+    def load(self, name: str) -> Any:
+        """Return an entry; a built-in one is imported now.
+
+        Raises:
+            ConfigError: There is none of that name; the message has the nearest one.
+        """
+        if name not in self:
+            near = get_close_matches(name, self.names(), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"no {self.kind} {name!r}{hint} There are: {', '.join(self.names())}")
+        if name not in self._entries:
+            module, attribute = self._builtin[name].split(":")
+            self._entries[name] = getattr(importlib.import_module(module), attribute)
+        return self._entries[name]

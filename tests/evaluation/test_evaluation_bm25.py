@@ -67,12 +67,15 @@ def test_a_corpus_without_a_word_scores_zero() -> None:
 
 
 def test_the_self_match_rule_is_the_evaluators() -> None:
-    task = replace(TASK, documents={**TASK.documents, "q1": "Where is the cat"})
+    task = replace(TASK, documents={**TASK.documents, "q1": "Where is the CAT?"})
     dropped = evaluate_bm25(task, (1, 3))
     assert "q1" not in dict(dropped.run["q1"])
-    assert dropped.notes == ("1 hit is the query itself (same id): dropped.",)
+    assert dropped.notes == ("1 hit is the query itself (same id and content): dropped.",)
     judged = evaluate_bm25(replace(task, qrels={**TASK.qrels, "q1": {"q1": 1}}), (1, 3))
     assert judged.per_query["hit@1"]["q1"] == 1.0
+    other = evaluate_bm25(replace(TASK, documents={**TASK.documents, "q1": "another cat"}), (1, 3))
+    assert "q1" in dict(other.run["q1"])
+    assert other.notes == ("1 hit has the id of the query and other content: kept, as another item.",)
 
 
 def test_the_list_is_cut_to_the_depth_with_ties_in_trec_order() -> None:

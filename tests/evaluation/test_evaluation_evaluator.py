@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from vembed.batch import Composed, Image
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, DataError, NonFiniteError, PreemptedError
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.run import same_item
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Side
+    from vembed.batch import Item, Side
 
 TASK = RetrievalData(
     name="tiny",
@@ -77,7 +79,38 @@ def test_a_query_that_finds_itself_is_dropped_and_leaves_the_list_full() -> None
     task = replace(TASK, documents={**TASK.documents, "q1": "0"})
     result = evaluate(encode_angles, task, OPTIONS)
     assert ranked(result.run["q1"]) == ["near", "far"]
-    assert result.notes == ("1 hit is the query itself (same id): dropped.",)
+    assert result.notes == ("1 hit is the query itself (same id and content): dropped.",)
+
+
+def test_ids_that_meet_by_chance_drop_no_document() -> None:
+    """Both sides are numbered from 1: document 1 is a wrong answer to query 1; dropping it would flatter the score."""
+    task = RetrievalData(
+        "numbered", {"1": "0", "2": "90"}, {"1": "5", "2": "80", "3": "10"}, {"1": {"3": 1}, "2": {"2": 1}}
+    )
+    result = evaluate(encode_angles, task, OPTIONS)
+    assert ranked(result.run["1"]) == ["1", "3"]
+    assert result.per_query["mrr@2"] == {"1": 0.5, "2": 1.0}
+    assert result.notes == ("1 hit has the id of the query and other content: kept, as another item.",)
+
+
+@pytest.mark.parametrize(
+    ("query", "document", "same"),
+    [
+        ("a red fox", "a red fox ", True),
+        ("a red fox", "Animals a red fox", True),  # the document behind its title
+        ("Animals a red fox", "a red fox", True),  # the same set, reversed
+        ("a red fox", "a red foxes", False),
+        ("fox", "a redfox", False),
+        ("", "a red fox", False),
+        (Image("a.png", b"one"), Image("b.png", b"one"), True),
+        (Image("a.png", b"one"), Image("a.png", b"two"), False),
+        (Image("a.png", b"one"), "a.png", False),
+        (Composed(Image("a.png", b"one"), "red"), Composed(Image("a.png", b"one"), "red"), True),
+        (Composed(Image("a.png", b"one"), "red"), Image("a.png", b"one"), False),
+    ],
+)
+def test_a_document_is_the_query_itself_by_content(query: Item, document: Item, same: bool) -> None:
+    assert same_item(query, document) is same
 
 
 def test_a_query_whose_own_document_is_judged_keeps_it() -> None:

@@ -1,7 +1,8 @@
 """Turn the hits of any system into an evaluation result, under one set of rules.
 
 1. The queries are those that have a text and at least one relevant document; the others are counted in the notes.
-2. A document whose id equals the query's id is the query itself and is dropped, unless the judgements name that pair.
+2. A document with the query's id and its content is the query itself and is dropped, unless the judgements name that
+   pair. Where ids meet by chance, as in sets that number both sides from 1, the document is another and stays.
 3. A document that the task excludes for a query is dropped, and where the task names a query's candidates, all others.
 4. Hits stand in trec_eval's order and are cut to the depth; metrics are of the cut run.
 5. Means are over all those queries; one that found nothing counts with 0.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from vembed.batch import content_id
 from vembed.errors import DataError
 from vembed.evaluation.metrics import DEFAULT_KS, score_run, trec_order, with_relevant
 from vembed.evaluation.result import EvaluationResult
@@ -21,6 +23,7 @@ from vembed.evaluation.result import EvaluationResult
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from vembed.batch import Item
     from vembed.data.retrieval import RetrievalData
 
 DEFAULT_DEPTH = 100
@@ -71,6 +74,7 @@ class RunBuilder:
         self._no_text = sum(query_id not in task.queries for query_id in judged)
         self._run: dict[str, tuple[tuple[str, float], ...]] = {}
         self._self_matches = 0
+        self._namesakes = 0  # hits with the query's id that are other items
 
     def add(self, query_id: str, hits: Iterable[tuple[str, float]]) -> None:
         """Keep the best hits of one query.
@@ -80,10 +84,12 @@ class RunBuilder:
             hits: (document id, score) in any order.
         """
         ranked = trec_order(hits)
-        if query_id not in self._qrels[query_id]:
-            others = tuple(hit for hit in ranked if hit[0] != query_id)
-            self._self_matches += len(ranked) - len(others)
-            ranked = others
+        if query_id not in self._qrels[query_id] and any(document_id == query_id for document_id, _ in ranked):
+            if same_item(self._task.queries[query_id], self._task.documents[query_id]):
+                self._self_matches += 1
+                ranked = tuple(hit for hit in ranked if hit[0] != query_id)
+            else:
+                self._namesakes += 1
         self._run[query_id] = self._allowed(query_id, ranked)[: self._depth]
 
     def _allowed(self, query_id: str, ranked: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
@@ -140,8 +146,20 @@ class RunBuilder:
                 f"k = {max(self._ks)} is over the size of the corpus: at most {num_documents} documents are ranked."
             )
         if self._self_matches:
-            notes.append(f"{counted(self._self_matches, 'hit is', 'hits are')} the query itself (same id): dropped.")
+            words = counted(self._self_matches, "hit is", "hits are")
+            notes.append(f"{words} the query itself (same id and content): dropped.")
+        if self._namesakes:
+            words = counted(self._namesakes, "hit has", "hits have")
+            notes.append(f"{words} the id of the query and other content: kept, as another item.")
         return notes
+
+
+def same_item(query: Item, document: Item) -> bool:
+    """Return whether a document is the query itself: equal content, or equal text behind a title on one side."""
+    if isinstance(query, str) and isinstance(document, str):
+        short, long = sorted((query.strip(), document.strip()), key=len)
+        return short == long or (bool(short) and long.endswith(f" {short}"))
+    return content_id(query) == content_id(document)
 
 
 def counted(number: int, one: str, many: str) -> str:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 Key: TypeAlias = "dict[str, Any]"
 """Parts by name; JSON can hold it."""
 
+RANKING_RULES = 2
+"""Counts the changes of evaluation/run.py that rank other documents; results of older rules are done again."""
+
 SAMPLE_TEXTS = 64
 """Texts that are tokenized to see whether the tokenizer is the same: a changed one shows within a few."""
 
@@ -103,6 +106,7 @@ def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
         "ids": items_digest([*task.queries, "", *task.documents]),
         "judgements": digest(qrels),
         "task": digest([task.name, list(task.notes)]),
+        "rules": RANKING_RULES,
     }
     if task.excluded or task.candidates or task.cutoffs:
         limits = [{query: sorted(ids) for query, ids in part.items()} for part in (task.excluded, task.candidates)]

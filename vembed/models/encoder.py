@@ -59,6 +59,7 @@ class Encoder(nn.Module, ABC):
     keeps_base: bool = False
     base: str | None = None
     trains: str = ""
+    multi_vector: bool = False  # whether `forward` gives several vectors for each row
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode of all modules but those that rest."""
@@ -133,7 +134,14 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return embeddings (R, E), at least float32, of unit length unless the model is one for dot products."""
+        """Return embeddings (R, E), at least float32, of unit length unless the model is one for dot products.
+
+        With `multi_vector` the vectors of all rows, one row after the other: (V, E), V the sum of `num_vectors`.
+        """
+
+    def num_vectors(self, features: Features) -> NDArray[np.int64] | None:  # noqa: ARG002
+        """Return how many vectors `forward` gives for each row, at least 1, (n,); None where each has one."""
+        return None
 
     @abstractmethod
     def save(self, folder: Path) -> None:

@@ -25,33 +25,20 @@ Strength: TypeAlias = Literal["none", "light", "strong"]
 
 @dataclass(frozen=True, slots=True)
 class Augmentation:
-    """How a picture is changed when it is decoded; equal values give equal pixels.
-
-    Attributes:
-        strength: How much.
-        flip: Whether it may be mirrored, left to right.
-        seed: Of every number that is drawn.
-    """
+    """How a picture is changed when it is decoded; equal values give equal pixels."""
 
     strength: Strength
-    flip: bool
+    flip: bool  # whether it may be mirrored, left to right
     seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """A picture that nobody has decoded yet: a checked file, or its encoded bytes.
+    """A picture that nobody has decoded yet: a checked file, or its encoded bytes."""
 
-    Attributes:
-        path: The file, resolved and inside the data's root; for bytes, what to call it in messages.
-        data: The encoded file itself, where the data set holds bytes instead of paths.
-        augmentation: How decoding changes it, in training batches; None leaves it as it is. The identity of its content
-            is that of the encoded file either way.
-    """
-
-    path: str
-    data: bytes | None = None
-    augmentation: Augmentation | None = None
+    path: str  # the file, resolved and inside the data's root; for bytes, what to call it in messages
+    data: bytes | None = None  # the encoded file itself, where the data set holds bytes instead of paths
+    augmentation: Augmentation | None = None  # in training batches; `content_id` doesn't depend on it
 
     def read(self) -> bytes:
         """Return the encoded file.
@@ -64,12 +51,7 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A picture and a text that are one item: "this shirt, but in red".
-
-    Attributes:
-        image: The picture.
-        text: The text.
-    """
+    """A picture and a text that are one item: "this shirt, but in red"."""
 
     image: Image
     text: str
@@ -80,6 +62,13 @@ Item: TypeAlias = str | Image | Composed
 
 Modality: TypeAlias = Literal["text", "image", "image+text"]
 """What an item is made of: which tower of an encoder it goes through, or both."""
+
+MODALITY_WORDS: Mapping[Modality, tuple[str, str]] = {
+    "text": ("text", "texts"),
+    "image": ("picture", "pictures"),
+    "image+text": ("picture with a text", "pictures with a text"),
+}
+"""What one item and what many items of a modality are called in a sentence."""
 
 Side: TypeAlias = Literal["query", "document"]
 """Which prompt an item gets, and which tower where a model has two."""
@@ -92,6 +81,11 @@ def modality_of(item: Item) -> Modality:
     return "image+text" if isinstance(item, Composed) else "image"
 
 
+def modality_words(modalities: Iterable[Modality]) -> str:
+    """Return modalities for a sentence, e.g. "pictures and texts"."""
+    return " and ".join(MODALITY_WORDS[each][1] for each in sorted(modalities))
+
+
 def pictures_in(items: Iterable[Item]) -> Iterator[Image]:
     """Yield the picture of each item that has one, in order."""
     for item in items:
@@ -102,14 +96,9 @@ def pictures_in(items: Iterable[Item]) -> Iterator[Image]:
 
 
 def content_id(item: Item) -> int:
-    """Return the identity of an item's content, equal on every machine and in every process.
+    """Return the identity of an item's content: the first 8 bytes of a SHA-256, signed, equal on every machine.
 
-    Args:
-        item: A text, whose leading and trailing white space doesn't count, or a picture, whose encoded bytes count; of
-            an item that is both, both count.
-
-    Returns:
-        A signed 64-bit integer, the first 8 bytes of a SHA-256.
+    Of a text, white space at both ends doesn't count; of a picture the encoded bytes count.
 
     Raises:
         OSError: A picture can't be read.
@@ -139,49 +128,49 @@ class ContrastiveBatch:
     Any number of documents per query. A document that stands in the batch twice has two rows and one id; the loss masks
     by id, so that a copy of a positive is never a negative.
 
-    Attributes:
-        queries: Q items.
-        documents: D items, positives and hard negatives mixed.
-        positives_P2: Pairs (query row, document row), int64, sorted by query row; every query has at least one.
-        query_ids_Q: `content_id` of each query, int64.
-        document_ids_D: `content_id` of each document, int64.
-        record_ids: Manifest rows that the batch was made of, in batch order: what a report of a bad batch names.
+    Ids are `content_id`; positives and listed pairs are (query row, document row), int64, sorted by query row. A query
+    has a positive, or stands in a listed pair.
     """
 
-    queries: tuple[Item, ...]
-    documents: tuple[Item, ...]
+    queries: tuple[Item, ...]  # Q
+    documents: tuple[Item, ...]  # D, positives and hard negatives mixed
     positives_P2: NDArray[np.int64]
     query_ids_Q: NDArray[np.int64]
     document_ids_D: NDArray[np.int64]
-    record_ids: tuple[int, ...]
+    record_ids: tuple[int, ...]  # rows of the training records, in batch order: what a report of a bad batch names
+    classes_Q: NDArray[np.int64] | None = None  # 0, 1, ... as classes first occur, -1 without; None: no row has one
+    listed_P2: NDArray[np.int64] | None = None  # pairs whose score is known; None: no row has any
+    listed_scores_P: NDArray[np.float64] | None = None  # their scores; higher is closer
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # numbers that the loss asked for, each (Q,)
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """Rows of unequal length in one flat array: no padding is stored or moved.
+    """Rows of unequal length in one flat array: no padding is stored or moved."""
 
-    Attributes:
-        values: All rows one after the other.
-        offsets: Row i is `values[offsets[i]:offsets[i + 1]]`; int64, one more entry than there are rows.
-    """
-
-    values: NDArray[Any]
-    offsets: NDArray[np.int64]
+    values: NDArray[Any]  # all rows one after the other, (total, ...)
+    offsets: NDArray[np.int64]  # row i is values[offsets[i]:offsets[i + 1]]; one more entry than there are rows
 
     @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int] | NDArray[Any]], dtype: type[np.generic] = np.int32) -> Ragged:
-        """Pack rows.
-
-        Args:
-            rows: n sequences of numbers.
-            dtype: Type of the packed values.
-        """
+    def from_rows(cls, rows: Sequence[Sequence[Any] | NDArray[Any]], dtype: type[np.generic] = np.int32) -> Ragged:
+        """Pack n rows, each a sequence of numbers or of equal shapes of numbers."""
         offsets = np.zeros(len(rows) + 1, dtype=np.int64)
         np.cumsum([len(row) for row in rows], out=offsets[1:])
-        values = np.empty(int(offsets[-1]), dtype=dtype)
+        known = next((row for row in rows if isinstance(row, np.ndarray) or len(row)), ())
+        element_shape = known.shape[1:] if isinstance(known, np.ndarray) else np.shape(known[0]) if known else ()
+        values = np.empty((int(offsets[-1]), *element_shape), dtype=dtype)
         for index, row in enumerate(rows):
-            values[offsets[index] : offsets[index + 1]] = row
+            if len(row):  # an empty list has no shape that could fit
+                values[offsets[index] : offsets[index + 1]] = row
         return cls(values, offsets)
+
+    @staticmethod
+    def concat(parts: Sequence[Ragged]) -> Ragged:
+        """Join one or more parts, row after row."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
+        filled = [part.values for part in parts if len(part.values)] or [parts[0].values]
+        return Ragged(np.concatenate(filled), offsets)
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -196,27 +185,20 @@ class Ragged:
         return Ragged(self.values[ranges(self.offsets[rows], lengths)], offsets)
 
     def padded(self, width: int, fill: float) -> NDArray[Any]:
-        """Return the rows as a rectangle (n, width), short rows filled at the right."""
-        rectangle = np.full((len(self.offsets) - 1, width), fill, dtype=self.values.dtype)
+        """Return the rows as a rectangle (n, width, ...), short rows filled at the right."""
+        rectangle = np.full((len(self.offsets) - 1, width, *self.values.shape[1:]), fill, dtype=self.values.dtype)
         rectangle[np.arange(width) < self.lengths[:, None]] = self.values
         return rectangle
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """What a tokenizer made of n items: ragged, on the CPU, ready to be cut into chunks.
+    """What a tokenizer made of n items: ragged, on the CPU, ready to be cut into chunks."""
 
-    Attributes:
-        columns: Encoder inputs by name, one ragged row per item.
-        lengths: Cost of each item in tokens, (n,): what the chunk budget counts.
-        per_row: Further inputs with one entry per item, (n, ...).
-        num_truncated: Items that were longer than the encoder takes and were cut.
-    """
-
-    columns: Mapping[str, Ragged]
-    lengths: NDArray[np.int64]
-    per_row: Mapping[str, NDArray[Any]] = field(default_factory=dict)
-    num_truncated: int = 0
+    columns: Mapping[str, Ragged]  # encoder inputs by name, one ragged row per item
+    lengths: NDArray[np.int64]  # cost of each item in tokens, (n,): what the chunk budget counts
+    per_row: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # inputs with one entry per item, (n, ...)
+    num_truncated: int = 0  # items that were longer than the encoder takes and were cut
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -232,14 +214,8 @@ class Features:
     @staticmethod
     def concat(parts: Sequence[Features]) -> Features:
         """Join features of the same encoder, row after row."""
-        columns = {}
-        for name in parts[0].columns:
-            ragged = [part.columns[name] for part in parts]
-            lengths = np.concatenate([column.lengths for column in ragged])
-            offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
-            columns[name] = Ragged(np.concatenate([column.values for column in ragged]), offsets)
         return Features(
-            columns=columns,
+            columns={name: Ragged.concat([part.columns[name] for part in parts]) for name in parts[0].columns},
             lengths=np.concatenate([part.lengths for part in parts]),
             per_row={name: np.concatenate([part.per_row[name] for part in parts]) for name in parts[0].per_row},
             num_truncated=sum(part.num_truncated for part in parts),

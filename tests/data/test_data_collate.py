@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from vembed.batch import content_id
 from vembed.data.collate import collate
 from vembed.data.records import Record
+from vembed.losses.base import BatchStructure
+
+COLUMNS = [("a", 0.5, 3), ("b", 2.0, 3), ("c", 1.0, -1)]
 
 
 def record(
@@ -82,3 +88,59 @@ def test_ids_must_match_the_records() -> None:
     with pytest.raises(ValueError, match="at least one record"):
         collate([], [])
     assert len(collate([record("a")], [0]).queries) == 1
+
+
+def test_classes_are_numbered_as_they_first_occur() -> None:
+    records = [record("a", label="x"), record("b"), record("c", label=7), record("d", label="x"), record("e", label=0)]
+    batch = collate(records, list(range(5)))
+    assert batch.classes_Q is not None
+    assert batch.classes_Q.tolist() == [0, -1, 1, 0, 2]
+    assert batch.classes_Q.dtype == np.int64
+    assert collate([record("a"), record("b")], [0, 1]).classes_Q is None
+
+
+def test_pairs_with_a_score_are_listed_at_their_documents() -> None:
+    records = [
+        Record("a", ("p", "r"), ("n",), None, "t:1", scores=(3.0, 2.5, 0.0)),
+        record("b", positives=2),
+        Record("c", (), ("m",), None, "t:3", scores=(0.0,)),
+    ]
+    batch = collate(records, [0, 1, 2])
+    assert batch.documents == ("p", "r", "n", "pb.0", "pb.1", "m")
+    assert batch.listed_P2 is not None
+    assert batch.listed_scores_P is not None
+    assert batch.listed_P2.tolist() == [[0, 0], [0, 1], [0, 2], [2, 5]]
+    assert batch.listed_scores_P.tolist() == [3.0, 2.5, 0.0, 0.0]
+    assert (batch.listed_P2.dtype, batch.listed_scores_P.dtype) == (np.int64, np.float64)
+    assert batch.positives_P2.tolist() == [[0, 0], [0, 1], [1, 3], [1, 4]]
+    plain = collate([record("b")], [0])
+    assert plain.listed_P2 is None
+    assert plain.listed_scores_P is None
+
+
+def test_numbers_that_the_loss_asked_for_stand_by_query() -> None:
+    records = [replace(record(name), columns={"weight": weight, "topic": topic}) for name, weight, topic in COLUMNS]
+    columns = collate(records, [0, 1, 2]).columns
+    assert columns["weight"].tolist() == [0.5, 2.0, 1.0]
+    assert columns["topic"].tolist() == [3, 3, -1]
+    assert (columns["weight"].dtype, columns["topic"].dtype) == (np.float64, np.int64)
+
+
+def test_a_batch_keeps_its_supervision_as_tensors() -> None:
+    records = [
+        Record(f"q{row}", (f"p{row}",), (f"n{row}",), "x", f"t:{row}", scores=(2.0, 0.5), columns={"weight": 1.5})
+        for row in range(3)
+    ]
+    structure = BatchStructure.of(collate(records, [0, 1, 2])).to(torch.device("cpu"))
+    assert structure.classes_Q is not None
+    assert structure.listed_P2 is not None
+    assert structure.listed_scores_P is not None
+    assert structure.classes_Q.tolist() == [0, 0, 0]
+    assert structure.listed_P2.tolist() == [[0, 0], [0, 1], [1, 2], [1, 3], [2, 4], [2, 5]]
+    assert structure.listed_scores_P.tolist() == [2.0, 0.5] * 3
+    assert structure.columns["weight"].tolist() == [1.5] * 3
+    plain = BatchStructure.of(collate([record("a")], [0]))
+    assert plain.classes_Q is None
+    assert plain.listed_P2 is None
+    assert plain.listed_scores_P is None
+    assert plain.columns == {}

@@ -80,7 +80,7 @@ def test_a_model_of_one_tower_refuses_them(folders: dict[str, Path], tmp_path: P
     encoder = load(write_model(tmp_path / "text", "bert") if kind == "text" else folders[kind])
     own: list[Item] = list(TEXTS if kind == "text" else PICTURES)
     assert len(encoder.by_modality(own)) == 1
-    with pytest.raises(DataError, match="2 items of the data are images with a text: choose a model for both"):
+    with pytest.raises(DataError, match="2 items of the data are pictures with a text: choose a model for both"):
         encoder.by_modality([*own, *SHIRTS[:2]])
 
 

@@ -292,7 +292,9 @@ def test_under_autocast_embeddings_are_float32(folders: dict[str, Path]) -> None
 
 def test_a_model_refuses_what_it_has_no_tower_for(folders: dict[str, Path], tmp_path: Path) -> None:
     text_only = load(write_model(tmp_path / "bert", "bert"))
-    with pytest.raises(DataError, match="bert takes text, and 5 items of the data are images: choose a model for both"):
+    with pytest.raises(
+        DataError, match="bert takes text, and 5 items of the data are pictures: choose a model for both"
+    ):
         text_only.by_modality([*TEXTS, *PICTURES])
     assert len(text_only.by_modality(TEXTS)) == 1
     with pytest.raises(DataError, match="vit takes image, and 5 items of the data are texts"):

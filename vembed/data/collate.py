@@ -19,19 +19,18 @@ from vembed.data.images import item_id
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
     from vembed.batch import Item
     from vembed.data.records import Record
 
 
 def collate(records: Sequence[Record], record_ids: Sequence[int]) -> ContrastiveBatch:
-    """Flatten records into queries, documents and their positive pairs.
+    """Flatten the records of one batch into queries, documents and their positive pairs.
 
     Args:
-        records: The records of one batch, in batch order.
-        record_ids: Manifest row of each record, what a report of a bad batch names.
-
-    Returns:
-        A batch of `len(records)` queries; `positives_P2` is sorted by query row, then document row, without repeats.
+        records: In batch order.
+        record_ids: Row of each record in the training records.
 
     Raises:
         ImageError: A picture can't be read any more.
@@ -42,38 +41,62 @@ def collate(records: Sequence[Record], record_ids: Sequence[int]) -> Contrastive
         raise ValueError(msg)
     documents: list[Item] = []
     own_positives: list[range] = []
-    rows_by_label: defaultdict[str | int, list[int]] = defaultdict(list)
+    listed: list[tuple[int, int]] = []
     for row, record in enumerate(records):
-        own_positives.append(range(len(documents), len(documents) + len(record.positives)))
+        first = len(documents)
+        own_positives.append(range(first, first + len(record.positives)))
+        listed += [(row, first + place) for place in range(len(record.scores))]
         documents += record.positives
         documents += record.negatives
-        if record.label is not None:
-            rows_by_label[record.label].append(row)
 
     digest = cache(item_id)  # hard negatives and class items repeat within a batch
     queries = tuple(record.query for record in records)
     query_ids_Q = np.array([digest(query) for query in queries], dtype=np.int64)
     document_ids_D = np.array([digest(document) for document in documents], dtype=np.int64)
-    # Rows of a class are in batch order, and so are their documents: the pairs come out sorted.
-    by_label = {
-        label: np.array([document for row in rows for document in own_positives[row]], dtype=np.int64)
-        for label, rows in rows_by_label.items()
-    }
-    positives_of = []
-    for row, record in enumerate(records):
-        own = np.array(own_positives[row], dtype=np.int64)
-        if record.label is None:
-            positives_of.append(own)
-            continue
-        of_class = by_label[record.label]
-        itself = document_ids_D[of_class] == query_ids_Q[row]
-        positives_of.append(of_class[~itself | np.isin(of_class, own)])
-    query_rows = np.repeat(np.arange(len(records)), [len(rows) for rows in positives_of])
+    classes_Q = _classes(records)
+    scores = [score for record in records for score in record.scores]
     return ContrastiveBatch(
         queries=queries,
         documents=tuple(documents),
-        positives_P2=np.stack([query_rows, np.concatenate(positives_of)], axis=1),
+        positives_P2=_positives(own_positives, classes_Q, query_ids_Q, document_ids_D),
         query_ids_Q=query_ids_Q,
         document_ids_D=document_ids_D,
         record_ids=tuple(int(record_id) for record_id in record_ids),
+        classes_Q=classes_Q if (classes_Q >= 0).any() else None,
+        listed_P2=np.array(listed, dtype=np.int64) if listed else None,
+        listed_scores_P=np.array(scores, dtype=np.float64) if listed else None,
+        columns={name: np.array([record.columns[name] for record in records]) for name in records[0].columns},
     )
+
+
+def _classes(records: Sequence[Record]) -> NDArray[np.int64]:
+    """Return the class of each record, numbered as classes first occur; -1 for none."""
+    numbers: dict[str | int, int] = {}
+    return np.array(
+        [-1 if record.label is None else numbers.setdefault(record.label, len(numbers)) for record in records],
+        dtype=np.int64,
+    )
+
+
+def _positives(
+    own_positives: Sequence[range],
+    classes_Q: NDArray[np.int64],
+    query_ids_Q: NDArray[np.int64],
+    document_ids_D: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return (query row, document row), sorted and without repeats: a row's own positives and those of its class."""
+    by_class: defaultdict[int, list[int]] = defaultdict(list)
+    for number, places in zip(classes_Q.tolist(), own_positives, strict=True):
+        by_class[number] += places  # in batch order: the pairs come out sorted
+    of_class = {number: np.array(places, dtype=np.int64) for number, places in by_class.items()}
+    positives_of = []
+    for row, number in enumerate(classes_Q.tolist()):
+        own = np.array(own_positives[row], dtype=np.int64)
+        if number < 0:
+            positives_of.append(own)
+            continue
+        wanted = of_class[number]
+        itself = document_ids_D[wanted] == query_ids_Q[row]
+        positives_of.append(wanted[~itself | np.isin(wanted, own)])
+    query_rows = np.repeat(np.arange(len(own_positives)), [len(rows) for rows in positives_of])
+    return np.stack([query_rows, np.concatenate(positives_of)], axis=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vembed.errors import ConfigError, DataError
 
@@ -36,6 +36,23 @@ MAX_SHAPES = 10_000
 """Shapes and ignored names kept: bounds the memory that a file with random column names can take."""
 
 _CANONICAL = {alias: name for name, aliases in COLUMNS.items() for alias in (name, *aliases)}
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraColumn:
+    """A column of numbers that a loss asks for: read with the rows, checked, and given to the loss batch by batch.
+
+    The loss states it in its `columns`, and finds the numbers in `BatchStructure.columns[name]`, one for each query.
+    """
+
+    name: str  # of the column in the data; `column_mapping: {theirs: NAME}` serves data that call it otherwise
+    meaning: str  # what the number says, in words that follow "needs it:"
+    required: bool = True  # whether a row without it is refused
+    kind: Literal["int", "float"] = "float"
+    least: float | None = None
+    most: float | None = None
+    default: float = 0.0  # of a row without it, where it isn't required
+    aliases: tuple[str, ...] = ()  # other names that it goes by
 
 
 @dataclass(frozen=True, slots=True)

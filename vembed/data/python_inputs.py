@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import PIL.Image
 import PIL.ImageOps
 
-from vembed.batch import Composed, Image, modality_of
+from vembed.batch import MODALITY_WORDS, Composed, Image, modality_of, modality_words
 from vembed.data.images import ImageError, check_image
 from vembed.errors import DataError
 
@@ -35,13 +35,6 @@ _SAVED_AS = {
     "YCbCr": "RGB",
 }
 """Mode of a picture of Pillow -> the mode that a PNG keeps it in; of any other mode the range is not known."""
-
-NAMES: dict[Modality, tuple[str, str]] = {
-    "text": ("text", "texts"),
-    "image": ("picture", "pictures"),
-    "image+text": ("picture with a text", "pictures with a text"),
-}
-"""Modality -> what one and what many of its items are called in a sentence."""
 
 
 def items_of(rows: Iterable[PythonInputs], limits: ImageLimits) -> list[Item]:
@@ -76,12 +69,8 @@ def refuse_other_modalities(items: Iterable[Item], taken: frozenset[Modality], n
         modality = modality_of(item)
         if modality not in taken:
             hint = f"; a str is a text: give a picture as {PICTURE_FORMS}" if modality == "text" else ""
-            raise DataError(f"{name} takes {modality_names(taken)}, and row {number} is a {NAMES[modality][0]}{hint}")
-
-
-def modality_names(taken: frozenset[Modality]) -> str:
-    """Return what a model takes, for a sentence: "pictures and texts"."""
-    return " and ".join(NAMES[each][1] for each in sorted(taken))
+            what = MODALITY_WORDS[modality][0]
+            raise DataError(f"{name} takes {modality_words(taken)}, and row {number} is a {what}{hint}")
 
 
 def _item(row: object, name: str, limits: ImageLimits) -> Item:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from vembed.batch import Composed, Image
 from vembed.data.images import item_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -40,21 +40,15 @@ _PATH, _BLOB, _COMPOSED = "\0p", "\0b", "\0c"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One row of training data, checked.
+    """One row of training data, checked."""
 
-    Attributes:
-        query: The text or picture that searches, or both in one.
-        positives: One or more texts or pictures that answer it.
-        negatives: Hard negatives, possibly none.
-        label: Class of the row; rows of one class are positives of each other. None: no class.
-        location: Where the row came from, `file:line` (`file:row` for Parquet and hub sets, counted from 1).
-    """
-
-    query: Item
-    positives: tuple[Item, ...]
+    query: Item  # what searches: a text, a picture, or both in one
+    positives: tuple[Item, ...]  # what answers it; none only in a row that lists its pairs' scores
     negatives: tuple[Item, ...]
-    label: str | int | None
-    location: str
+    label: str | int | None  # class of the row: rows of one class are positives of each other
+    location: str  # `file:line` (`file:row` for Parquet and hub sets), counted from 1
+    scores: tuple[float, ...] = ()  # of the positives, then of the negatives, where the data grade pairs; else none
+    columns: Mapping[str, int | float] = field(default_factory=dict)  # numbers that the loss asked for, by name
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from vembed.batch import modality_of
+from vembed.batch import MODALITY_WORDS, modality_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -98,5 +98,4 @@ def _modalities(items: Iterable[Item]) -> set[Modality]:
 
 def _words(modalities: set[Modality]) -> str:
     """Return the kinds of items of one side in words."""
-    names = {"text": "texts", "image": "pictures"}
-    return " and ".join(names.get(modality, "pictures with texts") for modality in sorted(modalities, reverse=True))
+    return " and ".join(MODALITY_WORDS[modality][1] for modality in sorted(modalities, reverse=True))

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.batch import Composed, Image
+from vembed.batch import Composed, Image, modality_words
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.errors import ConfigError, ExitCode
@@ -105,8 +105,6 @@ def _refuse_contradictions(parsed: argparse.Namespace) -> None:
 
 def _refuse_without_tower(searcher: Searcher, parsed: argparse.Namespace) -> None:
     """Refuse a query that the model can't encode."""
-    from vembed.data.python_inputs import modality_names
-
     asked: Modality = "text" if parsed.image is None else "image" if parsed.query is None else "image+text"
     if asked in searcher.takes:
         return
@@ -115,7 +113,7 @@ def _refuse_without_tower(searcher: Searcher, parsed: argparse.Namespace) -> Non
         "image": "search it with a text, or encode the corpus with a model for both",
         "image+text": "give the picture or the text alone",
     }[asked]
-    raise ConfigError(f"the model of {parsed.index} takes {modality_names(searcher.takes)}: {fix}")
+    raise ConfigError(f"the model of {parsed.index} takes {modality_words(searcher.takes)}: {fix}")
 
 
 def _answer_all(searcher: Searcher, parsed: argparse.Namespace) -> None:

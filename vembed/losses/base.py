@@ -6,8 +6,9 @@ Shape legend: Q queries, D documents, E embedding dim, P (query, positive docume
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,44 +22,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchStructure:
-    """Who is whose positive, and which rows are the same thing.
+    """What a loss knows of the batch beside its embeddings: `ContrastiveBatch` as tensors, whole on every rank."""
 
-    Attributes:
-        positives_P2: Pairs (query row, document row), int64.
-        query_ids_Q: Identity of each query's content, int64.
-        document_ids_D: Identity of each document's content, int64.
-        query_groups_Q: The same identities numbered 0, 1, ...: rows with equal content share a number.
-        document_groups_D: Likewise for documents.
-    """
-
-    positives_P2: Tensor
-    query_ids_Q: Tensor
+    positives_P2: Tensor  # (query row, document row), int64
+    query_ids_Q: Tensor  # identity of each query's content, int64
     document_ids_D: Tensor
-    query_groups_Q: Tensor
+    query_groups_Q: Tensor  # the same identities numbered 0, 1, ...: rows with equal content share a number
     document_groups_D: Tensor
+    classes_Q: Tensor | None = None  # 0, 1, ... and -1 for a row without a class, int64; None: no row has one
+    listed_P2: Tensor | None = None  # (query row, document row) of pairs with a score, int64; None: there are none
+    listed_scores_P: Tensor | None = None  # their scores, float64; higher is closer
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # by `ExtraColumn.name`: (Q,), int64 or float64
 
     @classmethod
     def of(cls, batch: ContrastiveBatch, device: torch.device | None = None) -> BatchStructure:
         """Move a batch's structure to a device."""
-        arrays = (
-            batch.positives_P2,
-            batch.query_ids_Q,
-            batch.document_ids_D,
-            np.unique(batch.query_ids_Q, return_inverse=True)[1],
-            np.unique(batch.document_ids_D, return_inverse=True)[1],
+
+        def tensor(array: NDArray[Any]) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+        def groups(ids: NDArray[np.int64]) -> Tensor:
+            return tensor(np.unique(ids, return_inverse=True)[1])
+
+        return cls(
+            positives_P2=tensor(batch.positives_P2),
+            query_ids_Q=tensor(batch.query_ids_Q),
+            document_ids_D=tensor(batch.document_ids_D),
+            query_groups_Q=groups(batch.query_ids_Q),
+            document_groups_D=groups(batch.document_ids_D),
+            classes_Q=None if batch.classes_Q is None else tensor(batch.classes_Q),
+            listed_P2=None if batch.listed_P2 is None else tensor(batch.listed_P2),
+            listed_scores_P=None if batch.listed_scores_P is None else tensor(batch.listed_scores_P),
+            columns={name: tensor(values) for name, values in batch.columns.items()},
         )
-        return cls(*(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays))
 
     def to(self, device: torch.device) -> BatchStructure:
         """Return the same on a device."""
-        tensors = (
-            self.positives_P2,
-            self.query_ids_Q,
-            self.document_ids_D,
-            self.query_groups_Q,
-            self.document_groups_D,
-        )
-        return BatchStructure(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+
+        def moved(value: Any) -> Any:
+            if isinstance(value, Mapping):
+                return {name: moved(inner) for name, inner in value.items()}
+            return None if value is None else value.to(device, non_blocking=True)
+
+        return BatchStructure(**{each.name: moved(getattr(self, each.name)) for each in fields(self)})
 
     @property
     def num_queries(self) -> int:

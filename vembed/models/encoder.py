@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Literal, Self, TypeAlias
 import numpy as np
 from torch import Tensor, nn
 
-from vembed.batch import modality_of
+from vembed.batch import MODALITY_WORDS, modality_of
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
 
 Similarity: TypeAlias = Literal["cosine", "dot"]
 """How two embeddings are compared. Both are inner products: those of cosine models have unit length."""
-
-
-MODALITY_WORDS: Mapping[Modality, str] = {"text": "texts", "image": "images", "image+text": "images with a text"}
-"""What items of each modality are called in messages."""
 
 
 class Encoder(nn.Module, ABC):
@@ -93,7 +89,7 @@ class Encoder(nn.Module, ABC):
         if strange:
             raise DataError(
                 f"{self.name} takes {' and '.join(sorted(self.modalities))}, and {len(places[strange[0]])} items of "
-                f"the data are {MODALITY_WORDS[strange[0]]}: choose a model for both, or map other columns"
+                f"the data are {MODALITY_WORDS[strange[0]][1]}: choose a model for both, or map other columns"
             )
         return [(modality, np.array(places[modality], dtype=np.int64)) for modality in sorted(places)]
 

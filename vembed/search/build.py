@@ -24,8 +24,7 @@ import faiss
 import numpy as np
 import torch
 
-from vembed.batch import Image, modality_of, pictures_in
-from vembed.data.python_inputs import NAMES, modality_names
+from vembed.batch import MODALITY_WORDS, Image, modality_of, modality_words, pictures_in
 from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
 from vembed.evaluation.index import build_index, new_index
@@ -180,8 +179,8 @@ def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> tuple[i
             modality = modality_of(document.item)
             if modality not in taken:
                 raise DataError(
-                    f"{encode.encoder.name} takes {modality_names(taken)}, and document {document.id!r} is a "
-                    f"{NAMES[modality][0]}: choose a model for it, or leave such documents out"
+                    f"{encode.encoder.name} takes {modality_words(taken)}, and document {document.id!r} is a "
+                    f"{MODALITY_WORDS[modality][0]}: choose a model for it, or leave such documents out"
                 )
             file.write(json.dumps(_row(document), ensure_ascii=False) + "\n")
             num_documents += 1

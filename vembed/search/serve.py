@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlsplit
 
-from vembed.batch import Composed, Image
+from vembed.batch import MODALITY_WORDS, Composed, Image, modality_words
 from vembed.data.images import ImageError
-from vembed.data.python_inputs import NAMES, modality_names
 from vembed.errors import MachineError, VembedError
 from vembed.search.page import COUNTS, MAX_QUERY_CHARACTERS, PICTURE_FIELD, Answer, PageFacts, ShownPicture, render
 from vembed.search.page_style import POLICY
@@ -296,6 +295,6 @@ def _is_number(text: str) -> bool:
 
 def _require(modality: Modality, searcher: Searcher) -> None:
     if modality not in searcher.takes:
-        name = NAMES[modality][1]
-        taken = modality_names(searcher.takes)
+        name = MODALITY_WORDS[modality][1]
+        taken = modality_words(searcher.takes)
         raise _Refusal(HTTPStatus.BAD_REQUEST, f"This index's model takes {taken}, but no {name}.")

@@ -30,14 +30,13 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vembed.batch import Features, Modality, Side, content_id, modality_of
+from vembed.batch import MODALITY_WORDS, Features, Modality, Side, content_id, modality_of
 from vembed.errors import MachineError
 from vembed.evaluation.array_file import FREE_SHARE, ArrayFile
 from vembed.evaluation.benchmark.identity import digest, features_digest, model_key
 from vembed.evaluation.index import check_finite
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.replay import RngState
-from vembed.training.pictures import KIND_OF
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -199,7 +198,7 @@ class FrozenItems:
 
     def _make(self, own: FrozenSide, encode: ItemEncoder) -> None:
         """Leave a true file."""
-        ranks, file, kind = encode.ranks, own.file(self.folder), KIND_OF[own.modality]
+        ranks, file, kind = encode.ranks, own.file(self.folder), MODALITY_WORDS[own.modality][1]
         is_there, reason = ranks.from_first(lambda: self._look(own))
         if is_there:
             _log.info("embeddings of %d frozen %s unchanged, read from %s", len(own.ids_U), kind, file.array)
@@ -266,7 +265,7 @@ def find_frozen(encoder: Encoder, records: RecordTable, options: FrozenOptions) 
             continue
         reason = _why_not(items, modality, options, is_random=is_random)
         if reason:
-            notes.append(f"embedding_cache: no weight behind the {KIND_OF[modality]} trains, but {reason}")
+            notes.append(f"embedding_cache: no weight behind the {MODALITY_WORDS[modality][1]} trains, but {reason}")
             continue
         model = model or model_key(encoder, frozen_only=True)
         key = {**model, "precision": options.precision}
@@ -346,7 +345,7 @@ def _with_room(sides: list[FrozenSide], options: FrozenOptions) -> tuple[list[Fr
     missing = [side for side in sides if not side.file(options.folder).array.exists()]
     if FREE_SHARE * sum(side.num_bytes for side in missing) > free and not options.is_shared:
         return [], [f"embedding_cache: not used, as {folder} has {free} bytes free and {wanted} are wanted"]
-    counts = " and ".join(f"{len(side.ids_U)} {KIND_OF[side.modality]} ({side.side})" for side in sides)
+    counts = " and ".join(f"{len(side.ids_U)} {MODALITY_WORDS[side.modality][1]} ({side.side})" for side in sides)
     note = (
         f"embedding_cache: {counts} of a frozen tower are encoded once, before the first step, and read from "
         f"{options.folder} in every step: {wanted} bytes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
-from vembed.batch import content_id, modality_of, pictures_in
+from vembed.batch import MODALITY_WORDS, content_id, modality_of, pictures_in
 from vembed.data.images import check_image
 from vembed.errors import DataError
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 RetrievalMode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 """What searches what: t for texts, i for pictures, m for pictures with a text."""
 
-KINDS = {"t": "texts", "i": "pictures", "m": "pictures with a text"}
-KIND_OF: Mapping[Modality, str] = {"text": "texts", "image": "pictures", "image+text": "pictures with a text"}
+MODALITIES: Mapping[str, Modality] = {"t": "text", "i": "image", "m": "image+text"}
+KINDS = {letter: MODALITY_WORDS[modality][1] for letter, modality in MODALITIES.items()}
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class ItemCounts:
     def add(self, side: Side, items: Iterable[Item]) -> None:
         """Count items of one side."""
         for item in items:
-            self.counts[KIND_OF[modality_of(item)]][side] += 1
+            self.counts[MODALITY_WORDS[modality_of(item)][1]][side] += 1
 
     @property
     def num_pictures(self) -> int:

@@ -17,6 +17,7 @@ from vembed.evaluation.benchmark.variants import (
     plan_variants,
     size_note,
 )
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,6 +30,10 @@ def unit(rows: int, dim: int, *, seed: int = 0) -> NDArray[np.float32]:
     table[:, 0] += 1.5  # dimensions of unlike spread and mean, as real embeddings have
     table[:, 1] *= 0.05
     return (table / np.linalg.norm(table, axis=1, keepdims=True)).astype(np.float32)
+
+
+def model_of(dimension: int) -> NgramBag:
+    return NgramBag(NgramBagConfig(dimension=dimension, buckets=16))
 
 
 def form(**wanted: object) -> Variant:
@@ -150,15 +155,15 @@ def test_latency_is_positive_over_the_timed_queries_and_leaves_the_threads_as_th
 def test_more_dimensions_than_the_model_has_are_refused_with_its_number() -> None:
     variants = plan_variants(dims=(8, 24, 32))
     with pytest.raises(ConfigError, match=r"--dims 24,32: tiny has 16 dimensions; give at most 16"):
-        check_model(variants, "tiny", 16)
-    check_model(variants, "larger", 32)
+        check_model(variants, "tiny", model_of(16))
+    check_model(variants, "larger", model_of(32))
 
 
 def test_an_index_that_faiss_does_not_know_is_refused_before_there_are_vectors() -> None:
     for wrong, right in (("IVF4,Flatt", "IVF4,Flat"), ("IVF4,Flat:nprob=2", "IVF4,Flat:nprobe=2"), ("PQ3", "PQ4")):
         with pytest.raises(ConfigError, match=r"can't build the index"):
-            check_model(plan_variants(indexes=(wrong,)), "tiny", 16)
-        check_model(plan_variants(indexes=(right,)), "tiny", 16)
+            check_model(plan_variants(indexes=(wrong,)), "tiny", model_of(16))
+        check_model(plan_variants(indexes=(right,)), "tiny", model_of(16))
 
 
 def test_an_index_with_more_lists_than_documents_is_refused_with_one_that_fits() -> None:

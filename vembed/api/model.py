@@ -178,6 +178,7 @@ class EmbeddingModel:
             (n, E) float32, in the order of the rows.
 
         Raises:
+            ConfigError: The model gives several vectors for each row.
             DataError: A picture is missing, broken or over the limits, or the model has no tower for a row.
             NonFiniteError: A vector holds NaN or infinity.
             TypeError: A row is neither a text nor a picture.
@@ -187,7 +188,7 @@ class EmbeddingModel:
         items = items_of(rows, self.image_limits)
         refuse_other_modalities(items, self.takes, self.name)
         encode = self.item_encoder(batch_size)
-        vectors_NE = encode(items, side)
+        vectors_NE = encode.table(items, side)
         bad = np.flatnonzero(~np.isfinite(vectors_NE).all(axis=1))
         if bad.size:
             raise NonFiniteError(

@@ -180,7 +180,7 @@ def open_index(
     elif options:
         raise TypeError(f"open_index: {next(iter(options))} belongs to load: the model is loaded already")
     encode = model.item_encoder(DEFAULT_BATCH_SIZE)
-    index.check_model(model.identity, encode)
+    index.check_model(model.identity, encode.table)
     return Searcher(index, encode, model.image_limits)
 
 

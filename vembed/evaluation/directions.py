@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vembed.batch import Ragged
 from vembed.evaluation.evaluator import EncodedTask, encode_task, encoded, search_task
 from vembed.evaluation.run import RunBuilder
 from vembed.evaluation.significance import sum_interval
@@ -115,13 +116,13 @@ def encode_directions(
     builder = RunBuilder(turned, ks=options.ks, depth=options.depth)
     documents = list(task.documents.values())
     queries = [task.queries[query_id] for query_id in forward.builder.query_ids]
-    documents_DE, queries_QE = forward.documents_DE, forward.queries_QE
     if sides_agree(encode.encoder, documents):
-        asking_QE = documents_DE[asking_rows(task, turned)]
+        rows = asking_rows(task, turned)
+        asking = forward.documents.take(rows) if isinstance(forward.documents, Ragged) else forward.documents[rows]
     else:
-        asking_QE = encoded(encode, list(turned.queries.values()), "query")
-    searched_DE = queries_QE if sides_agree(encode.encoder, queries) else encoded(encode, queries, "document")
-    return forward, EncodedTask(turned, builder, searched_DE, asking_QE, time.perf_counter() - started)
+        asking = encoded(encode, list(turned.queries.values()), "query")
+    searched = forward.queries if sides_agree(encode.encoder, queries) else encoded(encode, queries, "document")
+    return forward, EncodedTask(turned, builder, searched, asking, time.perf_counter() - started)
 
 
 def search_directions(tasks: Sequence[EncodedTask], options: EvaluationOptions) -> Directions:

@@ -10,7 +10,10 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from vembed.batch import Ragged
+from vembed.errors import ConfigError
 from vembed.evaluation.index import search
+from vembed.evaluation.maxsim import search_maxsim
 from vembed.evaluation.metrics import DEFAULT_KS
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
 
@@ -22,9 +25,10 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Side
     from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.encode import Vectors
     from vembed.evaluation.result import EvaluationResult
 
-    Encode: TypeAlias = Callable[[Sequence[Item], Side], NDArray[np.float32]]
+    Encode: TypeAlias = Callable[[Sequence[Item], Side], Vectors]
 
 EXACT = "Flat"
 
@@ -73,19 +77,14 @@ def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) ->
 class EncodedTask:
     """A task with the vectors of its items.
 
-    Attributes:
-        task: Queries, documents and judgements.
-        builder: Of the task, empty.
-        documents_DE: A row for each document, in the order of the task.
-        queries_QE: A row for each of the builder's queries.
-        seconds: What encoding took.
+    Rows stand in the order of the task's documents and of the builder's queries.
     """
 
     task: RetrievalData
-    builder: RunBuilder
-    documents_DE: NDArray[np.float32]
-    queries_QE: NDArray[np.float32]
-    seconds: float
+    builder: RunBuilder  # empty
+    documents: Vectors
+    queries: Vectors
+    seconds: float  # of encoding
 
 
 def encode_task(encode: Encode, task: RetrievalData, options: EvaluationOptions) -> EncodedTask:
@@ -97,9 +96,9 @@ def encode_task(encode: Encode, task: RetrievalData, options: EvaluationOptions)
     """
     builder = RunBuilder(task, ks=options.ks, depth=options.depth)
     started = time.perf_counter()
-    documents_DE = encoded(encode, list(task.documents.values()), "document")
-    queries_QE = encoded(encode, [task.queries[query_id] for query_id in builder.query_ids], "query")
-    return EncodedTask(task, builder, documents_DE, queries_QE, time.perf_counter() - started)
+    documents = encoded(encode, list(task.documents.values()), "document")
+    queries = encoded(encode, [task.queries[query_id] for query_id in builder.query_ids], "query")
+    return EncodedTask(task, builder, documents, queries, time.perf_counter() - started)
 
 
 def search_task(given: EncodedTask, options: EvaluationOptions) -> EvaluationResult:
@@ -111,17 +110,34 @@ def search_task(given: EncodedTask, options: EvaluationOptions) -> EvaluationRes
     """
     builder = given.builder
     started = time.perf_counter()
-    scores_Qk, rows_Qk = search(
-        given.documents_DE,
-        given.queries_QE,
-        k=builder.hits_wanted,
-        factory=options.index_factory,
-        poll=options.poll,
+    scores_Qk, rows_Qk = search_vectors(
+        given.documents, given.queries, k=builder.hits_wanted, factory=options.index_factory, poll=options.poll
     )
     seconds = given.seconds + time.perf_counter() - started
     add_hits(builder, list(given.task.documents), scores_Qk, rows_Qk)
     notes = [] if options.index_factory == EXACT else [approximate_note(options.index_factory)]
     return builder.result(options.system, seconds=seconds, notes=notes)
+
+
+def search_vectors(
+    documents: Vectors, queries: Vectors, *, k: int, factory: str = EXACT, poll: Callable[[], None] | None = None
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """Search rows of one vector with FAISS, and rows of several by exact MaxSim.
+
+    Returns:
+        Scores (Q, k) float32 and document rows (Q, k) int64, best first.
+
+    Raises:
+        NonFiniteError: A vector holds NaN or infinity.
+        ConfigError: FAISS can't build the index, or rows of several vectors are to be searched with one.
+    """
+    if isinstance(documents, Ragged) and isinstance(queries, Ragged):
+        if factory != EXACT:
+            raise ConfigError(f"{factory!r}: an index holds one vector per row, and these have several; use {EXACT!r}")
+        return search_maxsim(documents, queries, k=k, poll=poll)
+    assert not isinstance(documents, Ragged)
+    assert not isinstance(queries, Ragged)
+    return search(documents, queries, k=k, factory=factory, poll=poll)
 
 
 def add_hits(
@@ -146,16 +162,20 @@ def approximate_note(factory: str) -> str:
     return f'Searched with the FAISS index "{factory}", which may miss documents.'
 
 
-def encoded(encode: Encode, texts: Sequence[Item], side: Side) -> NDArray[np.float32]:
-    """Return the vectors of items of one side, (rows, dim).
+def encoded(encode: Encode, items: Sequence[Item], side: Side) -> Vectors:
+    """Return the vectors of items of one side.
 
     Raises:
         ValueError: The encoder returned another number of rows.
     """
-    vectors_NE = encode(texts, side)
-    if vectors_NE.ndim != 2 or len(vectors_NE) != len(texts):
+    vectors = encode(items, side)
+    if isinstance(vectors, Ragged):
+        num_rows, shape = len(vectors.lengths), f"{len(vectors.lengths)} rows of vectors"
+    else:
+        num_rows, shape = (len(vectors) if vectors.ndim == 2 else -1), f"shape {vectors.shape}"
+    if num_rows != len(items):
         raise ValueError(
-            f"the encoder returned shape {vectors_NE.shape} for {len(texts)} {side} texts; "
-            f"it must return ({len(texts)}, dim): one row for each text."
+            f"the encoder returned {shape} for {len(items)} {side} texts; "
+            f"it must return ({len(items)}, dim): one row for each text."
         )
-    return vectors_NE
+    return vectors

@@ -26,7 +26,7 @@ import torch
 
 from vembed.batch import MODALITY_WORDS, Image, modality_of, modality_words, pictures_in
 from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
-from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
+from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, refuse_several_vectors
 from vembed.evaluation.index import build_index, new_index
 from vembed.files import fsync_path, replace_folder, write_durably
 from vembed.search.format import (
@@ -101,6 +101,7 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     """
     output = Path(output).resolve()
     refuse_taken(output, overwrite=options.overwrite)
+    refuse_several_vectors(encode.encoder)
     new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
     temporary = output.with_name(f".{output.name}.tmp")
     try:
@@ -217,7 +218,7 @@ def _write_vectors(folder: Path, counts: tuple[int, int], corpus: Corpus, encode
         np.lib.format.write_array_header_1_0(file, header)
         for documents in _slices(folder / DOCUMENTS_FILE, corpus):
             items = [document.item for document in documents]
-            vectors_RE = encode(items, side)
+            vectors_RE = encode.table(items, side)
             _refuse_nonfinite(vectors_RE, documents)
             file.write(vectors_RE.astype("<f4", copy=False).tobytes())
             if copies is not None:
@@ -255,7 +256,7 @@ class _Copies:
         probes: list[Item] = [Image("the first thumbnail", self._first)]
         if "text" in self._encode.encoder.modalities:
             probes.append(PROBE_TEXT)
-        np.save(self._folder / PROBE_FILE, self._encode(probes, side).astype("<f4", copy=False))
+        np.save(self._folder / PROBE_FILE, self._encode.table(probes, side).astype("<f4", copy=False))
 
     def _polled(self, items: Sequence[Item]) -> Iterator[bytes]:
         for copy in make_thumbnails(map(_picture, items), self._limits, torch.get_num_threads()):

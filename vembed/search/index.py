@@ -30,12 +30,12 @@ from vembed.search.format import (
 from vembed.search.thumbnails import ThumbnailReader
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Item
-    from vembed.evaluation.evaluator import Encode
+    from vembed.batch import Item, Side
     from vembed.models.identity import ModelIdentity
 
 BLOCK_BYTES = 1 << 24
@@ -152,12 +152,12 @@ class SearchIndex:
         """Return the vector of a document, (E,)."""
         return np.array(self._vectors[row])
 
-    def check_model(self, model: ModelIdentity, encode: Encode) -> None:
+    def check_model(self, model: ModelIdentity, encode: Callable[[Sequence[Item], Side], NDArray[np.float32]]) -> None:
         """Refuse a model other than the one that made the vectors.
 
         Args:
             model: The model that will encode queries.
-            encode: Its encoder: the first document is encoded again, which shows another tokenizer or pooling; where
+            encode: Its encoder. The first document is encoded again, which shows another tokenizer or pooling; where
                 there are pictures, the first thumbnail and a text.
 
         Raises:

@@ -65,7 +65,7 @@ class Searcher:
         items = items_of(queries, self.limits)
         refuse_other_modalities(items, self.takes, self._encode.encoder.name)
         with self._lock:  # an encoder serves one call at a time
-            vectors_QE = self._encode(items, "query")
+            vectors_QE = self._encode.table(items, "query")
         return self.index.search(vectors_QE, k)
 
     def like(self, row: int, k: int = 10) -> list[Hit]:

@@ -224,7 +224,7 @@ class FrozenItems:
     def _blocks(self, own: FrozenSide, encode: ItemEncoder) -> Iterator[NDArray[np.float32]]:
         """Encode in blocks; only the first rank has all vectors."""
         for start in range(0, len(own.ids_U), BLOCK_ROWS):
-            vectors_NE = encode(_take(self.records, own.places_U2[start : start + BLOCK_ROWS]), own.side)
+            vectors_NE = encode.table(_take(self.records, own.places_U2[start : start + BLOCK_ROWS]), own.side)
             if encode.ranks.is_first:
                 check_finite(vectors_NE, own.side)
             yield vectors_NE
@@ -283,6 +283,8 @@ def _unfit(encoder: Encoder) -> tuple[str, ...]:
         raise ValueError("frozen towers are looked for while the encoder is whole, before its weights are sharded")
     if not any(parameter.ndim > 1 and not parameter.requires_grad for parameter in parameters):
         return ("embedding_cache has no effect: all weights of the model train",)
+    if encoder.multi_vector:
+        return ("embedding_cache has no effect: it keeps one vector for each row, and the model gives several",)
     if any(isinstance(module, _BatchNorm) for module in encoder.modules()):
         return ("embedding_cache has no effect: batch normalisation makes embeddings depend on the batch",)
     if any(parameter.dtype == torch.float64 for parameter in parameters):

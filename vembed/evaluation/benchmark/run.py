@@ -18,6 +18,7 @@ import faiss
 import numpy as np
 import torch
 
+from vembed.batch import Ragged
 from vembed.data.retrieval import REVERSED
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import SourceOptions
@@ -48,13 +49,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from numpy.typing import NDArray
-
     from vembed.batch import Item, Side
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.benchmark.identity import Key
     from vembed.evaluation.benchmark.variants import Variant
     from vembed.evaluation.benchmark.vectors import Facts
+    from vembed.evaluation.encode import Vectors
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.models.huggingface import ModelOptions
@@ -170,7 +170,7 @@ def run_benchmark(
     sets = _load_sets(paths, options)
     if any(variant.dimension for variant in options.variants) and len(models) > 1:
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
-            check_model(options.variants, label, _load(model).dimension)
+            check_model(options.variants, label, _load(model))
     if options.with_bm25:
         for each in (each for each in sets if each.forward is None):
             if reason := why_no_bm25(each.task):
@@ -179,7 +179,7 @@ def run_benchmark(
                 yield _bm25_entry(each, output, options)
     for model, label, folder in zip(models, labels, folders, strict=True):
         encoder = _load(model)
-        check_model(options.variants, label, encoder.dimension)
+        check_model(options.variants, label, encoder)
         run = _ModelRun(encoder, options, system=model.name, label=label)
         for each in sets:
             yield run.entry(each, output, folder=folder)
@@ -329,21 +329,21 @@ class _SetRun:
 
     def stored(self, variant: Variant) -> Stored:
         """Search a variant, score what it finds, and time it."""
-        documents_DE, document_facts = self._documents.get(self.title)
-        queries_QE, query_facts = self._queries.get(self.title)
+        documents, document_facts = self._documents.get(self.title)
+        queries, query_facts = self._queries.get(self.title)
         builder, poll = self._builder(), self._run.options.poll
         started = time.perf_counter()
-        searcher = build_searcher(documents_DE, variant)
-        scores_Qk, rows_Qk = searcher.search(queries_QE, k=builder.hits_wanted, poll=poll)
+        searcher = build_searcher(documents, variant)
+        scores_Qk, rows_Qk = searcher.search(queries, k=builder.hits_wanted, poll=poll)
         seconds = time.perf_counter() - started + document_facts.seconds + query_facts.seconds
         add_hits(builder, list(self._task.documents), scores_Qk, rows_Qk)
-        notes = [*self._truncated_notes(document_facts, query_facts), *_variant_notes(variant, documents_DE)]
+        notes = [*self._truncated_notes(document_facts, query_facts), *_variant_notes(variant, documents)]
         result = builder.result(self._run.system, seconds=seconds, notes=notes)
         if not variant.is_reference:
             _logger.info("%s: searched as %s", self.title, variant.name)
-        milliseconds, num_timed = searcher.median_milliseconds(queries_QE, k=builder.hits_wanted, poll=poll)
+        milliseconds, num_timed = searcher.median_milliseconds(queries, k=builder.hits_wanted, poll=poll)
         cost = Cost(
-            dimension=variant.dimension or documents_DE.shape[1],
+            dimension=variant.dimension or self._run.encode.encoder.dimension,
             bytes_per_document=searcher.bytes_per_document,
             milliseconds_per_query=milliseconds,
             num_timed=num_timed,
@@ -359,8 +359,11 @@ class _SetRun:
         ]
 
 
-def _variant_notes(variant: Variant, documents_DE: NDArray[np.float32]) -> list[str]:
+def _variant_notes(variant: Variant, documents_DE: Vectors) -> list[str]:
     """Return what is particular about a variant on these documents."""
+    if isinstance(documents_DE, Ragged):
+        mean = len(documents_DE.values) / len(documents_DE.lengths)
+        return [f"Searched by exact MaxSim over {mean:.1f} vectors per document."]
     notes = []
     if variant.index != EXACT:
         notes.append(approximate_note(variant.index))

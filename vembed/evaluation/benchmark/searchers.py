@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 import faiss
 import numpy as np
 
+from vembed.batch import Ragged
 from vembed.evaluation.evaluator import EXACT
 from vembed.evaluation.index import SLICE_ROWS, build_index, search_index
+from vembed.evaluation.maxsim import search_maxsim
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.evaluation.benchmark.variants import Variant
+    from vembed.evaluation.encode import Vectors
 
 INT8_LARGEST = 127
 
@@ -77,24 +80,58 @@ class Searcher:
         step = max(1, len(query_vectors_QE) // TIMED_QUERIES)
         prepared = self.prepare(np.ascontiguousarray(query_vectors_QE[::step][:TIMED_QUERIES]))
         k = min(k, self.index.ntotal)
-        threads = faiss.omp_get_max_threads()
-        faiss.omp_set_num_threads(1)
-        times = []
-        try:
-            for row in range(min(WARM_UP_QUERIES, len(prepared))):
-                self.index.search(prepared[row : row + 1], k)
-            for row in range(len(prepared)):
-                if poll is not None:
-                    poll()
-                started = time.perf_counter()
-                self.index.search(prepared[row : row + 1], k)
-                times.append(time.perf_counter() - started)
-        finally:
-            faiss.omp_set_num_threads(threads)
-        return 1000.0 * median(times), len(times)
+        return _median_milliseconds(lambda row: self.index.search(prepared[row : row + 1], k), len(prepared), poll=poll)
 
 
-def build_searcher(document_vectors_DE: NDArray[np.float32], variant: Variant) -> Searcher:
+@dataclass(frozen=True, slots=True)
+class MaxSimSearcher:
+    """The same for documents of several vectors each, compared by exact MaxSim."""
+
+    documents: Ragged
+
+    @property
+    def bytes_per_document(self) -> float:
+        """Memory that the vectors take for each document, on average."""
+        return self.documents.values.nbytes / len(self.documents.lengths)
+
+    def search(
+        self, queries: Ragged, *, k: int, poll: Callable[[], None] | None = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return scores and rows of the k best documents, (Q, k) each."""
+        return search_maxsim(self.documents, queries, k=k, poll=poll)
+
+    def median_milliseconds(
+        self, queries: Ragged, *, k: int, poll: Callable[[], None] | None = None
+    ) -> tuple[float, int]:
+        """Time the search of single queries, as `Searcher.median_milliseconds` does."""
+        step = max(1, len(queries.lengths) // TIMED_QUERIES)
+        rows = np.arange(len(queries.lengths))[::step][:TIMED_QUERIES]
+        single = [queries.take(rows[place : place + 1]) for place in range(len(rows))]
+        return _median_milliseconds(lambda row: self.search(single[row], k=k), len(rows), poll=poll)
+
+
+def _median_milliseconds(
+    search: Callable[[int], object], count: int, *, poll: Callable[[], None] | None
+) -> tuple[float, int]:
+    """Return the median time of searching each of some queries alone, on one thread of FAISS, and how many they are."""
+    threads = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(1)
+    times = []
+    try:
+        for row in range(min(WARM_UP_QUERIES, count)):
+            search(row)
+        for row in range(count):
+            if poll is not None:
+                poll()
+            started = time.perf_counter()
+            search(row)
+            times.append(time.perf_counter() - started)
+    finally:
+        faiss.omp_set_num_threads(threads)
+    return 1000.0 * median(times), len(times)
+
+
+def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
     """Build the index of a variant.
 
     Args:
@@ -104,6 +141,8 @@ def build_searcher(document_vectors_DE: NDArray[np.float32], variant: Variant) -
     Raises:
         ConfigError: FAISS can't build the index for these documents.
     """
+    if isinstance(document_vectors_DE, Ragged):
+        return MaxSimSearcher(document_vectors_DE)
     dimension = variant.dimension
 
     def shortened(vectors_NE: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -18,6 +18,8 @@ from vembed.evaluation.index import new_index
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vembed.models.encoder import Encoder
+
 Precision: TypeAlias = Literal["float32", "int8", "binary"]
 
 QUANTIZED: tuple[Precision, ...] = tuple(name for name in get_args(Precision) if name != "float32")
@@ -88,17 +90,20 @@ def plan_variants(
     )
 
 
-def check_model(variants: Sequence[Variant], model: str, dimension: int) -> None:
+def check_model(variants: Sequence[Variant], model: str, encoder: Encoder) -> None:
     """Refuse to keep more dimensions than a model has, and an index that can't hold its vectors.
-
-    Args:
-        variants: What is to be tried.
-        model: Name of the model.
-        dimension: Its embedding dim.
 
     Raises:
         ConfigError: Names the dimensions that are too many, or the index.
     """
+    dimension = encoder.dimension
+    if encoder.multi_vector:
+        if len(variants) > 1:
+            raise ConfigError(
+                f"--dims, --quantize, --index: {model} gives several vectors for each row, which are compared by exact "
+                f"MaxSim; leave these options or this model out"
+            )
+        return
     asked = {variant.dimension or 0 for variant in variants}
     over = sorted(each for each in asked if each > dimension)
     if over:

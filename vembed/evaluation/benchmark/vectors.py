@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from vembed.batch import Ragged
 from vembed.evaluation.array_file import ArrayFile
 from vembed.evaluation.directions import count_truncated
 from vembed.evaluation.index import check_finite
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Side
     from vembed.evaluation.benchmark.identity import Key
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.encode import ItemEncoder, Vectors
 
 FILE_NAMES: dict[Side, str] = {"document": "documents", "query": "queries"}
 
@@ -67,10 +68,10 @@ class SideVectors:
         self._side = side
         self._folder = folder
         self._keep = keep
-        self._found: tuple[NDArray[np.float32], Facts] | None = None
+        self._found: tuple[Vectors, Facts] | None = None
 
-    def get(self, title: str) -> tuple[NDArray[np.float32], Facts]:
-        """Return the vectors (rows, dim) and what encoding them had to say; one log line says where they came from.
+    def get(self, title: str) -> tuple[Vectors, Facts]:
+        """Return the vectors and what encoding them had to say; one log line says where they came from.
 
         Args:
             title: Model and set, for that line.
@@ -87,21 +88,31 @@ class SideVectors:
         """Return how many of the items are cut; they are tokenized and not encoded."""
         return count_truncated(self._encode.encoder, self._texts, self._side)
 
-    def _read_or_encode(self, title: str) -> tuple[NDArray[np.float32], Facts]:
+    def _read_or_encode(self, title: str) -> tuple[Vectors, Facts]:
         name = FILE_NAMES[self._side]
+        if self._encode.encoder.multi_vector:  # kept in memory only: the file holds one vector for each row
+            rows, facts = self._encoded()
+            _logger.info("%s: %d %s encoded in %.1f s", title, len(self._texts), name, facts.seconds)
+            return rows, facts
         found, reason = read_vectors(self._folder, self._side, self.key, rows=len(self._texts))
         if found is not None:
             _logger.info("%s: vectors of the %s unchanged, read from %s", title, name, self._folder)
             return found
-        before, started = self._encode.num_truncated[self._side], time.perf_counter()
-        vectors_NE = self._encode(self._texts, self._side)
-        facts = Facts(self._encode.num_truncated[self._side] - before, time.perf_counter() - started)
-        check_finite(vectors_NE, self._side)
+        vectors_NE, facts = self._encoded()
+        assert not isinstance(vectors_NE, Ragged)
         again = f" again ({reason})" if reason else ""
         _logger.info("%s: %d %s encoded%s in %.1f s", title, len(vectors_NE), name, again, facts.seconds)
         if self._keep:
             write_vectors(self._folder, self._side, self.key, vectors_NE, facts)
         return vectors_NE, facts
+
+    def _encoded(self) -> tuple[Vectors, Facts]:
+        """Encode, and refuse NaN and infinity."""
+        before, started = self._encode.num_truncated[self._side], time.perf_counter()
+        vectors = self._encode(self._texts, self._side)
+        facts = Facts(self._encode.num_truncated[self._side] - before, time.perf_counter() - started)
+        check_finite(vectors.values if isinstance(vectors, Ragged) else vectors, self._side)
+        return vectors, facts
 
 
 class SharedVectors:
@@ -124,8 +135,8 @@ class SharedVectors:
         self._source = source
         self._rows = rows
 
-    def get(self, title: str) -> tuple[NDArray[np.float32], Facts]:
-        """Return the vectors (rows, dim) and what encoding them had to say; it takes no time of its own.
+    def get(self, title: str) -> tuple[Vectors, Facts]:
+        """Return the vectors and what encoding them had to say; it takes no time of its own.
 
         Args:
             title: Model and set, for the log line of those that they are taken from.
@@ -134,10 +145,11 @@ class SharedVectors:
             MachineError: When those can't be written.
             NonFiniteError: When a vector holds NaN or infinity.
         """
-        vectors_NE, facts = self._source.get(title)
+        vectors, facts = self._source.get(title)
         if self._rows is None:
-            return vectors_NE, Facts(facts.num_truncated, seconds=0.0)
-        return vectors_NE[self._rows], Facts(self._own.count_truncated() if facts.num_truncated else 0, seconds=0.0)
+            return vectors, Facts(facts.num_truncated, seconds=0.0)
+        taken = vectors.take(self._rows) if isinstance(vectors, Ragged) else vectors[self._rows]
+        return taken, Facts(self._own.count_truncated() if facts.num_truncated else 0, seconds=0.0)
 
 
 def write_vectors(folder: Path, side: Side, key: Key, vectors_NE: NDArray[np.float32], facts: Facts) -> None:

@@ -145,7 +145,7 @@ class BatchSource:
         pools = tuple(
             stored_pool(features, slots)
             if is_stored(features)
-            else Pool(self.encoder, self.encoder.collate, features, slots)
+            else Pool(self.encoder, self.encoder.collate, features, slots, self.encoder.num_vectors(features))
             for features, slots in featured.parts
         )
         return PreparedBatch(featured.batch, featured.assignment, pools, BatchStructure.of(featured.batch))

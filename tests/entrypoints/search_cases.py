@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 from command_cases import environment
 
 import vembed
-from vembed.search.serve import SearchServer, page_facts
+from vembed.search.serve import SearchServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -108,7 +108,7 @@ class StartedPage(Page):
 def served_here(index: Path) -> Iterator[Page]:
     """Serve an index in this process."""
     searcher = vembed.open_index(index)
-    with SearchServer(searcher, page_facts(searcher), port=0) as server:
+    with SearchServer(searcher, port=0) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -162,9 +163,7 @@ def _print_hits(asked: dict[str, str], hits: Sequence[Hit], *, as_json: bool, na
 
 def _serve(searcher: Searcher, port: int) -> int:
     """Serve the page until a signal ends it."""
-    from vembed.search.serve import SearchServer, page_facts
-
-    facts = page_facts(searcher)
+    from vembed.search.serve import SearchServer
 
     def end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature that signal calls
         raise KeyboardInterrupt
@@ -172,10 +171,9 @@ def _serve(searcher: Searcher, port: int) -> int:
     # Set here and not left to Python: a process that a script starts in the background ignores SIGINT otherwise.
     before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with SearchServer(searcher, facts, port=port) as server:
-            print(f"searching {facts.num_documents:,} documents at {server.url} (Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt), SearchServer(searcher, port=port) as server:
+            print(f"searching {len(searcher):,} documents at {server.url} (Ctrl-C ends it)", flush=True)
             server.serve_forever()
-    except KeyboardInterrupt:
         print("ended")
     finally:
         for number, handler in before.items():

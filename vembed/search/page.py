@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlencode
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Modality
     from vembed.search.index import Hit
+    from vembed.search.searcher import Searcher
 
 MAX_QUERY_CHARACTERS = 2_000
 COUNTS = (5, 10, 20, 50, 100)
@@ -97,6 +99,28 @@ class Answer:
     copies: dict[int, bytes] | None = None
     milliseconds: float = 0.0
     problem: str = ""
+
+
+def page_facts(searcher: Searcher) -> PageFacts:
+    """Return what the page says about an index.
+
+    Args:
+        searcher: What is asked.
+    """
+    index = searcher.index
+    meta = index.meta
+    rows = searcher.example_rows()
+    shown = [ShownPicture(copy, index.document(row).id, row) for row in rows if (copy := index.thumbnail(row))]
+    return PageFacts(
+        corpus=Path(meta.source).name or meta.source,
+        model=meta.model.name,
+        num_documents=len(searcher),
+        num_pictures=meta.num_pictures,
+        similarity="cosine similarities" if meta.model.similarity == "cosine" else "dot products",
+        takes=searcher.takes,
+        example_queries=searcher.example_queries(),
+        example_pictures=shown,
+    )
 
 
 def render(facts: PageFacts, answer: Answer) -> str:

@@ -19,8 +19,8 @@ from vembed.evaluation.report.content import (
 )
 from vembed.evaluation.report.curves import MAX_POINTS, STEP_CURVES, curve_of, sparkline, step_curve, thinned_rows
 from vembed.evaluation.report.examples import choose_examples
-from vembed.evaluation.report.text import MINUS, bytes_text, clip, number_text, plain, signed_text, value_text
 from vembed.evaluation.significance import Comparison, Verdict, bootstrap_interval, paired_bootstrap, verdict
+from vembed.evaluation.text import MINUS, bytes_text, clip, number_text, plain, signed_text, value_text
 
 LOSS = STEP_CURVES[0]
 

@@ -17,8 +17,8 @@ from vembed.evaluation.report.content import build_content
 from vembed.evaluation.report.html import render_html
 from vembed.evaluation.report.markup import Html, element, escape, join
 from vembed.evaluation.report.style import STYLE
-from vembed.evaluation.report.text import MINUS
 from vembed.evaluation.significance import Verdict, verdict
+from vembed.evaluation.text import MINUS
 
 HOSTILE = (
     "</script><script>alert(1)</script>",

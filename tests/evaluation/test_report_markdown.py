@@ -8,8 +8,9 @@ import pytest
 from test_report_html import HOSTILE, hostile_report
 from test_report_samples import sample
 
+from vembed.evaluation.pages import escape_markdown as escape
 from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.markdown import escape, render_markdown
+from vembed.evaluation.report.markdown import render_markdown
 
 MARKUP = (
     *HOSTILE,

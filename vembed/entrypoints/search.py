@@ -152,7 +152,7 @@ def _print_hits(asked: dict[str, str], hits: Sequence[Hit], *, as_json: bool, na
         names = ("rank", "id", "score", "text", "image")
         print(json.dumps({**asked, "hits": [{name: getattr(hit, name) for name in names} for hit in hits]}), flush=True)
         return
-    from vembed.evaluation.report.text import one_line
+    from vembed.evaluation.text import one_line
     from vembed.search.terminal import clip_to_width, hit_lines
 
     width = max(20, shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns)

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from vembed.data.images import FORMATS
 from vembed.evaluation.report.markup import Html, element, join
-from vembed.evaluation.report.text import one_line, visible
+from vembed.evaluation.text import one_line, visible
 from vembed.search.page_style import STYLE
 from vembed.search.thumbnails import thumbnail_size
 

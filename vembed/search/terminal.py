@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.report.text import one_line
+from vembed.evaluation.text import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,8 +13,8 @@ import torch
 
 from vembed.distributed.utilisation import PACKAGE, can_measure_utilisation
 from vembed.evaluation.report.data import Finding
-from vembed.evaluation.report.text import bytes_text, plural
 from vembed.evaluation.report.time_split import percent_text, seconds_text, settled_rows, split_time
+from vembed.evaluation.text import bytes_text, plural
 from vembed.gradcache.engine import DRIFT_TOLERANCE
 
 if TYPE_CHECKING:

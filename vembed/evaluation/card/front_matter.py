@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from vembed.errors import ConfigError
-from vembed.evaluation.report.text import one_line
+from vembed.evaluation.text import one_line
 
 if TYPE_CHECKING:
     from vembed.evaluation.card.facts import CardFacts, SetFacts

@@ -11,9 +11,9 @@ from vembed.errors import DataError, MachineError
 from vembed.evaluation.card.facts import MetricFacts, RunFacts, SetFacts
 from vembed.evaluation.card.names import PublicName, public_name, without_paths
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.report.text import value_text
 from vembed.evaluation.significance import verdicts
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
+from vembed.evaluation.text import value_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -9,8 +9,9 @@ from vembed.evaluation.card.citations import CITATIONS, TITLES
 from vembed.evaluation.card.front_matter import front_matter, metric_name
 from vembed.evaluation.card.names import without_paths
 from vembed.evaluation.card.usage import examples
-from vembed.evaluation.report.markdown import escape, table
-from vembed.evaluation.report.text import MINUS, clip, count_text, metric_text, plural, signed_text, visible
+from vembed.evaluation.pages import escape_markdown as escape
+from vembed.evaluation.report.markdown import table
+from vembed.evaluation.text import MINUS, clip, count_text, metric_text, plural, signed_text, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

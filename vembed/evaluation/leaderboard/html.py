@@ -35,7 +35,7 @@ from vembed.evaluation.report.html_parts import (
     with_bounds,
 )
 from vembed.evaluation.report.markup import Html, element, join
-from vembed.evaluation.report.text import clip, count_text, metric_text, one_line, plural
+from vembed.evaluation.text import clip, count_text, metric_text, one_line, plural
 
 if TYPE_CHECKING:
     from vembed.evaluation.leaderboard.content import Board, Cell, Row, VariantRow

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from vembed.evaluation.leaderboard.content import CONFIDENCE, LEVEL, settings
-from vembed.evaluation.report.text import plain
+from vembed.evaluation.text import plain
 
 if TYPE_CHECKING:
     from vembed.evaluation.leaderboard.content import Board

@@ -21,8 +21,10 @@ from vembed.evaluation.leaderboard.text import (
     size,
     sum_cells,
 )
-from vembed.evaluation.report.markdown import escape, fenced, pairs_table, table
-from vembed.evaluation.report.text import count_text, metric_text
+from vembed.evaluation.pages import escape_markdown as escape
+from vembed.evaluation.pages import fenced
+from vembed.evaluation.report.markdown import pairs_table, table
+from vembed.evaluation.text import count_text, metric_text
 
 if TYPE_CHECKING:
     from vembed.evaluation.leaderboard.content import Board

@@ -6,7 +6,7 @@ import unicodedata
 from typing import TYPE_CHECKING
 
 from vembed.evaluation.leaderboard.text import LEGEND, cell_text, mean_cells, milliseconds, size, sum_cells
-from vembed.evaluation.report.text import clip, metric_text
+from vembed.evaluation.text import clip, metric_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

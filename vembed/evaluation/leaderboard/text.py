@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.report.text import metric_text, number_text, one_line, signed_text
+from vembed.evaluation.text import metric_text, number_text, one_line, signed_text
 
 if TYPE_CHECKING:
     from vembed.evaluation.leaderboard.content import Board, Cell, Row, SumRow, VariantRow

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from vembed.evaluation.report.markup import Html, element
-from vembed.evaluation.report.text import number_text, signed_text
+from vembed.evaluation.text import number_text, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.evaluation.directions import RSUM_METRICS, recall_sum
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.report.text import count_text, metric_text, plural, signed_text
 from vembed.evaluation.significance import bootstrap_intervals, verdicts
+from vembed.evaluation.text import count_text, metric_text, plural, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -11,8 +11,8 @@ from vembed.evaluation.report.curves import OPTIONAL_CURVES, STEP_CURVES, Curve,
 from vembed.evaluation.report.examples import Group, choose_examples, paired_values, shown_pictures
 from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.report.ranks import Ranks, build_ranks
-from vembed.evaluation.report.text import count_text, finite, metric_text, one_line, plural, signed_text
 from vembed.evaluation.report.time_split import TimeSplit, split_time
+from vembed.evaluation.text import count_text, finite, metric_text, one_line, plural, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

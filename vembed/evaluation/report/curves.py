@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.evaluation.report.text import bytes_text, count_text, finite, metric_text, number_text, plural
+from vembed.evaluation.text import bytes_text, count_text, finite, metric_text, number_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -15,7 +15,7 @@ from vembed.evaluation.report.html_ranks import ranks_section
 from vembed.evaluation.report.html_speed import speed_section
 from vembed.evaluation.report.markup import Html, element, join
 from vembed.evaluation.report.settings import plan_parts
-from vembed.evaluation.report.text import count_text, metric_text, one_line, plural, signed_text, value_text
+from vembed.evaluation.text import count_text, metric_text, one_line, plural, signed_text, value_text
 
 if TYPE_CHECKING:
     from vembed.evaluation.report.content import Content

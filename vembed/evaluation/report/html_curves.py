@@ -8,7 +8,7 @@ from vembed.evaluation.report.charts import draw_curve
 from vembed.evaluation.report.content import dev_metric_names, dev_note, evaluation_cell, evaluation_rows, mark_note
 from vembed.evaluation.report.html_parts import scroll_table, section
 from vembed.evaluation.report.markup import Html, element, join
-from vembed.evaluation.report.text import count_text, one_line, plural
+from vembed.evaluation.text import count_text, one_line, plural
 
 if TYPE_CHECKING:
     from vembed.evaluation.report.content import Content

@@ -10,7 +10,7 @@ from vembed.evaluation.report.comparison import bounds_text, difference_text, ro
 from vembed.evaluation.report.content import SYMBOLS
 from vembed.evaluation.report.html_parts import Column, section, stacked_row, stacked_table, with_bounds
 from vembed.evaluation.report.markup import Html, element, join
-from vembed.evaluation.report.text import capitalised, metric_text, one_line, plural, signed_text
+from vembed.evaluation.text import capitalised, metric_text, one_line, plural, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vembed.evaluation.report.markup import Html, element, join
 from vembed.evaluation.report.settings import columns
 from vembed.evaluation.report.style import STYLE
-from vembed.evaluation.report.text import clip, count_text, one_line, visible
+from vembed.evaluation.text import clip, count_text, one_line, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ from vembed.evaluation.report.content import TITLES
 from vembed.evaluation.report.examples import picture_of, text_of
 from vembed.evaluation.report.html_parts import full_text, section, short_text
 from vembed.evaluation.report.markup import Html, element
-from vembed.evaluation.report.text import clip, count_text, id_text, metric_text, one_line, plural, signed_text
+from vembed.evaluation.text import clip, count_text, id_text, metric_text, one_line, plural, signed_text
 
 if TYPE_CHECKING:
     from vembed.batch import Image

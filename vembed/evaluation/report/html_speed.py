@@ -8,8 +8,8 @@ from vembed.evaluation.report.charts import draw_time_split
 from vembed.evaluation.report.html_parts import Column, pairs_table, section, stacked_row, stacked_table
 from vembed.evaluation.report.markup import Html, element
 from vembed.evaluation.report.settings import performance_pairs
-from vembed.evaluation.report.text import capitalised, one_line
 from vembed.evaluation.report.time_split import NO_FINDINGS, measured_note, percent_text, seconds_text
+from vembed.evaluation.text import capitalised, one_line
 
 if TYPE_CHECKING:
     from vembed.evaluation.report.content import Content

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.evaluation.report.content import notes
-from vembed.evaluation.report.text import plain
+from vembed.evaluation.text import plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -6,9 +6,10 @@ dialect or the HTML inside it acts on.
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
+from vembed.evaluation.pages import escape_markdown as escape
+from vembed.evaluation.pages import fenced
 from vembed.evaluation.report.comparison import (
     bounds_text,
     difference_text,
@@ -31,19 +32,17 @@ from vembed.evaluation.report.examples import picture_of, text_of
 from vembed.evaluation.report.pictures import picture_name
 from vembed.evaluation.report.ranks import cut_cells, cut_heads
 from vembed.evaluation.report.settings import columns, performance_pairs, plan_parts
-from vembed.evaluation.report.text import (
+from vembed.evaluation.report.time_split import NO_FINDINGS, measured_note, percent_text, seconds_text
+from vembed.evaluation.text import (
     capitalised,
     clip,
     count_text,
     id_text,
     metric_text,
-    one_line,
     plural,
     signed_text,
     value_text,
-    visible,
 )
-from vembed.evaluation.report.time_split import NO_FINDINGS, measured_note, percent_text, seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,33 +56,6 @@ if TYPE_CHECKING:
 
 TEXT_CHARACTERS = 300
 VALUE_CHARACTERS = 500
-
-_ENTITIES = {"&": "&amp;", "<": "&lt;", "|": "&#124;", "`": "&#96;", "\\": "&#92;", "$": "&#36;"}
-_ACTIVE = re.compile(
-    r"[&<|`\\$*\[\]~#]"
-    r"|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])"  # inside a word an underscore is only a letter
-    r"|:(?=//)|(?i:(?<=www)\.)|@(?!\d+(?![\w.]))"  # GitHub's bare links and mentions; not ndcg@10
-)
-_BLOCK_START = re.compile(r"^(?:[-+](?=[ -]|$)|[=>]|\d{1,9}(?=[.)](?: |$)))")
-
-
-def escape(text: str) -> str:
-    """Return a text on one line that Markdown shows as it is: no link, code, HTML, math, cell, list, heading."""
-    line = _ACTIVE.sub(lambda match: _inert(match.group()), one_line(text))
-    start = _BLOCK_START.match(line)
-    if start is None:
-        return line
-    place = start.end() if start.group().isdigit() else 0
-    return f"{line[:place]}&#{ord(line[place])};{line[place + 1 :]}"
-
-
-def _inert(character: str) -> str:
-    """Return one active character in a form that is only shown."""
-    if character in _ENTITIES:
-        return _ENTITIES[character]
-    if character == "@":
-        return "@<!-- -->"  # addresses are linked after entities are decoded: only a break in the text keeps them apart
-    return f"&#{ord(character)};" if character in ":." else f"\\{character}"
 
 
 def render_markdown(content: Content) -> str:
@@ -342,14 +314,6 @@ def _reproduce(content: Content) -> list[str]:
     if report.environment:
         blocks += ["### Environment", pairs_table(list(report.environment.items()))]
     return [*blocks, "### Configuration", pairs_table(config)] if config else blocks
-
-
-def fenced(text: str) -> str:
-    """Return a text as a code block whose fence is longer than any run of backticks in it."""
-    shown = visible(text)
-    longest = max((len(run) for run in re.findall("`+", shown)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return f"{fence}text\n{shown}\n{fence}"
 
 
 def pairs_table(pairs: Sequence[tuple[str, str]]) -> str:

@@ -10,7 +10,7 @@ import html
 import re
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.report.text import visible
+from vembed.evaluation.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

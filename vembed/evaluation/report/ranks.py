@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.evaluation.metrics import with_relevant
-from vembed.evaluation.report.text import count_text, metric_text, plural
+from vembed.evaluation.text import count_text, metric_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from vembed.evaluation.report.text import value_text
+from vembed.evaluation.text import value_text
 
 Record: TypeAlias = Mapping[str, str]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.evaluation.report.text import finite, number_text, plural
+from vembed.evaluation.text import finite, number_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vembed.api.training import RunResult, train
     from vembed.config.schema import Config
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
+    from vembed.evaluation.metrics import register_metric
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "evaluate",
     "load",
     "open_index",
+    "register_metric",
     "train",
 ]
 
@@ -49,6 +51,7 @@ _MODULES = {
     "vembed.errors": (
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),
     ),
+    "vembed.evaluation.metrics": ("register_metric",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 """Public name -> the module that has it; those of config and errors need no torch."""

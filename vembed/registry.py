@@ -77,3 +77,17 @@ class Registry:
             module, attribute = self._builtin[name].split(":")
             self._entries[name] = getattr(importlib.import_module(module), attribute)
         return self._entries[name]
+
+
+METRICS = Registry(
+    "metric",
+    {
+        "ndcg": "vembed.evaluation.metrics:NDCG",
+        "recall": "vembed.evaluation.metrics:RECALL",
+        "precision": "vembed.evaluation.metrics:PRECISION",
+        "mrr": "vembed.evaluation.metrics:MRR",
+        "map": "vembed.evaluation.metrics:MAP",
+        "hit": "vembed.evaluation.metrics:HIT",
+    },
+)
+"""What stands before the @ of a metric's name."""

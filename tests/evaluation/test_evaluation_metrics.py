@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 import pytrec_eval
 
+import vembed
+from vembed.errors import ConfigError
 from vembed.evaluation.metrics import DEFAULT_KS, HEADLINE, score_run, trec_order, with_relevant
+from vembed.registry import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -124,3 +127,41 @@ def test_cut_offs_below_one_are_refused(ks: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="ks is"):
         score_run({}, {"q": {"a": 1}}, ks)
     assert set(score_run({}, {"q": {"a": 1}}, (1, 1))) == {f"{name}@1" for name in (*TREC_NAMES, "mrr")}
+
+
+@pytest.fixture
+def plugin_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what a test registers."""
+    monkeypatch.setattr(METRICS, "_entries", dict(METRICS._entries))
+    monkeypatch.setattr(METRICS, "_plugins", dict(METRICS._plugins))
+
+
+@pytest.mark.usefixtures("plugin_metrics")
+def test_a_registered_metric_is_scored_beside_ours() -> None:
+    @vembed.register_metric
+    def all_found(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:
+        return float(sum(grade > 0 for grade in ranked[:k]) == sum(grade > 0 for grade in judged))
+
+    qrels = {"q": {"a": 2, "b": 1, "c": 0}, "r": {"a": 1}}
+    run = {"q": [("c", 0.1), ("a", 0.9), ("x", 0.5), ("b", 0.3)], "r": [("a", 1.0)]}
+    scored = score_run(run, qrels, (1, 3))
+    assert scored["all_found@3"] == {"q": 1.0, "r": 1.0}
+    assert scored["all_found@1"] == {"q": 0.0, "r": 1.0}
+    assert scored["ndcg@3"] == score_run(run, qrels, (3,))["ndcg@3"]
+    with pytest.raises(ConfigError, match=r"'ndcg' .* is already that of vembed"):
+        vembed.register_metric(ndcg)
+
+
+@pytest.mark.usefixtures("plugin_metrics")
+@pytest.mark.parametrize("value", [float("nan"), None, "1"])
+def test_a_registered_metric_that_returns_no_number_is_named(value: object) -> None:
+    def broken(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:
+        return value  # type: ignore[return-value]
+
+    vembed.register_metric(broken)
+    with pytest.raises(ConfigError, match=r"metric broken of .*_metrics returned .* for query 'q' at k = 1"):
+        score_run({}, {"q": {"a": 1}}, (1,))
+
+
+def ndcg(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:
+    return 0.0

@@ -14,6 +14,7 @@ from vembed.config.redact import redact
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
+from vembed.registry import METRICS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +31,6 @@ BM25_NAMES = ("bm25", "BM25")
 """What BM25 is called among the models; a folder of that name is given as ./bm25."""
 
 QUANTIZE = ("int8", "binary")
-METRICS = ("ndcg", "recall", "precision", "mrr", "map", "hit")
 SHOWN_METRICS = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
 
@@ -137,7 +137,7 @@ def _cut_off(metric: str) -> int:
 
     name, _, digits = metric.partition("@")
     if name not in METRICS:
-        close = difflib.get_close_matches(name, METRICS, n=1, cutoff=0.0)
+        close = difflib.get_close_matches(name, METRICS.names(), n=1, cutoff=0.0)
         raise ConfigError(f"--metric: there is no {metric!r}; did you mean {close[0]}@{digits or 10}?")
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) <= MAX_DEPTH:
         raise ConfigError(f"--metric {metric!r}: write {name}@k with k between 1 and {MAX_DEPTH}, e.g. {name}@10")

@@ -14,14 +14,21 @@ Relevant means grade 1 or more. A relevant document that was not found counts as
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import pytrec_eval
 
+from vembed.errors import ConfigError
+from vembed.registry import METRICS
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    Metric: TypeAlias = Callable[[Sequence[int], Sequence[int], int], float]
 
 HEADLINE = ("ndcg@10", "recall@1", "mrr@10", "map@100")
 """The metrics that a report leads with."""
@@ -29,7 +36,38 @@ HEADLINE = ("ndcg@10", "recall@1", "mrr@10", "map@100")
 DEFAULT_KS = (1, 3, 5, 10, 100)
 """Cut-offs that metrics are computed at."""
 
-_CUT_MEASURES = {"ndcg": "ndcg_cut", "recall": "recall", "precision": "P", "map": "map_cut", "hit": "success"}
+
+@dataclass(frozen=True, slots=True)
+class TrecMeasure:
+    """A metric that trec_eval computes."""
+
+    name: str  # trec_eval's own
+    takes_cuts: bool = True  # else it is of the whole run, and a value below 1 / k counts as 0
+
+
+NDCG = TrecMeasure("ndcg_cut")
+RECALL = TrecMeasure("recall")
+PRECISION = TrecMeasure("P")
+MRR = TrecMeasure("recip_rank", takes_cuts=False)
+MAP = TrecMeasure("map_cut")
+HIT = TrecMeasure("success")
+
+
+def register_metric(function: Metric) -> Metric:
+    """Add a metric under the name of its function; also a decorator.
+
+    It is computed for each query as `function(ranked, judged, k)` and stands in every result as `NAME@k`; larger is
+    better.
+
+    Args:
+        function: Takes the grades of the documents in the order found (0 where nobody judged), the grades of all judged
+            documents, and the cut-off; returns a finite number.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    METRICS.register(function.__name__, function, module=function.__module__)
+    return function
 
 
 def trec_order(scored: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
@@ -86,22 +124,54 @@ def score_run(
 
     Raises:
         ValueError: A cut-off is below 1, or there is none.
+        ConfigError: A plugin's metric returned no finite number.
     """
     cuts = sorted(set(ks))
     if not cuts or cuts[0] < 1:
         raise ValueError(f"ks is {tuple(ks)}; give at least one cut-off, each 1 or more, e.g. {DEFAULT_KS}.")
     judged = with_relevant(qrels)
     joined = ",".join(str(cut) for cut in cuts)
-    measures = {f"{measure}.{joined}" for measure in _CUT_MEASURES.values()} | {"recip_rank"}
+    entries = {name: METRICS.load(name) for name in METRICS.names()}
+    ours = {name: entry for name, entry in entries.items() if isinstance(entry, TrecMeasure)}
+    measures = {f"{each.name}.{joined}" if each.takes_cuts else each.name for each in ours.values()}
     evaluator = pytrec_eval.RelevanceEvaluator(judged, measures)
     scored = evaluator.evaluate({query_id: dict(run.get(query_id, ())) for query_id in judged})
     per_query = {
-        f"{name}@{cut}": {query_id: float(scored[query_id][f"{measure}_{cut}"]) for query_id in judged}
-        for name, measure in _CUT_MEASURES.items()
+        f"{name}@{cut}": {query_id: float(scored[query_id][f"{measure.name}_{cut}"]) for query_id in judged}
+        for name, measure in ours.items()
+        if measure.takes_cuts
         for cut in cuts
     }
     for cut in cuts:
         # The reciprocal rank is that of the first relevant document: cutting the run at k keeps it or makes it 0.
-        ranks = {query_id: float(scored[query_id]["recip_rank"]) for query_id in judged}
+        ranks = {query_id: float(scored[query_id][MRR.name]) for query_id in judged}
         per_query[f"mrr@{cut}"] = {query_id: rank if rank >= 1.0 / cut else 0.0 for query_id, rank in ranks.items()}
+    for name in entries.keys() - ours.keys():
+        per_query |= _by_plugin(name, run, judged, cuts)
     return per_query
+
+
+def _by_plugin(
+    name: str,
+    run: Mapping[str, Sequence[tuple[str, float]]],
+    judged: Mapping[str, Mapping[str, int]],
+    cuts: Sequence[int],
+) -> dict[str, dict[str, float]]:
+    """Score each query by a metric that a plugin registered.
+
+    Raises:
+        ConfigError: It returned no finite number.
+    """
+    function = METRICS.load(name)
+    scored: dict[str, dict[str, float]] = {f"{name}@{cut}": {} for cut in cuts}
+    for query_id, grades in judged.items():
+        ranked = [grades.get(document, 0) for document, _ in trec_order(run.get(query_id, ()))]
+        for cut in cuts:
+            value = function(ranked, list(grades.values()), cut)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(
+                    f"the metric {name} of {METRICS.plugins()[name]} returned {value!r} for query {query_id!r} at "
+                    f"k = {cut}; it must return a finite number"
+                )
+            scored[f"{name}@{cut}"][query_id] = float(value)
+    return scored

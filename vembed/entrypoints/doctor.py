@@ -32,17 +32,11 @@ DESCRIPTION = (
 
 @dataclass(frozen=True, slots=True)
 class Tested:
-    """A self test and what it came to.
+    """A self test and what it came to."""
 
-    Attributes:
-        name: Where it ran.
-        result: Its numbers; None where the processes couldn't work together.
-        error: Why not.
-    """
-
-    name: str
-    result: SelfTest | None
-    error: str = ""
+    name: str  # where it ran
+    result: SelfTest | None  # its numbers; None where the processes couldn't work together
+    error: str = ""  # why not
 
     @property
     def passed(self) -> bool:

@@ -35,17 +35,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """What is exported.
+    """What is exported."""
 
-    Attributes:
-        model: What the model is loaded by.
-        run: The output folder of the run that it is of, or None.
-        is_local: Whether the model is a folder.
-    """
-
-    model: str
-    run: Path | None
-    is_local: bool
+    model: str  # what the model is loaded by
+    run: Path | None  # the output folder of the run that it is of, or None
+    is_local: bool  # whether the model is a folder
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:

@@ -39,19 +39,12 @@ _HASHED_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class ArrayFile:
-    """Vectors in a folder.
+    """Vectors in a folder."""
 
-    Attributes:
-        folder: Where; made when they are written.
-        name: Of both files, without ending.
-        what: What they are called in messages.
-        advice: What else the user can do when they can't be written.
-    """
-
-    folder: Path
-    name: str
-    what: str
-    advice: str
+    folder: Path  # where; made when they are written
+    name: str  # of both files, without ending
+    what: str  # what they are called in messages
+    advice: str  # what else the user can do when they can't be written
 
     @property
     def array(self) -> Path:

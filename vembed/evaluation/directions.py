@@ -43,30 +43,19 @@ COUNTED_ITEMS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Directions:
-    """One system on one set.
+    """One system on one set."""
 
-    Attributes:
-        forward: Its queries search its documents.
-        reverse: Its documents search its queries; None where that isn't measured.
-    """
-
-    forward: EvaluationResult
-    reverse: EvaluationResult | None = None
+    forward: EvaluationResult  # its queries search its documents
+    reverse: EvaluationResult | None = None  # its documents search its queries; None where that isn't measured
 
 
 @dataclass(frozen=True, slots=True)
 class RecallSum:
-    """The recalls of both directions in one number, as the literature on captioned pictures gives it.
+    """The recalls of both directions in one number, as the literature on captioned pictures gives it."""
 
-    Attributes:
-        value: R@1 + R@5 + R@10 of both directions in percent, 0 to 600.
-        low: Lower bound of its 95% interval.
-        high: Upper bound of its 95% interval.
-    """
-
-    value: float
-    low: float
-    high: float
+    value: float  # r@1 + R@5 + R@10 of both directions in percent, 0 to 600
+    low: float  # lower bound of its 95% interval
+    high: float  # upper bound of its 95% interval
 
 
 def recall_sums(baseline: Directions, final: Directions) -> tuple[RecallSum, RecallSum] | None:

@@ -35,21 +35,13 @@ EXACT = "Flat"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationOptions:
-    """How to search and what to score.
+    """How to search and what to score."""
 
-    Attributes:
-        system: Name of what is evaluated, for people.
-        ks: Cut-offs of the metrics.
-        depth: Documents kept per query; at least the largest cut-off.
-        index_factory: FAISS index string; "Flat" is exact.
-        poll: Called between batches of queries; it may raise, e.g. `PreemptedError`.
-    """
-
-    system: str
-    ks: tuple[int, ...] = DEFAULT_KS
-    depth: int = DEFAULT_DEPTH
-    index_factory: str = EXACT
-    poll: Callable[[], None] | None = None
+    system: str  # name of what is evaluated, for people
+    ks: tuple[int, ...] = DEFAULT_KS  # cut-offs of the metrics
+    depth: int = DEFAULT_DEPTH  # documents kept per query; at least the largest cut-off
+    index_factory: str = EXACT  # FAISS index string; "Flat" is exact
+    poll: Callable[[], None] | None = None  # called between batches of queries; it may raise, e.g. `PreemptedError`.
 
 
 def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) -> EvaluationResult:

@@ -44,42 +44,25 @@ VerdictWord: TypeAlias = Literal["improved", "within noise", "worse"]
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The difference of two systems in one metric, over the same queries.
+    """The difference of two systems in one metric, over the same queries."""
 
-    Attributes:
-        metric: Name of the metric, e.g. "ndcg@10".
-        baseline: Mean of the baseline.
-        candidate: Mean of the candidate.
-        difference: Mean of candidate minus baseline.
-        low: Lower bound of the interval of the difference.
-        high: Upper bound of the interval of the difference.
-        num_queries: Queries that were paired.
-        confidence: Share of resamples inside the interval, e.g. 0.95.
-    """
-
-    metric: str
-    baseline: float
-    candidate: float
-    difference: float
-    low: float
-    high: float
-    num_queries: int
-    confidence: float
+    metric: str  # name of the metric, e.g. "ndcg@10".
+    baseline: float  # mean of the baseline
+    candidate: float  # mean of the candidate
+    difference: float  # mean of candidate minus baseline
+    low: float  # lower bound of the interval of the difference
+    high: float  # upper bound of the interval of the difference
+    num_queries: int  # queries that were paired
+    confidence: float  # share of resamples inside the interval, e.g. 0.95.
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """A comparison put into one word and one sentence.
+    """A comparison put into one word and one sentence."""
 
-    Attributes:
-        word: "improved", "within noise" or "worse".
-        comparison: The numbers behind it.
-        sentence: The line that ends a run.
-    """
-
-    word: VerdictWord
-    comparison: Comparison
-    sentence: str
+    word: VerdictWord  # "improved", "within noise" or "worse"
+    comparison: Comparison  # the numbers behind it
+    sentence: str  # the line that ends a run
 
 
 def verdict(

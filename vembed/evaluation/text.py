@@ -53,17 +53,11 @@ def capitalised(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """A text in its short and its full form, both visible.
+    """A text in its short and its full form, both visible."""
 
-    Attributes:
-        short: One line of at most the asked length; ends in an ellipsis when something is missing.
-        full: The text with its line breaks, or None when `short` says it all.
-        num_left_out: Characters of the original that even `full` leaves out.
-    """
-
-    short: str
-    full: str | None
-    num_left_out: int
+    short: str  # one line of at most the asked length; ends in an ellipsis when something is missing
+    full: str | None  # the text with its line breaks, or None when `short` says it all
+    num_left_out: int  # characters of the original that even `full` leaves out
 
 
 def clip(text: str, characters: int) -> Clipped:

@@ -63,23 +63,14 @@ USUAL_THUMBNAIL_BYTES = 8_192
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What an index is made of beside its corpus.
+    """What an index is made of beside its corpus."""
 
-    Attributes:
-        model: The encoder's identity.
-        model_options: What the user said about the model.
-        source: The corpus, for people.
-        side: Which prompt the documents get.
-        factory: FAISS index string; "Flat" is exact.
-        overwrite: Whether an index that is there may be replaced.
-    """
-
-    model: ModelIdentity
-    model_options: Mapping[str, str | int]
-    source: str
-    side: Side = "document"
-    factory: str = "Flat"
-    overwrite: bool = False
+    model: ModelIdentity  # the encoder's identity
+    model_options: Mapping[str, str | int]  # what the user said about the model
+    source: str  # the corpus, for people
+    side: Side = "document"  # which prompt the documents get
+    factory: str = "Flat"  # FAISS index string; "Flat" is exact
+    overwrite: bool = False  # whether an index that is there may be replaced
 
 
 def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:

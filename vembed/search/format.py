@@ -47,31 +47,19 @@ FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexMeta:
-    """What meta.json says.
+    """What meta.json says."""
 
-    Attributes:
-        model: The model that made the vectors.
-        model_options: What the user said about the model beside its name; its queries need the same.
-        source: The corpus, for people.
-        side: Which prompt the documents got.
-        factory: FAISS index string.
-        num_documents: n.
-        num_pictures: Of them, those that are or have a picture.
-        num_truncated: Documents that were longer than the model takes and were cut.
-        notes: What was skipped or is unusual, one plain sentence each.
-        file_bytes: File name -> size.
-    """
-
-    model: ModelIdentity
+    model: ModelIdentity  # the model that made the vectors
+    # what the user said about the model beside its name; its queries need the same
     model_options: Mapping[str, str | int]
-    source: str
-    side: Side
-    factory: str
-    num_documents: int
-    num_pictures: int
-    num_truncated: int
-    notes: tuple[str, ...]
-    file_bytes: Mapping[str, int]
+    source: str  # the corpus, for people
+    side: Side  # which prompt the documents got
+    factory: str  # FAISS index string
+    num_documents: int  # n
+    num_pictures: int  # of them, those that are or have a picture
+    num_truncated: int  # documents that were longer than the model takes and were cut
+    notes: tuple[str, ...]  # what was skipped or is unusual, one plain sentence each
+    file_bytes: Mapping[str, int]  # file name -> size
 
     @property
     def files(self) -> tuple[str, ...]:

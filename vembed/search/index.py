@@ -46,23 +46,15 @@ keeps 0.999; another pooling, tokenizer or prompt falls far below."""
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A document that was found.
+    """A document that was found."""
 
-    Attributes:
-        rank: From 1.
-        id: The document's id.
-        score: Inner product of query and document: the cosine, unless the model is one for dot products.
-        text: The document; of a picture, what the corpus says that it shows, or "".
-        image: Path of the picture as the corpus names it; None of a text, "" of a picture without a path.
-        row: Its place in the index, from 0.
-    """
-
-    rank: int
-    id: str
-    score: float
-    text: str
+    rank: int  # from 1
+    id: str  # the document's id
+    score: float  # inner product of query and document: the cosine, unless the model is one for dot products
+    text: str  # the document; of a picture, what the corpus says that it shows, or ""
+    # path of the picture as the corpus names it; None of a text, "" of a picture without a path
     image: str | None = None
-    row: int = -1
+    row: int = -1  # its place in the index, from 0
 
 
 class StoredDocument(NamedTuple):

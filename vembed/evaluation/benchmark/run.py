@@ -70,33 +70,19 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BenchmarkOptions:
-    """How to evaluate.
+    """How to evaluate."""
 
-    Attributes:
-        device: Where the encoders run.
-        batch_rows: Most texts of one encoder call.
-        split: Split of the sets; None is their test split.
-        autocast_dtype: Type of mixed precision, or None.
-        with_bm25: Whether BM25 is evaluated too.
-        poll: Called in long loops; raises to stop.
-        ks: Cut-offs of the metrics.
-        variants: Forms of the vectors to search, the reference first.
-        keep_vectors: Whether vectors are kept on disk.
-        image_root: Folder that the paths of pictures start from; None is each set's own.
-        both_directions: Whether sets that cross from texts to pictures are also searched in reverse.
-    """
-
-    device: torch.device
-    batch_rows: int
-    split: str | None
-    autocast_dtype: torch.dtype | None
-    with_bm25: bool
-    poll: Callable[[], None]
-    ks: tuple[int, ...] = DEFAULT_KS
-    variants: tuple[Variant, ...] = (REFERENCE,)
-    keep_vectors: bool = True
-    image_root: Path | None = None
-    both_directions: bool = False
+    device: torch.device  # where the encoders run
+    batch_rows: int  # most texts of one encoder call
+    split: str | None  # split of the sets; None is their test split
+    autocast_dtype: torch.dtype | None  # type of mixed precision, or None
+    with_bm25: bool  # whether BM25 is evaluated too
+    poll: Callable[[], None]  # called in long loops; raises to stop
+    ks: tuple[int, ...] = DEFAULT_KS  # cut-offs of the metrics
+    variants: tuple[Variant, ...] = (REFERENCE,)  # forms of the vectors to search, the reference first
+    keep_vectors: bool = True  # whether vectors are kept on disk
+    image_root: Path | None = None  # folder that the paths of pictures start from; None is each set's own
+    both_directions: bool = False  # whether sets that cross from texts to pictures are also searched in reverse
 
     @property
     def depth(self) -> int:
@@ -116,25 +102,15 @@ class VariantResult:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One system on one set.
+    """One system on one set."""
 
-    Attributes:
-        system: What the system is called on the leaderboard.
-        task: What the set is called there.
-        result: Metrics, per-query values and the run.
-        folder: Folder below the output.
-        variants: Forms of the vectors, the reference first; none for word matching.
-        resumed: Whether nothing had to be done.
-        reverse_of: What the set is called that this is the reverse of; empty for a set as it was given.
-    """
-
-    system: str
-    task: str
-    result: EvaluationResult
-    folder: str
-    variants: tuple[VariantResult, ...] = ()
-    resumed: bool = False
-    reverse_of: str = ""
+    system: str  # what the system is called on the leaderboard
+    task: str  # what the set is called there
+    result: EvaluationResult  # metrics, per-query values and the run
+    folder: str  # folder below the output
+    variants: tuple[VariantResult, ...] = ()  # forms of the vectors, the reference first; none for word matching
+    resumed: bool = False  # whether nothing had to be done
+    reverse_of: str = ""  # what the set is called that this is the reverse of; empty for a set as it was given
 
 
 @dataclass(frozen=True, slots=True)

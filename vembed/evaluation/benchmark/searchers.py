@@ -43,19 +43,13 @@ WARM_UP_QUERIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Searcher:
-    """An index and what stands between it and the model's vectors.
+    """An index and what stands between it and the model's vectors."""
 
-    Attributes:
-        index: FAISS index, float or binary.
-        prepare: Turns query vectors (Q, E) into what the index takes.
-        restore: Turns what the index returns into scores, larger is better.
-        bytes_per_document: Memory that the index takes for each document.
-    """
-
-    index: Any
-    prepare: Callable[[NDArray[np.float32]], NDArray[Any]]
+    index: Any  # FAISS index, float or binary
+    prepare: Callable[[NDArray[np.float32]], NDArray[Any]]  # turns query vectors (Q, E) into what the index takes
+    # turns what the index returns into scores, larger is better
     restore: Callable[[NDArray[np.float32]], NDArray[np.float32]]
-    bytes_per_document: float
+    bytes_per_document: float  # memory that the index takes for each document
 
     def search(
         self, query_vectors_QE: NDArray[np.float32], *, k: int, poll: Callable[[], None] | None = None

@@ -26,19 +26,12 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a search costs.
+    """What a search costs."""
 
-    Attributes:
-        dimension: Numbers of each vector.
-        bytes_per_document: Memory of the index for each document.
-        milliseconds_per_query: Median wall time of the search of one query, on one thread; encoding is not in it.
-        num_timed: Queries that the median is over.
-    """
-
-    dimension: int
-    bytes_per_document: float
-    milliseconds_per_query: float
-    num_timed: int
+    dimension: int  # numbers of each vector
+    bytes_per_document: float  # memory of the index for each document
+    milliseconds_per_query: float  # median wall time of the search of one query, on one thread; encoding is not in it
+    num_timed: int  # queries that the median is over
 
 
 @dataclass(frozen=True, slots=True)

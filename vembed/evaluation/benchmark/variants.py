@@ -32,21 +32,13 @@ REFERENCE_NAME = "exact"
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One form of the vectors and one way to search them.
+    """One form of the vectors and one way to search them."""
 
-    Attributes:
-        name: For people: "exact", "64 dims", "64 dims, int8", "HNSW32".
-        folder: Name of its folder; empty for the reference.
-        dimension: Leading dimensions that are kept, or None for all.
-        precision: What a number of a document is stored as.
-        index: FAISS index string.
-    """
-
-    name: str
-    folder: str
-    dimension: int | None = None
-    precision: Precision = "float32"
-    index: str = EXACT
+    name: str  # for people: "exact", "64 dims", "64 dims, int8", "HNSW32"
+    folder: str  # name of its folder; empty for the reference
+    dimension: int | None = None  # leading dimensions that are kept, or None for all
+    precision: Precision = "float32"  # what a number of a document is stored as
+    index: str = EXACT  # FAISS index string
 
     @property
     def is_reference(self) -> bool:

@@ -33,15 +33,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What encoding had to say.
+    """What encoding had to say."""
 
-    Attributes:
-        num_truncated: Texts that were longer than the model takes and were cut.
-        seconds: Wall time of encoding.
-    """
-
-    num_truncated: int
-    seconds: float
+    num_truncated: int  # texts that were longer than the model takes and were cut
+    seconds: float  # wall time of encoding
 
 
 class SideVectors:

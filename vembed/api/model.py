@@ -76,7 +76,6 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
 
     Args:
         path_or_name: A model's folder, the output folder of a run (its model/ is taken), or a hub id.
-        options: See `LoadOptions`.
 
     Raises:
         ConfigError: There is no such model, or it needs what isn't allowed.
@@ -109,11 +108,6 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
 
 class EmbeddingModel:
     """A model that turns texts, pictures or both into vectors; made by `load`.
-
-    Args:
-        encoder: The network.
-        name: Hub id, or absolute path of its folder.
-        options: What `load` was told.
 
     Attributes:
         name: The same.
@@ -205,10 +199,6 @@ class EmbeddingModel:
 
     def item_encoder(self, batch_size: int, *, poll: Callable[[], None] | None = None) -> ItemEncoder:
         """Return the encoder as evaluation and search see it.
-
-        Args:
-            batch_size: Most items of one encoder call.
-            poll: Called between encoder calls; may raise to stop.
 
         Raises:
             ValueError: The batch size is below 1.

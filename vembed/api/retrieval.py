@@ -75,12 +75,8 @@ def evaluate(
         model: What `load` returned, or takes.
         data: BEIR folder, file of rows, hub id or `builtin:SET`.
         split: Split of the set; its test split by default.
-        batch_size: Most items of one encoder call.
         output: A folder that gets metrics.json, per_query.json and run.trec.
         image_root: Folder that pictures' paths start from and must stay in; default: the set's own.
-
-    Returns:
-        Metrics, the same for each query, the run, and notes on what was left out.
 
     Raises:
         VembedError: The set or the model can't be loaded, or the vectors aren't finite.
@@ -108,14 +104,9 @@ def build_index(
     """Encode a corpus into a folder that `open_index` and `vembed search` read.
 
     Args:
-        model: What `load` returned, or takes.
         data: BEIR folder, folder of pictures, file with ids and texts or pictures, text file with one document a line,
             or `builtin:SET`.
         output: The folder; it appears complete or not at all.
-        options: See `IndexOptions`.
-
-    Returns:
-        What meta.json says.
 
     Raises:
         VembedError: The corpus, the model or the folder can't be used.
@@ -156,7 +147,6 @@ def open_index(
     """Open an index for searching.
 
     Args:
-        folder: What `build_index` wrote.
         model: The model for the queries; by default the one that the index names, under the options that it was built
             with. Its weights must be those that made the vectors.
         options: See `LoadOptions`; they win over the options that the index was built with. Code and pickles are

@@ -85,9 +85,7 @@ def run_command(command: Callable[[], int], *, log_to_stderr: bool = False, in_s
     with its rank, and the run's first failure is told by the process that it is of.
 
     Args:
-        command: The command's body, returning an exit code.
         log_to_stderr: Whether log lines leave the standard output alone.
-        in_several: Whether several processes may run it together.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

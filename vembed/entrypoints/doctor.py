@@ -45,12 +45,7 @@ class Tested:
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="also show what a run of it would plan")
     parser.add_argument(
@@ -63,12 +58,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Run the command and return its exit code."""
     parsed = parse_arguments(arguments, program=program)
     # What an earlier launcher left in the environment is for the doctor to find; only a plan would wait for processes.
     return run_command(lambda: _run(parsed), log_to_stderr=parsed.json, in_several=parsed.config is None)
@@ -128,12 +118,7 @@ def _self_tests(num_gpus: int) -> list[Tested]:
 
 
 def show_facts(facts: MachineFacts, variables: Mapping[str, str]) -> str:
-    """Return what was found, for people.
-
-    Args:
-        facts: Of the machine.
-        variables: Environment variables that matter.
-    """
+    """Return what was found, for people."""
     from vembed.distributed.machine_facts import EXTRA_PACKAGES
     from vembed.distributed.variables import MEANINGS
     from vembed.plan.memory import show_bytes

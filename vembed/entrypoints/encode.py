@@ -19,12 +19,7 @@ DESCRIPTION = "Encode a corpus into a folder that vembed search reads: vectors, 
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of an encoding.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Parse the command line of an encoding."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="hub id, local folder, or the output folder of a run")
     parser.add_argument(
@@ -59,12 +54,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Run the command and return its exit code."""
     parsed = parse_arguments(arguments, program=program)
     return run_command(lambda: _run(parsed))
 

@@ -35,12 +35,7 @@ SHOWN_METRICS = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of an evaluation.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Parse the command line of an evaluation."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="hub id, local folder, output of a run (model/), or bm25"
@@ -82,12 +77,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Run the command and return its exit code."""
     parsed = parse_arguments(arguments, program=program)
     command = redact(shlex.join([*program.split(), *arguments]))
     return run_command(lambda: _run(parsed, command=command))

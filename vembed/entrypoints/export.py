@@ -43,12 +43,7 @@ class _Source:
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of an export.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Parse the command line of an export."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="output folder of a run, folder of a model, or hub id")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be empty")
@@ -72,12 +67,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Run the command and return its exit code."""
     parsed = parse_arguments(arguments, program=program)
     return run_command(lambda: _run(parsed))
 

@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a command.
-
-    Args:
-        parser: The command's parser.
-    """
+    """Add the options to a command."""
     parser.add_argument("--query-prompt", metavar="TEXT", help="text before each query; default: the model's own")
     parser.add_argument("--document-prompt", metavar="TEXT", help="text before each document; default: the model's own")
     parser.add_argument("--max-seq-length", type=int, metavar="N", help="longest input in tokens; default: the model's")
@@ -26,22 +22,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_picture_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the cap on pictures to a command that decodes what its user names.
-
-    Args:
-        parser: The command's parser.
-    """
+    """Add the cap on pictures to a command that decodes what its user names."""
     parser.add_argument(
         "--max-image-pixels", type=int, metavar="N", help="refuse larger pictures; default: 89,478,485 pixels"
     )
 
 
 def load_options(parsed: argparse.Namespace) -> LoadOptions:
-    """Return what the user said, without what was left out.
-
-    Args:
-        parsed: What a parser with these options made.
-    """
+    """Return what the user said, without what was left out."""
     options: LoadOptions = {}
     if parsed.query_prompt is not None:
         options["query_prompt"] = parsed.query_prompt

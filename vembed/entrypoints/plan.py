@@ -28,12 +28,7 @@ ASSUMED_RECORDS = 100_000
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog=program,
         description=DESCRIPTION,
@@ -55,12 +50,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Print the plan of a run and return the exit code.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Print the plan of a run and return the exit code."""
     parsed = parse_arguments(arguments, program=program)
     elsewhere = parsed.devices is not None or parsed.model_config is not None
     if not elsewhere and not parsed.json and parsed.records is None:

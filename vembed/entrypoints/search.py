@@ -33,12 +33,7 @@ FALLBACK_WIDTH = 100
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of a search.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Parse the command line of a search."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument("index", type=Path, metavar="INDEX", help="folder that vembed encode wrote")
     parser.add_argument("query", nargs="?", metavar="QUERY", help="what to search for")
@@ -56,12 +51,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Run the command and return its exit code."""
     parsed = parse_arguments(arguments, program=program)
     return run_command(lambda: _run(parsed), log_to_stderr=True)
 

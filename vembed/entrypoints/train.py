@@ -31,12 +31,7 @@ DESCRIPTION = "Train an embedding model from one configuration file, and judge i
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of a training run.
-
-    Args:
-        arguments: Words behind the program's name.
-        program: How the program was called, for its help.
-    """
+    """Parse the command line of a training run."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     add_config_arguments(parser)
     parser.add_argument("--resume", metavar="auto|never|PATH", help="the same as the key resume")
@@ -52,7 +47,6 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
 
     Args:
         arguments: Words behind the program's name; None takes the process's own.
-        program: How the program was called, for its help.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parse_arguments(words, program=program)

@@ -66,9 +66,6 @@ class ArrayFile:
         """Write vectors as they come, then their key.
 
         Args:
-            key: What they are made of.
-            shape: Rows and dim.
-            blocks: The vectors, (some rows, dim) each.
             facts: What else the record holds; asked after the last block.
 
         Raises:
@@ -106,10 +103,6 @@ class ArrayFile:
     def check(self, key: Key, *, rows: int) -> tuple[dict[str, Any] | None, str]:
         """Say whether the vectors are whole and made of what the key says.
 
-        Args:
-            key: What they must be made of.
-            rows: How many there must be.
-
         Returns:
             The record, or None; and why not, empty where there never were any.
         """
@@ -132,11 +125,7 @@ class ArrayFile:
         return content, ""
 
     def read(self, *, mapped: bool) -> NDArray[np.float32]:
-        """Return the vectors (rows, dim), unchecked.
-
-        Args:
-            mapped: Whether they stay on disk, and the system reads what is looked at.
-        """
+        """Return the vectors (rows, dim), unchecked."""
         vectors_NE: NDArray[np.float32] = np.load(self.array, allow_pickle=False, mmap_mode="r" if mapped else None)
         return vectors_NE
 

@@ -59,8 +59,6 @@ def evaluate_bm25(
     """Evaluate BM25 on one task, under the same rules as an encoder.
 
     Args:
-        task: Queries, documents and judgements; texts only, see `why_no_bm25`.
-        ks: Cut-offs of the metrics.
         depth: Documents kept per query; at least the largest cut-off.
         poll: Called between batches of queries; it may raise, e.g. `PreemptedError`.
 

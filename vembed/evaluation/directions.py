@@ -69,7 +69,6 @@ def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> RecallSu
     """Return the sum of both directions' recalls, or None where one of them lacks a cut-off.
 
     Args:
-        forward: One direction.
         reverse: The other one; its queries are drawn apart for the interval.
     """
     results = (forward, reverse)
@@ -84,12 +83,6 @@ def encode_directions(
     encode: ItemEncoder, task: RetrievalData, options: EvaluationOptions, *, both: bool
 ) -> tuple[EncodedTask, ...]:
     """Encode a set for one direction or for both: the part that needs the encoder, which several ranks do together.
-
-    Args:
-        encode: The encoder.
-        task: The set.
-        options: How to search and what to score.
-        both: Whether the reversed set is encoded as well.
 
     Returns:
         One direction or both, the given one first.
@@ -132,7 +125,6 @@ def sides_agree(encoder: Encoder, items: Sequence[Item]) -> bool:
     """Return whether an encoder makes the same of items whether they are queries or documents.
 
     Args:
-        encoder: The encoder.
         items: Items of one side of a set; a few of each modality are looked at.
     """
     for _, places in encoder.by_modality(items):

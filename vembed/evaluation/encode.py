@@ -50,12 +50,7 @@ ACCELERATOR_WIDTH_MULTIPLE = 8
 
 
 def encoding_budget(device: torch.device, rows: int) -> ChunkBudget:
-    """Return the limits of one encoder call that suit a device.
-
-    Args:
-        device: Where the encoder runs.
-        rows: Most items.
-    """
+    """Return the limits of one encoder call that suit a device."""
     if device.type == "cpu":
         return ChunkBudget(rows, CPU_TOKENS)
     return ChunkBudget(rows, ACCELERATOR_TOKENS, ACCELERATOR_WIDTH_MULTIPLE)

@@ -50,11 +50,6 @@ def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) ->
     Args:
         encode: Turns texts of one side into vectors (rows, dim), float32, a row for each text in the given order;
             normalised where cosine similarity is meant.
-        task: Queries, documents and judgements.
-        options: How to search and what to score.
-
-    Returns:
-        Metrics, per-query values and the run.
 
     Raises:
         DataError: The task has nothing to search or to score.
@@ -138,9 +133,6 @@ def add_hits(
     """Give a builder what a search found.
 
     Args:
-        builder: Where the hits go.
-        document_ids: Id of each row of the index.
-        scores_Qk: Scores of the hits of each of the builder's queries, larger is better.
         rows_Qk: Rows of the hits; -1 is an approximate index's way of saying that it found fewer.
     """
     for query_id, scores_k, rows_k in zip(builder.query_ids, scores_Qk, rows_Qk, strict=True):

@@ -41,11 +41,7 @@ def search(
     """Return the k documents with the largest inner product for each query, best first.
 
     Args:
-        document_vectors_DE: Document embeddings, (D, E), float32.
-        query_vectors_QE: Query embeddings, (Q, E), float32.
         k: Hits per query; clipped to D.
-        factory: As for `build_index`.
-        query_batch: Queries per FAISS call.
         poll: Called before each batch of queries; it may raise, e.g. `PreemptedError`.
 
     Returns:
@@ -78,10 +74,6 @@ def search_index(
 
     Args:
         index: The index; a binary one gives distances instead of scores.
-        query_vectors: Queries as the index takes them, one a row.
-        k: Hits per query; clipped to the size of the index.
-        query_batch: Queries per FAISS call.
-        poll: Called before each batch of queries; it may raise, e.g. `PreemptedError`.
 
     Returns:
         Scores (Q, k) float32 and rows (Q, k) int64, -1 where fewer were found.
@@ -102,7 +94,6 @@ def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
     """Return a FAISS index that holds the vectors, row i under id i.
 
     Args:
-        vectors_DE: Document embeddings, (D, E), float32.
         factory: FAISS index string: "Flat" is exact, others ("HNSW32", "IVF64,Flat") are approximate and searched with
             FAISS's own defaults, or with what follows a colon ("IVF64,Flat:nprobe=8", "HNSW32:efSearch=128").
 
@@ -125,10 +116,6 @@ def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
 
 def new_index(factory: str, dim: int) -> Any:
     """Return an empty FAISS index.
-
-    Args:
-        factory: As for `build_index`.
-        dim: Dimensions of the vectors.
 
     Raises:
         ConfigError: FAISS has no such index or search setting, or not for this dim.
@@ -172,7 +159,6 @@ def check_finite(vectors_NE: NDArray[np.float32], what: str) -> None:
     """Refuse NaN and infinity: FAISS would rank them somewhere, without a word.
 
     Args:
-        vectors_NE: Embeddings, (N, E).
         what: "document" or "query", for the message.
 
     Raises:

@@ -36,9 +36,6 @@ def search_maxsim(
 
     Args:
         documents: Vectors of each document, values (all vectors, E), at least one vector a row.
-        queries: Vectors of each query, likewise.
-        k: Hits per query; clipped to D.
-        poll: Called before each batch of queries; it may raise, e.g. `PreemptedError`.
 
     Returns:
         Scores (Q, k) float32 and document rows (Q, k) int64.

@@ -76,9 +76,6 @@ def trec_order(scored: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], 
     Scores are compared as float32, largest first; equal scores by document id, last one first. Python compares ids by
     code point and trec_eval by UTF-8 byte, which is the same order.
 
-    Args:
-        scored: (document id, score) pairs in any order.
-
     Returns:
         The same pairs, best first.
 
@@ -96,14 +93,7 @@ def trec_order(scored: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], 
 
 
 def with_relevant(qrels: Mapping[str, Mapping[str, int]]) -> dict[str, Mapping[str, int]]:
-    """Return the queries that have a relevant document: the ones that a mean can be over.
-
-    Args:
-        qrels: Query id -> document id -> grade.
-
-    Returns:
-        The same without the queries whose grades are all 0 or below.
-    """
+    """Return the queries that have a relevant document: the ones that a mean can be over."""
     return {query_id: grades for query_id, grades in qrels.items() if any(grade > 0 for grade in grades.values())}
 
 
@@ -116,8 +106,6 @@ def score_run(
 
     Args:
         run: Query id -> (document id, score) in any order. A query that is missing here found nothing and scores 0.
-        qrels: Query id -> document id -> grade.
-        ks: Cut-offs, each at least 1.
 
     Returns:
         Metric name ("ndcg@10") -> query id -> value between 0 and 1; the same queries for every metric.

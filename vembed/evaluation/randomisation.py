@@ -39,11 +39,7 @@ def randomisation_test(
     """Return the two-sided p-value of the difference between two systems in one metric.
 
     Args:
-        one: A system.
-        other: Another one, evaluated on the same queries.
-        metric: Name of the metric, e.g. "ndcg@10".
         permutations: Sign flips to draw where they are too many to enumerate.
-        seed: Seed of the draws; the same seed gives the same p-value.
 
     Returns:
         A share of sign flips above 0 and up to 1; 1 where no query differs.
@@ -63,11 +59,6 @@ def randomisation_test(
 
 def p_value(differences_Q: NDArray[np.float64], *, permutations: int = PERMUTATIONS, seed: int = 0) -> float:
     """Return the two-sided p-value of the mean of paired differences being 0.
-
-    Args:
-        differences_Q: A difference for each query.
-        permutations: Sign flips to draw where they are too many to enumerate.
-        seed: Seed of the draws.
 
     Raises:
         ValueError: permutations is below 1.

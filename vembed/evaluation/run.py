@@ -37,7 +37,6 @@ class RunBuilder:
     """Collect the hits of one system on one task, query by query.
 
     Args:
-        task: Queries, documents and judgements.
         ks: Cut-offs of the metrics, to which the task's own are added.
         depth: Documents kept per query; at least the largest cut-off. The task's own cut-offs raise it.
 
@@ -77,12 +76,7 @@ class RunBuilder:
         self._namesakes = 0  # hits with the query's id that are other items
 
     def add(self, query_id: str, hits: Iterable[tuple[str, float]]) -> None:
-        """Keep the best hits of one query.
-
-        Args:
-            query_id: One of `query_ids`.
-            hits: (document id, score) in any order.
-        """
+        """Keep the best hits of one query."""
         ranked = trec_order(hits)
         if query_id not in self._qrels[query_id] and any(document_id == query_id for document_id, _ in ranked):
             if same_item(self._task.queries[query_id], self._task.documents[query_id]):
@@ -105,12 +99,7 @@ class RunBuilder:
         """Score what was added.
 
         Args:
-            system: What was evaluated.
-            seconds: Wall time of encoding and searching.
             notes: What the system itself has to say, one sentence each; they follow the notes of the task.
-
-        Returns:
-            Metrics, run and notes.
         """
         per_query = score_run(self._run, self._qrels, self._ks)
         return EvaluationResult(
@@ -168,7 +157,6 @@ def counted(number: int, one: str, many: str) -> str:
     """Return the number and the words that agree with it.
 
     Args:
-        number: How many.
         one: The words after 1, e.g. "query has".
         many: The words after any other number, e.g. "queries have".
     """

@@ -79,11 +79,7 @@ def verdict(
     One query is always within noise: its resamples are all alike, so that the interval is a point and says nothing.
 
     Args:
-        baseline: What was there before.
         candidate: What is there now, evaluated on the same queries.
-        metric: Name of the metric, e.g. "ndcg@10".
-        samples: Resamples to draw.
-        seed: Seed of the draws; the same seed gives the same interval.
         confidence: Share of resamples inside the interval, between 0 and 1.
 
     Returns:
@@ -99,12 +95,6 @@ def verdicts(
     baseline: EvaluationResult, candidate: EvaluationResult, metrics: Sequence[str], *, seed: int = 0
 ) -> dict[str, Verdict]:
     """Judge many metrics at once: the draws of queries are made once and serve all of them.
-
-    Args:
-        baseline: What was there before.
-        candidate: What is there now, evaluated on the same queries.
-        metrics: Names of the metrics.
-        seed: Seed of the draws.
 
     Returns:
         Metric -> what `verdict` says of it.
@@ -126,17 +116,6 @@ def paired_bootstrap(
     confidence: float = CONFIDENCE,
 ) -> Comparison:
     """Compare two systems in one metric with a percentile interval of the mean paired difference.
-
-    Args:
-        baseline: What was there before.
-        candidate: What is there now, evaluated on the same queries.
-        metric: Name of the metric, e.g. "ndcg@10".
-        samples: Resamples to draw.
-        seed: Seed of the draws; the same seed gives the same interval.
-        confidence: Share of resamples inside the interval, between 0 and 1.
-
-    Returns:
-        Both means, their difference and its interval.
 
     Raises:
         ValueError: The query sets differ, or the metric is missing.
@@ -201,16 +180,6 @@ def bootstrap_interval(
 
     Intervals of two systems may overlap although one is surely better: compare with `paired_bootstrap`.
 
-    Args:
-        result: What was evaluated.
-        metric: Name of the metric, e.g. "ndcg@10".
-        samples: Resamples to draw.
-        seed: Seed of the draws; the same seed gives the same interval.
-        confidence: Share of resamples inside the interval, between 0 and 1.
-
-    Returns:
-        Lower and upper bound.
-
     Raises:
         ValueError: The metric is missing.
     """
@@ -245,11 +214,7 @@ def mean_interval(
     these sets, not of other sets.
 
     Args:
-        results: What was evaluated, one result for each set.
-        metric: Name of the metric, e.g. "ndcg@10".
-        samples: Resamples to draw.
         seed: Seed of the draws of the first set; the next set takes the next one.
-        confidence: Share of resamples inside the interval, between 0 and 1.
 
     Returns:
         Lower and upper bound; those of `bootstrap_interval` where there is one set.
@@ -270,12 +235,6 @@ def sum_interval(
     results: Sequence[EvaluationResult], metrics: Sequence[str], *, samples: int = SAMPLES, seed: int = 0
 ) -> tuple[float, float]:
     """Return the 95% interval of the sum of some metrics' means over some sets, the queries of each drawn anew.
-
-    Args:
-        results: One result for each set.
-        metrics: Names of the metrics.
-        samples: Resamples to draw.
-        seed: Seed of the draws of the first set; the next set takes the next one.
 
     Raises:
         ValueError: A metric is missing.

@@ -44,8 +44,6 @@ def write_evaluation(
     replaced as a whole; a crash between the two renames leaves it beside as `.NAME.old`.
 
     Args:
-        folder: Where to write; its parents are made.
-        result: What to write.
         extra: Further files by name, written with the others.
         kept: Entries of the folder that stay: they belong to others.
 
@@ -69,12 +67,6 @@ def write_evaluation(
 
 def read_evaluation(folder: Path) -> EvaluationResult:
     """Read what `write_evaluation` wrote.
-
-    Args:
-        folder: The folder that was written.
-
-    Returns:
-        A result equal to the one that was written.
 
     Raises:
         DataError: A file is missing or broken.

@@ -63,10 +63,6 @@ class Clipped:
 def clip(text: str, characters: int) -> Clipped:
     """Cut a text to a readable length at a word's end, and keep the full form beside it.
 
-    Args:
-        text: Any text.
-        characters: Most characters of the short form, the ellipsis left out.
-
     Returns:
         Both forms; the full one holds at most `FULL_CHARACTERS`.
     """
@@ -169,7 +165,6 @@ def value_text(key: str, value: object) -> str:
 
     Args:
         key: Name of the setting; one that ends in "bytes" gives its unit away.
-        value: Any value.
     """
     simple = plain(value)
     if isinstance(simple, bool):

@@ -78,12 +78,6 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
 
     The files are written into a hidden folder beside it. An index that is there stays until the new one is whole.
 
-    Args:
-        output: The folder; its parents are made.
-        corpus: The documents.
-        encode: The encoder.
-        options: The rest.
-
     Raises:
         ConfigError: The folder holds something already, or FAISS can't build such an index.
         DataError: The corpus is broken.
@@ -111,10 +105,6 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
 
 def refuse_taken(output: Path, *, overwrite: bool) -> None:
     """Refuse an output folder that holds something.
-
-    Args:
-        output: The folder.
-        overwrite: Whether an index may stand there.
 
     Raises:
         ConfigError: It holds an index and `overwrite` is false, or other files.

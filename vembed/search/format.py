@@ -84,9 +84,6 @@ def is_index(folder: Path) -> bool:
 def read_meta(folder: Path) -> IndexMeta:
     """Read meta.json and check that the files beside it are whole.
 
-    Args:
-        folder: The folder of an index.
-
     Raises:
         DataError: There is no index, it is of a later version, or a file is missing or cut.
     """

@@ -74,9 +74,6 @@ class StoredDocument(NamedTuple):
 class SearchIndex:
     """An index in memory, its texts and thumbnails on disk. Several threads may ask it.
 
-    Args:
-        folder: What `write_index` wrote.
-
     Attributes:
         meta: What it is.
 
@@ -105,7 +102,6 @@ class SearchIndex:
         """Return the documents with the largest inner product for each query, best first.
 
         Args:
-            vectors_QE: Query embeddings, (Q, E), float32.
             k: Hits per query; clipped to the number of documents. An approximate index may find fewer.
 
         Raises:
@@ -148,7 +144,6 @@ class SearchIndex:
         """Refuse a model other than the one that made the vectors.
 
         Args:
-            model: The model that will encode queries.
             encode: Its encoder. The first document is encoded again, which shows another tokenizer or pooling; where
                 there are pictures, the first thumbnail and a text.
 

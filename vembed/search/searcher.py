@@ -26,11 +26,6 @@ EXAMPLE_CHARACTERS = 60
 class Searcher:
     """An index with the model for its queries. Several threads may ask it.
 
-    Args:
-        index: The documents.
-        encode: The model.
-        limits: What a picture may be that is searched with.
-
     Attributes:
         index: The documents.
         limits: The same.
@@ -56,7 +51,6 @@ class Searcher:
 
         Args:
             queries: Texts (str), or pictures as `EmbeddingModel.encode` takes them.
-            k: Hits per query; clipped to the number of documents.
 
         Raises:
             DataError: A picture can't be used, or the model has no tower for a query.
@@ -69,12 +63,7 @@ class Searcher:
         return self.index.search(vectors_QE, k)
 
     def like(self, row: int, k: int = 10) -> list[Hit]:
-        """Return the documents that are nearest to a document, itself among them.
-
-        Args:
-            row: `Hit.row`.
-            k: As for `search`.
-        """
+        """Return the documents that are nearest to a document, itself among them."""
         (hits,) = self.index.search(self.index.vector(row)[None], k)
         return hits
 

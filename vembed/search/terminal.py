@@ -17,12 +17,7 @@ ELLIPSIS = "…"
 
 
 def hit_lines(hits: Sequence[Hit], *, width: int) -> list[str]:
-    """Return two lines for each hit: rank, score and id; and the beginning of its text, or a picture's path.
-
-    Args:
-        hits: Best first.
-        width: Columns of the terminal.
-    """
+    """Return two lines for each hit: rank, score and id; and the beginning of its text, or a picture's path."""
     lines = []
     for hit in hits:
         lines.append(clip_to_width(f"{hit.rank:>{INDENT - 2}}  {hit.score:7.4f}  {one_line(hit.id)}", width))
@@ -39,7 +34,6 @@ def clip_to_width(text: str, width: int) -> str:
     """Cut a line to a number of terminal columns; an ellipsis says that something is missing.
 
     Args:
-        text: One line without control characters.
         width: Columns, at least 1; characters of East Asian scripts take two, combining marks none.
     """
     columns = 0

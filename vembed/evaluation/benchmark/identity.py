@@ -58,7 +58,6 @@ def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
     """Return what an encoder is: its weights, and what it does with them.
 
     Args:
-        encoder: The encoder; on the CPU no weight is copied.
         frozen_only: Leave out parameters that are trained: what they are today doesn't matter to frozen parts.
 
     Returns:
@@ -75,15 +74,7 @@ def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
 def vectors_key(
     encoder: Encoder, model: Key, texts: Sequence[Item], side: Side, *, autocast_dtype: torch.dtype | None
 ) -> Key:
-    """Return what the vectors of one side of a set are made of.
-
-    Args:
-        encoder: The encoder.
-        model: Its `model_key`.
-        texts: The texts of that side, in order.
-        side: Which side.
-        autocast_dtype: Type of mixed precision, or None.
-    """
+    """Return what the vectors of one side of a set are made of."""
     step = max(1, len(texts) // SAMPLE_TEXTS)
     return {
         **model,
@@ -98,7 +89,6 @@ def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
     """Return what a task is beside its texts: ids, judgements, notes.
 
     Args:
-        task: The task.
         with_texts: Whether its texts count too; not where vectors stand for them.
     """
     qrels = {query: dict(sorted(grades.items())) for query, grades in task.qrels.items()}

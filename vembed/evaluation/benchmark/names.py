@@ -20,9 +20,6 @@ EXPORT_FOLDER = "model"
 def model_labels(names: Sequence[str]) -> list[str]:
     """Return what people call each model: a hub id as it is, a folder by as many last parts as tell it apart.
 
-    Args:
-        names: Models as the user named them.
-
     Raises:
         ConfigError: When a model is named twice.
     """
@@ -36,10 +33,6 @@ def model_labels(names: Sequence[str]) -> list[str]:
 def folder_names(names: Sequence[str], *, taken: Sequence[str] = ()) -> list[str]:
     """Return a folder name for each model, made of its label.
 
-    Args:
-        names: Models as the user named them.
-        taken: Names that other things have.
-
     Raises:
         ConfigError: When a model is named twice.
     """
@@ -48,10 +41,6 @@ def folder_names(names: Sequence[str], *, taken: Sequence[str] = ()) -> list[str
 
 def set_labels(names: Sequence[str], paths: Sequence[str]) -> list[str]:
     """Return what people call each set: its name, with the path behind it where two sets have the same name.
-
-    Args:
-        names: Names of the sets.
-        paths: Where they were read from, in the same order.
 
     Raises:
         ConfigError: When a set is named twice.
@@ -64,12 +53,7 @@ def set_labels(names: Sequence[str], paths: Sequence[str]) -> list[str]:
 
 
 def unique_folders(labels: Sequence[str], *, taken: Sequence[str] = ()) -> list[str]:
-    """Return a plain folder name for each label; where two labels would share one, a short hash keeps them apart.
-
-    Args:
-        labels: Different labels.
-        taken: Names that other things have.
-    """
+    """Return a plain folder name for each label; where two labels would share one, a short hash keeps them apart."""
     plain = [_plain(label) for label in labels]
     counts = Counter([*plain, *taken])
     return [

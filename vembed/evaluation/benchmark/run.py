@@ -128,15 +128,6 @@ def run_benchmark(
 ) -> Iterator[Entry]:
     """Evaluate every model on every set; results are written as they come.
 
-    Args:
-        models: Models to load, one at a time.
-        paths: Retrieval sets.
-        output: Gets a folder `MODEL/SET` for each result.
-        options: How to evaluate.
-
-    Yields:
-        Results, model by model, in the order of the sets.
-
     Raises:
         VembedError: When a set or a model can't be loaded, or an option doesn't fit one; all sets are read and checked
             before the first model is loaded.

@@ -65,8 +65,6 @@ class Searcher:
 
         Args:
             query_vectors_QE: Query embeddings; evenly spaced ones of them are timed.
-            k: Hits per query.
-            poll: Called between queries; it may raise.
 
         Returns:
             Median wall time of one search in milliseconds, and how many queries it is over.
@@ -128,10 +126,6 @@ def _median_milliseconds(
 def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
     """Build the index of a variant.
 
-    Args:
-        document_vectors_DE: Document embeddings as the model gave them, finite, (D, E).
-        variant: What to make of them.
-
     Raises:
         ConfigError: FAISS can't build the index for these documents.
     """
@@ -153,12 +147,7 @@ def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
 
 
 def truncated(vectors_NE: NDArray[np.float32], dimension: int) -> NDArray[np.float32]:
-    """Return the first numbers of each vector, of unit length; a vector that is zero there stays zero.
-
-    Args:
-        vectors_NE: Embeddings, (N, E).
-        dimension: How many numbers to keep, at most E.
-    """
+    """Return the first numbers of each vector, of unit length; a vector that is zero there stays zero."""
     kept_NM = vectors_NE[:, :dimension]
     norms_N1 = np.linalg.norm(kept_NM, axis=1, keepdims=True)
     return np.ascontiguousarray(kept_NM / np.maximum(norms_N1, np.finfo(np.float32).tiny), dtype=np.float32)

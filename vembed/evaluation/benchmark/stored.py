@@ -60,11 +60,6 @@ def write_stored(folder: Path, stored: Stored, key: Key) -> None:
 def read_stored(folder: Path, key: Key, *, system: str) -> tuple[Stored | None, str]:
     """Read a result if it is whole and made of what the key says.
 
-    Args:
-        folder: Where it was written.
-        key: What it must be made of.
-        system: What the system is called now.
-
     Returns:
         The result, or None; and why not, empty where there never was one.
     """

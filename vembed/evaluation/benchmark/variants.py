@@ -54,11 +54,6 @@ def plan_variants(
 ) -> tuple[Variant, ...]:
     """Return what to try, the reference first.
 
-    Args:
-        dims: Numbers of leading dimensions.
-        precisions: Stored number formats beside float32.
-        indexes: FAISS index strings, searched approximately.
-
     Raises:
         ConfigError: When a number of dimensions is below 1.
     """
@@ -109,11 +104,6 @@ def check_model(variants: Sequence[Variant], model: str, encoder: Encoder) -> No
 
 def check_sizes(variants: Sequence[Variant], task: str, num_documents: int) -> None:
     """Refuse an index that a set is too small to train.
-
-    Args:
-        variants: What is to be tried.
-        task: Name of the set.
-        num_documents: Documents of the set.
 
     Raises:
         ConfigError: Names the index and one that the set can train.

@@ -42,14 +42,6 @@ class Facts:
 class SideVectors:
     """The vectors of one side of a set: read where they are still true, else encoded, once.
 
-    Args:
-        encode: Turns texts into vectors.
-        texts: The texts, in order.
-        side: Which side they are.
-        key: What the vectors are made of.
-        folder: Where vectors are kept.
-        keep: Whether new ones are written there.
-
     Attributes:
         key: What the vectors are made of.
     """
@@ -67,9 +59,6 @@ class SideVectors:
 
     def get(self, title: str) -> tuple[Vectors, Facts]:
         """Return the vectors and what encoding them had to say; one log line says where they came from.
-
-        Args:
-            title: Model and set, for that line.
 
         Raises:
             MachineError: When they can't be written.
@@ -114,8 +103,6 @@ class SharedVectors:
     """The vectors of one side of a reversed set, taken from the other side of the set itself.
 
     Args:
-        own: What would encode them: their key, and the items.
-        source: The vectors to take.
         rows: Which of them, in order; None is all.
 
     Attributes:
@@ -133,9 +120,6 @@ class SharedVectors:
     def get(self, title: str) -> tuple[Vectors, Facts]:
         """Return the vectors and what encoding them had to say; it takes no time of its own.
 
-        Args:
-            title: Model and set, for the log line of those that they are taken from.
-
         Raises:
             MachineError: When those can't be written.
             NonFiniteError: When a vector holds NaN or infinity.
@@ -150,13 +134,6 @@ class SharedVectors:
 def write_vectors(folder: Path, side: Side, key: Key, vectors_NE: NDArray[np.float32], facts: Facts) -> None:
     """Write the vectors of one side, then their key.
 
-    Args:
-        folder: Where; made where it is missing.
-        side: Which side.
-        key: What the vectors are made of.
-        vectors_NE: The vectors, (rows, dim) float32.
-        facts: What encoding had to say.
-
     Raises:
         MachineError: When there is no room for them, or the folder can't be written.
     """
@@ -168,12 +145,6 @@ def read_vectors(
     folder: Path, side: Side, key: Key, *, rows: int
 ) -> tuple[tuple[NDArray[np.float32], Facts] | None, str]:
     """Read the vectors of one side if they are whole and made of what the key says.
-
-    Args:
-        folder: Where they were written.
-        side: Which side.
-        key: What they must be made of.
-        rows: How many there must be.
 
     Returns:
         Vectors and facts, or None; and why not, empty where there never were any.

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
 
@@ -26,32 +28,79 @@ def write_durably(path: Path, text: str) -> None:
     fsync_path(path)
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Replace a file in one step: a reader, or a crash, sees the old text or the new one and nothing between.
+def share_permissions(folder: Path) -> None:
+    """Give the files of a folder the permissions that the folder has: safetensors writes for the owner alone."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(folder.stat().st_mode & 0o666)
+
+
+@contextmanager
+def new_file(path: Path, *, shared: bool = False) -> Iterator[Path]:
+    """Give a hidden path beside a file to write to; at the end of the block it replaces the file in one step.
+
+    A reader, or a crash, sees the old file or the new one and nothing between. Where the block raises, the old
+    one stays.
+
+    Args:
+        path: The file; its folder exists.
+        shared: Whether several processes may write the file at once.
 
     Raises:
         OSError: The disk refused; the old file is untouched.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if shared else f".{path.name}.tmp")
     try:
-        write_durably(temporary, text)
+        yield temporary
+        fsync_path(temporary)
         temporary.replace(path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     fsync_path(path.parent)
 
 
-def replace_folder(temporary: Path, output: Path) -> None:
-    """Let a new folder take the name of an old one, if any; on failure the old one is as it was."""
-    old = output.with_name(f".{output.name}.old")
+def replace_text(path: Path, text: str, *, shared: bool = False) -> None:
+    """Replace a UTF-8 file in one step, as `new_file` does.
+
+    Raises:
+        OSError: The disk refused; the old file is untouched.
+    """
+    with new_file(path, shared=shared) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def new_folder(output: Path, *, kept: Collection[str] = ()) -> Iterator[Path]:
+    """Give an empty hidden folder beside the output to write into; at the end of the block it takes the output's name.
+
+    Every file in it is on disk by then, with the permissions of the folder. Where the block raises, nothing of it
+    stays, and what stood at the output is as it was; a crash between the two renames leaves that as `.NAME.old`.
+
+    Args:
+        output: The folder; its parents are made.
+        kept: Entries of the old folder that the new one takes over.
+
+    Raises:
+        OSError: The disk refused.
+    """
+    temporary, old = (output.with_name(f".{output.name}.{ending}") for ending in ("tmp", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
     try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        share_permissions(temporary)
+        for path in (*temporary.rglob("*"), temporary):
+            fsync_path(path)
         if output.exists():
             shutil.rmtree(old, ignore_errors=True)
             output.replace(old)  # no system renames a folder over one that holds files
         temporary.replace(output)
+        for name in kept:
+            if (old / name).exists():
+                (old / name).replace(output / name)
         fsync_path(output.parent)
     finally:
+        shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not output.exists():
             old.replace(output)
     shutil.rmtree(old, ignore_errors=True)

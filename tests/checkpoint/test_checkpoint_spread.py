@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from checkpoint_cases import flip_byte, names_in
-from safetensors.torch import load_file
 from spread_cases import (
     folder_of_own,
     load_and_train,
@@ -22,13 +20,9 @@ from spread_cases import (
 )
 from test_checkpoint_faults import set_version
 
-import vembed.checkpoint.consolidate as room
-from vembed.checkpoint.consolidate import consolidate
-from vembed.checkpoint.format import InvalidCheckpointError
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.tensors import SharedTensor, read_block, whole
 from vembed.distributed.shards import Block
-from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,12 +31,8 @@ if TYPE_CHECKING:
     from spread_cases import Kind
     from torch import Tensor
 
-    from vembed.checkpoint.tensors import Saved
 
 STEP = "step-00000003"
-
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
-          torch.int8, torch.uint8, torch.bool)  # fmt: skip
 
 
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -220,59 +210,3 @@ def test_a_block_of_a_whole_tensor_is_a_part_of_it() -> None:
     table = torch.arange(12.0).reshape(4, 3)
     assert torch.equal(read_block(table, Block((4, 3), (1, 1), (2, 2))), table[1:3, 1:3])
     assert read_block(torch.tensor(3.0), Block((), (), ())) == 3.0
-
-
-def test_shards_become_one_ordinary_file_and_so_do_whole_tensors(two_ranks: RankPool, tmp_path: Path) -> None:
-    for kind in ("sharded", "whole"):
-        (saved, _), _ = two_ranks.run(train_and_save, tmp_path / kind, kind)
-        for part in ("model", "optimizer"):
-            written = consolidate(tmp_path / kind / STEP, tmp_path / "one.safetensors", part=part)
-            assert written == (tmp_path / "one.safetensors").stat().st_size
-            found = load_file(tmp_path / "one.safetensors")
-            assert_equal({f"{part}/{name}": tensor for name, tensor in found.items()},
-                         {name: tensor for name, tensor in saved.items() if name.startswith(part)})  # fmt: skip
-        assert names_in(tmp_path / kind) == ["BEST", "LATEST", STEP]
-
-
-def test_every_type_of_number_is_written_as_safetensors_reads_it(tmp_path: Path) -> None:
-    tensors = {str(dtype): torch.arange(5).to(dtype) for dtype in DTYPES} | {"scalar": torch.tensor(2.5)}
-    stamp = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1}
-    manager = CheckpointManager(tmp_path)
-    path = manager.save(1, tensors={"model": tensors}, state={}, stamp=stamp, best=False).path
-    assert path is not None
-    consolidate(path, tmp_path / "one.safetensors")
-    assert_equal(load_file(tmp_path / "one.safetensors"), tensors)
-
-
-def test_a_broken_checkpoint_and_a_missing_part_become_no_file(two_ranks: RankPool, tmp_path: Path) -> None:
-    two_ranks.run(train_and_save, tmp_path, "sharded")
-    target = tmp_path / "one.safetensors"
-    with pytest.raises(ConfigError, match="holds no rng; it holds model, optimizer"):
-        consolidate(tmp_path / STEP, target, part="rng")
-    shard = tmp_path / STEP / "model.rank-00001-of-00002.safetensors"
-    flip_byte(shard, shard.stat().st_size - 1)
-    with pytest.raises(InvalidCheckpointError, match="rank-00001"):
-        consolidate(tmp_path / STEP, target)
-    assert not target.exists()
-    flip_byte(shard, shard.stat().st_size - 1)
-    consolidate(tmp_path / STEP, target)
-    assert target.exists()
-
-
-def test_putting_shards_together_holds_one_tensor_at_a_time(
-    two_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    two_ranks.run(train_and_save, tmp_path, "sharded")
-    read: list[weakref.ref[Tensor]] = []
-    alive: list[int] = []
-
-    def watch(saved: Saved) -> Tensor:
-        alive.append(sum(each() is not None for each in read))
-        tensor = whole(saved).clone()
-        read.append(weakref.ref(tensor))
-        return tensor
-
-    monkeypatch.setattr(room, "whole", watch)
-    consolidate(tmp_path / STEP, tmp_path / "one.safetensors")
-    assert len(alive) == 8
-    assert set(alive) == {0}

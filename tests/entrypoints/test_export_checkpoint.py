@@ -11,7 +11,8 @@ from command_cases import Site, run_keys, steps_saved
 from safetensors.torch import load_file, save_file
 from test_export import export
 
-from vembed.checkpoint.consolidate import consolidate
+from vembed.checkpoint.manager import CheckpointManager
+from vembed.checkpoint.tensors import whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,10 +32,12 @@ def test_a_checkpoint_of_a_run_that_has_not_ended_becomes_a_model(finished: Outc
     assert "read back by vembed" in out
     assert f"not of step {newest}" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"], "nothing stays beside it"
-    consolidate(tmp_path / f"run/checkpoints/step-{newest:08d}", tmp_path / "saved.safetensors")
-    saved, exported = load_file(tmp_path / "saved.safetensors"), weights(tmp_path / "model")
+    loaded = CheckpointManager(tmp_path / "run/checkpoints").load("auto")
+    assert loaded is not None
+    assert loaded.step == newest
+    saved, exported = loaded.tensors["model"], weights(tmp_path / "model")
     assert exported
-    assert all(torch.equal(saved[f"backbone.{name}"], tensor) for name, tensor in exported.items())
+    assert all(torch.equal(whole(saved[f"backbone.{name}"]), tensor) for name, tensor in exported.items())
 
 
 def test_a_step_without_a_checkpoint_and_a_folder_without_any_are_refused(finished: Outcome, tmp_path: Path) -> None:

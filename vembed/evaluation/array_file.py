@@ -8,9 +8,7 @@ The key is written last and removed first, so that vectors with a key are whole.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +17,7 @@ import numpy as np
 
 from vembed.errors import MachineError
 from vembed.evaluation.benchmark.identity import changed_parts
+from vembed.files import file_sha256, new_file, replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -33,8 +32,6 @@ FORMAT = 1
 
 FREE_SHARE = 1.1
 """Free disk that is asked for, as a multiple of what is written."""
-
-_HASHED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +68,6 @@ class ArrayFile:
         Raises:
             MachineError: When there is no room for them, or the folder can't be written.
         """
-        temporary = self.folder / f".{self.name}.{os.getpid()}.tmp"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             free, wanted = shutil.disk_usage(self.folder).free, 4 * shape[0] * shape[1] * FREE_SHARE
@@ -81,24 +77,19 @@ class ArrayFile:
                     f"free. Free some space, or {self.advice}."
                 )
             self.record.unlink(missing_ok=True)
-            with temporary.open("wb") as file:
-                header = {"descr": "<f4", "fortran_order": False, "shape": shape}
-                np.lib.format.write_array_header_1_0(file, header)
-                for block in blocks:
-                    file.write(np.ascontiguousarray(block, dtype="<f4").data)
-                file.flush()
-                os.fsync(file.fileno())
-            content = {"format": FORMAT, "key": key, "file": _file_facts(temporary), **facts()}
-            temporary.replace(self.array)
-            temporary.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-            temporary.replace(self.record)
+            with new_file(self.array, shared=True) as temporary:
+                with temporary.open("wb") as file:
+                    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+                    np.lib.format.write_array_header_1_0(file, header)
+                    for block in blocks:
+                        file.write(np.ascontiguousarray(block, dtype="<f4").data)
+                content = {"format": FORMAT, "key": key, "file": _file_facts(temporary), **facts()}
+            replace_text(self.record, json.dumps(content, indent=1) + "\n", shared=True)
         except OSError as error:
             raise MachineError(
                 f"{self.folder}: {self.what} can't be written: {error}. Free some space, choose another output folder, "
                 f"or {self.advice}."
             ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
 
     def check(self, key: Key, *, rows: int) -> tuple[dict[str, Any] | None, str]:
         """Say whether the vectors are whole and made of what the key says.
@@ -132,8 +123,4 @@ class ArrayFile:
 
 def _file_facts(path: Path) -> dict[str, object]:
     """Return size and hash of a file."""
-    total = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_HASHED_BYTES):
-            total.update(part)
-    return {"bytes": path.stat().st_size, "sha256": total.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}

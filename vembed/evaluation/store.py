@@ -15,14 +15,13 @@ the same encoding, under which exact ties may fall in another order; `read_evalu
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from vembed.errors import DataError, MachineError
 from vembed.evaluation.result import EvaluationResult
+from vembed.files import new_folder
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -40,8 +39,7 @@ def write_evaluation(
 ) -> None:
     """Write the result into a folder that appears complete or not at all.
 
-    The files are written into a temporary folder beside it, which then takes its name. An earlier evaluation there is
-    replaced as a whole; a crash between the two renames leaves it beside as `.NAME.old`.
+    An earlier evaluation there is replaced as a whole.
 
     Args:
         extra: Further files by name, written with the others.
@@ -58,7 +56,10 @@ def write_evaluation(
         **(extra or {}),
     }
     try:
-        _replace_folder(folder, files, kept)
+        _refuse_other_files(folder, kept)
+        with new_folder(folder, kept=kept) as temporary:
+            for name, text in files.items():
+                (temporary / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise MachineError(
             f"{folder}: the evaluation can't be written: {error}. Free some space, or choose another output folder."
@@ -128,38 +129,11 @@ def _encode_id(name: str) -> str:
     return _UNSAFE.sub(lambda match: "".join(f"%{byte:02X}" for byte in match.group().encode()), name)
 
 
-def _replace_folder(folder: Path, files: Mapping[str, str], kept: Collection[str]) -> None:
-    """Write the files beside the folder, then let them take its name; on failure the folder is as it was."""
+def _refuse_other_files(folder: Path, kept: Collection[str]) -> None:
+    """Refuse to replace what isn't an evaluation."""
     holds_others = folder.exists() and any(path.name not in kept for path in folder.iterdir())
     if holds_others and not (folder / METRICS_FILE).is_file():
         raise FileExistsError(f"it holds other files and no {METRICS_FILE}")
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
-    try:
-        temporary.mkdir(parents=True)
-        for name, text in files.items():
-            _write_synced(temporary / name, text)
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-            folder.replace(old)  # no system renames a folder over one that holds files
-        temporary.replace(folder)
-        for name in kept:
-            if (old / name).exists():
-                (old / name).replace(folder / name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if old.exists() and not folder.exists():
-            old.replace(folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _write_synced(path: Path, text: str) -> None:
-    """Write a file whose bytes are on the disk before any rename is."""
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _read_text(path: Path) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
+from vembed.models.fingerprint import tensors_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +20,7 @@ class ModelIdentity:
 
     Attributes:
         name: What it was loaded by: a hub id, or the absolute path of a folder.
-        weights_sha256: `weights_sha256` of its encoder.
+        weights_sha256: `tensors_sha256` of its encoder's state, in the order of the names.
         dimension: E.
         similarity: How its embeddings are compared.
         prompts: Text before each side's items.
@@ -45,24 +44,9 @@ def identify(encoder: Encoder, *, name: str) -> ModelIdentity:
     """
     return ModelIdentity(
         name=name,
-        weights_sha256=weights_sha256(encoder),
+        weights_sha256=tensors_sha256(sorted(encoder.state_dict().items())),
         dimension=encoder.dimension,
         similarity=encoder.similarity,
         prompts=encoder.prompts,
         max_length=encoder.max_length,
     )
-
-
-def weights_sha256(encoder: Encoder) -> str:
-    """Return the SHA-256 (hex) over name, type, shape and bytes of every weight.
-
-    The same on every device, and for the same weights in files that are cut up differently.
-
-    Args:
-        encoder: The encoder.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(encoder.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -28,7 +28,7 @@ from vembed.batch import MODALITY_WORDS, Image, modality_of, modality_words, pic
 from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, refuse_several_vectors
 from vembed.evaluation.index import build_index, new_index
-from vembed.files import fsync_path, replace_folder, write_durably
+from vembed.files import new_folder
 from vembed.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,
@@ -88,18 +88,13 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     refuse_taken(output, overwrite=options.overwrite)
     refuse_several_vectors(encode.encoder)
     new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
-    temporary = output.with_name(f".{output.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
-        temporary.mkdir(parents=True)
-        meta = _write_files(temporary, corpus, encode, options)
-        replace_folder(temporary, output)
+        with new_folder(output) as temporary:
+            meta = _write_files(temporary, corpus, encode, options)
     except OSError as error:
         raise MachineError(
             f"{output}: the index can't be written: {error}. Free some space, or choose another folder"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return meta
 
 
@@ -142,11 +137,8 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
         notes=corpus.notes,
         file_bytes={},
     )
-    for name in meta.files:
-        fsync_path(folder / name)
     meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
-    write_durably(folder / META_FILE, meta.to_json())
-    fsync_path(folder)
+    (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
     return meta
 
 

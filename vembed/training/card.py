@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
 from vembed.evaluation.card.gather import gather_run, read_report
 from vembed.evaluation.card.render import CARD_FILE, render_card
-from vembed.files import replace_text
+from vembed.files import replace_text, share_permissions
 from vembed.models.export.forms import forms_of
 
 if TYPE_CHECKING:
@@ -49,6 +49,6 @@ def write_model_card(
         model = model_facts(encoder, forms_of(encoder)[0])
         facts = CardFacts(title=run.name, folder=output.model.name, model=model, run=run, versions=written_with())
         replace_text(output.model / CARD_FILE, render_card(facts))
-        output.share(output.model)
+        share_permissions(output.model)
     except Exception:  # noqa: BLE001 - whatever it is, the model stands; the log has the traceback
         _log.error("the model card could not be written; the model is complete\n%s", traceback.format_exc())

@@ -15,6 +15,7 @@ from vembed.evaluation.directions import Directions, recall_sums
 from vembed.evaluation.report.data import Reverse, RunReport
 from vembed.evaluation.report.write import write_report
 from vembed.evaluation.significance import Verdict, verdict
+from vembed.files import share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
 from vembed.models.adapters.trained import save_trained
 from vembed.plan.hardware import cpu_cores
@@ -142,7 +143,7 @@ def _export(encoder: Encoder | None, output: OutputFolder) -> None:
     assert encoder is not None
     save_trained(encoder, output.model, output.adapter)
     for folder in (output.model, output.adapter):
-        output.share(folder)
+        share_permissions(folder)
 
 
 def _conclude(

@@ -140,12 +140,6 @@ class OutputFolder:
             logger.removeHandler(handler)
             handler.close()
 
-    def share(self, folder: Path) -> None:
-        """Give the files of a folder the permissions that the folder has: safetensors writes for the owner alone."""
-        for path in folder.rglob("*"):
-            if path.is_file():
-                path.chmod(folder.stat().st_mode & 0o666)
-
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all.
 

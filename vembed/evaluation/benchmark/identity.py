@@ -11,14 +11,14 @@ import json
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
-import torch
 
 from vembed.batch import Composed, modality_of
+from vembed.models.fingerprint import tensors_sha256
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from torch import Tensor
+    import torch
 
     from vembed.batch import Item, Side
     from vembed.data.retrieval import RetrievalData
@@ -63,12 +63,9 @@ def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
     Returns:
         "weights", the hash of all parameters and buffers, and "encoder", the hash of its settings.
     """
-    weights = hashlib.sha256()
     parameters = [each for each in encoder.named_parameters() if not (frozen_only and each[1].requires_grad)]
-    for name, tensor in (*parameters, *encoder.named_buffers()):
-        weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        weights.update(_bytes_of(tensor))
-    return {"weights": weights.hexdigest(), "encoder": digest(_settings(encoder))}
+    weights = tensors_sha256([*parameters, *encoder.named_buffers()])
+    return {"weights": weights, "encoder": digest(_settings(encoder))}
 
 
 def vectors_key(
@@ -109,12 +106,6 @@ def task_key(task: RetrievalData, *, with_texts: bool) -> Key:
 def changed_parts(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return the names of the parts in which two keys differ, in order."""
     return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's memory, whatever its type."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
 
 
 def _settings(encoder: Encoder) -> Key:

@@ -8,7 +8,7 @@ from vembed.errors import MachineError
 from vembed.evaluation.leaderboard.html import render_html
 from vembed.evaluation.leaderboard.machine import render_json
 from vembed.evaluation.leaderboard.markdown import render_markdown
-from vembed.evaluation.report.write import replace_file
+from vembed.files import replace_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,6 +36,6 @@ def write_leaderboard(folder: Path, board: Board) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            replace_file(folder / name, text)
+            replace_text(folder / name, text)
     except OSError as error:
         raise MachineError(f"{folder}: the leaderboard can't be written: {error}; free some space there") from error

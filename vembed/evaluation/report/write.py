@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from vembed.evaluation.report.content import build_content
 from vembed.evaluation.report.html import render_html
 from vembed.evaluation.report.machine import render_json
 from vembed.evaluation.report.markdown import render_markdown
+from vembed.files import replace_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,17 +38,4 @@ def write_report(folder: Path, report: RunReport) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
-        replace_file(folder / name, text)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file beside its place, force it to disk, and move it there."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        replace_text(folder / name, text)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
-import torch
-from torch import nn
-
 from vembed.models.adapters.lora import has_adapters, merge_adapters, save_adapter
+from vembed.models.fingerprint import tensors_sha256
 from vembed.models.towers import is_within
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from torch import nn
 
     from vembed.models.encoder import Encoder
 
@@ -51,15 +50,8 @@ def base_fingerprint(encoder: Encoder) -> str | None:
     held = changing_names(encoder)
     if held is None:
         return None
-    digest = hashlib.sha256()
-    for name, tensor in sorted(encoder.named_parameters()):
-        if name in held:
-            continue
-        flat = tensor.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // SAMPLED_VALUES)].cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(sample.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    frozen = (each for each in sorted(encoder.named_parameters()) if each[0] not in held)
+    return tensors_sha256(frozen, sampled_values=SAMPLED_VALUES)
 
 
 def save_trained(encoder: Encoder, model: Path, adapter: Path) -> None:

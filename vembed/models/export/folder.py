@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from vembed.errors import ConfigError, MachineError
-from vembed.files import fsync_path, replace_folder
+from vembed.files import new_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,10 +57,8 @@ def refuse_taken(output: Path, *, overwrite: bool, source: Path | None) -> None:
 
 
 @contextmanager
-def new_folder(output: Path) -> Iterator[Path]:
-    """Give a hidden folder beside the output to write into; at the end of the block it takes the output's name.
-
-    Where the block raises, nothing stays of it, and what stood at the output is as it was.
+def new_model_folder(output: Path) -> Iterator[Path]:
+    """Give a hidden folder to write a model into, which takes the output's name whole or not at all.
 
     Args:
         output: The folder, resolved; its parents are made.
@@ -69,26 +66,10 @@ def new_folder(output: Path) -> Iterator[Path]:
     Raises:
         MachineError: The disk refuses.
     """
-    temporary = output.with_name(f".{output.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
-        temporary.mkdir(parents=True)
-        yield temporary
-        _share(temporary)
-        replace_folder(temporary, output)
+        with new_folder(output) as temporary:
+            yield temporary
     except (OSError, SafetensorError) as error:
         raise MachineError(
             f"{output}: the model can't be written: {error}. Free some space, or choose another folder"
         ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _share(folder: Path) -> None:
-    """Give files the permissions of the folder (safetensors writes for the owner alone), and force them to disk."""
-    mode = folder.stat().st_mode & 0o666
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(mode)
-        fsync_path(path)
-    fsync_path(folder)

@@ -26,7 +26,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError, MachineError, NonFiniteError
-from vembed.models.export.folder import new_folder, refuse_taken
+from vembed.models.export.folder import new_model_folder, refuse_taken
 from vembed.models.export.forms import choose_form, write_form
 from vembed.models.export.samples import TEXTS, largest_difference, num_items, picture_bytes, sample_vectors
 from vembed.models.huggingface import ModelFiles
@@ -125,7 +125,7 @@ def export_model(
     wanted = sample_vectors(encoder) if dtype != computing else before
     _refuse_nonfinite(before, wanted, dtype)
     poll()
-    with new_folder(output) as folder, _quiet_loading():
+    with new_model_folder(output) as folder, _quiet_loading():
         encoder.to(dtype)
         write_form(encoder, form, folder)
         for name, text in extra_files(encoder, form).items():

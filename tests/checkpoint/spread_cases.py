@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from vembed.checkpoint.agreement import team_of
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
 from vembed.checkpoint.tensors import TensorFile, load_into
@@ -94,7 +93,7 @@ def whole_tensors(network: Network, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def manager_of(folder: Path, **options: Any) -> CheckpointManager:
-    return CheckpointManager(folder, team=team_of(Ranks.of_this_process()), **options)
+    return CheckpointManager(folder, ranks=Ranks.of_this_process(), **options)
 
 
 def save(manager: CheckpointManager, step: int, network: Network, optimizer: Optimizer, *, best: bool = False) -> Any:

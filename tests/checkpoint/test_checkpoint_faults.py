@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import pytest
 from checkpoint_cases import assert_is_step, flip_byte, names_in, save_step
 
+from vembed.checkpoint.contents import validate
 from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.checkpoint.reading import validate
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import torch
 from checkpoint_cases import names_in
 from test_checkpoint_faults import WRITES
 
+from vembed.checkpoint.contents import validate
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.checkpoint.reading import validate
 from vembed.checkpoint.tensors import whole
 
 # Saves step 4 over a copy of the base folder again and again, by two forked processes of which one kills itself one
@@ -31,8 +31,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vembed.checkpoint.agreement import Team
 from vembed.checkpoint.manager import CheckpointManager
+from vembed.distributed.ranks import Ranks
 
 LOST_THE_OTHER = 9
 STAMP = {"config_hash": "c0ffee", "strategy": "fsdp", "world_size": 2}
@@ -48,16 +48,20 @@ def shards_of(rank, step):
 
 
 def save(folder, rank, end, step):
-    def share(value):
-        try:
-            end.send(value)
-            other = end.recv()
-        except (EOFError, OSError):
-            os._exit(LOST_THE_OTHER)
-        return [value, other] if rank == 0 else [other, value]
+    class RanksOfAPipe(Ranks):
+        def gather_objects(self, own):
+            try:
+                end.send(own)
+                other = end.recv()
+            except (EOFError, OSError):
+                os._exit(LOST_THE_OTHER)
+            return [own, other] if rank == 0 else [other, own]
+
+        def _object_from_first(self, own):
+            return self.gather_objects(own)[0]
 
     parts = shards_of(rank, step)
-    manager = CheckpointManager(folder, team=Team(rank, 2, share))
+    manager = CheckpointManager(folder, ranks=RanksOfAPipe(rank, 2))
     return manager.save(step, tensors=parts, state={"step": step}, stamp=STAMP, best=step in (1, 4)).saved
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from checkpoint_cases import STAMP, assert_is_step, names_in, save_step, tensors_of
 
+from vembed.checkpoint.contents import validate
 from vembed.checkpoint.format import InvalidCheckpointError
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.checkpoint.reading import validate
 from vembed.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:

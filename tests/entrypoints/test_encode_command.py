@@ -17,6 +17,7 @@ from command_cases import environment
 from search_cases import DOCUMENTS, FILES, meta_of, write_corpus
 
 import vembed
+from vembed import files
 from vembed.search import build
 
 if TYPE_CHECKING:
@@ -183,11 +184,11 @@ def test_a_failed_replacement_leaves_the_old_index(
     vembed.build_index(bag, corpus, folder)
     before = {name: (folder / name).read_bytes() for name in FILES}
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(build, "write_durably", full)
+        patch.setattr(files, "fsync_path", full)
         refused = call("encode", bag, "--data", corpus, "--output", folder, "--overwrite")
     assert refused.code == 5
     assert "No space left" in refused.err

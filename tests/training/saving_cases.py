@@ -8,7 +8,6 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from vembed.checkpoint.agreement import team_of
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, VembedError
@@ -51,7 +50,7 @@ class Run:
         self.loss = InfoNCE(temperature=0.1, learn_temperature=True)
         encoder: Any = self.network
         self.updater = Updater(encoder, self.loss, SCHEDULE, OPTIONS)
-        manager = CheckpointManager(folder, team=team_of(Ranks.of_this_process()))
+        manager = CheckpointManager(folder, ranks=Ranks.of_this_process())
         stamp = {"config_hash": "c0ffee", **identity}
         self.checkpoints = RunCheckpoints(manager, encoder, self.loss, self.updater, stamp)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import vembed.checkpoint.writing as checkpoint_writing
+import vembed.checkpoint.contents as checkpoint_contents
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.errors import NonFiniteError, PreemptedError
 from vembed.files import fsync_path
@@ -153,7 +153,7 @@ def test_a_signal_in_the_middle_of_a_save_breaks_nothing(tmp_path: Path, monkeyp
         signalled.append(path)
         fsync_path(path)
 
-    monkeypatch.setattr(checkpoint_writing, "fsync_path", signal_and_sync)
+    monkeypatch.setattr(checkpoint_contents, "fsync_path", signal_and_sync)
     manager = CheckpointManager(tmp_path)
     stamp: dict[str, JSON] = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1}
     with StopSignal() as stop:

@@ -14,10 +14,10 @@ Invariant: with several processes all of them have the same outcome; an error on
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
+from vembed.checkpoint.contents import ALONE, read_checkpoint, validate, write_checkpoint
 from vembed.checkpoint.folder import CheckpointFolder, free_disk_bytes, steps_in
 from vembed.checkpoint.format import (
     JSON,
@@ -29,8 +29,6 @@ from vembed.checkpoint.format import (
     parse_step,
     step_name,
 )
-from vembed.checkpoint.reading import ALONE, read_checkpoint, validate
-from vembed.checkpoint.writing import write_checkpoint
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vembed.checkpoint.agreement import Team
+    from vembed.distributed.ranks import Ranks
 
 MAX_FAILURES: Final = 3
 
@@ -48,21 +46,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SaveOutcome:
-    """What became of a save.
+    """What became of a save."""
 
-    Attributes:
-        saved: True when a whole checkpoint of the step is in place.
-        path: Its folder; None when it was not saved.
-        num_bytes: Bytes written; 0 when the step was saved before, or not at all.
-        seconds: Wall time.
-        problem: Why it was not saved; empty when it was.
-    """
+    path: Path | None  # the step's folder; None when it was not saved
+    num_bytes: int = 0  # written; 0 when the step was saved before, or not at all
+    problem: str = ""  # why it was not saved
 
-    saved: bool
-    path: Path | None
-    num_bytes: int
-    seconds: float
-    problem: str = ""
+    @property
+    def saved(self) -> bool:
+        """Whether a whole checkpoint of the step is in place."""
+        return self.path is not None
 
 
 class CheckpointManager:
@@ -74,7 +67,7 @@ class CheckpointManager:
     Args:
         folder: Where the step folders lie, the same for all processes; made at the first save.
         keep_last: Newest checkpoints kept besides the best; at least 2, because the newest may turn out to be broken.
-        team: The processes of the run. The first one names, points and deletes.
+        ranks: The processes of the run. The first one names, points and deletes.
         free_bytes: Returns the free bytes of a folder's disk.
     """
 
@@ -83,13 +76,13 @@ class CheckpointManager:
         folder: Path,
         *,
         keep_last: int = 2,
-        team: Team = ALONE,
+        ranks: Ranks = ALONE,
         free_bytes: Callable[[Path], int] = free_disk_bytes,
     ) -> None:
         if keep_last < 2:
             raise ValueError(f"keep_last is {keep_last}; at least 2, because the newest checkpoint may be broken")
         self.folder = folder
-        self.team = team
+        self.ranks = ranks
         self._folder = CheckpointFolder(folder, keep_last=keep_last, free_bytes=free_bytes)
         self._failures = 0
 
@@ -119,24 +112,23 @@ class CheckpointManager:
             NonFiniteError: The model or the loss holds NaN or infinite weights; nothing was written.
             MachineError: The third save in a row that failed.
         """
-        started = time.monotonic()
         checkpoint = Checkpoint(step, best, tensors, state, stamp)
         target = self._folder.step_folder(step)
         if self._is_whole(target):
-            if self.team.leads:
+            if self.ranks.is_first:
                 self._folder.point(step, best=best)
-            return SaveOutcome(saved=True, path=target, num_bytes=0, seconds=time.monotonic() - started)
+            return SaveOutcome(target)
         temporary = self._folder.temporary_folder(step)
         try:
-            num_bytes = write_checkpoint(temporary, checkpoint, self.team, prepare=self._folder.prepare)
-            self.team.lead(lambda: self._folder.publish(step))
+            num_bytes = write_checkpoint(temporary, checkpoint, self.ranks, prepare=self._folder.prepare)
+            self.ranks.from_first(lambda: self._folder.publish(step))
         except (OSError, NonFiniteError) as problem:
-            return self._fail(step, problem, started)
+            return self._fail(step, problem)
         self._failures = 0
-        if self.team.leads:  # the others needn't wait for this
+        if self.ranks.is_first:  # the others needn't wait for this
             self._folder.point(step, best=best)
             self._folder.retain(step)
-        return SaveOutcome(saved=True, path=target, num_bytes=num_bytes, seconds=time.monotonic() - started)
+        return SaveOutcome(target, num_bytes)
 
     def load(self, source: Literal["auto"] | Path, *, required: Collection[str] = ()) -> LoadedCheckpoint | None:
         """Load a checkpoint after checking every byte of it.
@@ -157,10 +149,10 @@ class CheckpointManager:
         """
         if source == "auto":
             return self._load_newest(required)
-        self.team.lead(lambda: _refuse_other_folder(source))
+        self.ranks.from_first(lambda: _refuse_other_folder(source))
         self._refuse_unseen(source)
-        manifest = validate(source, self.team)
-        return read_checkpoint(source, manifest, required=required, team=self.team)
+        manifest = validate(source, self.ranks)
+        return read_checkpoint(source, manifest, required=required, ranks=self.ranks)
 
     def best(self) -> Path | None:
         """Return the folder of the best checkpoint, every byte checked, or None when there is none.
@@ -180,7 +172,7 @@ class CheckpointManager:
             InvalidCheckpointError: A required name is missing.
         """
         found = self._validated_best()
-        return None if found is None else read_checkpoint(*found, required=required, team=self.team)
+        return None if found is None else read_checkpoint(*found, required=required, ranks=self.ranks)
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, ascending, whole or not."""
@@ -198,14 +190,14 @@ class CheckpointManager:
         Raises:
             MachineError: A folder can't be renamed.
         """
-        moved = [self.folder / name for name in self.team.lead(lambda: self._folder.rename_after(step))]
-        if moved and self.team.leads:
+        moved = [self.folder / name for name in self.ranks.from_first(lambda: self._folder.rename_after(step))]
+        if moved and self.ranks.is_first:
             _log.warning("The run goes on from step %d; later checkpoints are kept as %s", step, [*map(str, moved)])
         return moved
 
-    def _fail(self, step: int, problem: OSError | NonFiniteError, started: float) -> SaveOutcome:
+    def _fail(self, step: int, problem: OSError | NonFiniteError) -> SaveOutcome:
         """Clear up after a failed save; raise for what training must not survive."""
-        if self.team.leads:
+        if self.ranks.is_first:
             self._folder.discard(step)
         if isinstance(problem, NonFiniteError):
             raise problem
@@ -215,21 +207,19 @@ class CheckpointManager:
                 f"{self.folder}: {self._failures} saves in a row failed, the last with: {problem}. "
                 "Free some space or point output_dir at another disk, then resume: the older checkpoints are whole."
             ) from problem
-        if self.team.leads:
+        if self.ranks.is_first:
             _log.warning(
                 "Checkpoint not saved in %s, training goes on (failure %d of %d in a row): %s",
                 self.folder, self._failures, MAX_FAILURES, problem,
             )  # fmt: skip
-        return SaveOutcome(
-            saved=False, path=None, num_bytes=0, seconds=time.monotonic() - started, problem=str(problem)
-        )
+        return SaveOutcome(None, problem=str(problem))
 
     def _is_whole(self, folder: Path) -> bool:
         """Return whether a folder is a checkpoint with every byte in place."""
-        if not self.team.lead(folder.exists):
+        if not self.ranks.from_first(folder.exists):
             return False
         try:
-            validate(folder, self.team)
+            validate(folder, self.ranks)
         except InvalidCheckpointError:
             return False
         return True
@@ -240,7 +230,7 @@ class CheckpointManager:
         Raises:
             MachineError: Names the process.
         """
-        seen = self.team.each(folder.is_dir).require()
+        seen = self.ranks.gather_objects(self.ranks.together(folder.is_dir))
         if blind := [rank for rank, sees in enumerate(seen) if not sees]:
             raise MachineError(
                 f"{folder}: process 0 sees this folder and process {blind[0]} doesn't; output_dir must be on a file "
@@ -249,18 +239,18 @@ class CheckpointManager:
 
     def _load_newest(self, required: Collection[str]) -> LoadedCheckpoint | None:
         """Load the highest step that validates; None when there are no steps."""
-        steps: list[int] = self.team.lead(self.steps)
+        steps = self.ranks.from_first(self.steps)
         if steps:
             self._refuse_unseen(self.folder)
         for step in reversed(steps):
             folder = self._folder.step_folder(step)
             try:
-                manifest = validate(folder, self.team)
+                manifest = validate(folder, self.ranks)
             except InvalidCheckpointError as error:
-                if self.team.leads:
+                if self.ranks.is_first:
                     _log.warning("Checkpoint %s skipped: %s", folder.name, error)
             else:
-                return read_checkpoint(folder, manifest, required=required, team=self.team)
+                return read_checkpoint(folder, manifest, required=required, ranks=self.ranks)
         if steps:
             raise InvalidCheckpointError(
                 f"{self.folder}: none of its {len(steps)} checkpoints is whole (see the lines above). "
@@ -270,13 +260,13 @@ class CheckpointManager:
 
     def _validated_best(self) -> tuple[Path, Manifest] | None:
         """Return the best checkpoint that validates."""
-        steps: list[int] = self.team.lead(self._folder.best_steps)
+        steps = self.ranks.from_first(self._folder.best_steps)
         for step in reversed(steps):
             folder = self._folder.step_folder(step)
             try:
-                return folder, validate(folder, self.team)
+                return folder, validate(folder, self.ranks)
             except InvalidCheckpointError as error:
-                if self.team.leads:
+                if self.ranks.is_first:
                     _log.warning("Best checkpoint %s skipped: %s", folder.name, error)
         return None
 

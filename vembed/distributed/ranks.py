@@ -8,7 +8,7 @@ ranks, since every rank's gradients are already those of its rows in the loss of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -68,21 +68,55 @@ class Ranks:
             make: Called on the first rank only; it must reach no collective. What it returns is pickled.
 
         Raises:
-            VembedError: What it raised; for an error of another kind the other ranks get a `MachineError`.
+            VembedError: What it raised.
+            OSError: What it raised; for an error of another kind the other ranks get a `MachineError`.
         """
         if self.is_one:
             return make()
+        made: Made | None = None
+        error: Exception | None = None
         with PROGRESS.patience():
-            outcome = _outcome(make) if self.is_first else None
+            if self.is_first:
+                try:
+                    made = make()
+                except Exception as raised:  # noqa: BLE001 - it is raised again, here and on every other rank
+                    error = raised
             await_first()
+        made, told = self._object_from_first((made, None if error is None else _for_others(error, self.rank)))
+        if error is not None:
+            raise error
+        if told is not None:
+            raise told
+        return cast("Made", made)
+
+    def together(self, make: Callable[[], Made]) -> Made:
+        """Let every rank make something, and return its own. An error on one rank is raised on all of them.
+
+        A bug, that is an error of another kind than these two, is raised where it happens alone.
+
+        Raises:
+            VembedError: What the first rank that failed has raised; the message names it unless it is the first of all.
+            OSError: Likewise.
+        """
+        if self.is_one:
+            return make()
+        made: Made | None = None
+        error: Exception | None = None
+        try:
+            made = make()
+        except (OSError, VembedError) as raised:
+            error = _for_others(raised, self.rank)
+        first = next((each for each in self.gather_objects(error) if each is not None), None)
+        if first is not None:
+            raise first
+        return cast("Made", made)
+
+    def _object_from_first(self, own: Any) -> Any:
+        """Return what the first rank gives, on every rank."""
         PROGRESS.advance()
-        parcel = [None if outcome is None else outcome.to_others]
+        parcel = [own]
         dist.broadcast_object_list(parcel, group_src=0, group=self.group)
-        own = outcome or parcel[0]
-        assert own is not None
-        if own.error is not None:
-            raise own.error
-        return own.made  # type: ignore[no-any-return]
+        return parcel[0]
 
     def gather_objects(self, own: Made) -> list[Made]:
         """Return what each rank gives, in the order of the ranks, on every rank. It is pickled: small things only."""
@@ -210,26 +244,17 @@ def _padded(x_RE: Tensor, num_rows: int) -> Tensor:
     return padded
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What came of making something: the thing, or the error."""
-
-    made: Any = None
-    error: Exception | None = None
-
-    @property
-    def to_others(self) -> _Outcome:
-        """The same for other ranks: errors that aren't ours may not survive pickling, so their words go."""
-        if self.error is None or isinstance(self.error, VembedError):
-            return self
-        return _Outcome(error=MachineError(f"the first process failed: {type(self.error).__name__}: {self.error}"))
-
-
-def _outcome(make: Callable[[], Any]) -> _Outcome:
-    try:
-        return _Outcome(make())
-    except Exception as error:  # noqa: BLE001 - it is raised again, here and on every other rank
-        return _Outcome(error=error)
+def _for_others(error: Exception, rank: int) -> Exception:
+    """Return a rank's error as the others raise it; one that isn't ours may not survive pickling, so its words go."""
+    if rank == 0 and isinstance(error, VembedError):
+        return error
+    message = str(error) if rank == 0 else f"process {rank}: {error}"
+    if isinstance(error, VembedError):
+        kind = next(each for each in type(error).__mro__ if "__init__" not in vars(each))  # takes a message
+        return cast("Exception", kind(message))
+    if isinstance(error, OSError):
+        return OSError(message)
+    return MachineError(f"the first process failed: {type(error).__name__}: {message}")
 
 
 def _buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

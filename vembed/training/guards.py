@@ -11,9 +11,8 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Final, Literal, Self, TypeAlias
 
-from vembed.checkpoint.agreement import alone
 from vembed.errors import ExitCode, NonFiniteError, PreemptedError
 from vembed.files import replace_text
 
@@ -21,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType, TracebackType
 
-    from vembed.checkpoint.agreement import Agree
+Agree: TypeAlias = "Callable[[bool], bool]"
+"""Takes this process's verdict and returns True when every process says True; all must call it at the same points."""
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,11 @@ _LEAVE_CODES: Final = {signal.SIGTERM: ExitCode.PREEMPTED, signal.SIGINT: ExitCo
 
 SAME_SECONDS: Final = 3.0
 """How far apart two SIGTERM of one request may arrive."""
+
+
+def alone(ok: bool) -> bool:
+    """Agree with oneself: the agreement of a run of one process."""
+    return ok
 
 
 class StopSignal:

@@ -7,12 +7,12 @@ arithmetic then adds up in another order.
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vembed.checkpoint.agreement import team_of
-from vembed.checkpoint.stamp import check_stamp
 from vembed.checkpoint.tensors import load_into
 from vembed.distributed.fsdp import full_tensors, reshard
 from vembed.distributed.shards import is_shared
@@ -21,13 +21,12 @@ from vembed.models.adapters.trained import changing_names
 from vembed.training.state import RunState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch import Tensor, nn
 
     from vembed.checkpoint.format import JSON, LoadedCheckpoint
     from vembed.checkpoint.manager import CheckpointManager
-    from vembed.checkpoint.stamp import StampDifference
     from vembed.checkpoint.tensors import Saved
     from vembed.distributed.ranks import Ranks
     from vembed.losses.base import ContrastiveLoss
@@ -92,7 +91,7 @@ def gather_encoder(encoder: Encoder, ranks: Ranks, fresh: Callable[[], Encoder])
     reshard(encoder)
     if not any(map(is_shared, encoder.parameters())):
         return encoder if ranks.is_first else None
-    whole = team_of(ranks).own(lambda: fresh() if ranks.is_first else None)
+    whole = ranks.together(lambda: fresh() if ranks.is_first else None)
     places = {} if whole is None else whole.state_dict(keep_vars=True)
     for name, tensor in full_tensors(encoder, ranks):
         if tensor is not None:
@@ -112,12 +111,12 @@ def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON],
         ConfigError: The message shows each difference.
     """
     saved = {key: value for key, value in checkpoint.stamp.items() if key in identity}
-    differences = check_stamp(saved, identity)
-    spread = [each for each in differences if each.key in ELASTIC_KEYS]
+    differences = stamp_differences(saved, identity)
+    spread = [difference for key, difference in differences.items() if key in ELASTIC_KEYS]
     if len(spread) < len(differences):
         raise ConfigError(
-            f"{checkpoint.path} belongs to another run:{_listed(differences)}\nResume with what it was made of, "
-            f"choose another output_dir, or start anew with resume=never overwrite_output_dir=true"
+            f"{checkpoint.path} belongs to another run:{_listed(differences.values())}\nResume with what it was "
+            f"made of, choose another output_dir, or start anew with resume=never overwrite_output_dir=true"
         )
     if spread and not elastic:
         raise ConfigError(
@@ -131,21 +130,13 @@ def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON],
 
 @dataclass(frozen=True, slots=True)
 class RunCheckpoints:
-    """Saves and restores a run.
-
-    Attributes:
-        manager: The folder of checkpoints.
-        encoder: Its weights are saved.
-        loss: Its parameters too.
-        updater: And the optimizer's state.
-        stamp: All that a checkpoint says of its run.
-    """
+    """Saves and restores a run: the encoder's weights, the loss's parameters and the optimizer's state."""
 
     manager: CheckpointManager
     encoder: Encoder
     loss: ContrastiveLoss
     updater: Updater
-    stamp: Mapping[str, JSON]
+    stamp: Mapping[str, JSON]  # all that a checkpoint says of its run
 
     def save(self, state: RunState, *, best: bool) -> None:
         """Save the present step. A disk that refuses is warned of by the manager, and training goes on."""
@@ -184,5 +175,42 @@ class RunCheckpoints:
         return loaded.step
 
 
-def _listed(differences: Sequence[StampDifference]) -> str:
+def stamp_differences(saved: Mapping[str, JSON], current: Mapping[str, JSON]) -> dict[str, str]:
+    """Compare the stamp of a checkpoint with that of the present run.
+
+    Args:
+        saved: The checkpoint's, as it came back from JSON.
+        current: The run's own; a tuple equals the list that JSON makes of it.
+
+    Returns:
+        Dotted key -> a sentence with both values, in the order of the checkpoint's keys, then the keys that only the
+        run has. Numbers are equal by value (1 and 1.0), a bool only to a bool.
+    """
+    before, now = dict(_flat(saved)), dict(_flat(json.loads(json.dumps(current))))
+    return {
+        key: f"{key}: {_shown(before, key)} in the checkpoint, {_shown(now, key)} in this run"
+        for key in before | now
+        if key not in before or key not in now or not _same(before[key], now[key])
+    }
+
+
+def _flat(stamp: Mapping[str, JSON], prefix: str = "") -> Iterator[tuple[str, JSON]]:
+    """Yield dotted keys and their values; an empty mapping is a value."""
+    for key, value in stamp.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _same(left: JSON, right: JSON) -> bool:
+    """Return whether two JSON values are equal, telling True from 1."""
+    return left == right and isinstance(left, bool) == isinstance(right, bool)
+
+
+def _shown(stamp: Mapping[str, JSON], key: str) -> str:
+    return json.dumps(stamp[key]) if key in stamp else "(absent)"
+
+
+def _listed(differences: Iterable[str]) -> str:
     return "".join(f"\n  {difference}" for difference in differences)

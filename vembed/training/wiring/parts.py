@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.checkpoint.agreement import team_of
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, plain_values
 from vembed.data.augment import Augmenter
@@ -225,8 +224,7 @@ def build_checkpoints(run: Run, updater: Updater) -> RunCheckpoints:
         "config": plain_values(run.config),
         "plan": run.plan.to_json(),
     }
-    team = team_of(run.runtime.ranks)
-    manager = CheckpointManager(run.output.checkpoints, keep_last=run.config.save_total_limit, team=team)
+    manager = CheckpointManager(run.output.checkpoints, keep_last=run.config.save_total_limit, ranks=run.runtime.ranks)
     return RunCheckpoints(manager, run.encoder, run.loss, updater, stamp)
 
 

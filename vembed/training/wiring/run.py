@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from vembed.checkpoint.agreement import team_of
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.config.resume import resume_differences
@@ -194,8 +193,7 @@ def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> Loa
     """Return the checkpoint to go on from, after checking that it is of this configuration."""
     if config.resume == "never":
         return None
-    team = team_of(runtime.ranks)
-    manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, team=team)
+    manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, ranks=runtime.ranks)
     source: Literal["auto"] | Path = "auto" if config.resume == "auto" else Path(config.resume)
     checkpoint = manager.load(source, required=[*PARTS, "run", "updater"])
     if checkpoint is None:

@@ -1,4 +1,4 @@
-"""A run that runs out of memory goes on in smaller chunks, and stays there after a stop."""
+"""A run that runs out of memory goes on, as planned after the first time, in smaller chunks after the second."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ KEYS: dict[str, Any] = {
     "torch_dtype": "float64",
     "max_steps": 6,
     "eval_steps": 6,
-    "save_steps": 2,
+    "save_steps": 1,
+    "save_total_limit": 6,
     "retain": 0,
     "gradient_cache_chunk_size": 12,
 }
@@ -44,22 +45,29 @@ def test_a_run_out_of_memory_is_repaired_counted_and_resumed_in_the_smaller_chun
         limit_memory(patch, 4)
         repaired = run_keys(tmp_path / "repaired", keys)
     assert repaired.code == 0, repaired.err
-    assert repaired.out.count("out of memory in chunks of") == repaired.rows[0]["oom_repairs"] > 0
-    assert [row["oom_repairs"] for row in repaired.rows[1:]] == [0] * 5
+    repairs = repaired.rows[0]["oom_repairs"]
+    assert repairs > 0
+    assert [row["oom_repairs"] for row in repaired.rows[1:]] == [repairs, 0, 0, 0, 0]
+    assert repaired.out.count("out of memory in chunks of") == 2 * repairs
+    assert repaired.out.count("out of memory in a second step") == 1
     assert [row["oom_repairs"] for row in undisturbed.rows] == [0] * 6
     assert repaired.losses == pytest.approx(undisturbed.losses, rel=1e-10)
-    state = json.loads((repaired.folder / "checkpoints/step-00000006/state.json").read_text())
-    rows, _ = state["run"]["smaller_chunk"]
-    assert 1 < rows <= 4
-    with monkeypatch.context() as patch:
-        limit_memory(patch, 4)
-        resumed = run_keys(
-            tmp_path / "repaired", keys | {"resume": str(repaired.folder / "checkpoints" / "step-00000004")}
-        )
-    assert resumed.code == 0, resumed.err
-    assert "out of memory in chunks of" not in resumed.out.partition("going on from")[2]
-    assert [row["oom_repairs"] for row in resumed.rows[1:]] == [0] * 5
-    assert resumed.same_rows == repaired.same_rows
+    assert limits_after(repaired, 1)["rows"] == 12
+    assert 1 < limits_after(repaired, 6)["rows"] <= 4
+    for step, repeated in ((4, 0), (1, repairs)):  # each resumed run goes on as the one that never stopped
+        with monkeypatch.context() as patch:
+            limit_memory(patch, 4)
+            checkpoint = repaired.folder / "checkpoints" / f"step-0000000{step}"
+            resumed = run_keys(tmp_path / "repaired", keys | {"resume": str(checkpoint)})
+        assert resumed.code == 0, resumed.err
+        assert resumed.out.partition("going on from")[2].count("out of memory in chunks of") == repeated
+        assert resumed.same_rows == repaired.same_rows
+
+
+def limits_after(run: Any, step: int) -> dict[str, Any]:
+    state = json.loads((run.folder / f"checkpoints/step-0000000{step}/state.json").read_text())
+    limits: dict[str, Any] = state["run"]["step_limits"]
+    return limits
 
 
 def test_without_repair_the_run_ends_with_5_and_advice(

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
-from vembed.gradcache.memory import is_out_of_memory, smaller
+from vembed.gradcache.memory import RepairNeeded, StepLimits, is_out_of_memory
 from vembed.gradcache.row_assignment import RowAssignment
 
 NEGATIVES = [0, 3, 1, 7, 0, 0, 2, 1, 1]
@@ -51,29 +52,46 @@ def limited_case(dropout: float, most_rows: int, where: str) -> tuple[Any, Limit
     return case, encoder
 
 
-def run(case: Any, budget: ChunkBudget, retain: float = 0.0) -> tuple[StepResult, dict[str, torch.Tensor], Any]:
-    loss = make_loss()
-    engine = GradCacheEngine(loss, EngineOptions(budget, CPU, retain=retain), list(case.encoder.parameters()))
+def engine_of(case: Any, budget: ChunkBudget, retain: float = 0.0) -> GradCacheEngine:
+    return GradCacheEngine(make_loss(), EngineOptions(budget, CPU, retain=retain), list(case.encoder.parameters()))
+
+
+def step(engine: GradCacheEngine, case: Any) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """Do a step from the same random state, and take its gradients."""
     torch.manual_seed(3)
     result = engine.step(case.pools, case.structure)
-    return result, gradients(case.encoder, loss), engine
+    return result, gradients(case.encoder, engine.loss)
+
+
+def run(case: Any, budget: ChunkBudget, retain: float = 0.0) -> tuple[StepResult, dict[str, torch.Tensor], Any]:
+    engine = engine_of(case, budget, retain)
+    return *step(engine, case), engine
+
+
+def assert_bit_equal(
+    found: tuple[StepResult, dict[str, torch.Tensor]], expected: tuple[StepResult, dict[str, torch.Tensor]]
+) -> None:
+    assert found[0].loss == expected[0].loss
+    assert found[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        assert torch.equal(found[1][name], gradient), name
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("retain", [0.0, 0.6])
 def test_the_repaired_step_is_bit_equal_to_one_that_began_with_the_smaller_budget(where: str, retain: float) -> None:
     case, encoder = limited_case(0.1, 5, where)
-    result, found, engine = run(case, ChunkBudget(16, 10**6), retain)
-    assert result.num_repairs > 0
-    assert engine.budget.rows in (3, 4, 5)
-    assert engine.retain == 0
+    engine = engine_of(case, ChunkBudget(16, 10**6), retain)
+    repaired, again = step(engine, case), step(engine, case)
+    assert repaired[0].num_repairs == again[0].num_repairs > 0
+    limits = engine.limits
+    assert limits.rows in (3, 4, 5)
+    assert limits.retain == 0
     encoder.most_rows = 10**6
-    expected_result, expected, _ = run(case, engine.budget)
-    assert expected_result.num_repairs == 0
-    assert result.loss == expected_result.loss
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+    expected, found, _ = run(case, ChunkBudget(limits.rows, limits.tokens))
+    assert expected.num_repairs == 0
+    assert_bit_equal(repaired, (expected, found))
+    assert_bit_equal(again, (expected, found))
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -96,13 +114,82 @@ def test_gradients_of_an_earlier_step_survive_a_repair() -> None:
     assert torch.allclose(found[name] - 2.0, expected[name], atol=1e-12)
 
 
-def test_later_steps_keep_the_smaller_budget() -> None:
+def test_a_second_step_that_runs_out_leaves_the_smaller_budget() -> None:
     case, encoder = limited_case(0.0, 5, "forward")
-    _, _, engine = run(case, ChunkBudget(16, 10**6))
+    engine = engine_of(case, ChunkBudget(16, 10**6))
+    first, _ = step(engine, case)
+    assert (engine.limits.rows, engine.limits.ran_out) == (16, True)
+    second, _ = step(engine, case)
+    assert first.num_repairs == second.num_repairs > 0
+    assert engine.limits.rows <= 5
+    assert not engine.limits.ran_out
     encoder.calls = 0
-    result = engine.step(case.pools, case.structure)
-    assert result.num_repairs == 0
+    third, _ = step(engine, case)
+    assert third.num_repairs == 0
+    assert encoder.calls == 2 * third.num_chunks
+
+
+class Crowded(torch.nn.Module):
+    """An encoder whose memory ends where that many of its graphs are kept at a time; `ends` switches the limit on."""
+
+    def __init__(self, encoder: torch.nn.Module, most_graphs: int) -> None:
+        super().__init__()
+        self.encoder, self.most_graphs = encoder, most_graphs
+        self.ends, self.calls, self.graphs = True, 0, WeakSet[torch.Tensor]()
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.calls += 1
+        z: torch.Tensor = self.encoder(inputs)
+        if z.requires_grad:
+            self.graphs.add(z)
+        if self.ends and len(self.graphs) > self.most_graphs:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return z
+
+
+def crowded_case(dropout: float, most_graphs: int) -> tuple[Any, Crowded]:
+    case = make_case(dropout=dropout, negatives=NEGATIVES)
+    encoder = Crowded(case.encoder[0], most_graphs)
+    [pool] = case.pools
+    case.pools = [type(pool)(encoder, pool.collate, pool.features, pool.slots)]
+    return case, encoder
+
+
+@pytest.mark.parametrize("retain", [0.6, 1.0])
+def test_graphs_are_dropped_before_chunks_are_halved_and_kept_again_in_the_next_step(retain: float) -> None:
+    case, encoder = crowded_case(0.1, 3)
+    budget = ChunkBudget(4, 10**6)
+    plain = run(case, budget)[:2]
+    encoder.ends = False
+    undisturbed = run(case, budget, retain)[:2]
+    encoder.ends = True
+    engine = engine_of(case, budget, retain)
+    repaired = step(engine, case)
+    assert repaired[0].num_repairs == 1
+    assert repaired[0].num_chunks == plain[0].num_chunks
+    assert_bit_equal(repaired, plain)
+    encoder.ends, encoder.calls = False, 0
+    after = step(engine, case)
+    assert after[0].num_repairs == 0
+    assert encoder.calls < 2 * after[0].num_chunks  # its graphs are kept again
+    assert_bit_equal(after, undisturbed)
+    assert (engine.limits.rows, engine.limits.retain, engine.limits.ran_out) == (4, retain, True)
+
+
+def test_a_second_step_that_runs_out_keeps_no_graphs_but_the_chunks() -> None:
+    case, encoder = crowded_case(0.0, 3)
+    engine = engine_of(case, ChunkBudget(4, 10**6), 1.0)
+    assert [step(engine, case)[0].num_repairs for _ in range(4)] == [1, 1, 0, 0]
+    assert engine.limits == StepLimits(4, 10**6, 0.0)
+    encoder.calls = 0
+    result, _ = step(engine, case)
     assert encoder.calls == 2 * result.num_chunks
+
+
+def test_the_graph_of_a_single_chunk_cannot_be_dropped() -> None:
+    case, _ = limited_case(0.0, 20, "backward")
+    engine = engine_of(case, ChunkBudget(10**3, 10**6), 1.0)
+    assert step(engine, case)[0].num_repairs == 1  # straight to half of it
 
 
 def test_a_single_row_that_does_not_fit_ends_with_advice() -> None:
@@ -134,9 +221,10 @@ def test_a_loss_that_does_not_fit_beside_kept_graphs_is_tried_again_without_them
     loss = hungry_loss(1)
     options = EngineOptions(ChunkBudget(4, 10**6), CPU, retain=0.5)
     engine = GradCacheEngine(loss, options, list(case.encoder.parameters()))
-    assert engine.step(case.pools, case.structure).num_repairs == 1
-    assert engine.retain == 0
-    assert_same_gradients(gradients(case.encoder, loss), expected, 1e-10)
+    result, found = step(engine, case)
+    assert result.num_repairs == 1
+    assert (engine.limits.rows, engine.limits.retain) == (4, 0.5)
+    assert_same_gradients(found, expected, 1e-10)
 
 
 def loss_out_of_memory_on(rank: int) -> str:
@@ -186,18 +274,19 @@ def test_other_errors_are_not_taken_for_memory() -> None:
     assert not is_out_of_memory(RuntimeError("mat1"))
 
 
-def test_budgets_halve_until_a_row_is_left() -> None:
-    budget = ChunkBudget(2**31 - 1, 2**31 - 1, width_multiple=8)
+def test_limits_fall_until_a_row_is_left() -> None:
+    limits: StepLimits | None = StepLimits(2**31 - 1, 2**31 - 1, 0.5)
     sizes = []
-    rows, tokens = 9, 90
-    while (shrunk := smaller(budget, rows=rows, tokens=tokens)) is not None:
-        sizes.append((shrunk.rows, shrunk.tokens))
-        budget, rows, tokens = shrunk, shrunk.rows, shrunk.tokens
-    assert sizes == [(4, 45), (2, 22), (1, 11)]
-    assert budget.width_multiple == 8
+    rows, tokens, kept_graphs = 9, 90, True
+    while limits := limits.lowered(RepairNeeded(rows=rows, tokens=tokens, kept_graphs=kept_graphs)):
+        sizes.append((limits.rows, limits.tokens, limits.retain))
+        if not kept_graphs:
+            rows, tokens = limits.rows, limits.tokens
+        kept_graphs = False
+    assert sizes == [(2**31 - 1, 2**31 - 1, 0.0), (4, 45, 0.0), (2, 22, 0.0), (1, 11, 0.0)]
 
 
-def repair_on(rank: int, failing_rank: int, where: str) -> tuple[int, int, dict[str, torch.Tensor]]:
+def repair_on(rank: int, failing_rank: int, where: str) -> list[tuple[int, StepLimits, dict[str, torch.Tensor]]]:
     case, encoder = limited_case(0.0, 3 if rank == failing_rank else 10**6, where)
     num_rows = case.structure.num_queries + case.structure.num_documents
     rows = torch.arange(num_rows).numpy()
@@ -205,20 +294,27 @@ def repair_on(rank: int, failing_rank: int, where: str) -> tuple[int, int, dict[
     [pool] = case.pools
     own = assignment.slots[rank]
     case.pools = [type(pool)(encoder, pool.collate, pool.features.take(own), own)]
-    options = EngineOptions(ChunkBudget(8, 10**6), CPU, ranks=Ranks.of_this_process())
+    options = EngineOptions(ChunkBudget(8, 10**6), CPU, retain=0.5, ranks=Ranks.of_this_process())
     loss = make_loss()
     engine = GradCacheEngine(loss, options, list(case.encoder.parameters()))
-    result = engine.step(case.pools, case.structure, assignment=assignment)
-    return result.num_repairs, engine.budget.rows, gradients(case.encoder, loss)
+    found = []
+    for _ in range(3):
+        result = engine.step(case.pools, case.structure, assignment=assignment)
+        found.append((result.num_repairs, engine.limits, gradients(case.encoder, loss)))
+    return found
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_out_of_memory_on_one_rank_repairs_all_alike(two_ranks: RankPool, where: str) -> None:
     case, _ = limited_case(0.0, 10**6, where)
     _, expected, _ = run(case, ChunkBudget(8, 10**6))
-    for num_repairs, rows, found in two_ranks.run(repair_on, 1, where):
-        assert num_repairs == 2
-        assert rows == 2
+    first, second = two_ranks.run(repair_on, 1, where)
+    assert [(repairs, limits) for repairs, limits, _ in first] == [(repairs, limits) for repairs, limits, _ in second]
+    planned = StepLimits(8, 10**6, 0.5, ran_out=True)
+    assert [repairs for repairs, _, _ in first] == [3, 3, 0]  # no graph kept, 4 rows, 2 rows
+    assert first[0][1] == planned
+    assert (first[1][1].rows, first[1][1].retain) == (2, 0.0)
+    for _, _, found in (*first, *second):
         assert_same_gradients(found, expected, 1e-9)
 
 
@@ -247,7 +343,8 @@ used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 6 * 2**26, used + 6 * 2**26))  # room for 5 rows
 engine = GradCacheEngine(make_loss(), EngineOptions(ChunkBudget(18, 10**6), CPU), list(case.encoder.parameters()))
 result = engine.step([pool], case.structure)
-print(result.num_repairs, engine.budget.rows)
+engine.step([pool], case.structure)
+print(result.num_repairs, engine.limits.rows)
 """
 
 

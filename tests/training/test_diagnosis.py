@@ -134,6 +134,7 @@ def test_a_repaired_run_is_told_the_chunk_to_start_with() -> None:
     assert "ran out of memory 12 times" in text
     assert "gradient_cache_chunk_size: 128, gradient_cache_chunk_tokens: 4096" in text
     assert "By the plan" not in text
+    assert "Set retain lower, or gradient_cache_chunk_tokens, now 16384." in only({"oom_repairs": 1})
     ladder = replace(GPU, oom_ladder=("gradient_checkpointing: true: 3 GiB", "use_fsdp: true: 2 GiB"))
     expected = "By the plan, in this order: gradient_checkpointing: true: 3 GiB; use_fsdp: true: 2 GiB."
     assert only({"oom_repairs": 1}, ladder).endswith(expected)

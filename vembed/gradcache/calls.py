@@ -36,22 +36,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Rows of a batch that go through one encoder.
+    """Rows of a batch that go through one encoder."""
 
-    Attributes:
-        encode: Turns the inputs of one chunk into embeddings (rows, E), or (vectors, E) with `num_vectors`.
-        collate: Makes those inputs from features, row numbers and a width.
-        features: The rows, ragged, on the CPU.
-        slots: Where each row's embedding belongs in [queries; documents], int64; -1 for a spare row.
-        num_vectors: Embedding vectors of each row, int64, for encoders that give several (one for each token, say);
-            they come out row after row. None is one each.
-    """
-
-    encode: Callable[[dict[str, Tensor]], Tensor]
-    collate: Callable[[Features, NDArray[np.int64], int], dict[str, Tensor]]
-    features: Features
-    slots: NDArray[np.int64]
-    num_vectors: NDArray[np.int64] | None = None
+    encode: Callable[[dict[str, Tensor]], Tensor]  # inputs of a chunk -> (rows, E), or (vectors, E) with num_vectors
+    collate: Callable[[Features, NDArray[np.int64], int], dict[str, Tensor]]  # features, row numbers, width -> inputs
+    features: Features  # ragged, on the CPU
+    slots: NDArray[np.int64]  # place of each row's embedding in [queries; documents]; -1 for a spare row
+    num_vectors: NDArray[np.int64] | None = None  # vectors of each row, which come out row after row; None: one each
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +50,10 @@ class Retention:
     """How much of a batch keeps its graphs; the smaller of the two limits wins.
 
     A tower that turns out to be frozen has no graphs to keep, but its calls count: less memory is taken than was meant.
-
-    Attributes:
-        share: Of the padded tokens, 0 to 1.
-        tokens: Most padded tokens, None for no such limit: what memory has room for, whatever the batch.
     """
 
-    share: float
-    tokens: int | None = None
+    share: float  # of the padded tokens, 0 to 1
+    tokens: int | None = None  # most padded tokens, whatever the batch; None for no such limit
 
     def keeps(self, own: int, *, kept: int, total: int) -> bool:
         """Return whether a call keeps its graph: that brings the share nearer to what was asked for, and fits.
@@ -79,44 +66,18 @@ class Retention:
         return kept + own / 2 <= self.share * total and (self.tokens is None or kept + own <= self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """How chunks are encoded.
-
-    Attributes:
-        device: Where the encoders run.
-        autocast_dtype: Type of mixed precision (bfloat16, float16), or None.
-        replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
-    """
-
-    device: torch.device
-    autocast_dtype: torch.dtype | None = None
-    replay_rng: bool = True
-
-
 @dataclass(slots=True)
 class Call:
-    """One chunk on its way through the step.
-
-    Attributes:
-        pool: Where its rows are from.
-        chunk: Its rows.
-        places: Where its vectors belong among this rank's, int64, on the device; those of spare rows are left out.
-        own: Which of its vectors these are, int64, on the device; None where that is all of them.
-        retained: Whether its graph is kept from pass 1.
-        frozen: Whether its encoder needs no gradient; known after pass 1.
-        rng: Random state at its first time.
-        graph: Its embeddings with their graph, while it is retained.
-    """
+    """One chunk on its way through the step."""
 
     pool: Pool
     chunk: Chunk
-    places: Tensor
-    own: Tensor | None = None
-    retained: bool = False
-    frozen: bool = False
-    rng: RngState | None = None
-    graph: Tensor | None = None
+    places: Tensor  # of its vectors among this rank's, int64, on the device; spare rows are left out
+    own: Tensor | None = None  # which of its vectors these are, int64, on the device; None: all of them
+    retained: bool = False  # whether its graph is kept from pass 1
+    frozen: bool = False  # whether its encoder needs no gradient; known after pass 1
+    rng: RngState | None = None  # random state at its first time
+    graph: Tensor | None = None  # its embeddings with their graph, while it is retained
 
     @property
     def is_spare(self) -> bool:
@@ -152,17 +113,22 @@ def plan_calls(
     calls = []
     for pool in pools:
         calls += [_call(pool, chunk, places_N, device) for chunk in plan_chunks(pool.features.lengths, budget)]
-    num_rows = sum(len(call.chunk.rows) for call in calls)
-    num_tokens = sum(call.chunk.padded_tokens for call in calls)
-    if num_rows <= budget.rows and num_tokens <= budget.tokens:
+    if fit_one_chunk(calls, budget):
         keep = Retention(1.0)
-    kept = 0
+    kept, num_tokens = 0, sum(call.chunk.padded_tokens for call in calls)
     for call in reversed(calls):
         call.retained = keep.keeps(call.chunk.padded_tokens, kept=kept, total=num_tokens)
         if not call.retained:
             break
         kept += call.chunk.padded_tokens
     return calls
+
+
+def fit_one_chunk(calls: Sequence[Call], budget: ChunkBudget) -> bool:
+    """Return whether all rows of a rank together fit the limits of one chunk."""
+    num_rows = sum(len(call.chunk.rows) for call in calls)
+    num_tokens = sum(call.chunk.padded_tokens for call in calls)
+    return num_rows <= budget.rows and num_tokens <= budget.tokens
 
 
 def _call(pool: Pool, chunk: Chunk, places_N: NDArray[np.int64], device: torch.device) -> Call:
@@ -213,11 +179,17 @@ class Passes:
     """Runs the calls of a step.
 
     Args:
-        options: Device and precision.
+        device: Where the encoders run.
+        autocast_dtype: Type of mixed precision (bfloat16, float16), or None.
+        replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
     """
 
-    def __init__(self, options: CallOptions) -> None:
-        self.options = options
+    def __init__(
+        self, device: torch.device, autocast_dtype: torch.dtype | None = None, *, replay_rng: bool = True
+    ) -> None:
+        self.device = device
+        self.autocast_dtype = autocast_dtype
+        self.replay_rng = replay_rng
 
     def first(self, calls: Sequence[Call], *, num_vectors: int) -> Tensor:
         """Encode everything once and return this rank's embeddings (V, E), at least float32.
@@ -229,7 +201,7 @@ class Passes:
         table: Tensor | None = None
         frozen: dict[int, bool] = {}
         for call in calls:
-            call.rng = RngState.capture(self.options.device)
+            call.rng = RngState.capture(self.device)
             # A spare call draws no random numbers from those of the rank's own rows.
             drawing = call.rng.replayed() if call.is_spare else nullcontext()
             # The first call of a pool runs with a graph whatever it is, as only its output tells if there is one.
@@ -270,7 +242,7 @@ class Passes:
             if call.retained or call.frozen:
                 continue
             assert call.rng is not None
-            with call.rng.replayed() if self.options.replay_rng else nullcontext():
+            with call.rng.replayed() if self.replay_rng else nullcontext():
                 z = self._encode(call)
             if not call.is_spare:
                 worst = torch.maximum(worst, (call.kept(z.detach()) - z_VE[call.places]).abs().max())
@@ -281,13 +253,13 @@ class Passes:
     def _encode(self, call: Call) -> Tensor:
         """Encode a chunk; the embeddings come out in at least float32."""
         inputs = call.pool.collate(call.pool.features, call.chunk.rows, call.chunk.width)
-        inputs = {name: tensor.to(self.options.device, non_blocking=True) for name, tensor in inputs.items()}
+        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         with self._autocast():
             z = call.pool.encode(inputs)
         return z.to(torch.promote_types(z.dtype, torch.float32))
 
     def _autocast(self) -> AbstractContextManager[None]:
-        if self.options.autocast_dtype is None:
+        if self.autocast_dtype is None:
             return nullcontext()
         # One context per chunk: its cache of cast weights must not outlive a no_grad call, or pass 2 has no graph.
-        return torch.autocast(self.options.device.type, self.options.autocast_dtype)
+        return torch.autocast(self.device.type, self.autocast_dtype)

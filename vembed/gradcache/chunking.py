@@ -26,18 +26,13 @@ TOLERATED_WASTE = 0.06
 
 @dataclass(frozen=True, slots=True)
 class ChunkBudget:
-    """The most that one encoder call may see.
-
-    Attributes:
-        rows: Most rows.
-        tokens: Most padded tokens (rows x width). A single row that is wider is a chunk of its own.
-        width_multiple: Widths are rounded up to a multiple of this (8 suits tensor cores, 1 a CPU). Rows of no tokens,
-            whose embeddings are known already, have a width of 1.
-    """
+    """The most that one encoder call may see."""
 
     rows: int
-    tokens: int
-    width_multiple: int = 1
+    tokens: int  # padded ones, rows x width; a single row that is wider is a chunk of its own
+    width_multiple: int = (
+        1  # widths are rounded up to it: 8 suits tensor cores, 1 a CPU; rows of no tokens have width 1
+    )
 
     def __post_init__(self) -> None:
         if min(self.rows, self.tokens, self.width_multiple) < 1:
@@ -46,15 +41,10 @@ class ChunkBudget:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One encoder call.
+    """One encoder call."""
 
-    Attributes:
-        rows: Row numbers into the pool's features, int64.
-        width: Padded length of every row.
-    """
-
-    rows: NDArray[np.int64]
-    width: int
+    rows: NDArray[np.int64]  # row numbers into the pool's features
+    width: int  # padded length of every row
 
     @property
     def padded_tokens(self) -> int:

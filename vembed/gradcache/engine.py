@@ -12,8 +12,9 @@ By the chain rule dL/dw = sum over rows of (dz/dw)^T u, so the accumulated gradi
 whatever the chunks and whoever encoded them. The condition is that pass 2 computes the function of pass 1: same masks,
 same mode, same shapes. The drift measures that condition in every step and a violation raises.
 
-A step that runs out of memory is done again from its beginning in smaller chunks: nothing of the first attempt is left,
-and what is computed stays the same.
+A step that runs out of memory is done again from its beginning, first without kept graphs, then in chunks of half the
+size: nothing of the first attempt is left, and what is computed stays the same. The next step begins as planned; memory
+that runs out there as well leaves the run with what helped.
 
 Source: Gao et al., 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup" (GradCache).
 """
@@ -21,24 +22,24 @@ Source: Gao et al., 2021, "Scaling Deep Contrastive Learning Batch Size under Me
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
 
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError, VembedError
-from vembed.gradcache.calls import CallOptions, Passes, Pool, Retention, equal_calls, plan_calls
+from vembed.gradcache.calls import Passes, Pool, Retention, equal_calls, fit_one_chunk, plan_calls
 from vembed.gradcache.gradients import ReplicatedGradients, ShardedGradients
 from vembed.gradcache.loss_stage import LossStage
-from vembed.gradcache.memory import is_out_of_memory, smaller
+from vembed.gradcache.memory import RepairNeeded, StepLimits, is_out_of_memory
 from vembed.gradcache.replay import RngState
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.gradcache.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -47,9 +48,12 @@ if TYPE_CHECKING:
     from vembed.gradcache.chunking import ChunkBudget
     from vembed.gradcache.gradients import Gradients
     from vembed.gradcache.loss_stage import LossResult
+    from vembed.gradcache.stopwatch import Part
     from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
 
 __all__ = ["EngineOptions", "GradCacheEngine", "Pool", "ReplayDriftError", "StepResult"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -63,56 +67,31 @@ class ReplayDriftError(VembedError):
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How the step is computed; none of it changes what is computed.
-
-    Attributes:
-        budget: Limits of one chunk.
-        device: Where the encoders run.
-        retain: Share of the padded tokens whose graphs are kept from pass 1, 0 to 1; 1 is plain training.
-        retain_tokens: Most padded tokens of this rank whose graphs are kept, whatever the share; None for no limit.
-        autocast_dtype: Type of mixed precision (bfloat16, float16), or None.
-        replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
-        oom_retry: Whether a step that runs out of memory is done again in smaller chunks.
-        ranks: Who shares the batch.
-    """
+    """How the step is computed; none of it changes what is computed."""
 
     budget: ChunkBudget
     device: torch.device
-    retain: float = 0.0
-    retain_tokens: int | None = None
-    autocast_dtype: torch.dtype | None = None
-    replay_rng: bool = True
-    oom_retry: bool = True
+    retain: float = 0.0  # share of the padded tokens whose graphs are kept from pass 1; 1 is plain training
+    retain_tokens: int | None = None  # most padded tokens of this rank whose graphs are kept, whatever the share
+    autocast_dtype: torch.dtype | None = None  # of mixed precision: bfloat16, float16
+    replay_rng: bool = True  # False only serves to show that the drift monitor works
+    oom_retry: bool = True  # whether a step that runs out of memory is done again with less
     ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step measured. Gradients are in `.grad` of the parameters.
+    """What a step measured. Gradients are in `.grad` of the parameters."""
 
-    Attributes:
-        loss: Mean loss of the batch of all ranks.
-        num_chunks: Encoder calls of pass 1 on this rank.
-        tokens: Tokens encoded on this rank, without padding.
-        padded_tokens: The same with padding.
-        replay_drift: Largest |z' - z| / max |z| over the replayed chunks of all ranks; 0.0 where nothing was replayed.
-        rank_loss: Loss of the queries that this rank computed; its mean over the ranks is `loss`. Losses that don't
-            stream are computed whole by every rank.
-        num_repairs: How often the step ran out of memory and was done again.
-    """
-
-    loss: float
-    num_chunks: int
-    tokens: int
+    loss: float  # mean over the batch of all ranks
+    num_chunks: int  # encoder calls of pass 1 on this rank
+    tokens: int  # encoded on this rank, without padding
     padded_tokens: int
-    replay_drift: float
-    rank_loss: float
-    num_repairs: int = 0
-
-    @property
-    def padding_ratio(self) -> float:
-        """Padded tokens over real ones, at least 1."""
-        return self.padded_tokens / max(1, self.tokens)
+    replay_drift: float  # largest |z' - z| / max |z| over the replayed chunks of all ranks; 0.0 without any
+    rank_loss: (
+        float  # of the queries of this rank, with `loss` as mean over ranks; `loss` itself where it isn't streamed
+    )
+    num_repairs: int = 0  # how often the step ran out of memory and was done again
 
 
 class GradCacheEngine:
@@ -126,8 +105,7 @@ class GradCacheEngine:
         sharded: The handle of an encoder that is sharded over the ranks; its parameters are those, then.
 
     Attributes:
-        budget: Present limits of one chunk; smaller than those of the options after a repair.
-        retain: Present share of kept graphs; 0 after a repair.
+        limits: What the next step begins with; less than the options after memory ran out twice.
         stopwatch: Counts what each part of the steps takes; whoever logs reads it.
     """
 
@@ -144,13 +122,13 @@ class GradCacheEngine:
             raise ValueError("several ranks reduce the gradients of the encoder's parameters: pass them")
         self.loss = loss
         self.options = options
-        self.budget = options.budget
-        self.retain = options.retain
+        self.limits = StepLimits(options.budget.rows, options.budget.tokens, options.retain)
+        self._present = self.limits  # those of the attempt that is running
         self._may_repair = options.oom_retry and len(parameters) > 0
         self._gradients: Gradients = (
             ReplicatedGradients(parameters, options.ranks) if sharded is None else ShardedGradients(sharded)
         )
-        self._passes = Passes(CallOptions(options.device, options.autocast_dtype, options.replay_rng))
+        self._passes = Passes(options.device, options.autocast_dtype, replay_rng=options.replay_rng)
         self._loss_stage = LossStage(loss, options.ranks)
         self.stopwatch = Stopwatch(options.device)
 
@@ -171,102 +149,119 @@ class GradCacheEngine:
             assignment: Which rows are on which rank; None where there is one rank.
             gradient_scale: Factor on all gradients (the loss scale of float16 training); the loss stays unscaled.
 
-        Returns:
-            The loss and the counters of the step.
-
         Raises:
             ReplayDriftError: When pass 2 didn't compute what pass 1 did.
-            MachineError: Out of memory, and no smaller chunk is left to try.
+            MachineError: Out of memory, and there is nothing left to try.
         """
         assignment = assignment or RowAssignment.alone(structure.num_queries + structure.num_documents)
-        num_repairs = 0
         start = RngState.capture(self.options.device)
+        self._present, num_repairs = self.limits, 0
         while True:
             self._gradients.begin()
-            result = self._attempt(pools, structure, assignment, gradient_scale, num_repairs)
-            if result is not None:
-                return result
+            try:
+                result = self._attempt(pools, structure, assignment, gradient_scale)
+                break
+            except RepairNeeded as repair:
+                self._lower_limits(repair)
+            # Behind the handler, as the tensors of the attempt live as long as the traceback.
             self._gradients.abandon()
             if self.options.device.type == "cuda":
                 torch.cuda.empty_cache()  # what is cached is cut for the larger chunks
             start.restore()
             num_repairs += 1
+        if num_repairs:
+            self._remember_repair()
+        return replace(result, num_repairs=num_repairs)
 
     def _attempt(
-        self,
-        pools: Sequence[Pool],
-        structure: BatchStructure,
-        assignment: RowAssignment,
-        gradient_scale: float,
-        num_repairs: int,
-    ) -> StepResult | None:
-        """Do the step once; None when some rank ran out of memory, and the budget is smaller now."""
-        ranks = self.options.ranks
+        self, pools: Sequence[Pool], structure: BatchStructure, assignment: RowAssignment, gradient_scale: float
+    ) -> StepResult:
+        """Do the step once, in the five parts that the top of the file names.
+
+        Raises:
+            RepairNeeded: Some rank ran out of memory; raised on all of them.
+        """
+        # 1. Cut this rank's rows into encoder calls.
         counts_N = self._vector_counts(pools, assignment)
-        vectors = assignment if counts_N is None else assignment.of_vectors(counts_N)
         calls = self._plan_calls(pools, assignment, counts_N)
-        num_vectors = vectors.counts[ranks.rank]
-        found: tuple[Tensor, LossResult] | None = None
-        drift: Tensor | None = None
-        failed = False
-        try:
-            with self.stopwatch.part("encode"):
-                z_VE = self._passes.first(calls, num_vectors=num_vectors)
-            if ranks.is_one and any(call.graph is not None for call in calls):  # which a second attempt doesn't keep
-                found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
-        except (RuntimeError, MemoryError) as error:
-            self._require_repairable(error, calls)
-            failed = True
-        if self._any(failed):
-            self._shrink(calls)
-            return None
-        if found is None:
-            try:
-                found = z_VE, self._run_loss(z_VE, structure, vectors, counts_N, gradient_scale)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise self._unrepairable_loss(vectors) from error
-        try:
-            with self.stopwatch.part("encode"):
-                drift = self._passes.second(calls, found[0], found[1].u_VE)
-        except (RuntimeError, MemoryError) as error:
-            self._require_repairable(error, calls)
-            failed = True
-        if self._any(failed):
-            self._shrink(calls)
-            return None
-        assert drift is not None
+        # 2. Encode them.
+        vectors = assignment if counts_N is None else assignment.of_vectors(counts_N)
+        num_vectors = vectors.counts[self.options.ranks.rank]
+        z_VE = self._together("encode", lambda: self._passes.first(calls, num_vectors=num_vectors), calls)
+
+        # 3. Compute the loss and its gradient with respect to each embedding.
+        def run_loss() -> LossResult:
+            return self._loss_stage.run(z_VE, structure, vectors, counts_N=counts_N, gradient_scale=gradient_scale)
+
+        if self.options.ranks.is_one and any(call.graph is not None for call in calls):  # room that a repair can make
+            found = self._together("loss", run_loss, calls)
+        else:
+            found = self._loss_as_it_is(run_loss, vectors.num_rows)
+        # 4. Backward the retained calls, and encode the others again.
+        drift = self._together("encode", lambda: self._passes.second(calls, z_VE, found.u_VE), calls)
+        # 5. Add the gradients of all ranks up.
         with self.stopwatch.part("reduce"):
             self._gradients.finish()
-        self._add_own_gradients(found[1], gradient_scale)
-        return self._result(calls, pools, found[1], drift, num_repairs)
+        self._add_own_gradients(found, gradient_scale)
+        return self._result(calls, pools, found, drift)
 
     def _plan_calls(self, pools: Sequence[Pool], assignment: RowAssignment, counts_N: np.ndarray | None) -> list[Call]:
-        """Cut this rank's rows into encoder calls."""
         ranks, device = self.options.ranks, self.options.device
         places_N = (
             assignment.places(ranks.rank) if counts_N is None else _first_places(assignment.slots[ranks.rank], counts_N)
         )
-        keep = Retention(self.retain, self.options.retain_tokens)
-        calls = plan_calls(pools, places_N, self.budget, keep, device)
+        keep = Retention(self._present.retain, self.options.retain_tokens)
+        calls = plan_calls(pools, places_N, self._budget, keep, device)
         return equal_calls(calls, pools, ranks, device) if self._gradients.needs_equal_calls else calls
 
-    def _run_loss(
-        self,
-        z_VE: Tensor,
-        structure: BatchStructure,
-        vectors: RowAssignment,
-        counts_N: np.ndarray | None,
-        gradient_scale: float,
-    ) -> LossResult:
-        with self.stopwatch.part("loss"):
-            return self._loss_stage.run(z_VE, structure, vectors, counts_N=counts_N, gradient_scale=gradient_scale)
+    @property
+    def _budget(self) -> ChunkBudget:
+        return replace(self.options.budget, rows=self._present.rows, tokens=self._present.tokens)
 
-    def _any(self, failed: bool) -> bool:
-        """Return whether a rank ran out of memory. The first to arrive waits here for the slowest."""
+    def _together(self, part: Part, action: Callable[[], T], calls: Sequence[Call]) -> T:
+        """Run an action, then ask all ranks whether memory ran out; the first to arrive waits for the slowest.
+
+        Args:
+            part: What its time counts to.
+            action: Part of the step; on several ranks it must reach no collective.
+            calls: Those of the attempt.
+
+        Raises:
+            RepairNeeded: Memory ran out on some rank.
+            MachineError: It did, and the step can't be done again.
+        """
+        failed = False
+        try:
+            with self.stopwatch.part(part):
+                result = action()
+        except (RuntimeError, MemoryError) as error:
+            self._require_repairable(error, calls)
+            failed = True
         with self.stopwatch.part("wait"):
-            return self.options.ranks.any(failed, self.options.device)
+            failed = self.options.ranks.any(failed, self.options.device)
+        if failed:
+            raise self._repair(calls)
+        return result
+
+    def _loss_as_it_is(self, run_loss: Callable[[], LossResult], num_vectors: int) -> LossResult:
+        """Compute the loss where no repair can help: no graph to drop, or other ranks in its collectives.
+
+        Raises:
+            MachineError: It doesn't fit.
+        """
+        try:
+            with self.stopwatch.part("loss"):
+                return run_loss()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            rank = "" if self.options.ranks.is_one else f" on rank {self.options.ranks.rank}"
+            keys = ["set retain: 0"] if self._present.retain > 0 else []
+            keys += ["set loss_tile_size to a smaller number", "lower batch_size"]
+            raise MachineError(
+                f"out of memory{rank} in the loss over {num_vectors} embeddings, which smaller chunks can't cure: "
+                f"{', or '.join(keys)}"
+            ) from error
 
     def _vector_counts(self, pools: Sequence[Pool], assignment: RowAssignment) -> np.ndarray | None:
         """Return the vectors of each row of the batch; None where every row has one."""
@@ -283,9 +278,7 @@ class GradCacheEngine:
             counts_N[assignment.rank_order] = ranks.gather_rows(local, assignment.counts).cpu().numpy()
         return counts_N
 
-    def _result(
-        self, calls: Sequence[Call], pools: Sequence[Pool], found: LossResult, drift: Tensor, num_repairs: int
-    ) -> StepResult:
+    def _result(self, calls: Sequence[Call], pools: Sequence[Pool], found: LossResult, drift: Tensor) -> StepResult:
         """Read the numbers of the step from the device, all at once, and check the drift."""
         drift = self.options.ranks.max_(drift / found.largest.clamp_min(torch.finfo(drift.dtype).tiny))
         numbers = torch.stack([found.loss.to(drift.dtype), found.rank_loss.to(drift.dtype), drift])
@@ -298,7 +291,6 @@ class GradCacheEngine:
             padded_tokens=sum(call.chunk.padded_tokens for call in calls),
             replay_drift=relative,
             rank_loss=rank_loss,
-            num_repairs=num_repairs,
         )
 
     def _add_own_gradients(self, found: LossResult, gradient_scale: float) -> None:
@@ -309,7 +301,7 @@ class GradCacheEngine:
                 parameter.grad = scaled if parameter.grad is None else parameter.grad + scaled
 
     def _require_repairable(self, error: BaseException, calls: Sequence[Call]) -> None:
-        """Raise an error that smaller chunks can't cure.
+        """Raise an error that no repair can cure.
 
         Raises:
             MachineError: Out of memory, and nothing may be done about it.
@@ -326,52 +318,57 @@ class GradCacheEngine:
 
     def _unrepairable(self, calls: Sequence[Call]) -> MachineError:
         """Return the advice for a rank that can't leave the others alone in a collective."""
-        rows, tokens = max(len(call.chunk.rows) for call in calls), max(call.chunk.padded_tokens for call in calls)
-        shrunk = smaller(self.budget, rows=rows, tokens=tokens)
+        rows, tokens = _largest(calls)
+        lower = self._present.lowered(RepairNeeded(rows=rows, tokens=tokens, kept_graphs=False))
         cure = "shorten the rows (max_seq_length, or smaller pictures) or set cpu_offload: true"
-        if shrunk is not None:
-            cure = f"set gradient_cache_chunk_size: {shrunk.rows} and gradient_cache_chunk_tokens: {shrunk.tokens}"
-            cure += " and retain: 0" if self.retain > 0 else ""
+        if lower is not None:
+            cure = f"set gradient_cache_chunk_size: {lower.rows} and gradient_cache_chunk_tokens: {lower.tokens}"
+            cure += " and retain: 0" if self._present.retain > 0 else ""
         return MachineError(
             f"out of memory in chunks of {rows} rows and {tokens} tokens. With this fsdp_mode the step can't be done "
             f"again by itself, as the other processes wait in encoder calls of this one: {cure}"
         )
 
-    def _unrepairable_loss(self, vectors: RowAssignment) -> MachineError:
-        """Return the advice for a loss stage that ran out of memory: no graph to drop, or others in its collectives."""
-        rank = "" if self.options.ranks.is_one else f" on rank {self.options.ranks.rank}"
-        keys = ["set retain: 0"] if self.retain > 0 else []
-        keys += ["set loss_tile_size to a smaller number", "lower batch_size"]
-        return MachineError(
-            f"out of memory{rank} in the loss over {vectors.num_rows} embeddings, which smaller chunks can't cure: "
-            f"{', or '.join(keys)}"
-        )
+    def _repair(self, calls: Sequence[Call]) -> RepairNeeded:
+        """Return what all ranks must know to lower their limits alike, and let go of the graphs."""
+        kept_graphs = self._present.retain > 0 and any(call.retained for call in calls)
+        kept_graphs = kept_graphs and not fit_one_chunk(calls, self._budget)  # a single chunk keeps its graph anyway
+        for call in calls:
+            call.graph = None
+        own = torch.tensor([*_largest(calls), kept_graphs], device=self.options.device)
+        rows, tokens, any_kept = self.options.ranks.max_(own).tolist()
+        return RepairNeeded(rows=rows, tokens=tokens, kept_graphs=any_kept > 0)
 
-    def _shrink(self, calls: Sequence[Call]) -> None:
-        """Halve the budget, alike on every rank, and let go of what the attempt held.
+    def _lower_limits(self, repair: RepairNeeded) -> None:
+        """Choose what the step is tried with next.
 
         Raises:
             MachineError: When a chunk is a single row already.
         """
-        for call in calls:
-            call.graph = None
-        largest = [max(len(call.chunk.rows) for call in calls), max(call.chunk.padded_tokens for call in calls)]
-        rows, tokens = self.options.ranks.max_(torch.tensor(largest, device=self.options.device)).tolist()
-        shrunk = smaller(self.budget, rows=rows, tokens=tokens)
-        if shrunk is None:
+        lower = self._present.lowered(repair)
+        if lower is None:
             raise MachineError(
-                f"out of memory with a single row of {tokens} tokens in a chunk: shorten the rows (max_seq_length, or "
-                f"smaller pictures), set gradient_checkpointing: true, or take a smaller model"
-            )
+                f"out of memory with a single row of {repair.tokens} tokens in a chunk: shorten the rows "
+                f"(max_seq_length, or smaller pictures), set gradient_checkpointing: true, or take a smaller model"
+            ) from None
+        smaller = "" if repair.kept_graphs else f"{lower.rows} rows and {lower.tokens} tokens, "
         _log.warning(
-            "out of memory in chunks of %d rows and %d tokens: the same step again with %d rows and %d tokens, "
-            "no graph kept",
-            rows,
-            tokens,
-            shrunk.rows,
-            shrunk.tokens,
+            "out of memory in chunks of %d rows and %d tokens: the same step again with %sno graph kept",
+            repair.rows,
+            repair.tokens,
+            smaller,
         )
-        self.budget, self.retain = shrunk, 0.0
+        self._present = lower
+
+    def _remember_repair(self) -> None:
+        """Begin the next step as this one, or with what helped where memory ran out twice."""
+        if self.limits.ran_out:
+            _log.warning(
+                "out of memory in a second step: from now on chunks of at most %d rows and %d tokens, no graph kept",
+                self._present.rows,
+                self._present.tokens,
+            )
+        self.limits = self.limits.after_repair(self._present)
 
     def _check_drift(self, drift: float, dtype: torch.dtype) -> None:
         """Raise when the two passes differ by more than rounding. NaN passes: that is the guards' business."""
@@ -383,6 +380,11 @@ class GradCacheEngine:
                 f"The encoder draws random numbers from a generator of its own, or changes its buffers in forward. "
                 f"use_gradient_cache: false trains it without a second pass."
             )
+
+
+def _largest(calls: Sequence[Call]) -> tuple[int, int]:
+    """Return the most rows and the most padded tokens of any call."""
+    return max(len(call.chunk.rows) for call in calls), max(call.chunk.padded_tokens for call in calls)
 
 
 def _first_places(own: np.ndarray, counts_N: np.ndarray) -> np.ndarray:

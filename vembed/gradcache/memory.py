@@ -1,12 +1,11 @@
-"""What a step does when memory runs out: gradients taken back, and the next smaller chunk."""
+"""What a step does when memory runs out: gradients taken back, and less to hold in the next attempt."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-
-from vembed.gradcache.chunking import ChunkBudget
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,21 +23,47 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(message in str(error) for message in CPU_ALLOCATOR_MESSAGES)
 
 
-def smaller(budget: ChunkBudget, *, rows: int, tokens: int) -> ChunkBudget | None:
-    """Return a budget of half the largest chunk; None when that was a single row.
+class RepairNeeded(Exception):  # noqa: N818 - no error: the step is done again
+    """Memory ran out on some rank, and every rank must do the step again with less.
 
     Args:
-        budget: The present one.
-        rows: Most rows that a chunk had.
-        tokens: Most padded tokens that a chunk had.
+        rows: Rows of the largest encoder call of any rank.
+        tokens: Padded tokens of the largest one.
+        kept_graphs: Whether some rank kept graphs that it can do without.
     """
-    if rows == 1:
-        return None
-    return ChunkBudget(
-        rows=max(1, min(budget.rows, rows) // 2),
-        tokens=max(1, min(budget.tokens, tokens) // 2),
-        width_multiple=budget.width_multiple,
-    )
+
+    def __init__(self, *, rows: int, tokens: int, kept_graphs: bool) -> None:
+        super().__init__()
+        self.rows = rows
+        self.tokens = tokens
+        self.kept_graphs = kept_graphs
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """What a step may hold in memory, the same on every rank."""
+
+    rows: int  # most rows of one encoder call
+    tokens: int  # most padded tokens of one encoder call
+    retain: float  # share of the padded tokens whose graphs are kept
+    ran_out: bool = False  # memory ran out once in a step that began with these limits
+
+    def lowered(self, repair: RepairNeeded) -> StepLimits | None:
+        """Return what the step tries next: no kept graphs, then half the largest chunk; None after a single row."""
+        if repair.kept_graphs:
+            return replace(self, retain=0.0)
+        if repair.rows == 1:
+            return None
+        rows, tokens = min(self.rows, repair.rows) // 2, min(self.tokens, repair.tokens) // 2
+        return replace(self, rows=max(1, rows), tokens=max(1, tokens), retain=0.0)
+
+    def after_repair(self, helped: StepLimits) -> StepLimits:
+        """Return what the next step begins with: the same limits once more, then what helped.
+
+        Args:
+            helped: The limits under which the step came through.
+        """
+        return replace(helped, ran_out=False) if self.ran_out else replace(self, ran_out=True)
 
 
 class HeldGradients:

@@ -109,11 +109,18 @@ def setup_of(plan: Plan, machine: Machine, state: RunState, rows: Sequence[Mappi
         chunk_rows=plan.gradient_cache_chunk_size,
         chunk_tokens=plan.gradient_cache_chunk_tokens,
         keeps_all=plan.retain >= 1 and (plan.retain_tokens is None or most <= plan.retain_tokens),
-        smaller_chunk=state.smaller_chunk,
+        smaller_chunk=_smaller_chunk(plan, state),
         skipped_steps=state.skipped_steps,
         can_measure_utilisation=can_measure_utilisation(),
         oom_ladder=plan.oom_ladder,
     )
+
+
+def _smaller_chunk(plan: Plan, state: RunState) -> tuple[int, int] | None:
+    limits = state.step_limits
+    if limits is None or limits.rows == plan.gradient_cache_chunk_size:
+        return None
+    return limits.rows, limits.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +197,19 @@ def _repairs(numbers: Numbers) -> Finding | None:
     repairs = sum(row.get("oom_repairs", 0) for row in numbers.rows)
     if not repairs:
         return None
-    rows, tokens = numbers.setup.smaller_chunk or (numbers.setup.chunk_rows, numbers.setup.chunk_tokens)
+    chunk = numbers.setup.smaller_chunk
+    if chunk is None:
+        advice = f"Set retain lower, or gradient_cache_chunk_tokens, now {numbers.setup.chunk_tokens}."
+    else:
+        advice = (
+            f"Start the next run there: gradient_cache_chunk_size: {chunk[0]}, gradient_cache_chunk_tokens: "
+            f"{chunk[1]}, or set retain lower."
+        )
     return Finding(
         "out of memory",
-        f"The step ran out of memory {plural(int(repairs), 'time')} and went on in smaller chunks without kept graphs.",
-        f"Start the next run there: gradient_cache_chunk_size: {rows}, gradient_cache_chunk_tokens: {tokens}, or set "
-        f"retain lower.{_ladder(numbers.setup)}",
+        f"The step ran out of memory {plural(int(repairs), 'time')} and was done again without kept graphs or in "
+        f"smaller chunks.",
+        f"{advice}{_ladder(numbers.setup)}",
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from vembed.gradcache.memory import StepLimits
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -26,7 +28,7 @@ class RunState:
         skipped_steps: Steps whose numbers weren't finite.
         num_truncated: Over-long texts that training has cut.
         evaluations: (step, dev metrics), in order.
-        smaller_chunk: Most rows and tokens of a chunk since the run last ran out of memory; None where it never did.
+        step_limits: What the engine's next step may hold in memory; None where memory never ran out.
     """
 
     step: int = 0
@@ -37,7 +39,7 @@ class RunState:
     skipped_steps: int = 0
     num_truncated: int = 0
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-    smaller_chunk: tuple[int, int] | None = None
+    step_limits: StepLimits | None = None
 
     def record(self, metrics: Mapping[str, float], metric: str) -> bool:
         """Take in an evaluation of the present step.
@@ -68,6 +70,6 @@ class RunState:
         """Return what `to_json` wrote."""
         values = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
         values["evaluations"] = [(int(step), dict(metrics)) for step, metrics in content["evaluations"]]
-        if values.get("smaller_chunk") is not None:
-            values["smaller_chunk"] = tuple(values["smaller_chunk"])
+        if values.get("step_limits") is not None:
+            values["step_limits"] = StepLimits(**values["step_limits"])
         return cls(**values)

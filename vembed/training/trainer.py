@@ -184,7 +184,7 @@ class Trainer:
             scale = parts.updater.gradient_scale / count
             result = parts.engine.step(batch.pools, batch.structure, assignment=batch.assignment, gradient_scale=scale)
             if result.num_repairs:
-                state.smaller_chunk = parts.engine.budget.rows, parts.engine.budget.tokens
+                state.step_limits = parts.engine.limits
             totals.add(batch, result, counts_masked=self.options.counts_masked)
         totals.add_ranks(parts.ranks, parts.source.device)
         return totals

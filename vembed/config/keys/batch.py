@@ -46,7 +46,8 @@ class BatchKeys(Section):
     )
     oom_retry: bool = key(
         True,
-        "Do a step that runs out of memory again in chunks of half the size, instead of ending the run.",
+        "Do a step that runs out of memory again without kept graphs, then in chunks of half the size, instead of "
+        "ending the run.",
         on_resume="harmless",
     )
 

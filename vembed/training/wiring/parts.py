@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
     from vembed.data.sampler import GlobalSampler
     from vembed.distributed.runtime import Runtime
+    from vembed.gradcache.memory import StepLimits
     from vembed.losses.base import ContrastiveLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
@@ -146,23 +147,19 @@ def batches(run: Run, stored: StoredEmbeddings | None = None) -> AbstractContext
     return BatchLoader(source, options)
 
 
-def build_engine(run: Run, smaller_chunk: tuple[int, int] | None = None) -> GradCacheEngine:
+def build_engine(run: Run, limits: StepLimits | None = None) -> GradCacheEngine:
     """Return the engine.
 
     Args:
         run: The run.
-        smaller_chunk: Rows and tokens of a chunk that running out of memory has left the run with, so that resuming
-            doesn't run out again.
+        limits: What running out of memory has left a resumed run with; None begins as planned.
     """
-    budget, retain = _budget(run), run.plan.retain
-    if smaller_chunk is not None:
-        budget, retain = replace(budget, rows=smaller_chunk[0], tokens=smaller_chunk[1]), 0.0
-    return GradCacheEngine(
+    engine = GradCacheEngine(
         run.loss,
         EngineOptions(
-            budget=budget,
+            budget=_budget(run),
             device=run.runtime.device,
-            retain=retain,
+            retain=run.plan.retain,
             retain_tokens=run.plan.retain_tokens,
             autocast_dtype=autocast_dtype(run.plan),
             # Without gradient caching the batch is one call by the user's word: nothing may cut it.
@@ -172,6 +169,8 @@ def build_engine(run: Run, smaller_chunk: tuple[int, int] | None = None) -> Grad
         [parameter for parameter in run.encoder.parameters() if parameter.requires_grad],
         sharded=run.sharded,
     )
+    engine.limits = limits or engine.limits
+    return engine
 
 
 def _budget(run: Run) -> ChunkBudget:

@@ -254,7 +254,7 @@ def _train(run: Run, command: str) -> RunResult:
         try:
             stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
             with batches(run, stored) as source:
-                engine = build_engine(run, state.smaller_chunk)
+                engine = build_engine(run, state.step_limits)
                 parts = TrainerParts(
                     run.plan, source, engine, updater, evaluations, checkpoints, trackers, guard, stop, ranks
                 )

@@ -190,7 +190,7 @@ def test_the_output_folder_of_a_run_stands_for_its_model(bag: Path, tmp_path: Pa
     run = tmp_path / "run"
     run.mkdir()
     (run / "plan.json").write_text("{}")
-    with pytest.raises(vembed.ConfigError, match="it has not ended yet"):
+    with pytest.raises(vembed.ConfigError, match="is a run that has not finished: it has no model/ yet"):
         vembed.load(run)
     (run / "model").symlink_to(bag)
     np.testing.assert_array_equal(vembed.load(run).encode(TEXTS, "query"), vembed.load(bag).encode(TEXTS, "query"))

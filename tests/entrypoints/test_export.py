@@ -177,7 +177,7 @@ def test_a_run_that_has_not_finished_says_so(finished: Outcome, in_folder: Path)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["builtin:ngram-bag"], "to be trained from scratch; train it, then export"),
+        (["builtin:ngram-bag"], "to be trained from scratch; train it, then name the output folder of the run"),
         (["./nowhere"], "./nowhere is no folder"),
         (["example/model", "--trust-remote-code"], "needs --model-revision"),
         (["MODEL", "--format", "open_clip"], "write --format sentence-transformers"),

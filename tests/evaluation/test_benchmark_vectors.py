@@ -13,16 +13,16 @@ import torch
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation import array_file
-from vembed.evaluation.benchmark.identity import (
+from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
+from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, write_stored
+from vembed.evaluation.benchmark.vectors import Facts, read_vectors, write_vectors
+from vembed.evaluation.provenance import (
     changed_parts,
     items_digest,
     model_key,
     task_key,
     vectors_key,
 )
-from vembed.evaluation.benchmark.names import model_labels, set_labels, unique_folders
-from vembed.evaluation.benchmark.stored import Cost, Stored, read_stored, write_stored
-from vembed.evaluation.benchmark.vectors import Facts, read_vectors, write_vectors
 from vembed.evaluation.result import EvaluationResult
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from vembed.data.retrieval import RetrievalData
-from vembed.evaluation.benchmark.identity import changed_parts, task_key
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.provenance import changed_parts, task_key
 from vembed.evaluation.run import RunBuilder
 
 if TYPE_CHECKING:

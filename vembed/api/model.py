@@ -82,7 +82,7 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
         MachineError: The hub can't be reached.
     """
     refuse_unknown(options, LoadOptions, "load")
-    name = _model_name(path_or_name)
+    name, _ = locate_model(path_or_name)
     revision, trusted = options.get("model_revision"), options.get("trust_remote_code", False)
     if trusted and not COMMIT.fullmatch(revision or ""):
         raise ConfigError(
@@ -259,21 +259,39 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _model_name(path_or_name: str | Path) -> str:
-    """Return what a model is loaded by: the folder of a run stands for its model, a folder for its absolute path."""
+def locate_model(path_or_name: str | Path) -> tuple[str, Path | None]:
+    """Return what a model is loaded by, and the run that it is of.
+
+    The output folder of a run stands for its model; a folder is named by its absolute path.
+
+    Returns:
+        A hub id or a path; and the output folder of the run, None for a model that is not in one.
+
+    Raises:
+        ConfigError: There is no such folder, the run has no model yet, or the name is of a model to train from scratch.
+    """
     name = str(path_or_name)
     if is_builtin(name):
         raise ConfigError(
-            f"{name} is a model to be trained from scratch; train it, then load the output folder of the run"
+            f"{name} is a model to be trained from scratch; train it, then name the output folder of the run"
         )
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if isinstance(path_or_name, Path) or name.startswith(("/", "./", "../", "~")):
+        if isinstance(path_or_name, Path) or name.startswith(("/", "./", "../", "~")) or folder.exists():
             raise ConfigError(f"{name} is no folder; name that of a model or of a run")
-        return name
-    if any((folder / mark).is_file() for mark in MARKS):
+        return name, None
+    folder = folder.resolve()
+    if _is_run(folder):
         model = OutputFolder(folder).model
         if not model.is_dir():
-            raise ConfigError(f"{name} is a run without a {model.name}/: it has not ended yet; resume it first")
-        folder = model
-    return str(folder.resolve())
+            raise ConfigError(
+                f"{name} is a run that has not finished: it has no {model.name}/ yet. Resume it first, with the "
+                f"command that started it"
+            )
+        return str(model), folder
+    of_run = folder == OutputFolder(folder.parent).model and _is_run(folder.parent)
+    return str(folder), folder.parent if of_run else None
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / mark).is_file() for mark in MARKS)

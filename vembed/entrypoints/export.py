@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vembed.evaluation.card.facts import RunFacts
-    from vembed.evaluation.card.names import PublicName
     from vembed.models.encoder import Encoder
     from vembed.models.export.forms import Form
     from vembed.models.export.write import Exported, ExportRequest
@@ -31,15 +29,6 @@ DESCRIPTION = (
 )
 FORMATS = ("auto", "sentence-transformers", "transformers", "open_clip")
 DTYPES = ("float32", "float16", "bfloat16")
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """What is exported."""
-
-    model: str  # what the model is loaded by
-    run: Path | None  # the output folder of the run that it is of, or None
-    is_local: bool  # whether the model is a folder
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
@@ -78,8 +67,10 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
+    from vembed.api.model import locate_model
     from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
     from vembed.evaluation.card.front_matter import check_languages, check_license
+    from vembed.evaluation.card.names import public_name
     from vembed.evaluation.card.render import CARD_FILE, render_card
     from vembed.models.export.write import export_model
     from vembed.training.guards import StopSignal
@@ -89,10 +80,10 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
         None if given is None else check_license(redact(given)) for given in (parsed.license, parsed.base_model_license)
     ]
     languages = check_languages(parsed.language)
-    source = _source(parsed.model) if parsed.checkpoint is None else _saved_model(parsed, stack)
-    request = _request(parsed, source)
-    run = _run_facts(source)
-    base = None if run is not None else _base(source)
+    model, folder = locate_model(parsed.model) if parsed.checkpoint is None else (_saved_model(parsed, stack), None)
+    request = _request(parsed, model)
+    run = None if folder is None else _run_facts(folder)
+    is_hub = run is None and not Path(model).is_dir()
     if parsed.base_model_license is not None and run is not None and run.base.kind == "built-in":
         raise ConfigError("--base-model-license: the run trained from scratch; leave it out")
     title = request.output.expanduser().resolve().name
@@ -103,7 +94,7 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
             folder=title,
             model=model_facts(encoder, form),
             run=run,
-            base=base,
+            base=public_name(model) if is_hub else None,
             license_id=licenses[0],
             base_license=licenses[1],
             languages=languages,
@@ -117,7 +108,7 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
     return ExitCode.OK
 
 
-def _request(parsed: argparse.Namespace, source: _Source) -> ExportRequest:
+def _request(parsed: argparse.Namespace, model: str) -> ExportRequest:
     import torch
 
     from vembed.api.model import COMMIT
@@ -127,7 +118,7 @@ def _request(parsed: argparse.Namespace, source: _Source) -> ExportRequest:
     if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
         raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
     options = ModelOptions(
-        name=source.model,
+        name=model,
         revision=parsed.model_revision,
         trust_remote_code=parsed.trust_remote_code,
         allow_pickle=parsed.allow_pickle,
@@ -138,7 +129,7 @@ def _request(parsed: argparse.Namespace, source: _Source) -> ExportRequest:
     )
 
 
-def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> _Source:
+def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:
     """Return the model of a checkpoint, written beside the output for as long as the command runs."""
     from vembed.training.output import OutputFolder
     from vembed.training.wiring.saved_model import write_saved_model
@@ -150,58 +141,21 @@ def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> _Source:
     near.mkdir(parents=True, exist_ok=True)
     folder = Path(stack.enter_context(TemporaryDirectory(dir=near, prefix=".checkpoint-")))
     print(f"the card tells nothing of the run: its report is of its kept model, not of step {parsed.checkpoint}")
-    return _Source(str(write_saved_model(run, parsed.checkpoint, folder)), None, is_local=True)
+    return str(write_saved_model(run, parsed.checkpoint, folder))
 
 
-def _source(given: str) -> _Source:
-    """Return what a name stands for: a run for its model, and its model for the run as well."""
-    from vembed.models.registry import is_builtin
-    from vembed.training.output import MARKS, OutputFolder
-
-    def is_run(folder: Path) -> bool:
-        return any((folder / mark).is_file() for mark in MARKS)
-
-    if is_builtin(given):
-        raise ConfigError(f"{given} is a model to be trained from scratch; train it, then export the run's folder")
-    folder = Path(given).expanduser()
-    if not folder.is_dir():
-        if given.startswith(("/", "./", "../", "~")) or folder.exists():
-            raise ConfigError(f"{given} is no folder; name that of a run or of a model")
-        return _Source(given, None, is_local=False)
-    folder = folder.resolve()
-    if is_run(folder):
-        model = OutputFolder(folder).model
-        if not model.is_dir():
-            raise ConfigError(
-                f"{given} is a run that has not finished: it has no {model.name}/ yet. Resume it first, with the "
-                f"command that started it"
-            )
-        return _Source(str(model), folder, is_local=True)
-    of_run = folder == OutputFolder(folder.parent).model and is_run(folder.parent)
-    return _Source(str(folder), folder.parent if of_run else None, is_local=True)
-
-
-def _base(source: _Source) -> PublicName | None:
-    """Return the hub model that an export without a run is of."""
-    from vembed.evaluation.card.names import public_name
-
-    return None if source.is_local else public_name(source.model)
-
-
-def _run_facts(source: _Source) -> RunFacts | None:
+def _run_facts(run: Path) -> RunFacts | None:
     """Return what the card tells of a run; None, said on the terminal, where its files can't be read."""
     from vembed.errors import DataError
     from vembed.evaluation.card.gather import gather_run, read_report
 
-    if source.run is None:
-        return None
-    path = source.run / "config.yaml"
+    path = run / "config.yaml"
     try:
         items, _ = read_mapping(path.read_text("utf-8"))
         config = {item.name: redact_value(item.value) for item in items}
-        data_facts, environment = read_report(source.run)
+        data_facts, environment = read_report(run)
         pairs = [(redact(label), redact(value)) for label, value in data_facts]
-        return gather_run(source.run, config=config, data_facts=pairs, environment=environment)
+        return gather_run(run, config=config, data_facts=pairs, environment=environment)
     except (OSError, UnicodeDecodeError, Refused, DataError) as error:
         reason = error.text if isinstance(error, Refused) else str(error)
         print(f"warning: the card tells nothing of the run: {redact(reason)} ({path})")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.errors import MachineError
-from vembed.evaluation.benchmark.identity import changed_parts
+from vembed.evaluation.provenance import changed_parts
 from vembed.files import file_sha256, new_file, replace_text
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.evaluation.benchmark.identity import Key
+    from vembed.evaluation.provenance import Key
 
 FORMAT = 1
 """Raised when the files change their meaning; other formats are made again."""

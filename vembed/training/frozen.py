@@ -33,8 +33,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vembed.batch import MODALITY_WORDS, Features, Modality, Side, content_id, modality_of
 from vembed.errors import MachineError
 from vembed.evaluation.array_file import FREE_SHARE, ArrayFile
-from vembed.evaluation.benchmark.identity import digest, features_digest, model_key
 from vembed.evaluation.index import check_finite
+from vembed.evaluation.provenance import digest, features_digest, model_key
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.replay import RngState
 
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.records import Record, RecordTable
     from vembed.distributed.ranks import Ranks
-    from vembed.evaluation.benchmark.identity import Key
     from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.provenance import Key
     from vembed.models.encoder import Encoder
 
 BLOCK_ROWS = 8192

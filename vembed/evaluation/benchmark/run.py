@@ -23,7 +23,6 @@ from vembed.data.retrieval import REVERSED
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import SourceOptions
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.identity import digest, model_key, task_key, vectors_key
 from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.searchers import build_searcher
 from vembed.evaluation.benchmark.stored import (
@@ -42,6 +41,7 @@ from vembed.evaluation.directions import asking_rows, sides_agree
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
 from vembed.evaluation.metrics import DEFAULT_KS
+from vembed.evaluation.provenance import digest, model_key, task_key, vectors_key
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
 from vembed.models.registry import load_encoder
 
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Side
     from vembed.data.retrieval import RetrievalData
-    from vembed.evaluation.benchmark.identity import Key
     from vembed.evaluation.benchmark.variants import Variant
     from vembed.evaluation.benchmark.vectors import Facts
     from vembed.evaluation.encode import Vectors
+    from vembed.evaluation.provenance import Key
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.models.huggingface import ModelOptions

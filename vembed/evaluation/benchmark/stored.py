@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import DataError
-from vembed.evaluation.benchmark.identity import changed_parts
+from vembed.evaluation.provenance import changed_parts
 from vembed.evaluation.store import read_evaluation, write_evaluation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.evaluation.benchmark.identity import Key
+    from vembed.evaluation.provenance import Key
     from vembed.evaluation.result import EvaluationResult
 
 RECORD_FILE = "benchmark.json"

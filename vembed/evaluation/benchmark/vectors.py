@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.evaluation.benchmark.identity import Key
     from vembed.evaluation.encode import ItemEncoder, Vectors
+    from vembed.evaluation.provenance import Key
 
 FILE_NAMES: dict[Side, str] = {"document": "documents", "query": "queries"}
 

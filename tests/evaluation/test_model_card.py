@@ -18,8 +18,9 @@ from vembed.evaluation.card.facts import CardFacts, ModelFacts
 from vembed.evaluation.card.front_matter import LICENSES, check_languages, check_license, nearest_license
 from vembed.evaluation.card.gather import gather_run, read_report
 from vembed.evaluation.card.names import PublicName, public_name, without_paths
-from vembed.evaluation.card.render import code_block, render_card
+from vembed.evaluation.card.render import render_card
 from vembed.evaluation.metrics import HEADLINE
+from vembed.evaluation.pages import fenced
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 
@@ -279,7 +280,7 @@ def test_a_hostile_folder_name_stays_a_literal_of_the_example() -> None:
         compile(program, "example", "exec")
         assert "os.system" in program
         assert not re.search(r"^\s*import os", program, flags=re.MULTILINE)
-    assert code_block("````", "text").startswith("`````text")
+    assert fenced("````").startswith("`````text")
 
 
 def test_no_path_and_no_name_of_a_user_is_told(tmp_path: Path) -> None:

@@ -179,9 +179,9 @@ def markdown_pairs(pairs: Iterable[tuple[str, str]], characters: int = 500) -> M
     return markdown_table(Table(("Name", "Value"), rows, words=frozenset({0, 1})))
 
 
-def fenced(text: str) -> Markup:
+def fenced(text: str, language: str = "text") -> Markup:
     """Return a text as a Markdown code block whose fence is longer than any run of backticks in it."""
     shown = visible(text)
     longest = max((len(run) for run in re.findall("`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)
-    return Markup(f"{fence}text\n{shown}\n{fence}")  # noqa: S704  # nothing ends the block before its fence
+    return Markup(f"{fence}{language}\n{shown}\n{fence}")  # noqa: S704  # nothing ends the block before its fence

@@ -32,11 +32,11 @@ def write_model_card(
     """Write the card of a run's model. The model is saved by now: a card that fails must not make the run look lost.
 
     Args:
-        output: The output folder; its evaluations and, where it could be written, its report are read.
+        output: Its evaluations and, where it could be written, its report are read.
         encoder: The kept model.
-        config: Key -> value, without secrets.
+        config: Without secrets.
         data_facts: (label, value) of the data, for a run without a report.
-        environment: Versions and machine, for the same case.
+        environment: For the same case.
     """
     try:
         reported = read_report(output.path)

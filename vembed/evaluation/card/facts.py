@@ -22,152 +22,89 @@ if TYPE_CHECKING:
     from vembed.models.export.forms import Form
 
 
+# Where an encoder read what it says of itself: another file once it was written again.
 _SOURCE = re.compile(r" \([^()]*\)$")
-"""Where an encoder read what it says of itself: another file once it was written again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a program that uses transformers alone must do to get an encoder's vectors.
+    """What a program that uses transformers alone must do to get an encoder's vectors."""
 
-    Attributes:
-        kind: What it encodes.
-        auto_class: The class of transformers that loads it.
-        pooling: How tokens become a vector: "mean", "cls", "lasttoken", "head"; "" for both towers' own projection.
-        text_padding: Arguments of the tokenizer that pad texts; empty without texts.
-    """
-
-    kind: Literal["text", "dual", "vision"]
-    auto_class: str
-    pooling: str
-    text_padding: Mapping[str, object] = field(default_factory=dict)
+    kind: Literal["text", "dual", "vision"]  # what it encodes
+    auto_class: str  # the class of transformers that loads it
+    pooling: str  # how tokens become a vector: "mean", "cls", "lasttoken", "head"; "" for both towers' own projection
+    text_padding: Mapping[str, object] = field(default_factory=dict)  # arguments of the tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """An encoder as a card tells of it.
+    """An encoder as a card tells of it."""
 
-    Attributes:
-        form: The library that its folder is written for.
-        takes_texts: Whether it encodes texts.
-        takes_pictures: Whether it encodes pictures.
-        dimension: Numbers of a vector.
-        max_length: Longest text in tokens, None where there is no limit.
-        similarity: How vectors are compared.
-        prompts: Text before each side's texts.
-        num_parameters: Numbers in its weights.
-        dtype: Type of the stored weights.
-        described: What the encoder says of itself, label -> value.
-        recipe: How transformers alone gives its vectors; None where that takes more than a few lines.
-    """
-
-    form: Form
+    form: Form  # the library that its folder is written for
     takes_texts: bool
     takes_pictures: bool
     dimension: int
-    max_length: int | None
+    max_length: int | None  # longest text in tokens
     similarity: Similarity
     prompts: Mapping[Side, str]
     num_parameters: int
-    dtype: str
-    described: Mapping[str, str]
-    recipe: Recipe | None
+    dtype: str  # of the stored weights
+    described: Mapping[str, str]  # what the encoder says of itself
+    recipe: Recipe | None  # None where transformers alone takes more than a few lines
 
 
 @dataclass(frozen=True, slots=True)
 class MetricFacts:
-    """One metric of one set.
-
-    Attributes:
-        name: The metric, e.g. "ndcg@10".
-        baseline: Before training, or None.
-        final: The model of the card, or None.
-        bm25: BM25, or None.
-        comparison: Final against baseline with its interval, or None.
-    """
+    """One metric of one set; None where it wasn't measured."""
 
     name: str
-    baseline: float | None
-    final: float | None
+    baseline: float | None  # before training
+    final: float | None  # the model of the card
     bm25: float | None
-    comparison: Comparison | None
+    comparison: Comparison | None  # final against baseline
 
 
 @dataclass(frozen=True, slots=True)
 class SetFacts:
-    """What was measured on one set.
-
-    Attributes:
-        name: The set.
-        role: What it is, in a word or two.
-        note: What it was used for, in words.
-        num_queries: Queries with judgements.
-        num_documents: Documents searched.
-        metrics: The metric of the verdict first.
-        sentence: The verdict, or "".
-    """
+    """What was measured on one set."""
 
     name: str
-    role: str
-    note: str
-    num_queries: int
+    role: str  # e.g. "test set"
+    note: str  # what it was used for
+    num_queries: int  # with judgements
     num_documents: int
-    metrics: tuple[MetricFacts, ...]
-    sentence: str = ""
+    metrics: tuple[MetricFacts, ...]  # the metric of the verdict first
+    sentence: str = ""  # the verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """A training run as a card tells of it. Texts hold no paths and no secrets; they aren't escaped.
-
-    Attributes:
-        name: The run.
-        base: The model that training started from.
-        data: (label, name) of the data sets.
-        data_facts: (label, value): counts, directions, what was left out.
-        settings: (key, value) of the training.
-        sets: What was measured, the verdict's set first.
-        environment: Versions and machine.
-        methods: Names of the methods used, for the citations.
-        notes: What a reader must know of the run itself, one sentence each.
-    """
+    """A training run as a card tells of it. Texts hold no paths and no secrets; they aren't escaped."""
 
     name: str
-    base: PublicName
-    data: tuple[tuple[str, PublicName], ...]
-    data_facts: tuple[tuple[str, str], ...]
+    base: PublicName  # the model that training started from
+    data: tuple[tuple[str, PublicName], ...]  # "training", "dev" or "test", and the set
+    data_facts: tuple[tuple[str, str], ...]  # counts, directions, what was left out
     settings: tuple[tuple[str, str], ...]
-    sets: tuple[SetFacts, ...]
-    environment: tuple[tuple[str, str], ...]
-    methods: tuple[str, ...]
-    notes: tuple[str, ...]
+    sets: tuple[SetFacts, ...]  # the verdict's first
+    environment: tuple[tuple[str, str], ...]  # versions and machine
+    methods: tuple[str, ...]  # for the citations
+    notes: tuple[str, ...]  # what a reader must know of the run, one sentence each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardFacts:
-    """Everything that a card says.
-
-    Attributes:
-        title: Name of the model.
-        folder: Name of its folder, for the examples.
-        model: The encoder.
-        run: The run that trained it, None where nothing is known of one.
-        base: What it was made from where no run is known, else None.
-        license_id: The model's licence as its owner gave it, None where he gave none.
-        base_license: The licence of the model that it was trained from, as the owner gave it.
-        languages: Codes of its languages, as the owner gave them.
-        versions: (package, version) that wrote the folder.
-    """
+    """Everything that a card says; licences and languages are as the model's owner gave them."""
 
     title: str
-    folder: str
+    folder: str  # name of the model's folder
     model: ModelFacts
     run: RunFacts | None = None
-    base: PublicName | None = None
+    base: PublicName | None = None  # what the model was made from where no run is known
     license_id: str | None = None
     base_license: str | None = None
     languages: tuple[str, ...] = ()
-    versions: tuple[tuple[str, str], ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()  # packages that wrote the folder
 
 
 def written_with() -> tuple[tuple[str, str], ...]:
@@ -176,12 +113,7 @@ def written_with() -> tuple[tuple[str, str], ...]:
 
 
 def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
-    """Return what a card tells of an encoder.
-
-    Args:
-        encoder: The encoder, its weights in the type that is stored.
-        form: The form of its folder.
-    """
+    """Return what a card tells of an encoder whose weights are in the type that is stored."""
     parameters = list(encoder.parameters())
     return ModelFacts(
         form=form,

@@ -7,13 +7,14 @@ import math
 import re
 from typing import TYPE_CHECKING, Any
 
-import yaml
+from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from vembed.errors import ConfigError
 from vembed.evaluation.text import one_line
 
 if TYPE_CHECKING:
-    from vembed.evaluation.card.facts import CardFacts, SetFacts
+    from vembed.evaluation.card.facts import CardFacts, ModelFacts, SetFacts
 
 # fmt: off
 LICENSES = frozenset((
@@ -40,9 +41,6 @@ METRIC_NAMES = {"ndcg": "nDCG", "recall": "Recall", "precision": "Precision", "m
 def check_license(given: str) -> str:
     """Return a licence as the hub spells it ("MIT License" is mit); one that the hub doesn't know stays as it is.
 
-    Args:
-        given: What the owner of the model gave.
-
     Raises:
         ConfigError: It is empty.
     """
@@ -67,10 +65,7 @@ def nearest_license(given: str) -> str | None:
 
 
 def check_languages(given: list[str]) -> tuple[str, ...]:
-    """Return codes of languages.
-
-    Args:
-        given: What the owner of the model gave.
+    """Return codes of languages, each once.
 
     Raises:
         ConfigError: One is no code.
@@ -82,80 +77,70 @@ def check_languages(given: list[str]) -> tuple[str, ...]:
 
 
 def front_matter(facts: CardFacts) -> str:
-    """Return the block, from the first `---` to the last, with a line feed behind."""
-    text: str = yaml.safe_dump(
-        _metadata(facts), sort_keys=False, allow_unicode=True, width=1_000_000, default_flow_style=False
-    )
-    return f"---\n{text}---\n"
-
-
-def _metadata(facts: CardFacts) -> dict[str, Any]:
-    """Return the fields; what isn't known is left out. Every text is one line."""
-    found: dict[str, Any] = {}
-    if facts.languages:
-        found["language"] = [one_line(code) for code in facts.languages]
-    if facts.license_id is not None:
-        found |= _license(one_line(facts.license_id))
-    found["library_name"] = facts.model.form
-    found["pipeline_tag"] = pipeline_tag(facts)
-    found["tags"] = _tags(facts)
+    """Return the block, from the first `---` to the last; what isn't known is left out, and every text is one line."""
     base = facts.base if facts.run is None else facts.run.base
-    if base is not None and base.hub_id is not None:
-        found["base_model"] = base.hub_id
-    if facts.run is not None:
-        sets = dict.fromkeys(name.hub_id for label, name in facts.run.data if label == "training" and name.hub_id)
-        if sets:
-            found["datasets"] = list(sets)
-        results = [_result(each) for each in facts.run.sets if _finite(each)]
-        if results:
-            found["model-index"] = [{"name": one_line(facts.title), "results": results}]
-    return found
+    data = facts.run.data if facts.run is not None else ()
+    license_id, license_name = (None, None) if facts.license_id is None else _license(one_line(facts.license_id))
+    found = ModelCardData(
+        language=[one_line(code) for code in facts.languages] or None,
+        library_name=facts.model.form,
+        pipeline_tag=_pipeline_tag(facts.model),
+        tags=_tags(facts),
+        base_model=None if base is None else base.hub_id,
+        datasets=list(dict.fromkeys(name.hub_id for label, name in data if label == "training" and name.hub_id))
+        or None,
+        license=license_id,
+        license_name=license_name,
+    )
+    results = [result for each in (facts.run.sets if facts.run is not None else ()) for result in _results(each)]
+    if results:
+        found["model-index"] = [{"name": one_line(facts.title), "results": results}]
+    return f"---\n{found.to_yaml()}\n---\n"
 
 
-def _license(given: str) -> dict[str, str]:
+def _license(given: str) -> tuple[str, str | None]:
+    """Return a licence's id on the hub, and its name where the hub knows no id for it."""
     if given in LICENSES:
-        return {"license": given}
-    return {"license": "other", "license_name": re.sub(r"[^a-z0-9.+-]+", "-", given.lower()).strip("-") or "other"}
+        return given, None
+    return "other", re.sub(r"[^a-z0-9.+-]+", "-", given.lower()).strip("-") or "other"
 
 
-def pipeline_tag(facts: CardFacts) -> str:
+def _pipeline_tag(model: ModelFacts) -> str:
     """Return the task under which the hub lists the model."""
-    model = facts.model
     if not model.takes_texts:
         return "image-feature-extraction"
-    if model.takes_pictures:
-        return "sentence-similarity" if model.form == "sentence-transformers" else "zero-shot-image-classification"
-    return "sentence-similarity" if model.form == "sentence-transformers" else "feature-extraction"
+    if model.form == "sentence-transformers":
+        return "sentence-similarity"
+    return "zero-shot-image-classification" if model.takes_pictures else "feature-extraction"
 
 
 def _tags(facts: CardFacts) -> list[str]:
     model = facts.model
-    tags = [model.form, pipeline_tag(facts), "feature-extraction", "retrieval"]
+    tags = [model.form, _pipeline_tag(model), "feature-extraction", "retrieval"]
     if model.takes_texts and model.takes_pictures:
         tags.append("multimodal")
     if facts.run is not None:
         tags.append("contrastive-learning")
-    return list(dict.fromkeys([*tags, "vembed"]))
+    return [*tags, "vembed"]  # the hub's class drops doubles
 
 
-def _finite(each: SetFacts) -> list[dict[str, Any]]:
-    return [
-        {
-            "type": f"{metric.name.replace('@', '_at_')}",
-            "value": round(metric.final, 6),
-            "name": metric_name(metric.name),
-        }
+def _results(each: SetFacts) -> list[dict[str, Any]]:
+    """Return the measurements of one set as the hub writes them; given several sets it would mix them up."""
+    found = [
+        EvalResult(
+            task_type="text-retrieval",
+            task_name="Retrieval",
+            dataset_type="unknown",
+            dataset_name=f"{one_line(each.name)} ({each.role})",
+            metric_type=metric.name.replace("@", "_at_"),
+            metric_name=metric_name(metric.name),
+            metric_value=round(metric.final, 6),
+        )
         for metric in each.metrics
         if metric.final is not None and math.isfinite(metric.final)
     ]
-
-
-def _result(each: SetFacts) -> dict[str, Any]:
-    return {
-        "task": {"type": "text-retrieval", "name": "Retrieval"},
-        "dataset": {"type": "unknown", "name": f"{one_line(each.name)} ({each.role})"},
-        "metrics": _finite(each),
-    }
+    results: list[dict[str, Any]] = eval_results_to_model_index("", found)[0]["results"]
+    return results
 
 
 def metric_name(name: str) -> str:

@@ -53,9 +53,9 @@ def gather_run(
 
     Args:
         folder: The output folder of the run.
-        config: Its configuration, key -> value, without secrets.
-        data_facts: (label, value) of its data.
-        environment: Versions and machine that it ran with.
+        config: Without secrets.
+        data_facts: (label, value).
+        environment: Versions and machine.
     """
     bases = _started_from(folder, config)
     given = [str(config[key]) for key in PATH_KEYS if config.get(key)]
@@ -77,11 +77,7 @@ def gather_run(
 
 
 def read_report(folder: Path) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """Return the data facts and the environment that the report of a run holds; nothing where it has none.
-
-    Args:
-        folder: The output folder of the run.
-    """
+    """Return the data facts and the environment that the report of a run holds; nothing where it has none."""
     report = _read_object(folder / "report" / "report.json")
     facts, environment = report.get("data_facts"), report.get("environment")
     pairs = [(str(pair[0]), str(pair[1])) for pair in facts if len(pair) == 2] if isinstance(facts, list) else []

@@ -13,11 +13,10 @@ if TYPE_CHECKING:
 Kind: TypeAlias = Literal["hub", "built-in", "open_clip", "local"]
 
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:[\w.-]+)?", re.ASCII)
-MOST_CHARACTERS = 200
-"""No hub id is longer."""
+MOST_CHARACTERS = 200  # no hub id is longer
 
+# What a file of rows ends in: a relative path of two parts is no hub id then.
 FILE_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".tar", ".txt", ".gz", ".zst"})
-"""What a file of rows ends in: a relative path of two parts is no hub id then."""
 
 _PREFIX = re.compile(r"(?P<prefix>[a-z][a-z0-9_]+):(?!//)(?P<rest>.+)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w./\\])(?:~\w*|\.{1,2}|[A-Za-z]:)?[/\\](?![/\\\s])[^\s\"'<>|,;()\[\]]*")
@@ -27,17 +26,11 @@ _ADDRESS = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s\"'<>]*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class PublicName:
-    """What a model or a data set is called in public.
-
-    Attributes:
-        kind: Where it is from.
-        shown: Its name, without the path that leads to it.
-        hub_id: `owner/name`, None where it isn't on the hub.
-    """
+    """What a model or a data set is called in public."""
 
     kind: Kind
-    shown: str
-    hub_id: str | None = None
+    shown: str  # without the path that leads to it
+    hub_id: str | None = None  # owner/name
 
 
 def public_name(given: str, bases: Iterable[Path] = ()) -> PublicName:

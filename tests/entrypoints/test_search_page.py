@@ -53,7 +53,7 @@ def test_documents_and_queries_are_shown_and_never_run(page: Page) -> None:
     _, text, _ = page.get(f"?q={quote(hostile)}")
     assert "<script" not in text
     assert "&lt;script&gt;alert(1)&lt;/script&gt; &amp; \\x1b[31m \\u202e" in text
-    assert 'value="&quot;&gt;&lt;script&gt;alert(2)&lt;/script&gt;' in text
+    assert 'value="&#34;&gt;&lt;script&gt;alert(2)&lt;/script&gt;' in text
 
 
 @pytest.mark.parametrize(

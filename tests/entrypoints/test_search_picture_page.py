@@ -83,7 +83,7 @@ def test_a_picture_and_a_text_are_one_query(picture_page: Page) -> None:
         (b"just a text", "x.png: no picture of a known format"),
         (b"<svg onload=alert(1)>", "x.png: no picture of a known format"),
         (bomb(), "x.png: 100,000 x 100,000 = 10,000,000,000 pixels are over the limit"),
-        (ball("red", "JPEG")[:-300], "x.png: the JPEG can&#x27;t be decoded"),
+        (ball("red", "JPEG")[:-300], "x.png: the JPEG can&#39;t be decoded"),
         (ball("red")[:40], "x.png: "),
     ],
 )
@@ -182,7 +182,7 @@ def test_hostile_ids_paths_and_captions_are_shown_and_never_run(hostile_page: Pa
         assert "\u202e" not in text
     card = cards(hostile_page.get("?q=a+red+ball")[1])[0]
     assert "&lt;script&gt;alert(0)&lt;/script&gt;\\x1b" in card
-    assert "&quot;&gt;&lt;img src=x onerror=alert(0)&gt;" in card
+    assert "&#34;&gt;&lt;img src=x onerror=alert(0)&gt;" in card
     assert "a red ball" in (IMAGE.search(card) or [""] * 3)[2], "the caption is the alt text"
 
 
@@ -195,7 +195,7 @@ def test_a_form_is_taken_apart_whatever_its_file_holds(picture_page: Page) -> No
     form = {"Content-Type": 'multipart/form-data; boundary="x"'}
     status, text = picture_page.send(body, form)
     assert status == 200
-    assert 'Nearest to <strong dir="auto">a &quot;b&quot;.png</strong>' in text
+    assert 'Nearest to <strong dir="auto">a &#34;b&#34;.png</strong>' in text
     assert ids(text)[0] == "red.png"
     assert len(ids(text)) == 3
     for end in (*range(0, len(body) - 4, 31), len(body) - 5):

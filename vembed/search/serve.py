@@ -29,8 +29,15 @@ from werkzeug.wrappers import Request, Response
 from vembed.batch import MODALITY_WORDS, Composed, Image, modality_words
 from vembed.data.images import ImageError
 from vembed.errors import MachineError, VembedError
-from vembed.search.page import COUNTS, MAX_QUERY_CHARACTERS, PICTURE_FIELD, Answer, ShownPicture, page_facts, render
-from vembed.search.page_style import POLICY
+from vembed.search.page import (
+    COUNTS,
+    MAX_QUERY_CHARACTERS,
+    PICTURE_FIELD,
+    POLICY,
+    Answer,
+    SearchPage,
+    ShownPicture,
+)
 from vembed.search.thumbnails import make_thumbnail
 
 if TYPE_CHECKING:
@@ -86,7 +93,7 @@ class SearchServer(ThreadedWSGIServer):
 
     def __init__(self, searcher: Searcher, *, port: int) -> None:
         self._searcher = searcher
-        self._facts = page_facts(searcher)
+        self._page = SearchPage(searcher)
         self._forms = threading.BoundedSemaphore(FORMS_AT_ONCE)
         self._decoding = threading.Lock()  # two pictures at the limit of pixels would take twice the memory
         try:
@@ -104,7 +111,7 @@ class SearchServer(ThreadedWSGIServer):
 
     def response(self, status: int, answer: Answer) -> Response:
         """Return the page with its headers."""
-        return Response(render(self._facts, answer), status, HEADERS, mimetype="text/html")
+        return Response(self._page.render(answer), status, HEADERS, mimetype="text/html")
 
     def _answer(self, request: Request) -> Response:
         question = _Question()

@@ -26,27 +26,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL.Image import Image as Bitmap
 
-THUMBNAIL_PIXELS = 256
-"""Longest side of a copy; a smaller picture keeps its size."""
-
-THUMBNAIL_BYTES = 16_384
-"""Most bytes of a copy."""
-
-FORMS = ((256, 78), (256, 55), (192, 50), (96, 40))
-"""(longest side, quality) from best to smallest; the last one always fits."""
-
-DRAWING_COLOURS = 256
-"""A picture of so few colours is kept without loss where that fits: edges of drawings stay sharp."""
-
+THUMBNAIL_PIXELS = 256  # longest side of a copy; a smaller picture keeps its size
+THUMBNAIL_BYTES = 16_384  # most bytes of a copy
+FORMS = ((256, 78), (256, 55), (192, 50), (96, 40))  # (longest side, quality); the last one always fits
+DRAWING_COLOURS = 256  # a picture of so few is kept without loss where that fits: edges of drawings stay sharp
 _OFFSETS_DTYPE = np.dtype("<i8")
 
 
 def make_thumbnail(image: Image, limits: ImageLimits) -> bytes:
     """Return a small WebP copy of a picture, without anything that its file holds beside the pixels.
-
-    Args:
-        image: The picture.
-        limits: What may be decoded.
 
     Raises:
         ImageError: It can't be decoded.
@@ -75,11 +63,6 @@ def _webp(bitmap: Bitmap, *, quality: int = 80, lossless: bool = False) -> bytes
 def make_thumbnails(images: Iterable[Image | None], limits: ImageLimits, num_threads: int) -> Iterator[bytes]:
     """Yield the copy of each picture, and no bytes for None, in order; Pillow works outside of Python's lock.
 
-    Args:
-        images: Pictures of documents.
-        limits: What may be decoded.
-        num_threads: Pictures that are decoded at a time.
-
     Raises:
         ImageError: One can't be decoded.
     """
@@ -94,11 +77,7 @@ def make_thumbnails(images: Iterable[Image | None], limits: ImageLimits, num_thr
 
 
 class ThumbnailWriter:
-    """Write copies and where they start.
-
-    Args:
-        copies: File of the copies, open for writing.
-    """
+    """Write copies and where they start."""
 
     def __init__(self, copies: IO[bytes]) -> None:
         self._copies = copies
@@ -121,13 +100,8 @@ class ThumbnailWriter:
 class ThumbnailReader:
     """Read copies back, from several threads.
 
-    Args:
-        copies: File of the copies.
-        offsets: File of where they start.
-        num_documents: How many there must be.
-
     Raises:
-        DataError: The offsets are broken.
+        DataError: The offsets are broken, or of another number of documents.
     """
 
     def __init__(self, copies: Path, offsets: Path, *, num_documents: int) -> None:

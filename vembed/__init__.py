@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
     from vembed.evaluation.metrics import register_metric
+    from vembed.losses.registry import register_loss
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "evaluate",
     "load",
     "open_index",
+    "register_loss",
     "register_metric",
     "train",
 ]
@@ -52,6 +54,7 @@ _MODULES = {
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),
     ),
     "vembed.evaluation.metrics": ("register_metric",),
+    "vembed.losses.registry": ("register_loss",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 """Public name -> the module that has it; those of config and errors need no torch."""

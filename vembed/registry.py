@@ -79,6 +79,12 @@ class Registry:
         return self._entries[name]
 
 
+LOSSES = Registry(
+    "loss",
+    {"infonce": "vembed.losses.facts.infonce:FACTS", "sigmoid": "vembed.losses.facts.sigmoid:FACTS"},
+)
+"""`loss_type` -> a `LossFacts` (vembed/losses/registry.py)."""
+
 METRICS = Registry(
     "metric",
     {

@@ -41,7 +41,7 @@ def test_a_wrong_value_is_named_with_what_fits_and_its_neighbour_passes(bad: str
 @pytest.mark.parametrize(
     ("keys", "part", "mended"),
     [
-        (["mrl_weights=[1, 2]"], "mrl_dims, which is not set", ["mrl_weights=[1, 2]", "mrl_dims=[8, 4]"]),
+        (["mrl_weights=[1, 2]"], "no effect without mrl_dims; remove it", ["mrl_weights=[1, 2]", "mrl_dims=[8, 4]"]),
         (["mrl_dims=[8, 4]", "mrl_weights=[1]"], "1 entries for the 2", ["mrl_dims=[8, 4]", "mrl_weights=[1, 0.5]"]),
         (["loss_type=sigmoid", "temperature=0.1"], "set init_logit_scale to 2.303", ["temperature=0.1"]),
         (["loss_type=sigmoid", "learn_temperature=true"], "always learns its scale", ["learn_temperature=true"]),
@@ -49,6 +49,8 @@ def test_a_wrong_value_is_named_with_what_fits_and_its_neighbour_passes(bad: str
         (["init_logit_scale=3.0"], "set temperature to 0.04979", ["init_logit_scale=3.0", "loss_type=sigmoid"]),
         (["init_logit_bias=-5.0"], "loss_type to sigmoid", ["init_logit_bias=-5.0", "loss_type=sigmoid"]),
         (["loss_type=sigmoid", "init_logit_scale=10"], "must be <= 4.605", ["loss_type=sigmoid", "init_logit_scale=4"]),
+        (["learn_temperature=true", "temperature=0.009"], "starts between 0.01 and 1.0, got", ["temperature=0.009"]),
+        (["learn_temperature=true", "temperature=1.01"], "starts between 0.01 and 1.0, got", ["temperature=1.01"]),
         (["loss_type=sigmoid", "batch_size=1"], "sigmoid loss learns nothing", ["loss_type=sigmoid", "batch_size=2"]),
     ],
 )  # fmt: skip

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from loss_cases import CASES
 
+from vembed.config.schema import Config
+from vembed.losses.base import LossCommon
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.prefixes import Prefixes
-from vembed.losses.registry import LOSSES, LossOptions
+from vembed.losses.registry import loss_facts
 from vembed.losses.sigmoid import SigmoidLoss
 
 if TYPE_CHECKING:
@@ -57,21 +59,15 @@ def test_of_unit_vectors_the_whole_length_alone_is_the_plain_loss() -> None:
     assert whole(*case.embeddings(), case.structure).item() == pytest.approx(value.item(), rel=1e-6)
 
 
-OPTIONS = LossOptions(
-    temperature=0.5,
-    learn_temperature=True,
-    bidirectional=True,
-    mask_false_negatives=False,
-    init_logit_scale=1.5,
-    init_logit_bias=-3.0,
-    dtype=torch.float64,
-    prefixes=Prefixes.of([2]),
-    tile_size=7,
-)
+def made(values: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
+    config = Config.model_validate({"model_name": "m", **values})
+    return loss_facts(config.loss_type).build(config.loss_keys(), LossCommon(dtype, dimension=5, tile_size=7))
 
 
-def test_the_registry_passes_every_option_on() -> None:
-    infonce, sigmoid = LOSSES["infonce"](OPTIONS), LOSSES["sigmoid"](OPTIONS)
+def test_the_registry_passes_every_key_on() -> None:
+    both = {"mask_false_negatives": False, "mrl_dims": [2]}
+    infonce = made({"temperature": 0.5, "learn_temperature": True, "loss_bidirectional": True, **both})
+    sigmoid = made({"loss_type": "sigmoid", "init_logit_scale": 1.5, "init_logit_bias": -3.0, **both})
     assert isinstance(infonce, InfoNCE)
     assert isinstance(sigmoid, SigmoidLoss)
     assert (infonce.bidirectional, infonce.temperature) == (True, pytest.approx(0.5))
@@ -80,9 +76,7 @@ def test_the_registry_passes_every_option_on() -> None:
     for loss in (infonce, sigmoid):
         assert (loss.mask_false_negatives, loss.prefixes, loss.tile_size) == (False, Prefixes.of([2]), 7)
         assert loss.log_scale.dtype == torch.float64
-    fixed = LOSSES["infonce"](
-        LossOptions(0.5, False, False, True, init_logit_scale=1.5, init_logit_bias=-3.0, dtype=torch.float32)
-    )
+    fixed = made({"temperature": 0.5}, torch.float32)
     assert isinstance(fixed, InfoNCE)
     assert (fixed.bidirectional, fixed.mask_false_negatives, fixed.prefixes) == (False, True, None)
     assert list(fixed.parameters()) == []

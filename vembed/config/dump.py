@@ -3,9 +3,11 @@
 import hashlib
 import json
 
+from vembed.config.fields import facts_of
 from vembed.config.redact import redact_value
-from vembed.config.schema import SECTIONS, Config
+from vembed.config.schema import SECTIONS, Config, fields, key_names, section_keys
 from vembed.config.yaml_text import write_mapping
+from vembed.registry import LOSSES
 
 
 def plain_values(config: Config) -> dict[str, object]:
@@ -18,10 +20,18 @@ def plain_values(config: Config) -> dict[str, object]:
         Scalars, and mappings sorted by name.
     """
     values: dict[str, object] = {}
-    for name, value in config.model_dump().items():
-        plain = redact_value(value)
-        values[name] = dict(sorted(plain.items())) if isinstance(plain, dict) else plain
+    given = config.model_dump()
+    for name in key_names():
+        if name in given and not _of_another_plugin(name, config):
+            plain = redact_value(given[name])
+            values[name] = dict(sorted(plain.items())) if isinstance(plain, dict) else plain
     return values
+
+
+def _of_another_plugin(name: str, config: Config) -> bool:
+    """Return whether only losses of plugins have a key, and none of them is the run's."""
+    losses = facts_of(fields()[name]).get("acts_with", {}).get("loss_type", ())
+    return bool(losses) and config.loss_type not in losses and LOSSES.plugins().keys() >= set(losses)
 
 
 def dump_config(config: Config) -> str:
@@ -37,8 +47,8 @@ def dump_config(config: Config) -> str:
     """
     values = plain_values(config)
     sections = [
-        f"# {title}\n{write_mapping({name: values[name] for name in section.model_fields})}"
-        for title, section in SECTIONS.items()
+        f"# {title}\n{write_mapping({name: values[name] for name in section_keys(title) if name in values})}"
+        for title in SECTIONS
     ]
     return "\n".join(sections)
 

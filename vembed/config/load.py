@@ -19,15 +19,16 @@ from vembed.config import json_text, yaml_text
 from vembed.config.fields import BrokenRules
 from vembed.config.messages import explain, unknown_key
 from vembed.config.overrides import parse_overrides
+from vembed.config.plugins import import_plugins
 from vembed.config.redact import printable, shown
-from vembed.config.schema import ALIASES, Config
+from vembed.config.schema import ALIASES, Config, fields
 from vembed.config.sources import Entry, Place, Problem, Refused, raise_problems
 from vembed.config.values import read_values
+from vembed.errors import ConfigError
 
 MAX_FILE_BYTES = 2**20
 
 _READERS = {".yaml": yaml_text.read_mapping, ".yml": yaml_text.read_mapping, ".json": json_text.read_mapping}
-_MAPPING_KEYS = frozenset(key for key, info in Config.model_fields.items() if isinstance(info.default, Mapping))
 _PLACEHOLDER_MODEL = "builtin:none"
 
 
@@ -80,6 +81,17 @@ def load_values(base: Path | Mapping[str, object], overrides: Mapping[str, objec
     return _check(_Layer(*read_values(base, layer=0)), top, "configuration", None)
 
 
+def _import_plugins(entry: Entry) -> None:
+    try:
+        import_plugins(entry.value)
+    except ConfigError as error:
+        raise_problems([Problem(entry.place, str(error).removeprefix("plugins: "), entry.name)])
+
+
+def _is_mapping(key: str) -> bool:
+    return isinstance(fields()[key].default, Mapping)
+
+
 class _Layer(NamedTuple):
     """What one source says; no entries at all when it can't be read as a whole."""
 
@@ -88,7 +100,12 @@ class _Layer(NamedTuple):
 
 
 def _check(lower: _Layer, upper: _Layer, label: str, path: Path | None) -> LoadedConfig:
-    """Lay one layer over the other and judge the result."""
+    """Lay one layer over the other and judge the result; what plugins add is known from the first step on."""
+    for layer in (upper, lower):
+        named = [entry for entry in layer.entries or () if entry.name == "plugins" and entry.part is None]
+        if named:
+            _import_plugins(named[0])
+            break
     base, base_problems = _settle(lower.entries or [])
     top, top_problems = _settle(upper.entries or [])
     settings = _lay_over(base, top)
@@ -165,12 +182,12 @@ def _settle(entries: Iterable[Entry]) -> tuple[dict[str, Entry], list[Problem]]:
     problems = []
     for entry in entries:
         targets = ALIASES.get(entry.name, (entry.name,))
-        unknown = [target for target in targets if target not in Config.model_fields]
+        unknown = [target for target in targets if target not in fields()]
         if unknown:
             problems.append(Problem(entry.place, unknown_key(entry.name), shown(entry.name)))
             continue
         for target in targets:
-            if entry.part is not None and target not in _MAPPING_KEYS:
+            if entry.part is not None and not _is_mapping(target):
                 text = f"{target} is one value and has no parts; write {target}=VALUE"
                 problems.append(Problem(entry.place, text, entry.name))
                 break
@@ -242,7 +259,7 @@ def _field_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry
     grouped: dict[tuple[str, Any], list[ErrorDetails]] = {}
     for error in errors:
         key = str(error["loc"][0])
-        part = error["loc"][1] if key in _MAPPING_KEYS and len(error["loc"]) > 1 else None
+        part = error["loc"][1] if len(error["loc"]) > 1 and _is_mapping(key) else None
         grouped.setdefault((key, part), []).append(error)
     problems = []
     for (key, part), group in grouped.items():

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from vembed.config.fields import LARGEST_COUNT
 from vembed.config.redact import redact_value, shown
-from vembed.config.schema import ALIASES, Config
+from vembed.config.schema import ALIASES, Config, config_class, key_names
 
 _NUMBER = re.compile(r"\s*[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\s*")
 _BOOLEAN_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
@@ -35,11 +35,15 @@ def show_value(value: object) -> str:
     return shown(json.dumps(redact_value(value), ensure_ascii=False))
 
 
-@functools.cache
 def key_schemas() -> Mapping[str, Mapping[str, Any]]:
     """Return the JSON schema of every key, in the order of the sections."""
-    properties: dict[str, dict[str, Any]] = Config.model_json_schema()["properties"]
-    return properties
+    return _key_schemas(config_class())
+
+
+@functools.lru_cache(maxsize=1)
+def _key_schemas(checked: type[Config]) -> Mapping[str, Mapping[str, Any]]:
+    properties: dict[str, dict[str, Any]] = checked.model_json_schema()["properties"]
+    return {name: properties[name] for name in key_names()}
 
 
 def expectation(schema: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ word (null, a boolean, a number) or a text taken as it stands, so that `query_pr
 from collections.abc import Sequence
 
 from vembed.config.redact import MASK, names_secret, shown
-from vembed.config.schema import ALIASES, Config
+from vembed.config.schema import ALIASES, fields
 from vembed.config.sources import Entry, Place, Problem, Refused
 from vembed.config.yaml_text import read_flow, read_plain
 
@@ -66,5 +66,5 @@ def _read(word: str) -> object:
 def shown_override(text: str) -> str:
     """Return `key=value` as a message may show it: cut, on one line, without a value that looks like a secret."""
     name, equals, _ = text.partition("=")
-    known = name.partition(".")[0].strip() in {*Config.model_fields, *ALIASES}
+    known = name.partition(".")[0].strip() in {*fields(), *ALIASES}
     return shown(text) if known or not names_secret(name) else shown(f"{name}{equals}{MASK}")

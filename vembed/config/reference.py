@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from vembed.config.fields import LARGEST_COUNT, RULES
+from vembed.config.fields import LARGEST_COUNT
 from vembed.config.load import MAX_FILE_BYTES
 from vembed.config.messages import expectation, key_schemas
-from vembed.config.schema import ALIASES, SECTIONS, Config
+from vembed.config.schema import ALIASES, SECTIONS, key_names, rules, section_keys
 from vembed.config.yaml_text import write_mapping
 
 _INTRODUCTION = f"""# Configuration
@@ -71,7 +71,7 @@ def _section(title: str) -> str:
     section = SECTIONS[title]
     lines = [f"## {title}", "", (section.__doc__ or "").strip(), ""]
     lines += ["| Key | Values | Default | Unit | Meaning | Aliases | On resume |", "|---|---|---|---|---|---|---|"]
-    lines += [_row(name, key_schemas()[name]) for name in section.model_fields]
+    lines += [_row(name, key_schemas()[name]) for name in section_keys(title)]
     return "\n".join([*lines, ""])
 
 
@@ -101,9 +101,9 @@ def _aliases() -> str:
 
 
 def _rules() -> str:
-    order = list(Config.model_fields)
-    rules = sorted(RULES, key=lambda each: order.index(each.keys[0]))
-    lines = ["## Rules between keys", "", *(f"- {each.summary}" for each in rules)]
+    order = key_names()
+    listed = sorted(rules(), key=lambda each: order.index(each.keys[0]))
+    lines = ["## Rules between keys", "", *(f"- {each.summary}" for each in listed)]
     return "\n".join([*lines, ""])
 
 

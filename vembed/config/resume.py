@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from vembed.config.dump import plain_values
-from vembed.config.fields import OnResume
+from vembed.config.fields import OnResume, facts_of
 from vembed.config.redact import redact_value
-from vembed.config.schema import Config, default_of
+from vembed.config.schema import Config, default_of, fields
 
 
 class ResumeDifference(NamedTuple):
@@ -34,9 +34,7 @@ def on_resume(key: str) -> OnResume:
     Returns:
         "harmless" or "refused".
     """
-    extra = Config.model_fields[key].json_schema_extra
-    assert isinstance(extra, dict)  # every key is made by fields.key
-    return "harmless" if extra["on_resume"] == "harmless" else "refused"
+    return "harmless" if facts_of(fields()[key])["on_resume"] == "harmless" else "refused"
 
 
 def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDifference]:
@@ -54,7 +52,7 @@ def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDif
         before = redact_value(old[key]) if key in old else default_of(key)
         if not _same(before, value):
             differences.append(ResumeDifference(key, before, value, on_resume(key)))
-    gone = [key for key in old if key not in Config.model_fields]
+    gone = [key for key in old if key not in fields()]
     return differences + [ResumeDifference(key, redact_value(old[key]), None, "refused") for key in gone]
 
 

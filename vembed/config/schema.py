@@ -1,16 +1,19 @@
-"""Every key of the configuration: type, default, unit, bounds, meaning, alias, and the rules between keys.
+"""The configuration: all sections of keys in one flat, checked class, with the keys of every registered loss.
 
-The sections (keys/) group the keys; the file that a user writes is flat. A fact about a key stands there and nowhere
-else: the reference, the JSON schema and the error messages are made from it. Values are strict: `True` is no integer
-and "3" is no number; an integer is fine where a float is expected.
+The sections (keys/) and the losses group the keys; the file that a user writes is flat. A fact about a key stands where
+it is declared and nowhere else: the reference, the JSON schema and the messages are made from it. Values are strict:
+`True` is no integer and "3" is no number; an integer is fine where a float is expected.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, Self, cast
 
-from pydantic import BaseModel, model_validator
+from pydantic import ValidationError, create_model, model_validator
+from pydantic.fields import FieldInfo
 
-from vembed.config.fields import RULES, BrokenRules
+from vembed.config.fields import RULES, BrokenRules, Rule, Section, facts_of, idle_rules
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.batch import BatchKeys
 from vembed.config.keys.data import DataKeys
@@ -20,7 +23,10 @@ from vembed.config.keys.loss import LossKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.keys.output import OutputKeys
+from vembed.config.plugins import PluginKeys, import_plugins
 from vembed.config.redact import redact_value
+from vembed.errors import ConfigError
+from vembed.registry import LOSSES
 
 ALIASES: Mapping[str, tuple[str, ...]] = {
     "model_name_or_path": ("model_name",),
@@ -33,7 +39,7 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Other names of a key, or of several that one value sets. An alias beside its key is an error."""
 
-SECTIONS: Mapping[str, type[BaseModel]] = {
+SECTIONS: Mapping[str, type[Section]] = {
     "Model": ModelKeys,
     "Adapters": AdapterKeys,
     "Data": DataKeys,
@@ -43,12 +49,14 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "Optimisation": OptimisationKeys,
     "Evaluation": EvaluationKeys,
     "Output": OutputKeys,
+    "Plugins": PluginKeys,
 }
 """The sections in the order of every listing."""
 
 
 # Last section first: pydantic collects fields from the last base to the first.
 class Config(
+    PluginKeys,
     OutputKeys,
     EvaluationKeys,
     OptimisationKeys,
@@ -59,7 +67,11 @@ class Config(
     AdapterKeys,
     ModelKeys,
 ):
-    """A complete, checked configuration; it can't be changed."""
+    """A complete, checked configuration; it can't be changed.
+
+    This class has the keys that every run reads. Making one imports its plugins and gives an instance of
+    `config_class()`, which has those of the losses beside them.
+    """
 
     NOT_HASHED: ClassVar[frozenset[str]] = frozenset(
         {
@@ -75,6 +87,27 @@ class Config(
         }
     )
     """Keys that decide nothing about the result."""
+
+    def __new__(cls, **values: Any) -> Self:
+        """Return an instance of `config_class()`, whatever the class."""
+        if cls is not Config:
+            return super().__new__(cls)
+        import_plugins(values.get("plugins"))
+        return cast("Self", super().__new__(config_class()))
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Check values against `config_class()`, whatever the class."""
+        import_plugins(obj.get("plugins") if isinstance(obj, Mapping) else None)
+        return cast("Self", super(Config, config_class()).model_validate(obj, **options))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Config.model_validate, (self.model_dump(include=self.model_fields_set),)
+
+    def loss_keys(self) -> Section:
+        """Return the keys of the chosen loss, as its own section."""
+        section: type[Section] = LOSSES.load(self.loss_type).keys
+        return section.model_validate({name: getattr(self, name) for name in section.model_fields})
 
     @model_validator(mode="before")
     @classmethod
@@ -92,7 +125,8 @@ class Config(
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
-        broken = [(each.keys, sentence) for each in RULES if (sentence := each.check(self)) is not None]
+        broken = [(each.keys, sentence) for each in rules() if (sentence := each.check(self)) is not None]
+        broken += _broken_of_loss(self)
         if broken:
             raise BrokenRules(broken)
         return self
@@ -102,13 +136,103 @@ class Config(
             yield name, redact_value(value)
 
 
-def default_of(name: str) -> Any:
-    """Return the default of a key.
+def config_class() -> type[Config]:
+    """Return `Config` with the keys of every registered loss: ours, and those of plugins.
 
-    Args:
-        name: A key that isn't required.
-
-    Returns:
-        The value that stands in the schema.
+    Raises:
+        ConfigError: A plugin's key has the name of another one.
     """
-    return Config.model_fields[name].get_default()
+    return _with_losses(tuple(LOSSES.load(name) for name in LOSSES.names()))
+
+
+def fields() -> Mapping[str, FieldInfo]:
+    """Return every key, those of losses last."""
+    return config_class().model_fields
+
+
+def section_keys(title: str) -> tuple[str, ...]:
+    """Return the keys of a section in the order of every listing; the keys of losses stand in that of the loss."""
+    own = tuple(SECTIONS[title].model_fields)
+    of_losses = tuple(name for name in fields() if name not in Config.model_fields) if title == "Loss" else ()
+    return (*own[:1], *of_losses, *own[1:])
+
+
+def key_names() -> tuple[str, ...]:
+    """Return every key in the order of every listing."""
+    return tuple(name for title in SECTIONS for name in section_keys(title))
+
+
+def default_of(name: str) -> Any:
+    """Return the value of a key that nobody sets."""
+    return fields()[name].get_default()
+
+
+def rules() -> list[Rule]:
+    """Return the rules between keys: those that are written, and one for each key that acts only with another."""
+    return [*RULES, *_idle_rules(config_class())]
+
+
+@functools.lru_cache(maxsize=1)
+def _idle_rules(checked: type[Config]) -> list[Rule]:
+    return idle_rules(checked.model_fields, {"loss_type": _hint})
+
+
+def _hint(config: Config, name: str) -> str:
+    """Return what the chosen loss says to a user who set the key of another one."""
+    hint = LOSSES.load(config.loss_type).hint(name, getattr(config, name))
+    return f"; {hint}" if hint else ""
+
+
+@functools.lru_cache(maxsize=1)
+def _with_losses(losses: tuple[Any, ...]) -> type[Config]:
+    """Return the class for these losses (`LossFacts` of vembed.losses, which this room must not import)."""
+    owners: dict[str, list[str]] = {}
+    found: dict[str, FieldInfo] = {}
+    for loss in losses:
+        for name, info in loss.keys.model_fields.items():
+            known = found.setdefault(name, Config.model_fields.get(name, info))
+            if (name in Config.model_fields and name not in LossKeys.model_fields) or not _alike(known, info):
+                raise ConfigError(
+                    f"key {name} of the loss {loss.name} has the name of another key; choose another name"
+                )
+            owners.setdefault(name, []).append(loss.name)
+    names = [loss.name for loss in losses]
+    made: dict[str, Any] = {
+        name: (found[name].annotation, _of_losses(found[name], owners[name]))
+        for name in found
+        if len(owners[name]) < len(names) or name not in Config.model_fields
+    }
+    chosen = copy.copy(Config.model_fields["loss_type"])
+    chosen.description = f"The loss: {'; '.join(f'{loss.name}, {loss.summary}' for loss in losses)}."
+    made["loss_type"] = (Literal[tuple(names)], chosen)
+    return create_model("Config", __base__=Config, __module__=__name__, **made)
+
+
+def _alike(one: FieldInfo, other: FieldInfo) -> bool:
+    return (one.annotation, one.default, one.description) == (other.annotation, other.default, other.description)
+
+
+def _of_losses(info: FieldInfo, names: list[str]) -> FieldInfo:
+    """Return the key of some losses as one that says so."""
+    key = copy.copy(info)
+    key.description = f"{info.description} Only with loss_type {' or '.join(names)}."
+    extra = dict(facts_of(info))
+    key.json_schema_extra = extra | {"acts_with": {**extra.get("acts_with", {}), "loss_type": names}}
+    return key
+
+
+def _broken_of_loss(config: Config) -> list[tuple[tuple[str, ...], str]]:
+    """Return what the chosen loss's own section refuses."""
+    try:
+        config.loss_keys()
+    except ValidationError as refused:
+        errors = [(each["loc"], each.get("ctx", {}).get("error", each["msg"])) for each in refused.errors()]
+        of_rules = [found for _, error in errors if isinstance(error, BrokenRules) for found in error.broken]
+        keys = tuple(type(config).model_fields)
+        others = [
+            ((*map(str, where), "loss_type", *keys), str(error))
+            for where, error in errors
+            if not isinstance(error, BrokenRules)
+        ]
+        return [*of_rules, *others]
+    return []

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from vembed.gradcache.gradients import Gradients
     from vembed.gradcache.loss_stage import LossResult
     from vembed.gradcache.stopwatch import Part
-    from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
+    from vembed.losses.base import BatchLoss, BatchStructure
 
 __all__ = ["EngineOptions", "GradCacheEngine", "Pool", "ReplayDriftError", "StepResult"]
 
@@ -111,7 +111,7 @@ class GradCacheEngine:
 
     def __init__(
         self,
-        loss: ContrastiveLoss | MultiVectorLoss,
+        loss: BatchLoss,
         options: EngineOptions,
         parameters: Sequence[Tensor] = (),
         *,

@@ -17,7 +17,7 @@ import torch
 
 from vembed.losses.base import MultiVectors
 from vembed.losses.statistics import LogSumExp
-from vembed.losses.streamed import StreamedBatch, StreamedLoss
+from vembed.losses.streamed import StreamedBatch
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     from vembed.distributed.ranks import Ranks
     from vembed.gradcache.row_assignment import RowAssignment
-    from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
+    from vembed.losses.base import BatchLoss, BatchStructure
     from vembed.losses.statistics import Statistics
+    from vembed.losses.streamed import StreamedLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class LossStage:
         ranks: Who shares the batch.
     """
 
-    def __init__(self, loss: ContrastiveLoss | MultiVectorLoss, ranks: Ranks) -> None:
+    def __init__(self, loss: BatchLoss, ranks: Ranks) -> None:
         self.loss = loss
         self.ranks = ranks
 
@@ -81,9 +82,9 @@ class LossStage:
             gradient_scale: Factor on `u_VE`.
         """
         z_NE = self._gathered(z_VE, assignment)
-        streams = isinstance(self.loss, StreamedLoss) and structure.num_queries >= self.ranks.world_size
-        if streams:
-            loss, rank_loss, u_VE, own = self._streamed(z_NE, structure, assignment)
+        streamed = self.loss.streamed if structure.num_queries >= self.ranks.world_size else None
+        if streamed is not None:
+            loss, rank_loss, u_VE, own = self._streamed(streamed, z_NE, structure, assignment)
         else:
             loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
             rank_loss, u_VE = loss, u_NE if self.ranks.is_one else u_NE[self._own(assignment, u_NE.device)]
@@ -121,15 +122,14 @@ class LossStage:
         return loss.detach(), u_NE, dict(zip(own, found, strict=True))
 
     def _streamed(
-        self, z_NE: Tensor, structure: BatchStructure, assignment: RowAssignment
+        self, streamed: StreamedLoss, z_NE: Tensor, structure: BatchStructure, assignment: RowAssignment
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        assert isinstance(self.loss, StreamedLoss)
         num_queries, ranks = structure.num_queries, self.ranks
         first, stop = (num_queries * each // ranks.world_size for each in (ranks.rank, ranks.rank + 1))
         batch = StreamedBatch(z_NE[first:stop], z_NE[num_queries:], structure, first)
-        statistics = self._merged(self.loss.statistics(batch)) if self.loss.needs_statistics else None
+        statistics = self._merged(streamed.statistics(batch)) if streamed.needs_statistics else None
         u_NE = torch.empty_like(z_NE) if ranks.is_one else torch.zeros_like(z_NE)
-        found = self.loss.gradients(batch, statistics, (u_NE[first:stop], u_NE[num_queries:]))
+        found = streamed.gradients(batch, statistics, (u_NE[first:stop], u_NE[num_queries:]))
         if ranks.is_one:
             return found.loss, found.loss, u_NE, found.own
         numbers = torch.cat([found.loss.reshape(1), *(own.flatten().to(z_NE.dtype) for own in found.own.values())])

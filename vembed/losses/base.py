@@ -8,16 +8,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from vembed.config.fields import Section
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from vembed.batch import ContrastiveBatch
+    from vembed.losses.registry import Memory, Supervision
+    from vembed.losses.streamed import StreamedLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +83,44 @@ class BatchStructure:
         return len(self.document_ids_D)
 
 
+class LossCommon(NamedTuple):
+    """What a loss may know of its run beside its keys."""
+
+    dtype: torch.dtype  # of parameters of its own, at least float32
+    dimension: int  # of the embeddings
+    tile_size: int  # rows and columns of a tile, as the plan decided
+
+
 class BatchLoss(nn.Module, ABC):
-    """A loss over a whole batch, with or without parameters of its own."""
+    """A loss over a whole batch, with or without parameters of its own.
+
+    The class attributes are what `register_loss` reads; our own losses say the same in losses/facts/.
+    """
+
+    name: ClassVar[str]
+    keys: ClassVar[type[Section]] = Section
+    columns: ClassVar[Sequence[Any]] = ()
+    takes: ClassVar[Sequence[Supervision]] = ("positives",)
+    memory: ClassVar[Memory] = "matrix"
+    multi_vector: ClassVar[bool] = False
+    formula: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    citation: ClassVar[str] = ""
+
+    @classmethod
+    def from_keys(cls, keys: Any, common: LossCommon) -> Self:  # noqa: ARG003
+        """Make the loss of a run; here each key is the argument of the same name.
+
+        Args:
+            keys: The loss's section of keys.
+            common: What else of the run it may need.
+        """
+        return cls(**{name: getattr(keys, name) for name in type(keys).model_fields})
+
+    @property
+    def streamed(self) -> StreamedLoss | None:
+        """The loss itself where it computes gradients without autograd, tile by tile."""
+        return None
 
     def constrain(self) -> None:
         """Bring the loss's own parameters back into their bounds; called after each optimizer step."""
@@ -141,6 +183,9 @@ class MultiVectors:
 
 class MultiVectorLoss(BatchLoss):
     """A loss over rows with several vectors each."""
+
+    memory = "tokens"
+    multi_vector = True
 
     @abstractmethod
     def forward(self, q: MultiVectors, d: MultiVectors, structure: BatchStructure) -> Tensor:

@@ -25,30 +25,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.masks import false_negative_mask, positive_mask
-from vembed.losses.prefixes import weighted_similarities
+from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
 from vembed.losses.tiles import BOUNDED_LOGIT, DEFAULT_TILE_SIZE, longest_row, read_numbers
 
 if TYPE_CHECKING:
-    from vembed.losses.base import BatchStructure
+    from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
-    from vembed.losses.prefixes import Prefixes
+    from vembed.losses.facts.infonce import InfoNCEKeys
     from vembed.losses.streamed import StreamedBatch
     from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
-
-MAX_LOGIT_SCALE = 100.0
-"""Upper bound of a learned logit scale, as in CLIP: below a temperature of 0.01 training diverges."""
-
-MIN_LOGIT_SCALE = 1.0
-"""Lower bound of a learned logit scale: a temperature over 1 flattens cosine similarities to nothing."""
 
 STRIP_TILES = 10
 """Most logits of a strip of rows that are kept to save a product, in whole tiles: 40 MiB for tiles of 4."""
@@ -82,11 +77,6 @@ class InfoNCE(StreamedLoss):
         tile_size: int = DEFAULT_TILE_SIZE,
     ) -> None:
         super().__init__(mask_false_negatives=mask_false_negatives, prefixes=prefixes, tile_size=tile_size)
-        if learn_temperature and not MIN_LOGIT_SCALE <= 1 / temperature <= MAX_LOGIT_SCALE:
-            raise ValueError(
-                f"a learned temperature starts between {1 / MAX_LOGIT_SCALE} and {1 / MIN_LOGIT_SCALE}, "
-                f"got {temperature}"
-            )
         log_scale = torch.tensor(math.log(1.0 / temperature), dtype=torch.promote_types(dtype, torch.float32))
         self.log_scale: Tensor
         self._fixed = None if learn_temperature else temperature
@@ -95,6 +85,19 @@ class InfoNCE(StreamedLoss):
         else:
             self.register_buffer("log_scale", log_scale, persistent=False)
         self.bidirectional = bidirectional
+
+    @classmethod
+    def from_keys(cls, keys: InfoNCEKeys, common: LossCommon) -> Self:
+        """Make the loss of a run."""
+        return cls(
+            temperature=keys.temperature,
+            learn_temperature=keys.learn_temperature,
+            bidirectional=keys.loss_bidirectional,
+            mask_false_negatives=keys.mask_false_negatives,
+            dtype=common.dtype,
+            prefixes=Prefixes.of_keys(keys),
+            tile_size=common.tile_size,
+        )
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the mean loss over queries (averaged with that over positive documents when bidirectional)."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from vembed.config.keys.loss import PrefixKeys
+
 NORM_EPSILON = 1e-12
 """A shorter vector is divided by this instead of its norm: zero stays zero."""
 
@@ -33,6 +35,11 @@ class Prefixes:
 
     dims: tuple[int, ...]
     weights: tuple[float, ...]
+
+    @classmethod
+    def of_keys(cls, keys: PrefixKeys) -> Prefixes | None:
+        """Return what a loss's keys ask for; None where they ask for the embeddings as they are."""
+        return None if keys.mrl_dims is None else cls.of(keys.mrl_dims, keys.mrl_weights)
 
     @classmethod
     def of(cls, dims: Sequence[int], weights: Sequence[float] | None = None) -> Prefixes:

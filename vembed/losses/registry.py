@@ -1,72 +1,127 @@
-"""Losses by the name that `loss_type` gives them."""
+"""What losses say of themselves, and `register_loss`. No torch here: a configuration is checked from these facts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import importlib
+import inspect
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from vembed.losses.infonce import InfoNCE
-from vembed.losses.sigmoid import SigmoidLoss
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.config.fields import Section
+from vembed.errors import ConfigError
+from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    import torch
+    from vembed.losses.base import BatchLoss, LossCommon
 
-    from vembed.losses.base import ContrastiveLoss
-    from vembed.losses.prefixes import Prefixes
+Supervision = Literal["positives", "classes", "pairs"]
+"""What a loss learns from: positives among the documents of the batch, classes, or listed pairs with scores."""
+
+Memory = Literal["matrix", "tiles", "pairs", "tokens"]
+"""What a loss holds at once: the whole similarity matrix, tiles of it, values of listed pairs, or the similarities of
+all vectors of rows with several."""
 
 
-@dataclass(frozen=True, slots=True)
-class LossOptions:
-    """Everything that a loss can be told; each takes what it knows.
+AnyLoss = TypeVar("AnyLoss", bound="type[BatchLoss]")
 
-    Attributes:
-        temperature: Starting (or fixed) temperature.
-        learn_temperature: Whether it is learned.
-        bidirectional: Whether both directions are trained.
-        mask_false_negatives: Whether copies of positives are left out of the negatives.
-        init_logit_scale: Starting log of the sigmoid loss's scale.
-        init_logit_bias: Starting bias of the sigmoid loss.
-        dtype: Type of the loss's own parameters.
-        prefixes: Prefixes to train, or None for the embeddings as they are.
-        tile_size: Rows and columns of a tile of the similarity matrix.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossFacts:
+    """What the other rooms must know of a loss before it is built."""
+
+    name: str  # what `loss_type` calls it
+    loss: str | type[BatchLoss]  # the class, or "module:class" of our own, which is imported when it is built
+    keys: type[Section]
+    title: str = ""  # in a sentence: "the InfoNCE loss"
+    summary: str = ""  # for the reference, after "NAME: "
+    columns: tuple[Any, ...] = ()  # of the data, beside our own: `ExtraColumn`s
+    takes: tuple[Supervision, ...] = ("positives",)
+    memory: Memory = "matrix"
+    multi_vector: bool = False
+    formula: str = ""  # plain text
+    source: str = ""  # paper, as in a list of references
+    citation: str = ""  # the same as BibTeX, for the model card
+    # Key of another loss -> what a user who set it may want here, or a function from its value to that.
+    hints: Mapping[str, str | Callable[[Any], str]] = field(default_factory=dict)
+
+    def hint(self, key: str, value: object) -> str:
+        """Return what a user who set a key of another loss may want here; empty where nothing is alike."""
+        found = self.hints.get(key, "")
+        return found(value) if callable(found) else found
+
+    def build(self, keys: Section, common: LossCommon) -> BatchLoss:
+        """Make the loss from its keys, of the class `keys` above."""
+        loss: BatchLoss = self.loss_class().from_keys(keys, common)
+        return loss
+
+    def loss_class(self) -> type[BatchLoss]:
+        """Return the loss's class; one of our own is imported now, with torch."""
+        if not isinstance(self.loss, str):
+            return self.loss
+        module, name = self.loss.split(":")
+        found: type[BatchLoss] = getattr(importlib.import_module(module), name)
+        return found
+
+
+def loss_facts(name: str) -> LossFacts:
+    """Return the facts of a loss by its `loss_type`.
+
+    Raises:
+        ConfigError: There is none of that name.
     """
-
-    temperature: float
-    learn_temperature: bool
-    bidirectional: bool
-    mask_false_negatives: bool
-    init_logit_scale: float
-    init_logit_bias: float
-    dtype: torch.dtype
-    prefixes: Prefixes | None = None
-    tile_size: int = DEFAULT_TILE_SIZE
+    facts: LossFacts = LOSSES.load(name)
+    return facts
 
 
-def _infonce(options: LossOptions) -> ContrastiveLoss:
-    return InfoNCE(
-        temperature=options.temperature,
-        learn_temperature=options.learn_temperature,
-        bidirectional=options.bidirectional,
-        mask_false_negatives=options.mask_false_negatives,
-        dtype=options.dtype,
-        prefixes=options.prefixes,
-        tile_size=options.tile_size,
+def register_loss(loss: AnyLoss) -> AnyLoss:
+    """Make a loss available as `loss_type`; usable as a decorator or a call.
+
+    Args:
+        loss: A `ContrastiveLoss`, `StreamedLoss` or `MultiVectorLoss` whose class attributes are its facts: `name`, and
+            where they apply `keys`, `columns`, `takes`, `memory`, `formula`, `source`, `citation`.
+
+    Raises:
+        ConfigError: The name is taken, or a fact is missing or not what it must be.
+    """
+    LOSSES.register(str(getattr(loss, "name", "")), _facts_of(loss), module=loss.__module__)
+    return loss
+
+
+def _facts_of(loss: type[BatchLoss]) -> LossFacts:
+    """Return what a loss class says of itself."""
+    from vembed.losses.base import BatchLoss  # brings torch, which a plugin has imported already
+
+    where = f"{loss.__module__}.{loss.__qualname__}"
+    if not issubclass(loss, BatchLoss):
+        raise ConfigError(f"{where} is no loss; derive it from ContrastiveLoss, StreamedLoss or MultiVectorLoss")
+    if not hasattr(loss, "name"):
+        raise ConfigError(f'{where} has no name; give it one for loss_type, such as name = "triplet"')
+    if inspect.isabstract(loss):
+        raise ConfigError(f"{where} lacks {', '.join(sorted(loss.__abstractmethods__))}")
+    for fact, allowed in (("memory", get_args(Memory)), ("takes", get_args(Supervision))):
+        given = getattr(loss, fact)
+        if not {given} if isinstance(given, str) else set(given) <= set(allowed):
+            raise ConfigError(f"{where}: {fact} must be of {', '.join(allowed)}, got {given!r}")
+    if not (isinstance(loss.keys, type) and issubclass(loss.keys, Section)):
+        raise ConfigError(f"{where}: keys must be a Section, a class of keys (vembed.config.fields)")
+    for name, info in loss.keys.model_fields.items():
+        if info.is_required():
+            raise ConfigError(f"{where}: key {name} has no default; runs with other losses need one")
+        if not isinstance(info.json_schema_extra, dict) or not info.description:
+            raise ConfigError(f"{where}: key {name} is not made by key(default, meaning)")
+    return LossFacts(
+        name=loss.name,
+        loss=loss,
+        keys=loss.keys,
+        title=f"the {loss.name} loss",
+        summary=(inspect.getdoc(loss) or "").partition("\n")[0].rstrip("."),
+        columns=tuple(loss.columns),
+        takes=tuple(loss.takes),
+        memory=loss.memory,
+        multi_vector=loss.multi_vector,
+        formula=loss.formula,
+        source=loss.source,
+        citation=loss.citation,
     )
-
-
-def _sigmoid(options: LossOptions) -> ContrastiveLoss:
-    return SigmoidLoss(
-        init_logit_scale=options.init_logit_scale,
-        init_logit_bias=options.init_logit_bias,
-        mask_false_negatives=options.mask_false_negatives,
-        dtype=options.dtype,
-        prefixes=options.prefixes,
-        tile_size=options.tile_size,
-    )
-
-
-LOSSES: dict[str, Callable[[LossOptions], ContrastiveLoss]] = {"infonce": _infonce, "sigmoid": _sigmoid}
-"""`loss_type` -> how to build it."""

@@ -15,22 +15,22 @@ Source: Zhai et al., 2023, "Sigmoid Loss for Language Image Pre-Training".
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from vembed.losses.infonce import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
+from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.masks import false_negative_mask, positive_mask
-from vembed.losses.prefixes import weighted_similarities
+from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, read_numbers
 
 if TYPE_CHECKING:
-    from vembed.losses.base import BatchStructure
+    from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
-    from vembed.losses.prefixes import Prefixes
+    from vembed.losses.facts.sigmoid import SigmoidKeys
     from vembed.losses.statistics import Statistics
     from vembed.losses.streamed import StreamedBatch
 
@@ -64,6 +64,18 @@ class SigmoidLoss(StreamedLoss):
         own = torch.promote_types(dtype, torch.float32)
         self.log_scale = nn.Parameter(torch.tensor(init_logit_scale, dtype=own))
         self.bias = nn.Parameter(torch.tensor(init_logit_bias, dtype=own))
+
+    @classmethod
+    def from_keys(cls, keys: SigmoidKeys, common: LossCommon) -> Self:
+        """Make the loss of a run."""
+        return cls(
+            init_logit_scale=keys.init_logit_scale,
+            init_logit_bias=keys.init_logit_bias,
+            mask_false_negatives=keys.mask_false_negatives,
+            dtype=common.dtype,
+            prefixes=Prefixes.of_keys(keys),
+            tile_size=common.tile_size,
+        )
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the sum over pairs divided by the number of queries."""

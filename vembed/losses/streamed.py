@@ -70,11 +70,18 @@ class StreamedLoss(ContrastiveLoss):
         tile_size: Rows and columns of a tile.
     """
 
+    memory = "tiles"
+
     def __init__(self, *, mask_false_negatives: bool, prefixes: Prefixes | None, tile_size: int) -> None:
         super().__init__()
         self.mask_false_negatives = mask_false_negatives
         self.prefixes = prefixes
         self.tile_size = tile_size
+
+    @property
+    def streamed(self) -> StreamedLoss:
+        """The loss itself."""
+        return self
 
     @property
     def needs_statistics(self) -> bool:

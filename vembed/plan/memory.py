@@ -12,6 +12,10 @@ LOSS_STRIP_TILES = 10
 """Tiles that the loss keeps at most to save a matrix product, where one direction is trained."""
 
 
+WHOLE_COPIES = 4
+"""What autograd holds of a loss over the whole matrix: similarities, logits, their exponentials and a gradient."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallCost:
     """What an encoder call of R rows of width w costs: R * (per_token * w + per_pair * w * w) + per_call.
@@ -236,15 +240,11 @@ class BytesPerDevice:
 
 @dataclass(frozen=True, slots=True)
 class LossTiles:
-    """The blocks in which the similarity matrix is computed.
+    """What the loss holds of the similarities."""
 
-    Attributes:
-        size: Rows and columns of a block, at most.
-        count: Blocks that live at once.
-    """
-
-    size: int
-    count: int
+    size: int  # rows and columns of a block, at most
+    count: int  # blocks that live at once
+    memory: str = "tiles"  # as the loss's facts say: blocks, the whole "matrix", listed "pairs", or "tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,11 +280,20 @@ class BatchRows:
 
 
 def loss_bytes(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
-    """Return the memory of the loss stage: embeddings, their gradients, blocks of the similarity matrix."""
-    value = max(4, size.bytes_per_value)
+    """Return the memory of the loss stage: embeddings, their gradients, and what it holds of the similarities."""
+    return (2 * rows.own * size.dimension + _similarities(size, rows, tiles)) * max(4, size.bytes_per_value)
+
+
+def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
+    """Return how many numbers the loss holds at once; one that doesn't stream is computed whole on every device."""
+    if tiles.memory == "pairs":
+        return WHOLE_COPIES * rows.all
+    if tiles.memory in ("matrix", "tokens"):
+        vectors = (size.max_length or 1) if tiles.memory == "tokens" else 1  # of a row
+        return WHOLE_COPIES * rows.all_queries * rows.all_documents * vectors**2
     tile = min(tiles.size, rows.num_queries) * min(tiles.size, rows.all_documents)
     strip = min(LOSS_STRIP_TILES * tiles.size**2, rows.num_queries * rows.all_documents)
-    return (2 * rows.own * size.dimension + tiles.count * tile + strip) * value
+    return tiles.count * tile + strip
 
 
 def gathered_bytes(size: ModelSize, rows: BatchRows) -> int:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from vembed.config.plugins import plugin_lines
 from vembed.plan.advice import decision_tree, oom_ladder, scaling, zero_lines
 from vembed.plan.batching import BatchPlan, RecordSize, plan_batch
 from vembed.plan.devices import Devices
@@ -15,6 +16,7 @@ from vembed.plan.loading import Loading, plan_loading
 from vembed.plan.memory import BatchRows, BytesPerDevice, LossTiles, ModelSize, show_bytes
 from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, PlanningProblem, Way
 from vembed.plan.strategy import Choice, choose
+from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -177,7 +179,7 @@ def make_plan(
         ConfigError: A key asks for what these devices or this model can't do.
     """
     devices = devices or Devices.of(machine)
-    reasons = list(data.notes)
+    reasons = [*plugin_lines(config.plugins), *data.notes]
     model = _limited(config, model, data, reasons)
     batch = plan_batch(config, devices, model, data.records(), host_bytes=cpu_memory_bytes())
     dtype = compute_dtype(config, machine, reasons)
@@ -333,9 +335,10 @@ def _loss_tiles(config: Config, machine: Machine, model: ModelSize, reasons: lis
             f"{max(prefixes)} are trained"
         )
     count = 2 if not prefixes else 2 + len(prefixes)
+    size = CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE
     if config.loss_tile_size != "auto":
-        return LossTiles(config.loss_tile_size, count)
-    return LossTiles(CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE, count)
+        size = config.loss_tile_size
+    return LossTiles(size, count, LOSSES.load(config.loss_type).memory)
 
 
 def _warmup_steps(config: Config, steps: int) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from vembed.checkpoint.format import JSON
     from vembed.checkpoint.tensors import Saved
-    from vembed.losses.base import ContrastiveLoss
+    from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
 
 
@@ -85,7 +85,7 @@ class Updater:
         options: AdamW's settings.
     """
 
-    def __init__(self, encoder: Encoder, loss: ContrastiveLoss, schedule: Schedule, options: OptimizerOptions) -> None:
+    def __init__(self, encoder: Encoder, loss: BatchLoss, schedule: Schedule, options: OptimizerOptions) -> None:
         self.schedule = schedule
         self.options = options
         self._loss = loss

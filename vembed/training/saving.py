@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vembed.checkpoint.manager import CheckpointManager
     from vembed.checkpoint.tensors import Saved
     from vembed.distributed.ranks import Ranks
-    from vembed.losses.base import ContrastiveLoss
+    from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.training.optimizer import Updater
 
@@ -134,7 +134,7 @@ class RunCheckpoints:
 
     manager: CheckpointManager
     encoder: Encoder
-    loss: ContrastiveLoss
+    loss: BatchLoss
     updater: Updater
     stamp: Mapping[str, JSON]  # all that a checkpoint says of its run
 

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import Auto, Count, Name, Positive, key, rule
-from vembed.config.keys.section import Section
+from vembed.config.fields import Auto, Count, Name, Positive, Section, key, rule
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -15,6 +14,8 @@ MOST_LAYERS = 256
 
 TRAINABLE = ("all", "projection", "vision", "text", *(f"last_{n}_layers" for n in range(1, MOST_LAYERS + 1)))
 """What may train when no adapters do."""
+
+WITH_ADAPTERS = {"use_lora": (True, "auto")}
 
 
 class AdapterKeys(Section):
@@ -31,62 +32,27 @@ class AdapterKeys(Section):
         "auto",
         "Freeze the model and train low-rank adapters (LoRA); auto is off but for sharded models of 8B and over.",
     )
-    lora_r: Count = key(16, "Rank of the adapters.")
+    lora_r: Count = key(16, "Rank of the adapters.", acts_with=WITH_ADAPTERS)
     lora_alpha: Positive | None = key(
         None,
         "An adapter's output is multiplied by lora_alpha / lora_r; null is twice lora_r, so that a change of the rank "
         "alone leaves the factor, and the learning rate that suits it, as they are.",
+        acts_with=WITH_ADAPTERS,
     )
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = key(0.0, "Dropout before each adapter.")
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = key(
+        0.0, "Dropout before each adapter.", acts_with=WITH_ADAPTERS
+    )
     lora_target_modules: Auto | Annotated[list[Name], Field(min_length=1)] = key(
         "auto",
         "Names of the linear layers that get adapters, such as q_proj; auto is those of every transformer layer.",
+        acts_with=WITH_ADAPTERS,
     )
     lora_towers: Literal["all", "text", "vision"] = key(
-        "all", "Towers that get adapters; the other one is frozen as a whole."
+        "all", "Towers that get adapters; the other one is frozen as a whole.", acts_with=WITH_ADAPTERS
     )
     load_in_4bit: bool = key(
         False, "Hold the frozen weights in 4 bits (QLoRA); needs use_lora, a CUDA device and bitsandbytes."
     )
-
-
-_LORA_KEYS = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_towers")
-
-
-@rule("lora_r", "use_lora")
-def _rank_acts(config: "Config") -> str | None:
-    """`lora_r` must have its default with `use_lora: false`."""
-    return _idle_adapter(config, "lora_r")
-
-
-@rule("lora_alpha", "use_lora")
-def _alpha_acts(config: "Config") -> str | None:
-    """`lora_alpha` must be null with `use_lora: false`."""
-    return _idle_adapter(config, "lora_alpha")
-
-
-@rule("lora_dropout", "use_lora")
-def _dropout_acts(config: "Config") -> str | None:
-    """`lora_dropout` must be 0 with `use_lora: false`."""
-    return _idle_adapter(config, "lora_dropout")
-
-
-@rule("lora_target_modules", "use_lora")
-def _targets_act(config: "Config") -> str | None:
-    """`lora_target_modules` must be auto with `use_lora: false`."""
-    return _idle_adapter(config, "lora_target_modules")
-
-
-@rule("lora_towers", "use_lora")
-def _towers_act(config: "Config") -> str | None:
-    """`lora_towers` must be all with `use_lora: false`."""
-    return _idle_adapter(config, "lora_towers")
-
-
-def _idle_adapter(config: "Config", name: str) -> str | None:
-    if config.use_lora is not False or getattr(config, name) == AdapterKeys.default(name):
-        return None
-    return f"{name} has no effect while use_lora is false; set use_lora to true or remove {name}"
 
 
 @rule("trainable", "use_lora")

@@ -2,11 +2,14 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from vembed.config.fields import Auto, Count, Share, key, rule
-from vembed.config.keys.section import Section
+from vembed.config.fields import Auto, Count, Section, Share, key, rule
+from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
+
+
+IN_CHUNKS = {"use_gradient_cache": ("auto", True)}
 
 
 class BatchKeys(Section):
@@ -30,19 +33,28 @@ class BatchKeys(Section):
         "none", "Multiply learning_rate by batch / lr_reference_batch, or by the root of that; none takes it as it is."
     )
     lr_reference_batch: Count = key(
-        256, "With lr_scaling: the effective batch that learning_rate is meant for.", unit="queries"
+        256,
+        "With lr_scaling: the effective batch that learning_rate is meant for.",
+        unit="queries",
+        acts_with={"lr_scaling": ("linear", "sqrt")},
     )
     use_gradient_cache: Auto | bool = key(
         "auto", "Encode the batch in chunks with its own gradients; false: in one call."
     )
-    gradient_cache_chunk_size: Auto | Count = key("auto", "Most texts or pictures of one encoder call.", unit="items")
+    gradient_cache_chunk_size: Auto | Count = key(
+        "auto", "Most texts or pictures of one encoder call.", unit="items", acts_with=IN_CHUNKS
+    )
     gradient_cache_chunk_tokens: Auto | Count = key(
-        "auto", "Most padded tokens (items x width) of one encoder call; the smaller chunk wins.", unit="tokens"
+        "auto",
+        "Most padded tokens (items x width) of one encoder call; the smaller chunk wins.",
+        unit="tokens",
+        acts_with=IN_CHUNKS,
     )
     retain: Auto | Share = key(
         "auto",
         "Share of the batch that keeps its graphs from the first pass and isn't encoded again: memory for speed, the "
         "same gradients; auto takes a part of the memory to spare.",
+        acts_with=IN_CHUNKS,
     )
     oom_retry: bool = key(
         True,
@@ -56,9 +68,9 @@ class BatchKeys(Section):
 def _batch_has_negatives(config: "Config") -> str | None:
     """The global batch (`global_batch_size`, else `batch_size`) must be 2 or more."""
     name = "batch_size" if config.global_batch_size is None else "global_batch_size"
-    if getattr(config, name) != 1:
-        return None
     loss = config.loss_type
+    if getattr(config, name) != 1 or "positives" not in LOSSES.load(loss).takes:
+        return None
     return f"{name} 1 leaves no in-batch negatives, so the {loss} loss learns nothing; set {name} to 2 or more"
 
 
@@ -68,38 +80,3 @@ def _batch_is_said_once(config: "Config") -> str | None:
     if config.batch_size != "auto" or config.global_batch_size is None:
         return None
     return "batch_size auto asks the plan for a batch that global_batch_size already gives; remove one of them"
-
-
-@rule("lr_reference_batch", "lr_scaling")
-def _reference_batch_acts(config: "Config") -> str | None:
-    """`lr_reference_batch` other than its default needs an `lr_scaling` other than none."""
-    if config.lr_scaling != "none" or config.lr_reference_batch == BatchKeys.default("lr_reference_batch"):
-        return None
-    return "lr_reference_batch has no effect with lr_scaling none; set lr_scaling to linear or sqrt, or remove it"
-
-
-@rule("gradient_cache_chunk_size", "use_gradient_cache")
-def _chunk_size_acts(config: "Config") -> str | None:
-    """`gradient_cache_chunk_size` must be auto with `use_gradient_cache: false`."""
-    return _idle_chunk(config, "gradient_cache_chunk_size")
-
-
-@rule("gradient_cache_chunk_tokens", "use_gradient_cache")
-def _chunk_tokens_act(config: "Config") -> str | None:
-    """`gradient_cache_chunk_tokens` must be auto with `use_gradient_cache: false`."""
-    return _idle_chunk(config, "gradient_cache_chunk_tokens")
-
-
-@rule("retain", "use_gradient_cache")
-def _retention_acts(config: "Config") -> str | None:
-    """`retain` must be auto with `use_gradient_cache: false`."""
-    return _idle_chunk(config, "retain")
-
-
-def _idle_chunk(config: "Config", name: str) -> str | None:
-    if config.use_gradient_cache is not False or getattr(config, name) == "auto":
-        return None
-    return (
-        f"{name} has no effect while use_gradient_cache is false, as the batch is encoded in one call; "
-        f"set use_gradient_cache to auto or {name} to auto"
-    )

@@ -1,16 +1,11 @@
 """Keys of the data."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import LARGEST_COUNT, Auto, Count, Name, key, rule
-from vembed.config.keys.section import Section
-
-if TYPE_CHECKING:
-    from vembed.config.schema import Config
-
+from vembed.config.fields import ANY, LARGEST_COUNT, Auto, Count, Name, Section, key
 
 ColumnName = Literal["query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label"]
 """The columns that a row may have under our names."""
@@ -26,9 +21,13 @@ class DataKeys(Section):
         None, "Data that chooses the best checkpoint; null holds out a part of the training data."
     )
     test_data_path: Name | None = key(None, "Data of the verdict, never used to choose anything.")
-    data_split: Name | None = key(None, "Split of data_path; null is its training split.")
-    val_data_split: Name | None = key(None, "Split of val_data_path; null is its validation split.")
-    test_data_split: Name | None = key(None, "Split of test_data_path; null is its test split.")
+    data_split: Name | None = key(None, "Split of data_path; null is its training split.", acts_with={"data_path": ANY})
+    val_data_split: Name | None = key(
+        None, "Split of val_data_path; null is its validation split.", acts_with={"val_data_path": ANY}
+    )
+    test_data_split: Name | None = key(
+        None, "Split of test_data_path; null is its test split.", acts_with={"test_data_path": ANY}
+    )
     column_mapping: Mapping[Name, ColumnName | None] = key(
         {},
         "Column of the data -> our column (query, positive, negatives, query_image, positive_image, negative_images, "
@@ -66,41 +65,9 @@ class DataKeys(Section):
     )
     skip_invalid_records: bool = key(False, "Drop and count rows that can't be used, instead of stopping.")
     max_invalid_records: Count = key(
-        100, "With skip_invalid_records: more broken rows than this stop the run.", unit="rows"
+        100,
+        "With skip_invalid_records: more broken rows than this stop the run.",
+        unit="rows",
+        acts_with={"skip_invalid_records": (True,)},
     )
     drop_last: bool = key(False, "Drop the last, smaller batch of each epoch.")
-
-
-@rule("data_split", "data_path")
-def _split_has_data(config: "Config") -> str | None:
-    """`data_split` needs `data_path`."""
-    return _idle_split(config, "data")
-
-
-@rule("val_data_split", "val_data_path")
-def _val_split_has_data(config: "Config") -> str | None:
-    """`val_data_split` needs `val_data_path`."""
-    return _idle_split(config, "val_data")
-
-
-@rule("test_data_split", "test_data_path")
-def _test_split_has_data(config: "Config") -> str | None:
-    """`test_data_split` needs `test_data_path`."""
-    return _idle_split(config, "test_data")
-
-
-def _idle_split(config: "Config", data: str) -> str | None:
-    if getattr(config, f"{data}_split") is None or getattr(config, f"{data}_path") is not None:
-        return None
-    return f"{data}_split chooses a split of {data}_path, which is not set; set {data}_path or remove {data}_split"
-
-
-@rule("max_invalid_records", "skip_invalid_records")
-def _invalid_budget_acts(config: "Config") -> str | None:
-    """`max_invalid_records` other than its default needs `skip_invalid_records: true`."""
-    if config.skip_invalid_records or config.max_invalid_records == DataKeys.default("max_invalid_records"):
-        return None
-    return (
-        "max_invalid_records has no effect while skip_invalid_records is false, as any broken row stops the run; "
-        "set skip_invalid_records to true or remove max_invalid_records"
-    )

@@ -2,11 +2,13 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from vembed.config.fields import Auto, Count, key, rule
-from vembed.config.keys.section import Section
+from vembed.config.fields import Auto, Count, Section, key, rule
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
+
+
+WITH_SHARDING = {"use_fsdp": (True, "auto"), "sharding_factor": ("auto", {"minimum": 2})}
 
 
 class DistributedKeys(Section):
@@ -36,12 +38,14 @@ class DistributedKeys(Section):
         "What stays whole on each device during a step. fast: weights and gradients, only the optimizer is sharded; "
         "lean: gradients; sharded: nothing.",
         on_resume="harmless",
+        acts_with=WITH_SHARDING,
     )
     cpu_offload: Auto | bool = key(
         "auto",
         "With sharding: keep the shards of weights and optimizer state in the host's memory and update them there; "
         "auto does where nothing else fits.",
         on_resume="harmless",
+        acts_with=WITH_SHARDING,
     )
     nccl_timeout: Count = key(
         600,
@@ -75,22 +79,3 @@ def _sharding_is_on(config: "Config") -> str | None:
     if sharded:
         return "sharding_factor 1 replicates the model while use_fsdp is true; set sharding_factor to auto or 2 or more"
     return f"sharding_factor {factor} shards the model while use_fsdp is false; set use_fsdp to auto or true"
-
-
-@rule("fsdp_mode", "use_fsdp", "sharding_factor")
-def _mode_acts(config: "Config") -> str | None:
-    """`fsdp_mode` must be auto where nothing is sharded."""
-    return _idle_sharding(config, "fsdp_mode", given=config.fsdp_mode != "auto")
-
-
-@rule("cpu_offload", "use_fsdp", "sharding_factor")
-def _offload_acts(config: "Config") -> str | None:
-    """`cpu_offload: true` is refused where nothing is sharded."""
-    return _idle_sharding(config, "cpu_offload", given=config.cpu_offload is True)
-
-
-def _idle_sharding(config: "Config", name: str, *, given: bool) -> str | None:
-    if not given or (config.use_fsdp is not False and config.sharding_factor != 1):
-        return None
-    off = "use_fsdp is false" if config.use_fsdp is False else "sharding_factor is 1"
-    return f"{name} has no effect while {off}, as nothing is sharded; set use_fsdp to true and sharding_factor to auto"

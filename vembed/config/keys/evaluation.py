@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from vembed.config.fields import Auto, Count, key, rule
-from vembed.config.keys.section import Section
+from vembed.config.fields import Auto, Count, Section, key, rule
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -23,7 +22,10 @@ class EvaluationKeys(Section):
         "epoch", "When the validation data are evaluated during training."
     )
     eval_steps: Count | None = key(
-        None, "Steps from one evaluation to the next, with eval_strategy steps.", unit="steps"
+        None,
+        "Steps from one evaluation to the next, with eval_strategy steps.",
+        unit="steps",
+        acts_with={"eval_strategy": ("steps",)},
     )
     eval_batch_size: Count = key(
         256, "Most texts or pictures of one encoder call in evaluation.", unit="items", on_resume="harmless"
@@ -35,7 +37,10 @@ class EvaluationKeys(Section):
         form=f"NAME@K (NAME: {', '.join(_METRIC_NAMES)}; K: {', '.join(map(str, _METRIC_DEPTHS))})",
     )
     early_stopping_patience: Count | None = key(
-        None, "Stop after so many evaluations in a row without a better metric; null never does.", unit="evaluations"
+        None,
+        "Stop after so many evaluations in a row without a better metric; null never does.",
+        unit="evaluations",
+        acts_with={"eval_strategy": ("epoch", "steps")},
     )
     eval_both_directions: Auto | bool = key(
         "auto",
@@ -51,25 +56,3 @@ def _steps_strategy_has_steps(config: "Config") -> str | None:
     if config.eval_strategy != "steps" or config.eval_steps is not None:
         return None
     return "eval_strategy steps needs eval_steps; set eval_steps, such as 100, or eval_strategy to epoch"
-
-
-@rule("eval_steps", "eval_strategy")
-def _eval_steps_act(config: "Config") -> str | None:
-    """`eval_steps` needs `eval_strategy: steps`."""
-    if config.eval_steps is None or config.eval_strategy == "steps":
-        return None
-    return (
-        f"eval_steps has no effect with eval_strategy {config.eval_strategy}; "
-        "set eval_strategy to steps or remove eval_steps"
-    )
-
-
-@rule("early_stopping_patience", "eval_strategy")
-def _early_stopping_is_fed(config: "Config") -> str | None:
-    """`early_stopping_patience` needs an `eval_strategy` other than no."""
-    if config.early_stopping_patience is None or config.eval_strategy != "no":
-        return None
-    return (
-        "early_stopping_patience counts evaluations, and eval_strategy no makes none during training; "
-        "set eval_strategy to epoch or remove early_stopping_patience"
-    )

@@ -1,41 +1,49 @@
-"""Keys of the loss."""
+"""Keys of the loss: which one, and what several losses share. Keys of one loss alone stand beside that loss."""
 
-import math
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from vembed.config.fields import Auto, Count, Positive, key, rule
-from vembed.config.keys.section import Section
+from vembed.config.fields import ANY, Auto, BrokenRules, Count, Name, Positive, Section, key, rule
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
 
+MIN_LOGIT_SCALE = 1.0
+"""Lower bound of a learned logit scale: a temperature over 1 flattens cosine similarities to nothing."""
 
-LARGEST_LOGIT_SCALE = math.log(100)
-"""Natural log of the largest factor on similarities: beyond it training diverges."""
+MAX_LOGIT_SCALE = 100.0
+"""Upper bound of a learned logit scale, as in CLIP: below a temperature of 0.01 training diverges."""
 
 
-class LossKeys(Section):
-    """What is minimised."""
+class TemperatureKeys(Section):
+    """Keys of a loss that divides similarities by a temperature."""
 
-    loss_type: Literal["infonce", "sigmoid"] = key(
-        "infonce",
-        "The loss: InfoNCE over the documents of the batch, or the pairwise sigmoid loss of SigLIP with a learned "
-        "scale and bias.",
-    )
     temperature: Positive = key(0.05, "Similarities are divided by it; its start value with learn_temperature.")
     learn_temperature: bool = key(False, "Train the temperature as well.")
-    loss_bidirectional: bool = key(False, "Average the losses of query -> document and document -> query.")
+
+    @model_validator(mode="after")
+    def _a_learned_temperature_starts_in_its_bounds(self) -> Self:
+        if self.learn_temperature and not 1 / MAX_LOGIT_SCALE <= self.temperature <= 1 / MIN_LOGIT_SCALE:
+            sentence = (
+                f"a learned temperature starts between {1 / MAX_LOGIT_SCALE} and {1 / MIN_LOGIT_SCALE}, "
+                f"got {self.temperature}"
+            )
+            raise BrokenRules([(("temperature", "learn_temperature"), sentence)])
+        return self
+
+
+class MaskKeys(Section):
+    """Keys of a loss with in-batch negatives."""
+
     mask_false_negatives: bool = key(
         True, "A copy of a query's positive in the batch is no negative (by id and content)."
     )
-    init_logit_scale: Annotated[float, Field(ge=0, le=LARGEST_LOGIT_SCALE)] = key(
-        2.302585, "With loss_type sigmoid: start of the natural log of the factor on similarities, ln 10 as in SigLIP."
-    )
-    init_logit_bias: Annotated[float, Field(ge=-100, le=100)] = key(
-        -10.0, "With loss_type sigmoid: start of the bias that is added after the factor."
-    )
+
+
+class PrefixKeys(Section):
+    """Keys of a loss that can train prefixes of the embedding (Matryoshka)."""
+
     mrl_dims: Annotated[list[Count], Field(min_length=1)] | None = key(
         None,
         "Matryoshka: train these numbers of leading dims, each normalised, instead of the whole vector; list the whole "
@@ -43,8 +51,15 @@ class LossKeys(Section):
         unit="dims",
     )
     mrl_weights: Annotated[list[Positive], Field(min_length=1)] | None = key(
-        None, "Weight of each of mrl_dims in the mean of their losses; null weighs all alike."
+        None,
+        "Weight of each of mrl_dims in the mean of their losses; null weighs all alike.",
+        acts_with={"mrl_dims": ANY},
     )
+
+
+class TileKeys(Section):
+    """Keys of a loss that computes the similarity matrix in blocks."""
+
     loss_tile_size: Auto | Count = key(
         "auto",
         "Rows and columns of the blocks in which the similarity matrix is computed; it changes memory and speed, not "
@@ -53,51 +68,14 @@ class LossKeys(Section):
     )
 
 
-@rule("temperature", "loss_type")
-def _temperature_acts(config: "Config") -> str | None:
-    """`temperature` other than its default needs `loss_type: infonce`."""
-    if config.loss_type == "infonce" or config.temperature == LossKeys.default("temperature"):
-        return None
-    scale = min(max(-math.log(config.temperature), 0.0), LARGEST_LOGIT_SCALE)
-    return (
-        f"temperature has no effect with loss_type sigmoid, which learns a scale from init_logit_scale; "
-        f"remove temperature and set init_logit_scale to {scale:.4g}, the natural log of 1 / temperature"
-    )
+class LossChoice(Section):
+    """Which loss."""
+
+    loss_type: Name = key("infonce", "The loss.")
 
 
-@rule("learn_temperature", "loss_type")
-def _learned_temperature_acts(config: "Config") -> str | None:
-    """`learn_temperature: true` needs `loss_type: infonce`."""
-    if config.loss_type == "infonce" or not config.learn_temperature:
-        return None
-    return "learn_temperature has no effect with loss_type sigmoid, which always learns its scale; remove it"
-
-
-@rule("loss_bidirectional", "loss_type")
-def _directions_act(config: "Config") -> str | None:
-    """`loss_bidirectional: true` needs `loss_type: infonce`."""
-    if config.loss_type == "infonce" or not config.loss_bidirectional:
-        return None
-    return "loss_bidirectional has no effect with loss_type sigmoid, which judges each pair once; remove it"
-
-
-@rule("init_logit_scale", "loss_type")
-def _logit_scale_acts(config: "Config") -> str | None:
-    """`init_logit_scale` other than its default needs `loss_type: sigmoid`."""
-    if config.loss_type == "sigmoid" or config.init_logit_scale == LossKeys.default("init_logit_scale"):
-        return None
-    return (
-        f"init_logit_scale has no effect with loss_type infonce, which divides by temperature; set temperature to "
-        f"{math.exp(-config.init_logit_scale):.4g} instead, or loss_type to sigmoid"
-    )
-
-
-@rule("init_logit_bias", "loss_type")
-def _logit_bias_acts(config: "Config") -> str | None:
-    """`init_logit_bias` other than its default needs `loss_type: sigmoid`."""
-    if config.loss_type == "sigmoid" or config.init_logit_bias == LossKeys.default("init_logit_bias"):
-        return None
-    return "init_logit_bias has no effect with loss_type infonce; remove it or set loss_type to sigmoid"
+class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
+    """What is minimised."""
 
 
 @rule("mrl_dims")
@@ -110,12 +88,8 @@ def _prefixes_differ(config: "Config") -> str | None:
 
 @rule("mrl_weights", "mrl_dims")
 def _prefixes_have_weights(config: "Config") -> str | None:
-    """`mrl_weights` needs `mrl_dims` of the same length."""
-    if config.mrl_weights is None:
-        return None
-    if config.mrl_dims is None:
-        return "mrl_weights weighs mrl_dims, which is not set; set mrl_dims or remove mrl_weights"
-    if len(config.mrl_weights) == len(config.mrl_dims):
+    """`mrl_weights` must be as many as `mrl_dims`."""
+    if config.mrl_weights is None or config.mrl_dims is None or len(config.mrl_weights) == len(config.mrl_dims):
         return None
     return (
         f"mrl_weights has {len(config.mrl_weights)} entries for the {len(config.mrl_dims)} of mrl_dims; give one "

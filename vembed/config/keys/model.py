@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import LARGEST_COUNT, Auto, Name, Text, key, rule
-from vembed.config.keys.section import Section
+from vembed.config.fields import LARGEST_COUNT, Auto, Name, Section, Text, key, rule
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config

@@ -4,8 +4,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import LARGEST_COUNT, Auto, Count, Decay, NonNegative, Positive, Share, key, rule
-from vembed.config.keys.section import Section
+from vembed.config.fields import (
+    LARGEST_COUNT,
+    Auto,
+    Count,
+    Decay,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    key,
+    rule,
+)
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config

@@ -1,14 +1,10 @@
 """Keys of what is written and how a run goes on."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import LARGEST_COUNT, Count, Name, Positive, key, rule
-from vembed.config.keys.section import Section
-
-if TYPE_CHECKING:
-    from vembed.config.schema import Config
+from vembed.config.fields import LARGEST_COUNT, Count, Name, Positive, Section, key
 
 
 class OutputKeys(Section):
@@ -47,16 +43,8 @@ class OutputKeys(Section):
         "stop", "At a loss or gradient that is NaN or infinite: stop the run, or skip the step and count it."
     )
     max_skipped_steps: Count = key(
-        10, "With nonfinite_policy skip: more skipped steps than this stop the run.", unit="steps"
-    )
-
-
-@rule("max_skipped_steps", "nonfinite_policy")
-def _skip_budget_acts(config: "Config") -> str | None:
-    """`max_skipped_steps` other than its default needs `nonfinite_policy: skip`."""
-    if config.nonfinite_policy == "skip" or config.max_skipped_steps == OutputKeys.default("max_skipped_steps"):
-        return None
-    return (
-        "max_skipped_steps has no effect with nonfinite_policy stop; "
-        "set nonfinite_policy to skip or remove max_skipped_steps"
+        10,
+        "With nonfinite_policy skip: more skipped steps than this stop the run.",
+        unit="steps",
+        acts_with={"nonfinite_policy": ("skip",)},
     )

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from vembed.losses.registry import loss_facts
+from vembed.registry import LOSSES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 PAPERS = {
-    "infonce": {
-        "title": "the InfoNCE loss",
-        "bibtex": """@article{oord2018representation,
-  title   = {Representation Learning with Contrastive Predictive Coding},
-  author  = {van den Oord, A{\\"a}ron and Li, Yazhe and Vinyals, Oriol},
-  journal = {arXiv preprint arXiv:1807.03748},
-  year    = {2018}
-}""",
-    },
-    "sigmoid": {
-        "title": "the sigmoid loss",
-        "bibtex": """@inproceedings{zhai2023sigmoid,
-  title     = {Sigmoid Loss for Language Image Pre-Training},
-  author    = {Zhai, Xiaohua and Mustafa, Basil and Kolesnikov, Alexander and Beyer, Lucas},
-  booktitle = {Proceedings of the IEEE/CVF International Conference on Computer Vision},
-  year      = {2023}
-}""",
-    },
     "matryoshka": {
         "title": "Matryoshka representations",
         "bibtex": """@inproceedings{kusupati2022matryoshka,
@@ -52,4 +42,11 @@ PAPERS = {
 }""",
     },
 }
-"""Method -> its name in a sentence, and the paper that it is from as BibTeX."""
+"""Method -> its name in a sentence, and the paper that it is from as BibTeX; losses state their own."""
+
+
+def papers(methods: Sequence[str]) -> list[dict[str, str]]:
+    """Return the papers of methods and losses, of those that have one."""
+    losses = {name: loss_facts(name) for name in methods if name in LOSSES}
+    known = PAPERS | {name: {"title": loss.title, "bibtex": loss.citation} for name, loss in losses.items()}
+    return [known[name] for name in methods if known.get(name, {}).get("bibtex")]

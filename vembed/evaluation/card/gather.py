@@ -14,24 +14,25 @@ from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.significance import verdicts
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
 from vembed.evaluation.text import value_text
+from vembed.losses.registry import loss_facts
+from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.evaluation.result import EvaluationResult
+    from vembed.losses.registry import LossFacts
 
 DATA_KEYS = (("training", "data_path"), ("dev", "val_data_path"), ("test", "test_data_path"))
 PATH_KEYS = ("model_name", "image_root", "output_dir", *(key for _, key in DATA_KEYS))
 
 CONFIG_SETTINGS = (
-    *("loss_type", "temperature", "learn_temperature", "loss_bidirectional", "mask_false_negatives", "mrl_dims"),
-    *("mrl_weights", "batch_size", "epochs", "learning_rate", "scheduler_type", "weight_decay", "adam_beta1"),
+    *("batch_size", "epochs", "learning_rate", "scheduler_type", "weight_decay", "adam_beta1"),
     *("adam_beta2", "adam_epsilon", "max_grad_norm", "trainable", "use_lora", "image_augmentation", "image_flip"),
     *("gradient_checkpointing", "drop_last", "seed"),
 )
-"""Keys of the configuration that a card tells, where a run has them."""
+"""Keys of the configuration that a card tells beside those of the loss, where a run has them."""
 
-SIGMOID_SETTINGS = ("init_logit_scale", "init_logit_bias")
 OFF: tuple[object, ...] = (None, "none", "auto", [], {})
 """Values of a setting that did nothing or stand for what the plan decided."""
 
@@ -110,10 +111,19 @@ def _data(config: Mapping[str, object], bases: Sequence[Path]) -> tuple[tuple[st
 
 
 def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[tuple[str, str]]:
-    keys = (*CONFIG_SETTINGS, *(SIGMOID_SETTINGS if config.get("loss_type") == "sigmoid" else ()))
+    loss = _loss(config)
+    keys = ("loss_type", *(() if loss is None else loss.keys.model_fields), *CONFIG_SETTINGS)
     found = {key: config.get(key) for key in keys if key != "epochs" or config.get("max_steps") is None}
     found |= {key: plan.get(key) for key in PLAN_SETTINGS}
-    return [(key, value_text(key, value)) for key, value in found.items() if value not in OFF]
+    settings = [(key, value_text(key, value)) for key, value in found.items() if value not in OFF]
+    stated = () if loss is None else (("loss formula", loss.formula), ("loss source", loss.source))
+    return [*settings, *(pair for pair in stated if pair[1])]
+
+
+def _loss(config: Mapping[str, object]) -> LossFacts | None:
+    """Return the facts of the run's loss, None where it is of a plugin that isn't imported."""
+    name = str(config.get("loss_type"))
+    return loss_facts(name) if name in LOSSES else None
 
 
 def _methods(config: Mapping[str, object], plan: Mapping[str, object]) -> tuple[str, ...]:
@@ -121,8 +131,7 @@ def _methods(config: Mapping[str, object], plan: Mapping[str, object]) -> tuple[
     retain = plan.get("retain")
     keeps_part = plan.get("retain_tokens") is not None or (isinstance(retain, (int, float)) and retain < 1)
     used = {
-        "infonce": config.get("loss_type") == "infonce",
-        "sigmoid": config.get("loss_type") == "sigmoid",
+        str(config.get("loss_type")): True,
         "matryoshka": bool(config.get("mrl_dims")),
         "gradient caching": keeps_part,
         "lora": config.get("use_lora") is True or "lora" in str(plan.get("strategy")),

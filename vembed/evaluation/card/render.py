@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from vembed.evaluation.card.citations import PAPERS
+from vembed.evaluation.card.citations import papers
 from vembed.evaluation.card.front_matter import front_matter, metric_name
 from vembed.evaluation.card.names import without_paths
 from vembed.evaluation.pages import Table, markdown_environment
@@ -42,7 +42,7 @@ def render_card(facts: CardFacts) -> str:
         metrics_table=_metrics_table,
         has_intervals=run is not None and any(metric.comparison for each in run.sets for metric in each.metrics),
         licences=_licences(facts),
-        papers=[] if run is None else [PAPERS[name] for name in run.methods if name in PAPERS],
+        papers=[] if run is None else papers(run.methods),
     )
     return f"{front_matter(facts)}\n{body}"
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vembed.errors import ConfigError
-from vembed.losses.prefixes import Prefixes
-from vembed.losses.registry import LOSSES, LossOptions
+from vembed.losses.base import LossCommon
+from vembed.losses.registry import loss_facts
 from vembed.models.adapters.lora import LoraOptions, add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
@@ -21,7 +21,7 @@ from vembed.training.wiring.data import image_limits
 if TYPE_CHECKING:
     from vembed.batch import Side
     from vembed.config.schema import Config
-    from vembed.losses.base import ContrastiveLoss
+    from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.output import OutputFolder
@@ -108,36 +108,29 @@ def _load_encoder(options: ModelOptions, output: OutputFolder, data: RunData, *,
     return encoder
 
 
-def build_loss(config: Config, plan: Plan, encoder: Encoder) -> ContrastiveLoss:
+def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
     """Make the loss.
 
     Raises:
-        ConfigError: It can't be made with this encoder or temperature.
+        ConfigError: It can't be made with this encoder.
     """
-    options = LossOptions(
-        temperature=config.temperature,
-        learn_temperature=config.learn_temperature,
-        bidirectional=config.loss_bidirectional,
-        mask_false_negatives=config.mask_false_negatives,
-        init_logit_scale=config.init_logit_scale,
-        init_logit_bias=config.init_logit_bias,
-        dtype=torch.promote_types(DTYPES[config.torch_dtype], torch.float32),
-        prefixes=_prefixes(config, encoder),
-        tile_size=plan.loss_tile_size,
-    )
-    try:
-        return LOSSES[config.loss_type](options)
-    except ValueError as error:
-        raise ConfigError(f"temperature: {error}") from error
+    _refuse_long_prefixes(config, encoder)
+    facts = loss_facts(config.loss_type)
+    if facts.multi_vector != encoder.multi_vector:
+        several, one = ("the loss", "the model") if facts.multi_vector else ("the model", "the loss")
+        raise ConfigError(
+            f"loss_type: {several} takes several vectors for each row and {one} takes one; choose another loss for "
+            f"{config.model_name}, or another model for {config.loss_type}"
+        )
+    dtype = torch.promote_types(DTYPES[config.torch_dtype], torch.float32)
+    common = LossCommon(dtype, encoder.dimension, plan.loss_tile_size)
+    return facts.build(config.loss_keys(), common)
 
 
-def _prefixes(config: Config, encoder: Encoder) -> Prefixes | None:
-    if config.mrl_dims is None:
-        return None
-    if max(config.mrl_dims) > encoder.dimension:
+def _refuse_long_prefixes(config: Config, encoder: Encoder) -> None:
+    if config.mrl_dims is not None and max(config.mrl_dims) > encoder.dimension:
         fitting = sorted({min(dim, encoder.dimension) for dim in config.mrl_dims}, reverse=True)
         raise ConfigError(
             f"mrl_dims: {max(config.mrl_dims)} is more than the {encoder.dimension} dims of {config.model_name}; "
             f"write {fitting}"
         )
-    return Prefixes.of(config.mrl_dims, config.mrl_weights)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vembed.data.sampler import GlobalSampler
     from vembed.distributed.runtime import Runtime
     from vembed.gradcache.memory import StepLimits
-    from vembed.losses.base import ContrastiveLoss
+    from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.batches import Batches
@@ -60,7 +60,7 @@ class Run:
     output: OutputFolder
     data: RunData
     encoder: Encoder
-    loss: ContrastiveLoss
+    loss: BatchLoss
     sampler: GlobalSampler
     plan: Plan
     checkpoint: LoadedCheckpoint | None

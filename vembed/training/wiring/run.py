@@ -245,7 +245,7 @@ def _train(run: Run, command: str) -> RunResult:
         save_steps=config.save_steps,
         save_seconds=None if config.save_minutes is None else 60 * config.save_minutes,
         logging_steps=config.logging_steps,
-        counts_masked=config.mask_false_negatives,
+        counts_masked=getattr(config.loss_keys(), "mask_false_negatives", False),
     )
     with StopSignal(agree=agree) as stop:
         evaluations = build_evaluations(run, stop)

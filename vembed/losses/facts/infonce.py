@@ -1,0 +1,36 @@
+"""What InfoNCE says of itself."""
+
+from __future__ import annotations
+
+import math
+
+from vembed.config.fields import key
+from vembed.config.keys.loss import MaskKeys, PrefixKeys, TemperatureKeys, TileKeys
+from vembed.losses.registry import LossFacts
+
+
+class InfoNCEKeys(TileKeys, PrefixKeys, MaskKeys, TemperatureKeys):
+    """Keys of InfoNCE."""
+
+    loss_bidirectional: bool = key(False, "Average the losses of query -> document and document -> query.")
+
+
+FACTS = LossFacts(
+    name="infonce",
+    title="the InfoNCE loss",
+    summary="InfoNCE over the documents of the batch",
+    loss="vembed.losses.infonce:InfoNCE",
+    keys=InfoNCEKeys,
+    memory="tiles",
+    formula="L_i = -log( sum over j in P(i) of exp(l_ij)  /  sum over j in P(i) and N(i) of exp(l_ij) )",
+    source='van den Oord et al., 2018, "Representation Learning with Contrastive Predictive Coding"',
+    citation="""@article{oord2018representation,
+  title   = {Representation Learning with Contrastive Predictive Coding},
+  author  = {van den Oord, A{\\"a}ron and Li, Yazhe and Vinyals, Oriol},
+  journal = {arXiv preprint arXiv:1807.03748},
+  year    = {2018}
+}""",
+    hints={
+        "init_logit_scale": lambda value: f"for the same factor set temperature to {math.exp(-value):.4g}",
+    },
+)

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from vembed.batch import Composed, Image
+from vembed.data.columns import ExtraColumn
 from vembed.data.records import BLOCK_ROWS, Record, RecordTable, RecordWriter
 
 if TYPE_CHECKING:
@@ -98,3 +100,50 @@ def test_an_empty_table_has_no_records() -> None:
     table = make_table([])
     assert len(table) == 0
     assert list(table) == []
+
+
+def test_a_document_of_many_rows_is_stored_once() -> None:
+    count = BLOCK_ROWS * 3 + 1
+    documents = [f"document {i} " * 50 for i in range(7)]
+    rows = [(f"q{i % 100}", (documents[i % 7],), (documents[(i + 3) % 7],), None) for i in range(count)]
+    table = make_table(rows)
+    assert len(table._items) == 107
+    assert [(record.query, record.positives, record.negatives) for record in table] == [row[:3] for row in rows]
+    assert make_table([(*row[:2], (), None) for row in rows[:50]])._items.num_columns == 1, "texts need no other column"
+
+
+def test_texts_paths_and_bytes_that_look_alike_are_different_items() -> None:
+    items = ("a", Image("a"), Image("a", b"1"), Image("b", b"1"), Image("a", b"2"), Composed(Image("a"), "a"))
+    items = (*items, Composed(Image("a", b"1"), "a"), Composed(Image("a"), "b"), "b", Image("b"), "\0pa")
+    writer = RecordWriter()
+    for line in range(3):
+        writer.add(items[line], positives=items, negatives=items[::-1], file="f", line=line)
+    table = writer.finish()
+    assert len(table._items) == len(items)
+    assert len(table._blobs) == 2
+    for line, record in enumerate(table):
+        assert (record.query, record.positives, record.negatives) == (items[line], items, items[::-1])
+
+
+def graded_table(rows: list[tuple[tuple[float, ...], float, int]]) -> RecordTable:
+    writer = RecordWriter([ExtraColumn("line", "weight"), ExtraColumn("topic", "number of the topic", kind="int")])
+    for line, (scores, weight, topic) in enumerate(rows):
+        columns = {"line": weight, "topic": topic}
+        writer.add("q", positives=["p"], negatives=["n"], scores=scores, columns=columns, file="f", line=line)
+    return writer.finish()
+
+
+def test_scores_and_the_columns_of_a_loss_come_back() -> None:
+    rows: list[tuple[tuple[float, ...], float, int]] = [((1.0, 0.25), 0.5, 3), ((), -1.0, 2**40), ((0.0, 0.0), 0.0, 0)]
+    table = graded_table(rows)
+    for chosen in ([0, 1, 2], [2, 0]):
+        found = table.subset(chosen)
+        assert [(record.scores, dict(record.columns)) for record in found] == [
+            (rows[row][0], {"line": rows[row][1], "topic": rows[row][2]}) for row in chosen
+        ]
+    assert all(type(record.columns["topic"]) is int for record in table)
+    changed = [
+        graded_table([(scores, weight, topic), *rows[1:]])
+        for scores, weight, topic in (((1.0, 0.5), 0.5, 3), ((), 0.5, 3), ((1.0, 0.25), 0.6, 3), ((1.0, 0.25), 0.5, 4))
+    ]
+    assert len({each.fingerprint for each in (table, *changed)}) == 5

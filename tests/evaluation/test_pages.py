@@ -110,6 +110,8 @@ def test_no_template_switches_escaping_off_or_holds_what_a_page_may_not_have(pat
     source = path.read_text(encoding="utf-8")
     assert not re.search(r"\|\s*(safe|forceescape|xmlattr)\b|autoescape", source)
     if path.name.endswith(".md.jinja"):
+        while (inside := re.sub(r"\([^()]*\)", "", source)) != source:  # what a function is given isn't shown yet
+            source = inside
         assert " ~ " not in source, "a joined text is escaped for HTML, not for Markdown"
         return
     assert not re.search(r"<(script|iframe|object|embed|base)\b|\son\w+=|\sstyle=|javascript:", source, re.IGNORECASE)

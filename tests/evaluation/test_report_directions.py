@@ -19,10 +19,9 @@ from vembed.evaluation.leaderboard.style import LEADERBOARD_STYLE
 from vembed.evaluation.report.comparison import best_dev_step, forward_comparisons, systems_note
 from vembed.evaluation.report.content import build_content
 from vembed.evaluation.report.data import Reverse
-from vembed.evaluation.report.html import render_html
 from vembed.evaluation.report.machine import render_json
-from vembed.evaluation.report.markdown import render_markdown
 from vembed.evaluation.report.style import STYLE
+from vembed.evaluation.report.write import render_html, render_markdown
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import bootstrap_interval, verdict
 

@@ -10,13 +10,12 @@ from functools import cache
 from itertools import pairwise
 
 import pytest
-from test_report_samples import METRIC, STEPS, VALUES, Page, page, result, sample
+from test_report_samples import METRIC, STEPS, STYLE, VALUES, Page, page, result, sample
 
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.html import render_html
 from vembed.evaluation.report.markup import Html, element, escape, join
-from vembed.evaluation.report.style import STYLE
+from vembed.evaluation.report.write import render_html
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.evaluation.text import MINUS
 
@@ -104,7 +103,7 @@ def test_plain_text_is_escaped_wherever_it_meets_markup() -> None:
     bold = element("b", "<i>")
     assert bold == "<b>&lt;i&gt;</b>"
     assert join([bold, "<i>"]) == "<b>&lt;i&gt;</b>&lt;i&gt;"
-    assert escape(bold + "") != bold, "concatenation gives plain text, which is escaped again"
+    assert escape(bold + "<i>") == "<b>&lt;i&gt;</b>&lt;i&gt;"
     assert element("p", "x", title='"><script>') == '<p title="&quot;&gt;&lt;script&gt;">x</p>'
     assert isinstance(element("p", Html("&amp;")), Html)
     assert element("p", Html("&amp;")) == "<p>&amp;</p>"

@@ -10,7 +10,7 @@ from test_report_samples import sample
 
 from vembed.evaluation.pages import escape_markdown as escape
 from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.markdown import render_markdown
+from vembed.evaluation.report.write import render_markdown
 
 MARKUP = (
     *HOSTILE,

@@ -19,11 +19,9 @@ from vembed.data.images import ImageLimits
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.report import pictures
 from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.html import render_html
-from vembed.evaluation.report.markdown import render_markdown
 from vembed.evaluation.report.markup import element
 from vembed.evaluation.report.pictures import Thumbnails, picture_name
-from vembed.evaluation.report.write import write_report
+from vembed.evaluation.report.write import render_html, render_markdown, write_report
 from vembed.evaluation.significance import verdict
 
 if TYPE_CHECKING:

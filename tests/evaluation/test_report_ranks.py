@@ -15,8 +15,8 @@ from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.metrics import score_run
 from vembed.evaluation.report.content import build_content
 from vembed.evaluation.report.machine import render_json
-from vembed.evaluation.report.markdown import render_markdown
 from vembed.evaluation.report.ranks import build_ranks
+from vembed.evaluation.report.write import render_markdown
 
 
 def random_case(depth: int = 100) -> tuple[RetrievalData, dict[str, list[tuple[str, float]]]]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 from vembed.data.retrieval import RetrievalData
+from vembed.evaluation.pages import html_environment
 from vembed.evaluation.report.content import build_content
 from vembed.evaluation.report.data import RunReport
-from vembed.evaluation.report.html import render_html
+from vembed.evaluation.report.write import render_html
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import verdict
 
@@ -29,6 +30,9 @@ STEPS = [
     for step in range(1, 31)
 ]
 """Logged rows; not in the sample by default, since each curve takes time to draw."""
+
+STYLE = html_environment().get_template("base.css.jinja").render()
+"""The style sheet of the page."""
 
 VOID = {"meta", "br", "hr", "img"}
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from test_report_samples import STEPS, Page, sample
 
-from vembed.evaluation.report.content import build_content
+from vembed.evaluation.report.content import Content, build_content
 from vembed.evaluation.report.data import Finding
-from vembed.evaluation.report.html_speed import speed_section
 from vembed.evaluation.report.machine import render_json
-from vembed.evaluation.report.markdown import render_markdown
 from vembed.evaluation.report.time_split import MAX_STRETCHES, NO_FINDINGS, percent_text, seconds_text, split_time
+from vembed.evaluation.report.write import render_html, render_markdown
 
 TIMES = {"step_seconds": 1.0, "data_seconds": 0.25, "encode_seconds": 0.5, "loss_seconds": 0.125}
+
+
+def speed_section(content: Content) -> str:
+    found = re.search(r'<section id="speed".*?</section>', render_html(content), re.DOTALL)
+    return found.group() if found else ""
 
 
 def rows(count: int, **changes: float) -> list[dict[str, float]]:
@@ -24,7 +29,7 @@ def rows(count: int, **changes: float) -> list[dict[str, float]]:
 def test_shares_are_of_the_step_and_what_no_part_has_is_everything_else() -> None:
     split = split_time(rows(10))
     assert split is not None
-    assert [(part.spec.key, part.share) for part in split.parts] == [
+    assert [(part.key, part.share) for part in split.parts] == [
         ("data_seconds", 0.25),
         ("encode_seconds", 0.5),
         ("loss_seconds", 0.125),
@@ -60,7 +65,7 @@ def test_long_runs_are_drawn_in_stretches_that_keep_the_mean() -> None:
         row |= {"step_seconds": 2.0, "encode_seconds": 1.5}
     split = split_time(many)
     assert split is not None
-    encode = next(part for part in split.parts if part.spec.key == "encode_seconds")
+    encode = next(part for part in split.parts if part.key == "encode_seconds")
     assert len(encode.course_N) == len(split.steps_N) == MAX_STRETCHES
     assert (encode.course_N[0], encode.course_N[-1]) == (0.5, 1.5)
     assert encode.seconds == pytest.approx(1.0, abs=0.01)

@@ -164,7 +164,7 @@ def diagnose(rows: Sequence[Mapping[str, float]], setup: Setup) -> tuple[Finding
         setup: How the run was set up.
     """
     split = split_time(rows)
-    shares = {} if split is None else {part.spec.key: part.share for part in split.parts}
+    shares = {} if split is None else {part.key: part.share for part in split.parts}
     seconds = 0.0 if split is None else split.step_seconds
     numbers = Numbers(setup, rows, settled_rows(rows), shares, seconds)
     return tuple(finding for rule in RULES if (finding := rule(numbers)) is not None)
@@ -353,7 +353,7 @@ def diagnosis_text(rows: Sequence[Mapping[str, float]], findings: Sequence[Findi
     split = split_time(rows)
     lines = []
     if split is not None:
-        shares = ", ".join(f"{percent_text(part.share)} {part.spec.name}" for part in split.parts)
+        shares = ", ".join(f"{percent_text(part.share)} {part.name}" for part in split.parts)
         lines.append(f"time of a step  {seconds_text(split.step_seconds)}: {shares}")
     lines += [f"{finding.cause}: {finding.sentence} {finding.advice}" for finding in findings]
     if not findings:

@@ -14,17 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
 import numpy as np
+from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from vembed.evaluation.report.markup import Html, element
 from vembed.evaluation.text import number_text, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.ticker import Locator
 
     from vembed.evaluation.report.comparison import MetricRow
     from vembed.evaluation.report.curves import Curve
@@ -86,7 +88,9 @@ BARS = 40
 RECALL_TICKS = (1, 2, 5, 10, 20, 50, 100)
 
 
-def draw_curve(curve: Curve, *, name: str, label: str, marked_step: int | None = None, is_metric: bool = False) -> Html:
+def draw_curve(
+    curve: Curve, *, name: str, label: str, marked_step: int | None = None, is_metric: bool = False
+) -> Markup:
     """Draw one curve over the steps.
 
     Args:
@@ -95,9 +99,6 @@ def draw_curve(curve: Curve, *, name: str, label: str, marked_step: int | None =
         label: What a screen reader says in place of the drawing.
         marked_step: Step of a point that gets a large mark and a line down to its step.
         is_metric: Values lie between 0 and 1 and are few: each gets a mark, and the axis is linear from 0.
-
-    Returns:
-        An `svg` element as wide as what it stands in.
     """
     with chart_axes(CURVE_INCHES) as (figure, axes):
         values_N = curve.values_N / curve.spec.divisor
@@ -119,16 +120,23 @@ def draw_curve(curve: Curve, *, name: str, label: str, marked_step: int | None =
             axes.axvline(marked_step, color=BETTER, linewidth=1.0, linestyle=(0, (3, 3)))
             axes.plot(marked_step, value, color=BETTER, marker="o", markersize=7.5)
         if is_metric:
-            axes.yaxis.set_major_locator(MaxNLocator(4))
-            axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
+            _ticks(axes.yaxis, MaxNLocator(4))
             axes.set_ylim(bottom=min(0.0, float(values_N.min())))
         else:
             _scale(axes, values_N)
-        axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
+        _step_axis(axes)
         axes.grid(axis="y")
         return inline_svg(figure, name=name, label=label)
+
+
+def _step_axis(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    _ticks(axes.xaxis, MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+
+
+def _ticks(axis: Axis, locator: Locator) -> None:
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(FuncFormatter(tick_text))
 
 
 def _scale(axes: Axes, values_N: np.ndarray) -> None:
@@ -150,15 +158,10 @@ def tick_text(value: float, _: int | None = None) -> str:
     return number_text(float(f"{value:.10g}"))
 
 
-def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
+def draw_histogram(gains: Sequence[float], *, label: str) -> Markup:
     """Draw how many queries changed by how much; queries that didn't change are left out.
 
-    Args:
-        gains: Final minus baseline of each query, at least one of them not 0.
-        label: What a screen reader says in place of the drawing.
-
-    Returns:
-        An `svg` element as wide as what it stands in.
+    At least one of the gains, final minus baseline of each query, must not be 0.
     """
     changed_N = np.array([gain for gain in gains if gain], dtype=np.float64)
     reach = float(np.abs(changed_N).max())
@@ -175,36 +178,25 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Html:
         axes.set_ylabel("queries")
         axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed_text(value, 2)))
-        axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
-        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
+        _ticks(axes.yaxis, MaxNLocator(4, integer=True))
         axes.grid(axis="y")
         return inline_svg(figure, name="histogram", label=label)
 
 
-def draw_recall(curves: Sequence[RecallCurve], *, name: str, label: str) -> Html:
-    """Draw recall over the cut-off, one line for each system, told apart by dashes as well as by colour.
-
-    Args:
-        curves: At least one, all of the same length.
-        name: Prefix of the ids in the drawing: a word of ours, another one for each drawing of a page.
-        label: What a screen reader says in place of the drawing.
-    """
+def draw_recall(curves: Sequence[RecallCurve], *, name: str, label: str) -> Markup:
+    """Draw recall over the cut-off, one line for each system, told apart by dashes as well as by colour."""
     looks = {"final": (SERIES, "-", 2.0), "baseline": (INK, "--", 1.4), "BM25": (INK, ":", 1.6)}
     with chart_axes(CURVE_INCHES) as (figure, axes):
         count = len(curves[0].recall_K)
         for curve in sorted(curves, key=lambda curve: list(looks).index(curve.label)):
             colour, dashes, width = looks[curve.label]
-            marker = "o" if count == 1 else ""
-            places = np.arange(1, count + 1)
-            axes.plot(
-                places,
-                curve.recall_K,
-                color=colour,
-                linestyle=dashes,
-                linewidth=width,
-                marker=marker,
-                label=curve.label,
-            )
+            look: dict[str, Any] = {
+                "color": colour,
+                "linestyle": dashes,
+                "linewidth": width,
+                "marker": "o" if count == 1 else "",
+            }
+            axes.plot(np.arange(1, count + 1), curve.recall_K, label=curve.label, **look)
         axes.set_xscale("log")
         axes.set_xticks([cut for cut in RECALL_TICKS if cut <= count])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -218,7 +210,7 @@ def draw_recall(curves: Sequence[RecallCurve], *, name: str, label: str) -> Html
         return inline_svg(figure, name=name, label=label)
 
 
-def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) -> Html:
+def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) -> Markup:
     """Draw how the scores of relevant documents and of the others are spread, each as shares of its own group.
 
     Args:
@@ -241,10 +233,8 @@ def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) ->
         axes.set_ylim(bottom=0.0)
         axes.set_xlabel("score")
         axes.set_ylabel("% of the group")
-        axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
+        _ticks(axes.xaxis, MaxNLocator(6))
+        _ticks(axes.yaxis, MaxNLocator(4))
         axes.grid(axis="y")
         axes.legend(frameon=False, fontsize=9.0, loc="best")
         return inline_svg(figure, name=f"scores-{split.label}", label=label)
@@ -262,37 +252,21 @@ PART_LOOKS = {
 """Colour and opacity of each part of a step."""
 
 
-def draw_time_split(split: TimeSplit, *, label: str) -> Html:
-    """Draw the seconds of a step, its parts one on the other, over the steps.
-
-    Args:
-        split: The parts.
-        label: What a screen reader says in place of the drawing.
-    """
+def draw_time_split(split: TimeSplit, *, label: str) -> Markup:
+    """Draw the seconds of a step, its parts one on the other, over the steps."""
     with chart_axes(SPLIT_INCHES) as (figure, axes):
         steps_N = split.steps_N
         width = float(steps_N[1] - steps_N[0]) if len(steps_N) > 1 else 1.0
         below_N = np.zeros(len(steps_N))
         for part in split.parts:
-            colour, alpha = PART_LOOKS[part.spec.key]
-            axes.bar(
-                steps_N,
-                part.course_N,
-                width,
-                bottom=below_N,
-                color=colour,
-                alpha=alpha,
-                linewidth=0,
-                label=part.spec.name,
-            )
+            colour, alpha = PART_LOOKS[part.key]
+            look: dict[str, Any] = {"color": colour, "alpha": alpha, "linewidth": 0, "label": part.name}
+            axes.bar(steps_N, part.course_N, width, bottom=below_N, **look)
             below_N = below_N + part.course_N
         axes.set_xlim(float(steps_N[0]) - width / 2, float(steps_N[-1]) + width / 2)
-        axes.set_xlabel("step")
+        _step_axis(axes)
         axes.set_ylabel("seconds")
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
+        _ticks(axes.yaxis, MaxNLocator(4))
         axes.grid(axis="y")
         handles, names = axes.get_legend_handles_labels()
         figure.legend(handles[::-1], names[::-1], frameon=False, fontsize=9.0, loc="outside lower center", ncols=2)
@@ -310,7 +284,7 @@ def chart_axes(inches: tuple[float, float]) -> Iterator[tuple[Figure, Axes]]:
         yield figure, figure.add_subplot()
 
 
-def inline_svg(figure: Figure, *, name: str, label: str) -> Html:
+def inline_svg(figure: Figure, *, name: str, label: str) -> Markup:
     """Return the figure as an inline element: no size, no metadata, page colours, ids of its own.
 
     Its style sheet goes too: inside a page it would match every element of the page.
@@ -329,44 +303,41 @@ def inline_svg(figure: Figure, *, name: str, label: str) -> Html:
     for placeholder, colour in PAGE_COLOURS.items():
         body = body.replace(placeholder, colour)
     body = re.sub(r"\n\s*", "\n", body)
-    return element("svg", Html(body), viewBox=view_box.group(1), role="img", aria_label=label, class_="chart")
+    drawn = Markup(body)  # noqa: S704  # matplotlib's, of our own words and numbers
+    return Markup('<svg viewBox="{}" role="img" aria-label="{}" class="chart">{}</svg>').format(
+        view_box.group(1), label, drawn
+    )
 
 
-def draw_interval(row: MetricRow, *, reach: float) -> Html:
+def draw_interval(row: MetricRow, *, reach: float) -> Markup:
     """Draw the interval of a difference as a bar around zero; the numbers stand beside it, so it is decoration.
 
     Args:
-        row: The metric.
+        row: The metric; without a finite interval only the zero line is drawn.
         reach: Difference at the right end of the drawing; minus it at the left.
-
-    Returns:
-        An `svg` element, empty of anything but the zero line where there is no finite interval.
     """
-    zero = element("line", x1=50, x2=50, y1=1, y2=15, class_="zero")
-    marks = [zero]
+    marks = Markup('<line x1="50" x2="50" y1="1" y2="15" class="zero"></line>')
     if row.verdict is not None and reach > 0:
         comparison = row.verdict.comparison
-        x = [50 + 46 * value / reach for value in (comparison.low, comparison.difference, comparison.high)]
-        if all(math.isfinite(place) for place in x):
-            marks.append(element("line", x1=f"{x[0]:.2f}", x2=f"{x[2]:.2f}", y1=8, y2=8, class_="span"))
-            marks.append(element("circle", cx=f"{x[1]:.2f}", cy=8, r=3.2))
+        low, middle, high = (
+            50 + 46 * value / reach for value in (comparison.low, comparison.difference, comparison.high)
+        )
+        if all(math.isfinite(place) for place in (low, middle, high)):
+            marks += Markup('<line x1="{:.2f}" x2="{:.2f}" y1="8" y2="8" class="span"></line>').format(low, high)
+            marks += Markup('<circle cx="{:.2f}" cy="8" r="3.2"></circle>').format(middle)
     word = row.verdict.word.replace(" ", "-") if row.verdict else "none"
-    return element("svg", *marks, viewBox="0 0 100 16", class_=f"interval {word}", aria_hidden="true")
+    return Markup('<svg viewBox="0 0 100 16" class="interval {}" aria-hidden="true">{}</svg>').format(word, marks)
 
 
-def draw_shares(counts: Sequence[tuple[str, int]], *, label: str) -> Html:
-    """Draw counts as parts of one bar.
-
-    Args:
-        counts: (class of the part, count).
-        label: What a screen reader says in place of the drawing.
-    """
+def draw_shares(counts: Sequence[tuple[str, int]], *, label: str) -> Markup:
+    """Draw (class, count) of each part as one bar."""
     total = sum(count for _, count in counts)
-    parts, start = [], 0.0
+    parts, start = Markup(), 0.0
     for name, count in counts:
         width = 100 * count / total if total else 0.0
-        parts.append(element("rect", x=f"{start:.3f}", y=0, width=f"{width:.3f}", height=8, class_=name))
+        parts += Markup('<rect x="{:.3f}" y="0" width="{:.3f}" height="8" class="{}"></rect>').format(
+            start, width, name
+        )
         start += width
-    return element(
-        "svg", *parts, viewBox="0 0 100 8", preserveAspectRatio="none", role="img", aria_label=label, class_="shares"
-    )
+    opening = Markup('<svg viewBox="0 0 100 8" preserveAspectRatio="none" role="img" aria-label="{}" class="shares">')
+    return opening.format(label) + parts + Markup("</svg>")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.evaluation.directions import RSUM_METRICS, recall_sum
 from vembed.evaluation.metrics import HEADLINE
+from vembed.evaluation.pages import Cell, Table
+from vembed.evaluation.report.charts import draw_interval
 from vembed.evaluation.significance import bootstrap_intervals, verdicts
-from vembed.evaluation.text import count_text, metric_text, plural, signed_text
+from vembed.evaluation.text import count_text, metric_text, one_line, plural, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,16 +24,12 @@ if TYPE_CHECKING:
 
 SystemKey: TypeAlias = Literal["baseline", "last", "final", "bm25"]
 
+SYMBOLS = {"improved": "▲", "within noise": "≈", "worse": "▼"}
+
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """One column of the tables.
-
-    Attributes:
-        key: Which system.
-        head: What its column is called.
-        result: What was measured.
-    """
+    """One column of the tables."""
 
     key: SystemKey
     head: str
@@ -39,51 +38,86 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """One metric of all systems.
-
-    Attributes:
-        name: Name of the metric.
-        values: Mean of each system that has it.
-        intervals: Lower and upper bound of each mean that has values by query.
-        verdict: The paired comparison of baseline and final, or None where one of the two lacks the metric.
-        is_headline: Stands in the first table.
-    """
+    """One metric of all systems."""
 
     name: str
-    values: Mapping[SystemKey, float]
-    intervals: Mapping[SystemKey, tuple[float, float]]
-    verdict: Verdict | None
-    is_headline: bool
+    values: Mapping[SystemKey, float]  # mean of each system that has it
+    intervals: Mapping[SystemKey, tuple[float, float]]  # of each mean that has values by query
+    verdict: Verdict | None  # baseline against final, paired; None where one of the two lacks the metric
+    is_headline: bool  # stands in the first table
 
 
 @dataclass(frozen=True, slots=True)
 class Comparisons:
-    """All metrics in one direction.
+    """All metrics in one direction."""
 
-    Attributes:
-        direction: What searches what, in words.
-        scope: Name and size of the set.
-        systems: Columns, in the order in which they came about; BM25 last.
-        rows: The verdict's metric first, then the headline, then the rest.
-    """
+    direction: str  # what searches what, in words
+    scope: str  # name and size of the set
+    systems: tuple[System, ...]  # in the order in which they came about; BM25 last
+    rows: tuple[MetricRow, ...]  # the verdict's metric first, then the headline, then the rest
 
-    direction: str
-    scope: str
-    systems: tuple[System, ...]
-    rows: tuple[MetricRow, ...]
+    @property
+    def headline(self) -> Table:
+        """Table of the headline metrics."""
+        return self._table([row for row in self.rows if row.is_headline])
+
+    @property
+    def further(self) -> Table:
+        """Table of all other metrics."""
+        return self._table([row for row in self.rows if not row.is_headline])
+
+    def _table(self, rows: Sequence[MetricRow]) -> Table:
+        models = [system for system in self.systems if system.key != "bm25"]
+        others = [system for system in self.systems if system.key == "bm25"]
+        heads = ["Metric", *(system.head for system in models), "Difference", "Reading"]
+        reach = _reach(rows)
+        body: list[list[str | Cell]] = []
+        for row in rows:
+            numbers = {system.key: _mean_cell(row, system.key) for system in self.systems}
+            body.append(
+                [
+                    one_line(row.name),
+                    *(numbers[system.key] for system in models),
+                    _difference_cell(row),
+                    _reading_cell(row, reach=reach),
+                    *(numbers[system.key] for system in others),
+                ]
+            )
+        decisive = self.rows[0].name
+        return Table(
+            [*heads, *(system.head for system in others)],
+            body,
+            words=frozenset({0, heads.index("Reading")}),
+            tones={number: "decisive" for number, row in enumerate(rows) if row.name == decisive},
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class RecallSums:
-    """The sum of recalls of both directions, for each system that has it.
+def _mean_cell(row: MetricRow, key: SystemKey) -> Cell:
+    decimals = row_decimals(row)
+    return Cell(metric_text(row.values.get(key), decimals), bounds_text(row.intervals.get(key), decimals))
 
-    Attributes:
-        systems: Columns, in order.
-        by_system: The sums.
-    """
 
-    systems: tuple[System, ...]
-    by_system: Mapping[SystemKey, RecallSum]
+def _difference_cell(row: MetricRow) -> Cell:
+    if row.verdict is None:
+        return Cell(metric_text(None))
+    comparison, decimals = row.verdict.comparison, row_decimals(row)
+    return Cell(signed_text(comparison.difference, decimals), difference_text(comparison, decimals))
+
+
+def _reading_cell(row: MetricRow, *, reach: float) -> Cell:
+    """Return what the interval says, drawn and in a word."""
+    drawing = draw_interval(row, reach=reach)
+    if row.verdict is None:
+        return Cell("not compared", drawing=drawing, tone="muted")
+    word = row.verdict.word
+    return Cell(f"{SYMBOLS[word]} {word}", drawing=drawing, tone=word.replace(" ", "-"))
+
+
+def _reach(rows: Sequence[MetricRow]) -> float:
+    """Return the largest bound of the table's intervals: what its little bars are drawn against."""
+    compared = [row.verdict.comparison for row in rows if row.verdict]
+    bounds = [abs(bound) for comparison in compared for bound in (comparison.low, comparison.high)]
+    return max((bound for bound in bounds if math.isfinite(bound)), default=0.0)
 
 
 def forward_comparisons(report: RunReport) -> Comparisons:
@@ -102,15 +136,22 @@ def reverse_comparisons(report: RunReport) -> Comparisons | None:
     return _comparisons(reverse.task, systems, reverse.verdict, shows_hits=True)
 
 
-def recall_sums(forward: Comparisons, reverse: Comparisons | None) -> RecallSums | None:
-    """Return the sums of recalls, or None where one direction isn't measured or lacks a cut-off."""
+def recall_sums(forward: Comparisons, reverse: Comparisons | None) -> dict[SystemKey, RecallSum]:
+    """Return the sum of both directions' recalls of each system; empty where one isn't measured or lacks a cut-off."""
     if reverse is None:
-        return None
+        return {}
     others = {system.key: system.result for system in reverse.systems}
-    systems = tuple(system for system in forward.systems if system.key in others)
-    found = {system.key: recall_sum(system.result, others[system.key]) for system in systems}
+    shared = [system for system in forward.systems if system.key in others]
+    found = {system.key: recall_sum(system.result, others[system.key]) for system in shared}
     sums = {key: value for key, value in found.items() if value is not None}
-    return RecallSums(systems, sums) if len(sums) == len(systems) else None
+    return sums if len(sums) == len(shared) else {}
+
+
+def sum_table(sums: Mapping[SystemKey, RecallSum], systems: Sequence[System], *, head: str) -> Table:
+    """Return the sums of recalls as a table of one row, whose first column has the given head."""
+    heads = {system.key: system.head for system in systems}
+    cells = [Cell(metric_text(found.value, 1), bounds_text((found.low, found.high), 1)) for found in sums.values()]
+    return Table([head, *(heads[key] for key in sums)], [["rsum", *cells]])
 
 
 def _systems(
@@ -198,11 +239,6 @@ def bounds_text(bounds: tuple[float, float] | None, decimals: int = 3) -> str:
     if bounds is None:
         return ""
     return " to ".join(metric_text(bound, decimals) for bound in bounds)
-
-
-def share_text(report: RunReport) -> str:
-    """Return the confidence of the verdict, e.g. "95%"."""
-    return f"{100 * report.verdict.comparison.confidence:g}%"
 
 
 def systems_note(report: RunReport) -> str:

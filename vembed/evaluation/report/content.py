@@ -6,85 +6,198 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.report.comparison import forward_comparisons, recall_sums, reverse_comparisons
-from vembed.evaluation.report.curves import OPTIONAL_CURVES, STEP_CURVES, Curve, dev_curve, step_curve
+from vembed.evaluation.pages import Table
+from vembed.evaluation.report.comparison import (
+    forward_comparisons,
+    recall_sums,
+    reverse_comparisons,
+    row_decimals,
+    systems_note,
+)
+from vembed.evaluation.report.curves import OPTIONAL_CURVES, STEP_CURVES, Curve, dev_curve, sparkline, step_curve
 from vembed.evaluation.report.examples import Group, choose_examples, paired_values, shown_pictures
 from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.report.ranks import Ranks, build_ranks
+from vembed.evaluation.report.settings import PlanParts, plan_parts
 from vembed.evaluation.report.time_split import TimeSplit, split_time
-from vembed.evaluation.text import count_text, finite, metric_text, one_line, plural, signed_text
+from vembed.evaluation.text import count_text, finite, metric_text, one_line, plural, signed_text, value_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.evaluation.report.comparison import Comparisons, RecallSums
+    from vembed.evaluation.directions import RecallSum
+    from vembed.evaluation.report.comparison import Comparisons, SystemKey
     from vembed.evaluation.report.data import RunReport
 
 MAX_EVALUATION_ROWS = 30
 """Most rows of the table of dev metrics; the curve and report.json have the rest."""
 
-TITLES = {"improved": "Improved most", "worse": "Got worst", "lowest": "Lowest scores now"}
-SYMBOLS = {"improved": "▲", "within noise": "≈", "worse": "▼"}
-
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """How the queries moved in the verdict's metric.
+    """How the queries moved in the verdict's metric."""
 
-    Attributes:
-        gains: Final minus baseline of each compared query.
-        num_improved: Queries above zero.
-        num_unchanged: Queries at zero.
-        num_worse: Queries below zero.
-        summary: The same in a sentence.
-    """
-
-    gains: tuple[float, ...]
+    gains: tuple[float, ...]  # final minus baseline of each compared query
     num_improved: int
     num_unchanged: int
     num_worse: int
-    summary: str
+    summary: str  # the same in a sentence
+
+    @property
+    def counts(self) -> list[tuple[str, int]]:
+        """Kind of change -> queries."""
+        return [("improved", self.num_improved), ("unchanged", self.num_unchanged), ("worse", self.num_worse)]
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A report with everything that is derived from it.
-
-    Attributes:
-        report: What the trainer gave.
-        metrics: All metrics of the direction that the verdict is on.
-        reverse: The same of the other direction, or None where it isn't measured.
-        sums: Recalls of both directions in one number, or None.
-        dev_metric: Metric of the dev curve, or None without evaluations.
-        evaluations: Dev metrics by step, the baseline included as step 0 where it is on the same set.
-        dev: The dev curve, or None.
-        marked_step: Step of the dev curve that is marked: the kept checkpoint's, or where that isn't known the highest.
-        curves: Step curves that have values; of the optional ones those that vary.
-        not_logged: Titles of the other step curves that have none.
-        changes: How the queries moved.
-        groups: Example queries.
-        thumbnails: Small copies of the pictures of the examples.
-        ranks: Recall at every cut-off, and the scores by judgement.
-        reverse_ranks: The same of the other direction, or None.
-        time: Where the time of the steps went, or None where it wasn't logged.
-    """
+    """A report with everything that is derived from it."""
 
     report: RunReport
-    metrics: Comparisons
-    reverse: Comparisons | None
-    sums: RecallSums | None
-    dev_metric: str | None
-    evaluations: tuple[tuple[int, Mapping[str, float]], ...]
+    metrics: Comparisons  # of the direction that the verdict is on
+    reverse: Comparisons | None  # of the other direction, where it is measured
+    sums: Mapping[SystemKey, RecallSum]  # recalls of both directions in one number; empty where there is none
+    dev_metric: str | None  # of the dev curve; None without evaluations
+    evaluations: tuple[tuple[int, Mapping[str, float]], ...]  # on dev by step; the baseline is step 0 on the same set
     dev: Curve | None
-    marked_step: int | None
-    curves: tuple[Curve, ...]
-    not_logged: tuple[str, ...]
+    marked_step: int | None  # of the dev curve: the kept checkpoint, or where that isn't known the highest
+    curves: tuple[Curve, ...]  # step curves that have values; of the optional ones those that vary
+    not_logged: tuple[str, ...]  # titles of the curves that have no values
     changes: Changes
-    groups: tuple[Group, ...]
-    thumbnails: Thumbnails
+    groups: tuple[Group, ...]  # example queries
+    thumbnails: Thumbnails  # of the pictures of the examples
     ranks: Ranks
     reverse_ranks: Ranks | None
-    time: TimeSplit | None
+    time: TimeSplit | None  # where the time of the steps went, where it was logged
+    notes: tuple[str, ...]  # what was left out or clipped in the evaluation
+    plan: PlanParts
+
+    @property
+    def share(self) -> str:
+        """The confidence of the intervals, e.g. "95%"."""
+        return f"{100 * self.report.verdict.comparison.confidence:g}%"
+
+    @property
+    def systems_note(self) -> str:
+        """Which checkpoint is which; empty where that isn't known."""
+        return systems_note(self.report)
+
+    @property
+    def decimals(self) -> int:
+        """Decimals of the verdict's numbers."""
+        return row_decimals(self.metrics.rows[0])
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        """The few facts that place the verdict."""
+        report = self.report
+        num_steps = max((int(row["step"]) for row in report.steps if "step" in row), default=0)
+        return [
+            ("Evaluated on", one_line(report.task.name)),
+            ("Queries", count_text(report.final.num_queries)),
+            ("Documents", count_text(report.final.num_documents)),
+            ("Training steps", count_text(num_steps)),
+            ("Model", one_line(report.final.system)),
+        ]
+
+    @property
+    def links(self) -> list[tuple[str, str]]:
+        """(id, title) of the sections of the page."""
+        return [
+            ("metrics", "Metrics"),
+            *([("ranks", "Ranks and scores")] if self.ranks.curves else []),
+            ("curves", "Curves"),
+            *([("speed", "Speed")] if self.tells_speed else []),
+            ("changes", "Query by query"),
+            ("queries", "Examples"),
+            ("data", "Data"),
+            ("plan", "Plan"),
+            ("reproduce", "Reproduce"),
+        ]
+
+    @property
+    def reverse_lines(self) -> list[str]:
+        """What the verdict's block says of the other direction."""
+        reverse = self.report.reverse
+        if reverse is None:
+            return []
+        lines = [f"Reversed, {reverse.task.direction}: {one_line(reverse.verdict.sentence)}"]
+        if self.sums:
+            before, after = (metric_text(self.sums[key].value, 1) for key in ("baseline", "final"))
+            lines.append(f"Both directions: rsum {before} → {after} of 600")
+        return lines
+
+    @property
+    def dev_title(self) -> str:
+        """Title of the dev curve."""
+        return f"Dev {one_line(self.dev_metric or '')}"
+
+    @property
+    def dev_note(self) -> str:
+        """Which set the dev metrics are on, and where step 0 comes from."""
+        where = self.report.dev_task or self.report.task.name
+        has_start = bool(self.evaluations) and self.evaluations[0][0] == 0
+        return f"On {where}; {'step 0 is the baseline' if has_start else 'no step 0 was given'}."
+
+    @property
+    def mark_note(self) -> str:
+        """Which point of the dev curve is marked; empty where none is."""
+        if self.marked_step is None or self.dev is None or len(self.dev.values_N) < 2:
+            return ""
+        if self.report.kept_step is None:
+            return f"The large dot is the highest, step {count_text(self.marked_step)}."
+        return f"The large dot is step {count_text(self.marked_step)}, the checkpoint that was kept."
+
+    @property
+    def curve_table(self) -> Table:
+        """All curves as rows of blocks and sentences."""
+        rows = [[curve.title, sparkline(curve), curve.summary] for curve in self.curves]
+        if self.dev is not None:
+            rows.insert(0, [self.dev_title, sparkline(self.dev), self.dev.summary])
+        return Table(("Curve", "Shape", "In words"), rows, words=frozenset({0, 1, 2}))
+
+    @property
+    def evaluation_table(self) -> Table:
+        """The dev metrics by step, the kept one marked by a word."""
+        names, kept = dev_metric_names(self), self.report.kept_step
+        rows, tones = [], {}
+        for row, (step, metrics) in enumerate(evaluation_rows(self)):
+            is_kept = step == kept
+            if is_kept:
+                tones[row] = "chosen"
+            values = (metric_text(finite(metrics[name]) if name in metrics else None) for name in names)
+            rows.append([f"✓ {count_text(step)} (kept)" if is_kept else count_text(step), *values])
+        return Table(["Step", *(one_line(name) for name in names)], rows, words=frozenset(), tones=tones)
+
+    @property
+    def evaluation_note(self) -> str:
+        """What the table of dev metrics is on, and which rows it has."""
+        num_rows, num_evaluations = len(evaluation_rows(self)), len(self.evaluations)
+        if num_rows == num_evaluations:
+            return self.dev_note
+        return f"{self.dev_note} {num_rows} of {count_text(num_evaluations)} evaluations, evenly spread."
+
+    @property
+    def tells_speed(self) -> bool:
+        """Whether anything is known of how the training ran."""
+        return self.time is not None or self.report.findings is not None or bool(self.report.performance)
+
+    @property
+    def performance(self) -> list[tuple[str, str]]:
+        """What the training took; a unit that a value shows isn't said twice."""
+        found = self.report.performance
+        return [(key.removesuffix("_bytes").replace("_", " "), value_text(key, value)) for key, value in found.items()]
+
+    @property
+    def config(self) -> list[tuple[str, str]]:
+        """The settings as they were given."""
+        return [(key, value_text(key, value)) for key, value in self.report.config.items()]
+
+    @property
+    def strategy(self) -> str | None:
+        """The strategy that the plan chose."""
+        strategy = self.report.plan.get("strategy")
+        return None if strategy is None else value_text("strategy", strategy)
 
 
 def build_content(report: RunReport) -> Content:
@@ -100,6 +213,7 @@ def build_content(report: RunReport) -> Content:
     curves = {spec.title: step_curve(report.steps, spec) for spec in STEP_CURVES}
     optional = [step_curve(report.steps, spec) for spec in OPTIONAL_CURVES]
     dev = None if dev_metric is None else dev_curve(evaluations, dev_metric)
+    missing = [title for title, curve in curves.items() if curve is None]
     metrics, reverse = forward_comparisons(report), reverse_comparisons(report)
     turned = report.reverse
     return Content(
@@ -115,13 +229,15 @@ def build_content(report: RunReport) -> Content:
             *(curve for curve in curves.values() if curve is not None),
             *(curve for curve in optional if curve is not None and curve.varies),
         ),
-        not_logged=tuple(title for title, curve in curves.items() if curve is None),
+        not_logged=tuple(missing if dev is not None else [*missing, "Dev metrics"]),
         changes=_changes(report, metric),
         groups=groups,
         thumbnails=Thumbnails.of(shown_pictures(groups), report.image_limits),
         ranks=build_ranks(report.task, report.baseline, report.final, report.bm25),
         reverse_ranks=None if turned is None else build_ranks(turned.task, turned.baseline, turned.final, None),
         time=split_time(report.steps),
+        notes=_notes(report),
+        plan=plan_parts(report.plan),
     )
 
 
@@ -167,6 +283,16 @@ def _changes(report: RunReport, metric: str) -> Changes:
     return Changes(gains, improved, unchanged, worse, summary)
 
 
+def _notes(report: RunReport) -> tuple[str, ...]:
+    """Return what was left out or clipped, each sentence once."""
+    found, reverse = dict.fromkeys(report.task.notes), report.reverse
+    for result in (report.baseline, report.final, report.bm25):
+        found |= dict.fromkeys(result.notes if result else ())
+    for result in (reverse.baseline, reverse.final) if reverse else ():
+        found |= dict.fromkeys(f"Reversed: {note}" for note in result.notes)
+    return tuple(found)
+
+
 def evaluation_rows(content: Content) -> tuple[tuple[int, Mapping[str, float]], ...]:
     """Return at most `MAX_EVALUATION_ROWS` evaluations, evenly spread, first and last included."""
     rows = content.evaluations
@@ -181,64 +307,3 @@ def dev_metric_names(content: Content) -> tuple[str, ...]:
     found = dict.fromkeys(name for _, metrics in content.report.evaluations for name in metrics)
     names = dict.fromkeys([content.dev_metric or "", *(name for name in HEADLINE if name in found), *found])
     return tuple(name for name in names if name in found)[:6]
-
-
-def dev_note(content: Content) -> str:
-    """Say which set the dev metrics are on, and where step 0 comes from."""
-    report = content.report
-    where = report.dev_task or report.task.name
-    start = (
-        "step 0 is the baseline" if content.evaluations and content.evaluations[0][0] == 0 else "no step 0 was given"
-    )
-    return f"On {where}; {start}."
-
-
-def mark_note(content: Content) -> str:
-    """Say which point of the dev curve is marked."""
-    if content.marked_step is None or content.dev is None or len(content.dev.values_N) < 2:
-        return ""
-    if content.report.kept_step is None:
-        return f"The large dot is the highest, step {count_text(content.marked_step)}."
-    return f"The large dot is step {count_text(content.marked_step)}, the checkpoint that was kept."
-
-
-def reverse_lines(content: Content) -> tuple[str, ...]:
-    """Return what the verdict's block says of the other direction, or nothing where it isn't measured."""
-    reverse = content.report.reverse
-    if reverse is None:
-        return ()
-    lines = [f"Reversed, {reverse.task.direction}: {one_line(reverse.verdict.sentence)}"]
-    if content.sums is not None:
-        before, after = (content.sums.by_system[key].value for key in ("baseline", "final"))
-        lines.append(f"Both directions: rsum {metric_text(before, 1)} → {metric_text(after, 1)} of 600")
-    return tuple(lines)
-
-
-def notes(report: RunReport) -> tuple[str, ...]:
-    """Return what was left out or clipped, each sentence once with the system it is about."""
-    found, reverse = dict.fromkeys(report.task.notes), report.reverse
-    for result in (report.baseline, report.final, report.bm25):
-        for note in result.notes if result else ():
-            found.setdefault(note)
-    for result in (reverse.baseline, reverse.final) if reverse else ():
-        found |= dict.fromkeys(f"Reversed: {note}" for note in result.notes)
-    return tuple(found)
-
-
-def scope_text(report: RunReport) -> str:
-    """Return what was evaluated in a line."""
-    return (
-        f"{report.task.name}: {plural(report.final.num_queries, 'query', 'queries')}, "
-        f"{plural(report.final.num_documents, 'document')}"
-    )
-
-
-def tells_speed(content: Content) -> bool:
-    """Return whether anything is known of how the training ran."""
-    report = content.report
-    return content.time is not None or report.findings is not None or bool(report.performance)
-
-
-def evaluation_cell(metrics: Mapping[str, float], name: str) -> str:
-    """Return one cell of the table of evaluations."""
-    return metric_text(finite(metrics[name])) if name in metrics else metric_text(None)

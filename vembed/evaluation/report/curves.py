@@ -26,23 +26,14 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True, slots=True)
 class CurveSpec:
-    """How one logged key is shown.
-
-    Attributes:
-        key: Key of the rows.
-        title: Title of the chart.
-        unit: Unit of the axis; empty for none.
-        show: Turns a value into text.
-        divisor: What values are divided by on the axis.
-        is_noisy: A running mean is drawn over the values.
-    """
+    """How one logged key is shown."""
 
     key: str
     title: str
-    unit: str
-    show: Callable[[float], str]
-    divisor: float = 1.0
-    is_noisy: bool = False
+    unit: str  # of the axis; empty for none
+    show: Callable[[float], str]  # turns a value into text
+    divisor: float = 1.0  # what values are divided by on the axis
+    is_noisy: bool = False  # a running mean is drawn over the values
 
 
 STEP_CURVES = (
@@ -64,25 +55,15 @@ OPTIONAL_CURVES = (
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One curve, ready to draw.
-
-    Attributes:
-        spec: How it is shown.
-        steps_N: Steps of the points that are drawn, int64.
-        values_N: Their values, finite, float64.
-        mean_N: Their running mean over all points, or None.
-        num_points: Finite points before thinning.
-        num_non_finite: Points left out because they are NaN or infinite.
-        summary: The curve in a sentence.
-    """
+    """One curve, ready to draw."""
 
     spec: CurveSpec
-    steps_N: NDArray[np.int64]
-    values_N: NDArray[np.float64]
-    mean_N: NDArray[np.float64] | None
-    num_points: int
-    num_non_finite: int
-    summary: str
+    steps_N: NDArray[np.int64]  # of the points that are drawn
+    values_N: NDArray[np.float64]  # finite
+    mean_N: NDArray[np.float64] | None  # running mean over all points, before thinning
+    num_points: int  # finite points before thinning
+    num_non_finite: int  # points left out because they are NaN or infinite
+    summary: str  # the curve in a sentence
 
     @property
     def title(self) -> str:

@@ -17,88 +17,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reverse:
-    """The same systems with documents that search queries.
+    """The same systems with documents that search queries."""
 
-    Attributes:
-        task: The reversed set.
-        verdict: Baseline against final.
-        baseline: The model before training.
-        final: The trained model.
-        last: The model of the last step, where `final` is another one.
-    """
-
-    task: RetrievalData
-    verdict: Verdict
+    task: RetrievalData  # the reversed set
+    verdict: Verdict  # baseline against final
     baseline: EvaluationResult
     final: EvaluationResult
-    last: EvaluationResult | None = None
+    last: EvaluationResult | None = None  # the model of the last step, where `final` is another one
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that the run's own numbers say about it, and what may be done.
+    """Something that the run's own numbers say about it, and what may be done."""
 
-    Attributes:
-        cause: A word or two, e.g. "waiting for data".
-        sentence: What was seen, with its numbers.
-        advice: What to change, with the keys of the configuration.
-    """
-
-    cause: str
-    sentence: str
-    advice: str
+    cause: str  # a word or two, e.g. "waiting for data"
+    sentence: str  # what was seen, with its numbers
+    advice: str  # what to change, with the keys of the configuration
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunReport:
-    """Everything that a report shows. Values are shown as they are: secrets must be gone before they come here.
-
-    Attributes:
-        title: Name of the run.
-        verdict: What the run came to; its metric is the one that queries are compared by.
-        task: Texts or pictures, and judgements, of the evaluated set.
-        baseline: The model before training, on `task`.
-        final: The trained model, on `task`.
-        bm25: Lexical search on `task`, for orientation.
-        steps: Rows of metrics.jsonl, in order. A key that a row lacks is left out of its curve.
-        evaluations: (step, metrics on the dev set) in order.
-        plan: The plan; its "reasons" are shown first.
-        config: The settings as they were given.
-        environment: Versions, machine, cores, device.
-        data_facts: (label, value): records, duplicates, truncated, skipped.
-        command: The command that gives this run again.
-        dev_task: Name of the set that `evaluations` are on, where it isn't `task`. Left empty, they are on `task`, and
-            the baseline is their step 0; else step 0 is there only if `evaluations` has it.
-        image_limits: Which pictures may be decoded for the page.
-        last: The model of the last step on `task`, where `final` is another one: an earlier checkpoint.
-        reverse: The other direction, where it is measured.
-        kept_step: Step that `final` is of, or None where that isn't known.
-        last_step: Last step of training, or None where that isn't known.
-        findings: What the numbers of the training say about it, most costly first; None where nobody looked.
-        performance: Key -> value of what the training took: devices, memory, batch, speed.
-    """
+    """Everything that a report shows. Values are shown as they are: secrets must be gone before they come here."""
 
     title: str
-    verdict: Verdict
-    task: RetrievalData
-    baseline: EvaluationResult
-    final: EvaluationResult
-    bm25: EvaluationResult | None
-    steps: Sequence[Mapping[str, float]]
-    evaluations: Sequence[tuple[int, Mapping[str, float]]]
-    plan: Mapping[str, object]
-    config: Mapping[str, object]
-    environment: Mapping[str, str]
-    data_facts: Sequence[tuple[str, str]]
-    command: str
-    dev_task: str = ""
-    image_limits: ImageLimits = field(default_factory=ImageLimits)
-    last: EvaluationResult | None = None
-    reverse: Reverse | None = None
-    kept_step: int | None = None
-    last_step: int | None = None
-    findings: Sequence[Finding] | None = None
-    performance: Mapping[str, object] = field(default_factory=dict)
+    verdict: Verdict  # its metric is the one that queries are compared by
+    task: RetrievalData  # texts or pictures, and judgements, of the evaluated set
+    baseline: EvaluationResult  # the model before training, on `task`
+    final: EvaluationResult  # the trained model, on `task`
+    bm25: EvaluationResult | None  # lexical search on `task`, for orientation
+    steps: Sequence[Mapping[str, float]]  # rows of metrics.jsonl, in order; a key that a row lacks leaves its curve
+    evaluations: Sequence[tuple[int, Mapping[str, float]]]  # (step, metrics on the dev set) in order
+    plan: Mapping[str, object]  # its "reasons" are shown first
+    config: Mapping[str, object]  # the settings as they were given
+    environment: Mapping[str, str]  # versions, machine, cores, device
+    data_facts: Sequence[tuple[str, str]]  # (label, value): records, duplicates, truncated, skipped
+    command: str  # gives this run again
+    dev_task: str = ""  # the set of `evaluations` where it isn't `task`; empty: `task`, with the baseline as step 0
+    image_limits: ImageLimits = field(default_factory=ImageLimits)  # which pictures may be decoded for the page
+    last: EvaluationResult | None = None  # the model of the last step on `task`, where `final` is an earlier one
+    reverse: Reverse | None = None  # the other direction, where it is measured
+    kept_step: int | None = None  # step that `final` is of; None: not known
+    last_step: int | None = None  # last step of training; None: not known
+    findings: Sequence[Finding] | None = None  # what the numbers of the training say; None: nobody looked
+    performance: Mapping[str, object] = field(default_factory=dict)  # what the training took: devices, memory, speed
 
     def __post_init__(self) -> None:
         """Refuse a report whose verdict speaks of a metric that the results don't have."""

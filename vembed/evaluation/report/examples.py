@@ -24,53 +24,38 @@ MISSED_DOCUMENTS = 2
 
 GroupKind: TypeAlias = Literal["improved", "worse", "lowest"]
 
+TITLES: dict[GroupKind, str] = {
+    "improved": "Improved most",
+    "worse": "Got worst",
+    "lowest": "Lowest scores now",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A document in or missing from a result list.
-
-    Attributes:
-        document_id: Its id.
-        item: Its text, picture or both, or None where the task doesn't have it.
-        is_relevant: Judged relevant (grade above 0).
-        score: Score that the trained model gave; None where it isn't retrieved.
-        rank: Rank from 1 in the trained model's list; None where it isn't retrieved.
-        baseline_rank: The same in the baseline's list.
-        caption: Of a picture, the text of a query that it is relevant to: what it shows, for those who don't see it.
-    """
+    """A document in or missing from a result list."""
 
     document_id: str
-    item: Item | None
-    is_relevant: bool
-    score: float | None
-    rank: int | None
-    baseline_rank: int | None
-    caption: str = ""
+    item: Item | None  # None: the task doesn't have it
+    is_relevant: bool  # judged relevant (grade above 0)
+    score: float | None  # of the trained model; None: not retrieved
+    rank: int | None  # from 1 in the trained model's list; None: not retrieved
+    baseline_rank: int | None  # the same in the baseline's list
+    caption: str = ""  # of a picture, the text of a query that it is relevant to, for those who don't see it
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One query with what was found for it.
-
-    Attributes:
-        query_id: Its id.
-        item: Its text, picture or both, or None where the task doesn't have it.
-        baseline: Metric before training.
-        final: Metric after training.
-        hits: The first documents of the trained model's list, best first.
-        missed: Relevant documents that aren't among `hits`, best ranked first, at most `MISSED_DOCUMENTS`.
-        num_missed: How many there are in all.
-        caption: Of a picture, the text of a document that is relevant to it.
-    """
+    """One query with what was found for it."""
 
     query_id: str
-    item: Item | None
-    baseline: float
-    final: float
-    hits: tuple[Hit, ...]
-    missed: tuple[Hit, ...]
-    num_missed: int
-    caption: str = ""
+    item: Item | None  # None: the task doesn't have it
+    baseline: float  # the metric before training
+    final: float  # and after
+    hits: tuple[Hit, ...]  # the first documents of the trained model's list, best first
+    missed: tuple[Hit, ...]  # relevant but not among `hits`, best ranked first, at most `MISSED_DOCUMENTS`
+    num_missed: int  # how many there are in all
+    caption: str = ""  # of a picture, the text of a document that is relevant to it
 
     @property
     def has_picture_results(self) -> bool:
@@ -81,33 +66,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Examples of one kind.
-
-    Attributes:
-        kind: What they have in common.
-        examples: Most telling first.
-        num_queries: Queries of that kind, shown or not; for "lowest" those that no other group shows.
-    """
+    """Examples of one kind, the most telling first."""
 
     kind: GroupKind
     examples: tuple[Example, ...]
-    num_queries: int
+    num_queries: int  # of that kind, shown or not; for "lowest" those that no other group shows
+
+    @property
+    def title(self) -> str:
+        """What the group is called."""
+        return TITLES[self.kind]
 
 
 def choose_examples(
     task: RetrievalData, baseline: EvaluationResult, final: EvaluationResult, metric: str
 ) -> tuple[Group, ...]:
-    """Choose the queries to show.
-
-    Args:
-        task: Texts and judgements.
-        baseline: Results before training.
-        final: Results after training.
-        metric: What queries are compared by.
-
-    Returns:
-        Three groups in the order improved, worse, lowest; a group may be empty.
-    """
+    """Choose the queries to show: three groups in the order improved, worse, lowest, each perhaps empty."""
     pairs = paired_values(baseline, final, metric)
     gains = {query_id: after - before for query_id, (before, after) in pairs.items()}
     improved = sorted((i for i in gains if gains[i] > 0), key=lambda i: (-gains[i], i))

@@ -6,14 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vembed.evaluation.report.markup import Html, element, join
-from vembed.evaluation.report.settings import columns
 from vembed.evaluation.report.style import STYLE
-from vembed.evaluation.text import clip, count_text, one_line, visible
+from vembed.evaluation.text import clip, one_line, visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from vembed.evaluation.report.settings import Record
 
 VALUE_CHARACTERS = 2_000
 """Most characters shown of one setting; report.json has all of it."""
@@ -142,44 +139,6 @@ def pairs_table(caption: str, pairs: Sequence[tuple[str, str]], *, label: str) -
     return scroll_table(caption, header, body, label=label, kind="pairs")
 
 
-def records_table(name: str, records: Sequence[Record], *, chosen: str | None) -> Html:
-    """Return a table of records, the one whose strategy was chosen marked by a word."""
-    names = columns(records)
-    heads = [Column(one_line(name.replace("_", " ")), is_number=False) for name in names]
-    rows = []
-    for record in records:
-        is_chosen = chosen is not None and record.get("strategy") == chosen
-        first, *cells = [
-            f"✓ {one_line(record[name])} (chosen)"
-            if is_chosen and name == "strategy"
-            else clip(record.get(name, ""), VALUE_CHARACTERS).short
-            for name in names
-        ]
-        rows.append(stacked_row(heads, first, cells, tone="chosen" if is_chosen else None))
-    title = one_line(name.replace("_", " ")).capitalize()
-    return stacked_table(f"{title}.", heads, rows, label=title)
-
-
 def long_block(text: str, *, label: str) -> Html:
     """Return a text to copy, its line breaks kept."""
     return element("pre", element("code", visible(text)), class_="card", role="region", aria_label=label, tabindex=0)
-
-
-def short_text(text: str | None, characters: int) -> Html:
-    """Return a text on one line, cut to a readable length with an ellipsis."""
-    if text is None:
-        return element("span", "(the set has no text for this id)", class_="muted")
-    return element("span", clip(text, characters).short, dir="auto")
-
-
-def full_text(text: str | None, characters: int, *, label: str = "") -> Html:
-    """Return the whole of a text, folded away under its label, or the label alone where `short_text` shows it all."""
-    parts = clip(text or "", characters)
-    if parts.full is None:
-        return element("p", label, class_="meta") if label else Html()
-    left_out = f" … ({count_text(parts.num_left_out)} more characters)" if parts.num_left_out else ""
-    return element(
-        "details",
-        element("summary", f"{label} · " if label else "", element("span", "full text", class_="link"), class_="meta"),
-        element("div", parts.full, left_out, class_="full", dir="auto"),
-    )

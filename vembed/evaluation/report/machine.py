@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.evaluation.report.content import notes
 from vembed.evaluation.text import plain
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def render_json(content: Content) -> str:
             "name": report.task.name,
             "num_queries": report.final.num_queries,
             "num_documents": report.final.num_documents,
-            "notes": list(notes(report)),
+            "notes": list(content.notes),
         },
         "metrics": {
             **_systems(content.metrics),
@@ -110,7 +109,7 @@ def _reverse(content: Content) -> Mapping[str, object] | None:
         "verdict": asdict(reverse.verdict),
         "metrics": {**_systems(comparisons), "differences": _differences(comparisons)},
         "recall_at_k": _recalls(content.reverse_ranks) if content.reverse_ranks else {},
-        "rsum": {key: asdict(value) for key, value in content.sums.by_system.items()} if content.sums else None,
+        "rsum": {key: asdict(value) for key, value in content.sums.items()} or None,
     }
 
 
@@ -136,7 +135,7 @@ def _time(content: Content) -> Mapping[str, object] | None:
     split = content.time
     if split is None:
         return None
-    parts = {part.spec.key or "other_seconds": part.seconds for part in split.parts}
+    parts = {part.key or "other_seconds": part.seconds for part in split.parts}
     return {"num_steps": split.num_steps, "step_seconds": split.step_seconds, **parts}
 
 

@@ -10,20 +10,18 @@ import html
 import re
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
+
 from vembed.evaluation.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+Html = Markup
+
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]*")
 _VOID = frozenset({"br", "hr", "img", "input", "link", "meta"})
 _INLINE_PICTURE = re.compile(r"data:image/webp;base64,[A-Za-z0-9+/]+={0,2}")
-
-
-class Html(str):
-    """Markup of our own making. Never build one from a text that a user wrote."""
-
-    __slots__ = ()
 
 
 def escape(text: str) -> Html:

@@ -40,39 +40,23 @@ FORMS = ((THUMBNAIL_PIXELS, None), *((THUMBNAIL_PIXELS, quality) for quality in 
 
 @dataclass(frozen=True, slots=True)
 class Thumbnail:
-    """A small copy of a picture.
+    """A small copy of a picture, in pixels as it is to be shown."""
 
-    Attributes:
-        uri: The copy as a `data:` address.
-        width: In pixels, as it is to be shown.
-        height: The same.
-    """
-
-    uri: str
+    uri: str  # the copy as a `data:` address
     width: int
     height: int
 
 
 @dataclass(frozen=True, slots=True)
 class Thumbnails:
-    """The thumbnails of a page.
+    """The thumbnails of a page."""
 
-    Attributes:
-        by_picture: Copy of each picture that could be decoded.
-        num_pictures: Pictures that the page shows, each counted once.
-    """
-
-    by_picture: dict[Image, Thumbnail]
-    num_pictures: int
+    by_picture: dict[Image, Thumbnail]  # of each picture that could be decoded
+    num_pictures: int  # pictures that the page shows, each counted once
 
     @classmethod
     def of(cls, shown: Sequence[Image], limits: ImageLimits) -> Thumbnails:
-        """Make the thumbnails.
-
-        Args:
-            shown: The pictures of the page in order, one that stands twice named twice.
-            limits: What may be decoded.
-        """
+        """Make the thumbnails of the pictures of a page, one that stands twice named twice."""
         distinct = dict.fromkeys(shown)
         share = PAGE_CHARACTERS // max(1, len(shown))
         made = {picture: _thumbnail(picture, limits, characters=share) for picture in distinct}

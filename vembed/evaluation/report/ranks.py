@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.evaluation.metrics import with_relevant
+from vembed.evaluation.pages import Table
 from vembed.evaluation.text import count_text, metric_text, plural
 
 if TYPE_CHECKING:
@@ -30,15 +31,10 @@ SHOWN_CUTS = (1, 3, 5, 10, 20, 50, 100)
 
 @dataclass(frozen=True, slots=True)
 class RecallCurve:
-    """Mean recall of one system at every cut-off.
+    """Mean recall of one system at every cut-off."""
 
-    Attributes:
-        label: "baseline", "final" or "BM25".
-        recall_K: Share of the relevant documents among the first k, mean over the queries, k = 1 to K.
-    """
-
-    label: str
-    recall_K: NDArray[np.float64]
+    label: str  # "baseline", "final" or "BM25"
+    recall_K: NDArray[np.float64]  # share of the relevant documents among the first k, mean over the queries
 
     def at(self, cut: int) -> float:
         """Return the recall at a cut-off from 1 to K."""
@@ -47,19 +43,12 @@ class RecallCurve:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSplit:
-    """Scores of what one system retrieved, apart by judgement.
+    """Scores of what one system retrieved, apart by judgement."""
 
-    Attributes:
-        label: "baseline" or "final".
-        relevant: Scores of documents judged relevant for their query (grade above 0).
-        others: Scores of all other retrieved documents.
-        num_non_finite: Scores left out because they are NaN or infinite.
-    """
-
-    label: str
-    relevant: NDArray[np.float64]
-    others: NDArray[np.float64]
-    num_non_finite: int
+    label: str  # "baseline" or "final"
+    relevant: NDArray[np.float64]  # of documents judged relevant for their query (grade above 0)
+    others: NDArray[np.float64]  # of all other retrieved documents
+    num_non_finite: int  # scores left out because they are NaN or infinite
 
     @property
     def summary(self) -> str:
@@ -80,20 +69,37 @@ class ScoreSplit:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What the ranked lists of a report say beyond the metrics.
+    """What the ranked lists of a report say beyond the metrics."""
 
-    Attributes:
-        curves: Recall of baseline, final and BM25, over the same cut-offs; empty where nothing was retrieved.
-        splits: Scores of baseline and final.
-    """
+    curves: tuple[RecallCurve, ...]  # baseline, final and BM25, over the same cut-offs; empty: nothing was retrieved
+    splits: tuple[ScoreSplit, ...]  # baseline and final
 
-    curves: tuple[RecallCurve, ...]
-    splits: tuple[ScoreSplit, ...]
+    @property
+    def depth(self) -> int:
+        """The deepest cut-off."""
+        return len(self.curves[0].recall_K)
 
     @property
     def cuts(self) -> tuple[int, ...]:
         """The cut-offs of `SHOWN_CUTS` that the curves have."""
-        return tuple(cut for cut in SHOWN_CUTS if self.curves and cut <= len(self.curves[0].recall_K))
+        return tuple(cut for cut in SHOWN_CUTS if self.curves and cut <= self.depth)
+
+    @property
+    def scored(self) -> tuple[ScoreSplit, ...]:
+        """The systems of which any score is finite."""
+        return tuple(split for split in self.splits if len(split.relevant) or len(split.others))
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Lowest and highest score of all systems, at least one of which has a score."""
+        parts = [part for split in self.scored for part in (split.relevant, split.others) if len(part)]
+        return min(float(part.min()) for part in parts), max(float(part.max()) for part in parts)
+
+    @property
+    def table(self) -> Table:
+        """Recall of each system at the cut-offs that are shown."""
+        rows = [[curve.label, *(metric_text(curve.at(cut)) for cut in self.cuts)] for curve in self.curves]
+        return Table(["System", *(f"recall@{count_text(cut)}" for cut in self.cuts)], rows)
 
     @property
     def summary(self) -> str:
@@ -109,14 +115,7 @@ class Ranks:
 def build_ranks(
     task: RetrievalData, baseline: EvaluationResult, final: EvaluationResult, bm25: EvaluationResult | None
 ) -> Ranks:
-    """Take the ranked lists apart.
-
-    Args:
-        task: Judgements.
-        baseline: Results before training.
-        final: Results after training.
-        bm25: Results of BM25, or None.
-    """
+    """Take the ranked lists apart by the judgements of the task."""
     systems = [("baseline", baseline), ("final", final), *([("BM25", bm25)] if bm25 else [])]
     depth = min(MAX_CUT, max((len(ranked) for _, result in systems for ranked in result.run.values()), default=0))
     judged = {query_id: _relevant(grades) for query_id, grades in with_relevant(task.qrels).items()}
@@ -154,13 +153,3 @@ def _split(label: str, result: EvaluationResult, task: RetrievalData) -> ScoreSp
     finite = [scores[np.isfinite(scores)] for scores in arrays]
     lost = sum(len(scores) for scores in arrays) - sum(len(scores) for scores in finite)
     return ScoreSplit(label, finite[0], finite[1], lost)
-
-
-def cut_cells(curve: RecallCurve, cuts: tuple[int, ...]) -> list[str]:
-    """Return a row of a table of recalls, the label first."""
-    return [curve.label, *(metric_text(curve.at(cut)) for cut in cuts)]
-
-
-def cut_heads(cuts: tuple[int, ...]) -> list[str]:
-    """Return the heads of a table of recalls."""
-    return ["System", *(f"recall@{count_text(cut)}" for cut in cuts)]

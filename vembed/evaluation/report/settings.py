@@ -5,22 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from vembed.evaluation.text import value_text
+from vembed.evaluation.pages import Table
+from vembed.evaluation.text import clip, one_line, value_text
 
 Record: TypeAlias = Mapping[str, str]
 
 
-def plan_parts(
-    plan: Mapping[str, object],
-) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[tuple[str, tuple[Record, ...]], ...]]:
-    """Split a plan into what is shown in three ways.
+PlanParts: TypeAlias = tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[tuple[str, tuple[Record, ...]], ...]]
 
-    Args:
-        plan: The plan; "reasons" is a text or a list of texts.
 
-    Returns:
-        The reasons; (key, value) of single settings; (key, records) of lists of mappings, such as the candidates, and
-        of lists of texts, which are records of one column.
+def plan_parts(plan: Mapping[str, object]) -> PlanParts:
+    """Split a plan into its reasons, (key, value) of single settings, and (key, records) of lists.
+
+    Lists of mappings, such as the candidates, are records of their keys; lists of texts are records of one column.
     """
     reasons: tuple[str, ...] = ()
     settings, tables = [], []
@@ -37,16 +34,30 @@ def plan_parts(
     return reasons, tuple(settings), tuple(tables)
 
 
-def performance_pairs(performance: Mapping[str, object]) -> list[tuple[str, str]]:
-    """Return what a training took as (label, text); a unit that the text shows isn't said twice."""
-    return [
-        (key.removesuffix("_bytes").replace("_", " "), value_text(key, value)) for key, value in performance.items()
-    ]
+def records_table(records: Sequence[Record], *, characters: int, chosen: str | None = None) -> Table:
+    """Return records as a table whose columns stand in the order in which they first appear.
 
-
-def columns(records: Sequence[Record]) -> tuple[str, ...]:
-    """Return the columns of a table of records, in the order in which they first appear."""
-    return tuple(dict.fromkeys(key for record in records for key in record))
+    Args:
+        records: What to show.
+        characters: At which length a value is cut.
+        chosen: Marks the records that have it as their "strategy", by a word and a class.
+    """
+    names = list(dict.fromkeys(key for record in records for key in record))
+    marked = {row for row, record in enumerate(records) if chosen is not None and record.get("strategy") == chosen}
+    return Table(
+        [one_line(name.replace("_", " ")) for name in names],
+        [
+            [
+                f"✓ {one_line(record[name])} (chosen)"
+                if row in marked and name == "strategy"
+                else clip(record.get(name, ""), characters).short
+                for name in names
+            ]
+            for row, record in enumerate(records)
+        ],
+        words=frozenset(range(len(names))),
+        tones=dict.fromkeys(marked, "chosen"),
+    )
 
 
 def _texts(value: object) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.evaluation.text import finite, number_text, plural
+from vembed.evaluation.pages import Table
+from vembed.evaluation.text import capitalised, finite, number_text, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,74 +25,68 @@ MAX_STRETCHES = 60
 NO_FINDINGS = "Nothing stands out: no part of the step, no rank and no limit asks for another setting."
 
 
-@dataclass(frozen=True, slots=True)
-class PartSpec:
-    """How one part of a step is shown.
-
-    Attributes:
-        key: Key of the rows; empty for what no other part has.
-        name: What it is called.
-        lever: What to change where it is the largest part.
-    """
-
-    key: str
-    name: str
-    lever: str
-
-
-PARTS = (
-    PartSpec("data_seconds", "waiting for data", "num_workers (decode and tokenize in more processes)"),
-    PartSpec(
-        "encode_seconds",
+PARTS = {
+    "data_seconds": ("waiting for data", "num_workers (decode and tokenize in more processes)"),
+    "encode_seconds": (
         "encoding, forward and backward",
         "retain (keep more graphs, encode less twice), gradient_cache_chunk_tokens, and bf16 where the device has it",
     ),
-    PartSpec("wait_seconds", "waiting for the slowest rank", "what slows that rank; see the ranks' own numbers"),
-    PartSpec("loss_seconds", "loss over the batch", "loss_tile_size, or a smaller global batch"),
-    PartSpec(
-        "reduce_seconds",
+    "wait_seconds": ("waiting for the slowest rank", "what slows that rank; see the ranks' own numbers"),
+    "loss_seconds": ("loss over the batch", "loss_tile_size, or a smaller global batch"),
+    "reduce_seconds": (
         "adding gradients up over ranks",
         "the global batch (larger ones reduce less often) or use_lora (fewer gradients)",
     ),
-    PartSpec("update_seconds", "clipping and optimizer", "what is trained (trainable, use_lora)"),
-    PartSpec("", "everything else", "nothing of its own: it is the loop, the logging and the random state"),
-)
+    "update_seconds": ("clipping and optimizer", "what is trained (trainable, use_lora)"),
+    "": ("everything else", "nothing of its own: it is the loop, the logging and the random state"),
+}
+"""Key of the rows, empty for what no other part has -> what the part is called, what to change where it is largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimePart:
-    """One part over all steps.
+    """One part of a step, over all steps."""
 
-    Attributes:
-        spec: Which.
-        seconds: Mean of a step.
-        share: Of the step.
-        course_N: Mean seconds of a step in each stretch.
-    """
+    key: str  # one of `PARTS`
+    seconds: float  # mean of a step
+    share: float  # of the step
+    course_N: NDArray[np.float64]  # mean seconds of a step in each stretch
 
-    spec: PartSpec
-    seconds: float
-    share: float
-    course_N: NDArray[np.float64]
+    @property
+    def name(self) -> str:
+        """What the part is called."""
+        return PARTS[self.key][0]
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSplit:
-    """Where the time went.
+    """Where the time went."""
 
-    Attributes:
-        parts: Those that took any, in the order of the step.
-        step_seconds: Mean of a step.
-        steps_N: Middle step of each stretch.
-        num_steps: Steps that were measured.
-        sentence: The largest part and what changes it.
-    """
+    parts: tuple[TimePart, ...]  # those that took any, in the order of the step
+    step_seconds: float  # mean of a step
+    steps_N: NDArray[np.float64]  # middle step of each stretch
+    num_steps: int  # steps that were measured
 
-    parts: tuple[TimePart, ...]
-    step_seconds: float
-    steps_N: NDArray[np.float64]
-    num_steps: int
-    sentence: str
+    @property
+    def sentence(self) -> str:
+        """The largest part and what changes it."""
+        largest = max(self.parts, key=lambda part: part.share)
+        return (
+            f"A step took {seconds_text(self.step_seconds)} on average, {percent_text(largest.share)} of it "
+            f"{largest.name}. What changes that: {PARTS[largest.key][1]}."
+        )
+
+    @property
+    def note(self) -> str:
+        """What the means are over."""
+        left_out = "; the first one, which also warms everything up, is left out" if self.num_steps > 1 else ""
+        return f"Means over {plural(self.num_steps, 'step')}{left_out}."
+
+    @property
+    def table(self) -> Table:
+        """Mean and share of each part."""
+        rows = [[capitalised(part.name), seconds_text(part.seconds), percent_text(part.share)] for part in self.parts]
+        return Table(("Part of a step", "Mean", "Share"), rows)
 
 
 def settled_rows(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
@@ -107,18 +102,18 @@ def split_time(rows: Sequence[Mapping[str, float]]) -> TimeSplit | None:
         return None
     stretches = np.array_split(np.arange(len(timed)), min(MAX_STRETCHES, len(timed)))
     step_R = np.array([finite(row["step_seconds"]) for row in timed])
-    named = {spec.key: _column(timed, spec.key) for spec in PARTS if spec.key}
+    named = {key: _column(timed, key) for key in PARTS if key}
     rest_R = np.maximum(0.0, step_R - np.sum(list(named.values()), axis=0))
     total = float(step_R.sum())
     parts = []
-    for spec in PARTS:
-        seconds_R = named.get(spec.key, rest_R)
+    for key in PARTS:
+        seconds_R = named.get(key, rest_R)
         if seconds_R.any():
             course_N = np.array([seconds_R[stretch].mean() for stretch in stretches])
             share = float(seconds_R.sum()) / total
-            parts.append(TimePart(spec, float(seconds_R.mean()), share, course_N))
+            parts.append(TimePart(key, float(seconds_R.mean()), share, course_N))
     steps_N = np.array([np.mean([finite(timed[row].get("step")) for row in stretch]) for stretch in stretches])
-    return TimeSplit(tuple(parts), float(step_R.mean()), steps_N, len(timed), _sentence(parts, float(step_R.mean())))
+    return TimeSplit(tuple(parts), float(step_R.mean()), steps_N, len(timed))
 
 
 def seconds_text(seconds: float) -> str:
@@ -134,17 +129,3 @@ def percent_text(share: float) -> str:
 def _column(rows: Sequence[Mapping[str, float]], key: str) -> NDArray[np.float64]:
     values = [finite(row.get(key)) for row in rows]
     return np.array([0.0 if math.isnan(value) else value for value in values])
-
-
-def _sentence(parts: Sequence[TimePart], step_seconds: float) -> str:
-    largest = max(parts, key=lambda part: part.share)
-    return (
-        f"A step took {seconds_text(step_seconds)} on average, {percent_text(largest.share)} of it "
-        f"{largest.spec.name}. What changes that: {largest.spec.lever}."
-    )
-
-
-def measured_note(split: TimeSplit) -> str:
-    """Say what the means are over."""
-    left_out = "; the first one, which also warms everything up, is left out" if split.num_steps > 1 else ""
-    return f"Means over {plural(split.num_steps, 'step')}{left_out}."

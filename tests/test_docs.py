@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from vembed.__main__ import COMMANDS
 from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.entrypoints import doctor, encode, evaluate, export, plan, search, train
+from vembed.registry import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])

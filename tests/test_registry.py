@@ -40,7 +40,7 @@ def test_a_name_is_taken_once(name: str, message: str) -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"no thing 'decodr'; did you mean 'decoder'\? There are: decoder"):
+    with pytest.raises(ConfigError, match=r"no thing 'decodr'; did you mean decoder\? There are: decoder"):
         Registry("thing", {"decoder": "json:JSONDecoder"}).load("decodr")
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
     from vembed.api.training import RunResult, train
     from vembed.config.schema import Config
+    from vembed.entrypoints.command import register_command
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
     from vembed.evaluation.metrics import register_metric
     from vembed.losses.registry import register_loss
@@ -37,6 +38,7 @@ __all__ = [
     "evaluate",
     "load",
     "open_index",
+    "register_command",
     "register_loss",
     "register_metric",
     "train",
@@ -53,6 +55,7 @@ _MODULES = {
     "vembed.errors": (
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),
     ),
+    "vembed.entrypoints.command": ("register_command",),
     "vembed.evaluation.metrics": ("register_metric",),
     "vembed.losses.registry": ("register_loss",),
 }

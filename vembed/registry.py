@@ -71,7 +71,7 @@ class Registry:
         """
         if name not in self:
             near = get_close_matches(name, self.names(), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"no {self.kind} {name!r}{hint} There are: {', '.join(self.names())}")
         if name not in self._entries:
             module, attribute = self._builtin[name].split(":")
@@ -97,3 +97,12 @@ METRICS = Registry(
     },
 )
 """What stands before the @ of a metric's name."""
+
+COMMANDS = Registry(
+    "command",
+    {
+        name: f"vembed.entrypoints.{name}:main"
+        for name in ("train", "plan", "evaluate", "encode", "search", "doctor", "export")
+    },
+)
+"""`vembed NAME`; the first line of a function's docstring is what the list of commands says."""

@@ -10,12 +10,12 @@ import PIL.Image
 import pytest
 import pytrec_eval
 
-from vembed.__main__ import COMMANDS
 from vembed.entrypoints.evaluate import main
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+from vembed.registry import COMMANDS
 
 MEASURE = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
 MEASURE += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, file=sys.stderr)"
@@ -122,7 +122,7 @@ def test_the_command_line_lists_its_commands_and_suggests_the_nearest() -> None:
 
     listing = vembed("--help")
     assert listing.returncode == 0
-    assert all(name in listing.stdout for name in COMMANDS)
+    assert all(name in listing.stdout for name in COMMANDS.names())
     assert vembed().returncode == 2
     typo = vembed("evalute")
     assert typo.returncode == 2

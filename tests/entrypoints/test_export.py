@@ -22,12 +22,12 @@ import yaml
 from command_cases import ROOT, environment, run_keys
 
 import vembed.training.card
-from vembed.__main__ import COMMANDS
 from vembed.entrypoints.export import main, parse_arguments
 from vembed.models.export.samples import picture_bytes
 from vembed.models.export.write import TOLERANCE
 from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
+from vembed.registry import COMMANDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,12 +14,16 @@ from vembed.config.redact import redact
 from vembed.distributed.failures import UNEXPECTED_CODE, report_failure
 from vembed.distributed.process_env import process_env
 from vembed.errors import ConfigError, ExitCode, VembedError
+from vembed.registry import COMMANDS
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+    from typing import TypeAlias
 
     from vembed.distributed.failures import Ending
+
+    Command: TypeAlias = Callable[..., int]
 
 
 class _TerminalHandler(logging.Handler):
@@ -49,6 +53,19 @@ class _TerminalFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
         return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
+
+
+def register_command(function: Command) -> Command:
+    """Add a command under the name of its function, "_" as "-"; also a decorator.
+
+    `vembed --plugins MODULE NAME ...` calls it as `function(arguments, program=...)`: the words behind its name, and how
+    it was called, for its help. It returns an exit code. The first line of its docstring stands in the list of commands.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    COMMANDS.register(function.__name__.replace("_", "-"), function, module=function.__module__)
+    return function
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:

@@ -58,7 +58,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code."""
+    """Look at the machine, test it, and say what to mend."""
     parsed = parse_arguments(arguments, program=program)
     # What an earlier launcher left in the environment is for the doctor to find; only a plan would wait for processes.
     return run_command(lambda: _run(parsed), log_to_stderr=parsed.json, in_several=parsed.config is None)

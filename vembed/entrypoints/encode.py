@@ -54,7 +54,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code."""
+    """Encode a corpus into an index."""
     parsed = parse_arguments(arguments, program=program)
     return run_command(lambda: _run(parsed))
 

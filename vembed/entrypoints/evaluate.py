@@ -77,7 +77,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code."""
+    """Evaluate models on retrieval sets."""
     parsed = parse_arguments(arguments, program=program)
     command = redact(shlex.join([*program.split(), *arguments]))
     return run_command(lambda: _run(parsed, command=command))

@@ -56,7 +56,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code."""
+    """Write a model with its card, for the library that loads it."""
     parsed = parse_arguments(arguments, program=program)
     return run_command(lambda: _run(parsed))
 

@@ -50,7 +50,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Print the plan of a run and return the exit code."""
+    """Print what a run would do, and stop."""
     parsed = parse_arguments(arguments, program=program)
     elsewhere = parsed.devices is not None or parsed.model_config is not None
     if not elsewhere and not parsed.json and parsed.records is None:

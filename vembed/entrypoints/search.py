@@ -51,7 +51,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Run the command and return its exit code."""
+    """Search an index, in the terminal or on a local page."""
     parsed = parse_arguments(arguments, program=program)
     return run_command(lambda: _run(parsed), log_to_stderr=True)
 

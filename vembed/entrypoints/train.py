@@ -43,7 +43,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train") -> int:
-    """Run the command and return its exit code.
+    """Train a model from a configuration file.
 
     Args:
         arguments: Words behind the program's name; None takes the process's own.

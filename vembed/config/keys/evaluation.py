@@ -1,18 +1,28 @@
 """Keys of the evaluation."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 from vembed.config.fields import Auto, Count, Section, key, rule
+from vembed.registry import METRICS
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
 
 
-_METRIC_NAMES = ("ndcg", "recall", "precision", "mrr", "map", "hit")
+_METRIC_NAMES = METRICS.names()
 _METRIC_DEPTHS = (1, 3, 5, 10, 100)
 
-METRICS = tuple(f"{name}@{depth}" for name in _METRIC_NAMES for depth in _METRIC_DEPTHS)
-"""The metrics that can choose a checkpoint."""
+OUR_METRICS = tuple(f"{name}@{depth}" for name in _METRIC_NAMES for depth in _METRIC_DEPTHS)
+"""The metrics that can choose a checkpoint, beside those of plugins."""
+
+
+def _known_metric(name: str) -> str:
+    if name not in OUR_METRICS and name not in {f"{each}@{k}" for each in METRICS.plugins() for k in _METRIC_DEPTHS}:
+        raise PydanticCustomError("unknown_metric", "no such metric")
+    return name
 
 
 class EvaluationKeys(Section):
@@ -30,10 +40,11 @@ class EvaluationKeys(Section):
     eval_batch_size: Count = key(
         256, "Most texts or pictures of one encoder call in evaluation.", unit="items", on_resume="harmless"
     )
-    metric_for_best_model: str = key(
+    metric_for_best_model: Annotated[str, AfterValidator(_known_metric)] = key(
         "ndcg@10",
         "Metric that chooses the best checkpoint; higher is better.",
-        choices=METRICS,
+        choices=OUR_METRICS,
+        more_choices=True,
         form=f"NAME@K (NAME: {', '.join(_METRIC_NAMES)}; K: {', '.join(map(str, _METRIC_DEPTHS))})",
     )
     early_stopping_patience: Count | None = key(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vembed.config.keys.evaluation import METRICS
+from vembed.config.keys.evaluation import OUR_METRICS
 from vembed.config.messages import key_schemas
 from vembed.config.schema import (
     ALIASES,
@@ -358,8 +358,8 @@ def test_every_default_is_a_value_that_its_key_takes() -> None:
 
 
 def test_the_metrics_are_the_ones_that_evaluation_computes() -> None:
-    assert len(METRICS) == 30
-    for metric in METRICS:
+    assert len(OUR_METRICS) == 30
+    for metric in OUR_METRICS:
         assert make(metric_for_best_model=metric).metric_for_best_model == metric
 
 

@@ -58,8 +58,9 @@ class _TerminalFormatter(logging.Formatter):
 def register_command(function: Command) -> Command:
     """Add a command under the name of its function, "_" as "-"; also a decorator.
 
-    `vembed --plugins MODULE NAME ...` calls it as `function(arguments, program=...)`: the words behind its name, and how
-    it was called, for its help. It returns an exit code. The first line of its docstring stands in the list of commands.
+    `vembed --plugins MODULE NAME ...` calls it as `function(arguments, program=...)`: the words behind its name, and
+    how it was called, for its help. It returns an exit code. The list of commands shows the first line of its
+    docstring.
 
     Raises:
         ConfigError: The name is taken.

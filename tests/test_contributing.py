@@ -1,0 +1,72 @@
+"""The recipes of CONTRIBUTING.md do what they say: their code is taken from the page and run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_recipe(folder: Path, name: str) -> None:
+    """Write the code block of the page that begins with the comment `# NAME.py` to that file."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL)
+    (code,) = [block for block in blocks if block.startswith(f"# {name}.py\n")]
+    (folder / f"{name}.py").write_text(code)
+
+
+@pytest.fixture
+def vembed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run the program in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "vembed", *words],
+            capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "PYTHONPATH": path},
+        )  # fmt: skip
+        assert done.returncode in (0, 2), done.stderr
+        return done
+
+    return run
+
+
+def test_a_command_of_a_plugin_is_listed_and_runs(vembed, tmp_path: Path) -> None:
+    write_recipe(tmp_path, "my_commands")
+    (tmp_path / "notes.txt").write_text("three short words")
+    listing = vembed("--plugins", "my_commands", "--help")
+    assert "count-words count the words of a file" in listing.stdout
+    done = vembed("--plugins", "my_commands", "count-words", "notes.txt")
+    assert (done.returncode, done.stdout) == (0, "3\n")
+    unknown = vembed("count-words", "notes.txt")
+    assert unknown.returncode == 2
+    assert "no command 'count-words'" in unknown.stderr
+    missing = vembed("--plugins", "no_such_module", "train")
+    assert missing.returncode == 2
+    assert "there is no module no_such_module" in missing.stderr
+
+
+def test_a_metric_of_a_plugin_chooses_the_best_checkpoint(vembed, tmp_path: Path) -> None:
+    write_recipe(tmp_path, "my_metrics")
+    (tmp_path / "config.yaml").write_text(
+        "model_name: builtin:ngram-bag\ndata_path: builtin:stdlib-code\nbatch_size: 16\nmax_steps: 2\n"
+        "eval_strategy: steps\neval_steps: 1\nbm25: false\noutput_dir: run\nnum_processes: 1\nreport_to: none\n"
+    )
+    chosen = "metric_for_best_model=all_found@10"
+    refused = vembed("train", "config.yaml", "--validate", "--config_override", chosen)
+    assert refused.returncode == 2
+    assert "must be NAME@K (NAME: ndcg" in refused.stderr
+    done = vembed("train", "config.yaml", "--config_override", chosen, "plugins=[my_metrics]")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "run/evaluation/final/metrics.json").read_text())["metrics"]
+    assert 0 < found["all_found@1"] <= found["all_found@100"] <= 1
+    assert found["all_found@10"] == pytest.approx(found["recall@10"])  # every query here has one relevant document
+    assert "all_found@10" in (tmp_path / "run/report/report.md").read_text()
+    assert "my_metrics" in (tmp_path / "run/plan.json").read_text()

@@ -19,11 +19,9 @@ from vembed.evaluation.benchmark.run import Entry, VariantResult
 from vembed.evaluation.benchmark.stored import Cost
 from vembed.evaluation.benchmark.variants import REFERENCE, Variant
 from vembed.evaluation.leaderboard.content import build_board, frontier
-from vembed.evaluation.leaderboard.html import render_html
-from vembed.evaluation.leaderboard.markdown import render_markdown
 from vembed.evaluation.leaderboard.terminal import render_terminal
 from vembed.evaluation.leaderboard.text import headline, p_text
-from vembed.evaluation.leaderboard.write import write_leaderboard
+from vembed.evaluation.leaderboard.write import render_html, render_markdown, write_leaderboard
 from vembed.evaluation.randomisation import randomisation_test
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import bootstrap_interval, mean_interval

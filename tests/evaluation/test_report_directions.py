@@ -15,12 +15,11 @@ from test_report_samples import METRIC, STEPS, Page, page, sample
 
 from vembed.batch import Composed, Image
 from vembed.data.retrieval import RetrievalData
-from vembed.evaluation.leaderboard.style import LEADERBOARD_STYLE
+from vembed.evaluation.pages import html_environment
 from vembed.evaluation.report.comparison import best_dev_step, forward_comparisons, systems_note
 from vembed.evaluation.report.content import build_content
 from vembed.evaluation.report.data import Reverse
 from vembed.evaluation.report.machine import render_json
-from vembed.evaluation.report.style import STYLE
 from vembed.evaluation.report.write import render_html, render_markdown
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import bootstrap_interval, verdict
@@ -195,10 +194,14 @@ def test_a_composed_query_shows_its_picture_and_its_text() -> None:
     assert "picture shirt.png, with: in red q" in render_markdown(content)
 
 
+def _sheets() -> list[str]:
+    """The style of both pages, and what the leaderboard adds to it."""
+    return [html_environment().get_template(f"{name}.css.jinja").render() for name in ("base", "leaderboard")]
+
+
 def _themes() -> list[dict[str, str]]:
     """The colours of light and of dark on a screen, later definitions winning."""
-    sheets = (str(STYLE), str(LEADERBOARD_STYLE).removeprefix(str(STYLE)))
-    style = "".join(sheet.split("@media print")[0] for sheet in sheets)
+    style = "".join(sheet.split("@media print")[0] for sheet in _sheets())
     blocks = re.findall(r"(@media \(prefers-color-scheme: dark\) \{ )?:root \{([^}]*)\}", style)
     light: dict[str, str] = {}
     dark: dict[str, str] = {}
@@ -222,7 +225,7 @@ def test_every_text_colour_of_both_pages_is_legible_in_both_themes() -> None:
         "series-3": ("card", "page"),
         "series-4": ("card", "page"),
     }
-    used = set(re.findall(r"(?<![-a-z])color: var\(--([a-z0-9-]+)\)", str(LEADERBOARD_STYLE)))
+    used = set(re.findall(r"(?<![-a-z])color: var\(--([a-z0-9-]+)\)", "".join(_sheets())))
     assert used - {"tone"} <= texts.keys(), "a colour of a text that this test doesn't look at"
     for theme in themes:
         for text, grounds in texts.items():

@@ -15,16 +15,16 @@ from vembed.evaluation.report.charts import OTHER_SERIES, SERIES, chart_axes, in
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from markupsafe import Markup
     from matplotlib.axes import Axes
 
     from vembed.evaluation.leaderboard.content import VariantRow
-    from vembed.evaluation.report.markup import Html
 
 INCHES = (5.2, 3.3)
 
 COLOURS = (SERIES, *OTHER_SERIES)
+# Marks in the drawing and in its legend; with the colours they tell 20 models apart.
 MARKERS = (("o", "●"), ("s", "■"), ("^", "▲"), ("D", "◆"), ("v", "▼"))
-"""Marks in the drawing and in its legend; with the colours they tell 20 models apart."""
 
 DECADE = 10.0
 
@@ -41,18 +41,15 @@ def draw_cost(
     axis: str,
     name: str,
     label: str,
-) -> Html:
-    """Draw quality against one kind of cost.
+) -> Markup:
+    """Draw quality against one kind of cost, as an `svg` element as wide as what it stands in.
 
     Args:
-        series: The forms of each model, model by model.
-        cost: Which cost; above 0.
-        axis: What the horizontal axis says.
+        series: The forms of each model.
+        cost: Above 0.
+        axis: Words under the horizontal axis.
         name: Prefix of the ids in the drawing: a word of ours, another one for each drawing of a page.
         label: What a screen reader says in place of the drawing.
-
-    Returns:
-        An `svg` element as wide as what it stands in.
     """
     with chart_axes(INCHES) as (figure, axes):
         for position, rows in enumerate(series):

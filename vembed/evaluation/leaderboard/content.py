@@ -26,37 +26,23 @@ if TYPE_CHECKING:
 
 CONFIDENCE = 0.95
 
-LEVEL = 0.05
-"""p-value below which a difference is called significant."""
+LEVEL = 0.05  # p-value below which a difference is called significant
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One system on one set.
+class Standing:
+    """One system on one set."""
 
-    Attributes:
-        task: Name of the set.
-        value: Mean of the metric over its queries.
-        low: Lower bound of its interval.
-        high: Upper bound of its interval.
-        difference: Value minus that of the best on this set; 0 for the best itself.
-        p_value: Of the test against the best, or None for the best itself.
-        num_queries: Queries that the mean is over.
-        num_documents: Documents searched.
-        folder: Where the run is, below the output.
-        notes: What was left out or cut.
-    """
-
-    task: str
-    value: float
+    task: str  # name of the set
+    value: float  # mean of the metric over its queries
     low: float
     high: float
-    difference: float
-    p_value: float | None
+    difference: float  # to the best on this set
+    p_value: float | None  # of the test against the best; None for the best itself
     num_queries: int
     num_documents: int
-    folder: str
-    notes: tuple[str, ...]
+    folder: str  # of the run, below the output
+    notes: tuple[str, ...]  # what was left out or cut
 
     @property
     def is_behind(self) -> bool:
@@ -66,116 +52,80 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One system: its mean over the sets with an interval, and each set.
-
-    Attributes:
-        system: Name of the system.
-        mean: Mean over its sets.
-        low: Lower bound of its interval.
-        high: Upper bound of its interval.
-        cells: The sets that it was evaluated on.
-        is_whole: Whether these are all sets; the mean of a system that lacks some is of another thing, and not shown.
-    """
+    """One system: its mean over the sets with an interval, and each set."""
 
     system: str
     mean: float
     low: float
     high: float
-    cells: tuple[Cell, ...]
-    is_whole: bool = True
+    cells: tuple[Standing, ...]  # the sets that it was evaluated on
+    is_whole: bool = True  # the mean of a system that lacks some sets is of another thing, and not shown
 
-    def cell(self, task: str) -> Cell | None:
+    def cell(self, task: str) -> Standing | None:
         """Return the system on one set, or None where it wasn't evaluated there."""
         return next((cell for cell in self.cells if cell.task == task), None)
 
 
 @dataclass(frozen=True, slots=True)
 class SumRow:
-    """One system on one set in both directions.
-
-    Attributes:
-        system: Name of the system.
-        task: Name of the set.
-        forward: R@1, R@5 and R@10 of the set in percent.
-        reverse: The same of the reversed set.
-        total: Their sum, 600 at best.
-    """
+    """One system on one set in both directions."""
 
     system: str
     task: str
-    forward: tuple[float, ...]
-    reverse: tuple[float, ...]
-    total: RecallSum
+    forward: tuple[float, ...]  # R@1, R@5 and R@10 of the set in percent
+    reverse: tuple[float, ...]  # the same of the reversed set
+    total: RecallSum  # 600 at best
 
 
 @dataclass(frozen=True, slots=True)
 class VariantRow:
-    """One form of one model's vectors on one set.
+    """One form of one model's vectors on one set."""
 
-    Attributes:
-        number: Its number in the drawings.
-        system: Name of the model.
-        task: Name of the set.
-        name: Name of the form.
-        value: Mean of the metric.
-        difference: Value minus that of exact search; 0 for exact search itself.
-        p_value: Of the test against exact search, or None for exact search itself.
-        cost: Bytes and milliseconds.
-        folder: Where the run is, below the output.
-        notes: What is particular about this form, beside what holds for exact search too.
-    """
-
-    number: int
+    number: int  # in the drawings
     system: str
     task: str
-    name: str
-    value: float
-    difference: float
-    p_value: float | None
+    name: str  # of the form
+    value: float  # mean of the metric
+    difference: float  # to exact search
+    p_value: float | None  # of the test against exact search; None for exact search itself
     cost: Cost
-    folder: str
-    notes: tuple[str, ...]
+    folder: str  # of the run, below the output
+    notes: tuple[str, ...]  # beside those of exact search
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """A whole leaderboard.
+    """A whole leaderboard."""
 
-    Attributes:
-        metric: What systems are compared by.
-        rows: Systems, best mean first; behind them those that weren't evaluated on every set.
-        tasks: Names of the sets, in the order they were given.
-        variants: Every form of every model's vectors, set by set; exact search alone is no entry.
-        facts: (label, value): versions, machine.
-        command: The command that makes this leaderboard again.
-        sums: Recalls of both directions in one number, set by set, the highest first.
-    """
-
-    metric: str
-    rows: tuple[Row, ...]
-    tasks: tuple[str, ...]
-    variants: tuple[VariantRow, ...]
-    facts: tuple[tuple[str, str], ...]
-    command: str
-    sums: tuple[SumRow, ...] = ()
+    metric: str  # what systems are compared by
+    rows: tuple[Row, ...]  # best mean first; behind them the systems that weren't evaluated on every set
+    tasks: tuple[str, ...]  # names of the sets, in the order they were given
+    variants: tuple[VariantRow, ...]  # set by set; exact search alone is no entry
+    facts: tuple[tuple[str, str], ...]  # versions, machine
+    command: str  # that makes this leaderboard again
+    sums: tuple[SumRow, ...] = ()  # set by set, the highest first
 
     def variants_of(self, task: str) -> list[VariantRow]:
         """Return the forms tried on one set."""
         return [row for row in self.variants if row.task == task]
 
-    def cells_of(self, task: str) -> list[tuple[Row, Cell]]:
+    def variant_notes_of(self, task: str) -> list[str]:
+        """Return the notes on the forms tried on one set, each behind the form's number."""
+        return [f"{row.number}: {note}" for row in self.variants_of(task) for note in row.notes]
+
+    def cells_of(self, task: str) -> list[tuple[Row, Standing]]:
         """Return every system on one set, best first."""
         found = [(row, cell) for row in self.rows for cell in row.cells if cell.task == task]
         return sorted(found, key=lambda pair: -pair[1].value)
 
-    def notes_of(self, task: str) -> list[tuple[str, str]]:
-        """Return the notes on one set with the systems that they hold for; no system where they hold for all."""
+    def notes_of(self, task: str) -> list[str]:
+        """Return the notes on one set, each behind the systems that it holds for where these aren't all."""
         systems: dict[str, list[str]] = {}
         for row, cell in self.cells_of(task):
             for note in cell.notes:
                 systems.setdefault(note, []).append(row.system)
         num_systems = len(self.cells_of(task))
-        return [("" if len(names) == num_systems else ", ".join(names), note) for note, names in systems.items()]
+        return [note if len(names) == num_systems else f"{', '.join(names)}: {note}" for note, names in systems.items()]
 
 
 def build_board(
@@ -185,9 +135,9 @@ def build_board(
 
     Args:
         entries: Systems on sets; one that can't take a set, such as word matching on pictures, isn't on it.
-        metric: What to compare by; each result must have it.
+        metric: What to compare by.
         facts: (label, value) about where it ran.
-        command: The command that makes it again, without secrets.
+        command: Without secrets.
 
     Raises:
         ValueError: A result lacks the metric, or there is none.
@@ -241,11 +191,11 @@ def _best(entries: Sequence[Entry], metric: str) -> Entry:
     return max(entries, key=lambda entry: entry.result.metrics[metric])
 
 
-def _cell(entry: Entry, best: Entry, metric: str) -> Cell:
+def _cell(entry: Entry, best: Entry, metric: str) -> Standing:
     """Return one system on one set, tested against the best there."""
     result = entry.result
     low, high = bootstrap_interval(result, metric, confidence=CONFIDENCE)
-    return Cell(
+    return Standing(
         task=entry.task,
         value=result.metrics[metric],
         low=low,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from markupsafe import Markup
+
 from vembed.evaluation.text import metric_text, number_text, one_line, signed_text
 
 if TYPE_CHECKING:
-    from vembed.evaluation.leaderboard.content import Board, Cell, Row, SumRow, VariantRow
+    from vembed.evaluation.leaderboard.content import Board, Row, Standing, SumRow, VariantRow
 
 SMALLEST_P = 0.001
 
-NOTHING = "\N{EN DASH}"
-"""What stands where a system would be compared with itself."""
+NOTHING = "\N{EN DASH}"  # where a system would be compared with itself
 
 
 def p_text(p_value: float | None) -> str:
@@ -22,19 +23,19 @@ def p_text(p_value: float | None) -> str:
     return f"< {SMALLEST_P}" if p_value < SMALLEST_P else f"{p_value:.3f}"
 
 
-def difference_text(row: Cell | VariantRow) -> str:
+def difference_text(row: Standing | VariantRow) -> str:
     """Return the difference to what a row is compared with, or a dash where that is the row itself."""
     return NOTHING if row.p_value is None else signed_text(row.difference)
 
 
-def reading(cell: Cell) -> str:
+def reading(cell: Standing) -> str:
     """Return what the test says about one system on one set."""
     if cell.p_value is None:
         return "best"
     return "behind the best" if cell.is_behind else "not significantly below the best"
 
 
-def mark(cell: Cell) -> str:
+def mark(cell: Standing) -> str:
     """Return the same as one character."""
     if cell.p_value is None:
         return "★"
@@ -50,9 +51,7 @@ def interval(low: float, high: float) -> str:
 
 
 SUM_HEADS = tuple(f"{side} R@{k}" for side in ("Forward", "Reversed") for k in (1, 5, 10))
-"""Heads of the recalls that a sum is made of."""
-
-SUM_NOTE = (
+SUM_NOTE = Markup(
     "R@k is the share of queries, in percent, that find a right one among the first k (hit@k); rsum adds up all six, "
     "600 at best. Forward is the set as it was given, reversed its documents searching its queries."
 )
@@ -72,7 +71,7 @@ def mean_cells(row: Row) -> tuple[str, str]:
     return (metric_text(row.mean), interval(row.low, row.high)) if row.is_whole else (NOTHING, NOTHING)
 
 
-def cell_text(cell: Cell | None) -> str:
+def cell_text(cell: Standing | None) -> str:
     """Return a value and its mark, or a dash where the system wasn't evaluated."""
     return NOTHING if cell is None else f"{metric_text(cell.value)} {mark(cell)}"
 

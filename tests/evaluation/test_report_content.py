@@ -174,12 +174,12 @@ def test_baseline_and_final_over_other_queries_are_refused() -> None:
 
 
 def test_changes_are_counted_by_direction() -> None:
-    changes = build_content(sample()).changes
-    assert (changes.num_improved, changes.num_unchanged, changes.num_worse) == (2, 1, 1)
-    assert changes.summary.startswith("Of 4 queries, 2 improved, 1 stayed the same and 1 got worse in ndcg@10.")
+    content = build_content(sample())
+    assert content.change_counts == {"improved": 2, "unchanged": 1, "worse": 1}
+    assert content.changes.startswith("Of 4 queries, 2 improved, 1 stayed the same and 1 got worse in ndcg@10.")
     same = sample()
     same = replace(same, final=same.baseline, verdict=verdict(same.baseline, same.baseline, METRIC))
-    assert build_content(same).changes.num_unchanged == 4
+    assert build_content(same).change_counts["unchanged"] == 4
 
 
 def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:

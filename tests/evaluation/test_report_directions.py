@@ -110,7 +110,7 @@ def test_columns_name_the_checkpoints_and_a_sentence_tells_them_apart() -> None:
     assert heads[:6] == ["Metric", "Baseline", "Last, step 20", "Final, step 10", "Difference", "Reading"]
     assert "Final is the checkpoint of step 10, the best on the dev set" in shown().text
     one = replace(report(), last=None, kept_step=20, evaluations=[(10, {METRIC: 0.5}), (20, {METRIC: 0.6})])
-    assert [system.key for system in forward_comparisons(one).systems] == ["baseline", "final"]
+    assert list(forward_comparisons(one).results) == ["baseline", "final"]
     assert "the last and also the best" in systems_note(one)
     assert "best" not in systems_note(replace(one, evaluations=[]))
     assert systems_note(sample()) == ""

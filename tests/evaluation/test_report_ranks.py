@@ -35,12 +35,12 @@ def random_case(depth: int = 100) -> tuple[RetrievalData, dict[str, list[tuple[s
 def test_recall_at_every_cut_equals_trec_evals() -> None:
     task, run = random_case()
     final = result("final", dict.fromkeys(run, 0.5), run=run)
-    curve = build_ranks(task, final, final, None).curves[1]
+    recall_K = build_ranks(task, final, final, None).recalls_K["final"]
     cuts = [1, 2, 3, 7, 10, 50, 99, 100]
     expected = {name: np.mean(list(values.values())) for name, values in score_run(run, task.qrels, cuts).items()}
-    assert 0 < curve.at(10) < curve.at(100) < 1
+    assert 0 < recall_K[9] < recall_K[99] < 1
     for cut in cuts:
-        assert curve.at(cut) == pytest.approx(expected[f"recall@{cut}"], abs=1e-12)
+        assert recall_K[cut - 1] == pytest.approx(expected[f"recall@{cut}"], abs=1e-12)
 
 
 def test_scores_are_split_by_judgement_and_those_that_are_not_finite_are_counted() -> None:
@@ -94,5 +94,5 @@ def test_queries_without_a_judgement_dont_count() -> None:
     task, run = random_case()
     more = {**run, "unjudged": run["q1"]}
     results = [result("x", dict.fromkeys(each, 0.5), run=each) for each in (run, more)]
-    first, second = (build_ranks(task, each, each, None).curves[0].recall_K.tolist() for each in results)
+    first, second = (build_ranks(task, each, each, None).recalls_K["baseline"].tolist() for each in results)
     assert first == second

@@ -22,15 +22,16 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLoc
 from vembed.evaluation.text import number_text, signed_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.ticker import Locator
+    from numpy.typing import NDArray
 
     from vembed.evaluation.report.comparison import MetricRow
     from vembed.evaluation.report.curves import Curve
-    from vembed.evaluation.report.ranks import RecallCurve, ScoreSplit
+    from vembed.evaluation.report.ranks import ScoreSplit
     from vembed.evaluation.report.time_split import TimeSplit
 
 INK, LINE, SERIES, BETTER, WORSE = "#0a0b01", "#0a0b02", "#0a0b03", "#0a0b04", "#0a0b05"
@@ -183,20 +184,20 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Markup:
         return inline_svg(figure, name="histogram", label=label)
 
 
-def draw_recall(curves: Sequence[RecallCurve], *, name: str, label: str) -> Markup:
+def draw_recall(recalls_K: Mapping[str, NDArray[np.float64]], *, name: str, label: str) -> Markup:
     """Draw recall over the cut-off, one line for each system, told apart by dashes as well as by colour."""
     looks = {"final": (SERIES, "-", 2.0), "baseline": (INK, "--", 1.4), "BM25": (INK, ":", 1.6)}
     with chart_axes(CURVE_INCHES) as (figure, axes):
-        count = len(curves[0].recall_K)
-        for curve in sorted(curves, key=lambda curve: list(looks).index(curve.label)):
-            colour, dashes, width = looks[curve.label]
+        count = max(map(len, recalls_K.values()))
+        for system in sorted(recalls_K, key=list(looks).index):
+            colour, dashes, width = looks[system]
             look: dict[str, Any] = {
                 "color": colour,
                 "linestyle": dashes,
                 "linewidth": width,
                 "marker": "o" if count == 1 else "",
             }
-            axes.plot(np.arange(1, count + 1), curve.recall_K, label=curve.label, **look)
+            axes.plot(np.arange(1, count + 1), recalls_K[system], label=system, **look)
         axes.set_xscale("log")
         axes.set_xticks([cut for cut in RECALL_TICKS if cut <= count])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -329,11 +330,11 @@ def draw_interval(row: MetricRow, *, reach: float) -> Markup:
     return Markup('<svg viewBox="0 0 100 16" class="interval {}" aria-hidden="true">{}</svg>').format(word, marks)
 
 
-def draw_shares(counts: Sequence[tuple[str, int]], *, label: str) -> Markup:
-    """Draw (class, count) of each part as one bar."""
-    total = sum(count for _, count in counts)
+def draw_shares(counts: Mapping[str, int], *, label: str) -> Markup:
+    """Draw the count of each class as a part of one bar."""
+    total = sum(counts.values())
     parts, start = Markup(), 0.0
-    for name, count in counts:
+    for name, count in counts.items():
         width = 100 * count / total if total else 0.0
         parts += Markup('<rect x="{:.3f}" y="0" width="{:.3f}" height="8" class="{}"></rect>').format(
             start, width, name

@@ -28,15 +28,6 @@ SYMBOLS = {"improved": "▲", "within noise": "≈", "worse": "▼"}
 
 
 @dataclass(frozen=True, slots=True)
-class System:
-    """One column of the tables."""
-
-    key: SystemKey
-    head: str
-    result: EvaluationResult
-
-
-@dataclass(frozen=True, slots=True)
 class MetricRow:
     """One metric of all systems."""
 
@@ -53,7 +44,8 @@ class Comparisons:
 
     direction: str  # what searches what, in words
     scope: str  # name and size of the set
-    systems: tuple[System, ...]  # in the order in which they came about; BM25 last
+    results: Mapping[SystemKey, EvaluationResult]  # in the order in which they came about; BM25 last
+    heads: Mapping[SystemKey, str]  # what the columns are called
     rows: tuple[MetricRow, ...]  # the verdict's metric first, then the headline, then the rest
 
     @property
@@ -67,25 +59,23 @@ class Comparisons:
         return self._table([row for row in self.rows if not row.is_headline])
 
     def _table(self, rows: Sequence[MetricRow]) -> Table:
-        models = [system for system in self.systems if system.key != "bm25"]
-        others = [system for system in self.systems if system.key == "bm25"]
-        heads = ["Metric", *(system.head for system in models), "Difference", "Reading"]
+        models = [key for key in self.results if key != "bm25"]
+        others = [key for key in self.results if key == "bm25"]
+        heads = ["Metric", *(self.heads[key] for key in models), "Difference", "Reading"]
         reach = _reach(rows)
-        body: list[list[str | Cell]] = []
-        for row in rows:
-            numbers = {system.key: _mean_cell(row, system.key) for system in self.systems}
-            body.append(
-                [
-                    one_line(row.name),
-                    *(numbers[system.key] for system in models),
-                    _difference_cell(row),
-                    _reading_cell(row, reach=reach),
-                    *(numbers[system.key] for system in others),
-                ]
-            )
+        body: list[list[str | Cell]] = [
+            [
+                one_line(row.name),
+                *(_mean_cell(row, key) for key in models),
+                _difference_cell(row),
+                _reading_cell(row, reach=reach),
+                *(_mean_cell(row, key) for key in others),
+            ]
+            for row in rows
+        ]
         decisive = self.rows[0].name
         return Table(
-            [*heads, *(system.head for system in others)],
+            [*heads, *(self.heads[key] for key in others)],
             body,
             words=frozenset({0, heads.index("Reading")}),
             tones={number: "decisive" for number, row in enumerate(rows) if row.name == decisive},
@@ -122,9 +112,8 @@ def _reach(rows: Sequence[MetricRow]) -> float:
 
 def forward_comparisons(report: RunReport) -> Comparisons:
     """Return the metrics of the direction that the verdict is on."""
-    systems = _systems(report, report.baseline, report.last, report.final, report.bm25)
-    crosses = report.reverse is not None
-    return _comparisons(report.task, systems, report.verdict, shows_hits=crosses)
+    results = _measured(baseline=report.baseline, last=report.last, final=report.final, bm25=report.bm25)
+    return _comparisons(report, report.task, results, report.verdict)
 
 
 def reverse_comparisons(report: RunReport) -> Comparisons | None:
@@ -132,54 +121,44 @@ def reverse_comparisons(report: RunReport) -> Comparisons | None:
     reverse = report.reverse
     if reverse is None:
         return None
-    systems = _systems(report, reverse.baseline, reverse.last, reverse.final, None)
-    return _comparisons(reverse.task, systems, reverse.verdict, shows_hits=True)
+    results = _measured(baseline=reverse.baseline, last=reverse.last, final=reverse.final, bm25=None)
+    return _comparisons(report, reverse.task, results, reverse.verdict)
 
 
 def recall_sums(forward: Comparisons, reverse: Comparisons | None) -> dict[SystemKey, RecallSum]:
     """Return the sum of both directions' recalls of each system; empty where one isn't measured or lacks a cut-off."""
     if reverse is None:
         return {}
-    others = {system.key: system.result for system in reverse.systems}
-    shared = [system for system in forward.systems if system.key in others]
-    found = {system.key: recall_sum(system.result, others[system.key]) for system in shared}
+    shared = [key for key in forward.results if key in reverse.results]
+    found = {key: recall_sum(forward.results[key], reverse.results[key]) for key in shared}
     sums = {key: value for key, value in found.items() if value is not None}
     return sums if len(sums) == len(shared) else {}
 
 
-def sum_table(sums: Mapping[SystemKey, RecallSum], systems: Sequence[System], *, head: str) -> Table:
+def sum_table(sums: Mapping[SystemKey, RecallSum], heads: Mapping[SystemKey, str], *, head: str) -> Table:
     """Return the sums of recalls as a table of one row, whose first column has the given head."""
-    heads = {system.key: system.head for system in systems}
     cells = [Cell(metric_text(found.value, 1), bounds_text((found.low, found.high), 1)) for found in sums.values()]
     return Table([head, *(heads[key] for key in sums)], [["rsum", *cells]])
 
 
-def _systems(
-    report: RunReport,
-    baseline: EvaluationResult,
-    last: EvaluationResult | None,
-    final: EvaluationResult,
-    bm25: EvaluationResult | None,
-) -> tuple[System, ...]:
-    """Return the columns, each called by what it is and the step that it is of."""
-    found: list[System] = [System("baseline", "Baseline", baseline)]
-    if last is not None:
-        found.append(System("last", _at_step("Last", report.last_step), last))
-    found.append(System("final", _at_step("Final", report.kept_step), final))
-    return (*found, *([System("bm25", "BM25", bm25)] if bm25 is not None else []))
+def _measured(**results: EvaluationResult | None) -> dict[SystemKey, EvaluationResult]:
+    """Return the systems that were measured, by key."""
+    keys: tuple[SystemKey, ...] = ("baseline", "last", "final", "bm25")
+    return {key: result for key in keys if (result := results[key]) is not None}
 
 
 def _at_step(name: str, step: int | None) -> str:
     return name if step is None else f"{name}, step {count_text(step)}"
 
 
-def _comparisons(task: RetrievalData, systems: Sequence[System], decided: Verdict, *, shows_hits: bool) -> Comparisons:
+def _comparisons(
+    report: RunReport, task: RetrievalData, results: Mapping[SystemKey, EvaluationResult], decided: Verdict
+) -> Comparisons:
     """Compare all systems in every metric that baseline or final has; the verdict's own row repeats the verdict."""
-    results = {system.key: system.result for system in systems}
     baseline, final = results["baseline"], results["final"]
     decisive = decided.comparison.metric
     found = dict.fromkeys([*final.metrics, *baseline.metrics])
-    leading = [*HEADLINE, *(RSUM_METRICS if shows_hits else ())]
+    leading = [*HEADLINE, *(RSUM_METRICS if report.reverse is not None else ())]
     names = list(dict.fromkeys([decisive, *(name for name in leading if name in found), *found]))
     headline = {decisive, *leading} if any(name in found for name in leading) else set(names)
     paired = [name for name in names if name in baseline.per_query and name in final.per_query and name != decisive]
@@ -196,7 +175,13 @@ def _comparisons(task: RetrievalData, systems: Sequence[System], decided: Verdic
         for name in names
     )
     scope = f"{task.name}: {plural(final.num_queries, 'query', 'queries')}, {plural(final.num_documents, 'document')}"
-    return Comparisons(task.direction, scope, tuple(systems), rows)
+    heads: dict[SystemKey, str] = {
+        "baseline": "Baseline",
+        "last": _at_step("Last", report.last_step),
+        "final": _at_step("Final", report.kept_step),
+        "bm25": "BM25",
+    }
+    return Comparisons(task.direction, scope, results, heads, rows)
 
 
 def _values(

@@ -34,22 +34,6 @@ MAX_EVALUATION_ROWS = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
-    """How the queries moved in the verdict's metric."""
-
-    gains: tuple[float, ...]  # final minus baseline of each compared query
-    num_improved: int
-    num_unchanged: int
-    num_worse: int
-    summary: str  # the same in a sentence
-
-    @property
-    def counts(self) -> list[tuple[str, int]]:
-        """Kind of change -> queries."""
-        return [("improved", self.num_improved), ("unchanged", self.num_unchanged), ("worse", self.num_worse)]
-
-
-@dataclass(frozen=True, slots=True)
 class Content:
     """A report with everything that is derived from it."""
 
@@ -63,7 +47,7 @@ class Content:
     marked_step: int | None  # of the dev curve: the kept checkpoint, or where that isn't known the highest
     curves: tuple[Curve, ...]  # step curves that have values; of the optional ones those that vary
     not_logged: tuple[str, ...]  # titles of the curves that have no values
-    changes: Changes
+    gains: tuple[float, ...]  # final minus baseline in the verdict's metric, of each compared query
     groups: tuple[Group, ...]  # example queries
     thumbnails: Thumbnails  # of the pictures of the examples
     ranks: Ranks
@@ -105,7 +89,7 @@ class Content:
         """(id, title) of the sections of the page."""
         return [
             ("metrics", "Metrics"),
-            *([("ranks", "Ranks and scores")] if self.ranks.curves else []),
+            *([("ranks", "Ranks and scores")] if self.ranks.recalls_K else []),
             ("curves", "Curves"),
             *([("speed", "Speed")] if self.tells_speed else []),
             ("changes", "Query by query"),
@@ -178,6 +162,28 @@ class Content:
         return f"{self.dev_note} {num_rows} of {count_text(num_evaluations)} evaluations, evenly spread."
 
     @property
+    def change_counts(self) -> dict[str, int]:
+        """How many queries moved up, not at all, or down in the verdict's metric."""
+        improved, worse = sum(gain > 0 for gain in self.gains), sum(gain < 0 for gain in self.gains)
+        return {"improved": improved, "unchanged": len(self.gains) - improved - worse, "worse": worse}
+
+    @property
+    def changes(self) -> str:
+        """The same in a sentence."""
+        gains, metric = self.gains, self.report.verdict.comparison.metric
+        improved, unchanged, worse = (count_text(count) for count in self.change_counts.values())
+        summary = (
+            f"Of {plural(len(gains), 'query', 'queries')}, {improved} improved, {unchanged} stayed the same and "
+            f"{worse} got worse in {metric}."
+        )
+        left_out = len(self.report.final.per_query[metric]) - len(gains)
+        if left_out:
+            summary += f" {plural(left_out, 'query has', 'queries have')} no finite value in both results, left out."
+        if gains:
+            summary += f" Largest gain {signed_text(max(0.0, *gains))}, largest loss {signed_text(min(0.0, *gains))}."
+        return summary
+
+    @property
     def tells_speed(self) -> bool:
         """Whether anything is known of how the training ran."""
         return self.time is not None or self.report.findings is not None or bool(self.report.performance)
@@ -209,6 +215,7 @@ def build_content(report: RunReport) -> Content:
     metric = report.verdict.comparison.metric
     evaluations = _evaluations(report)
     dev_metric = _dev_metric(report.evaluations, metric)
+    pairs = paired_values(report.baseline, report.final, metric)
     groups = choose_examples(report.task, report.baseline, report.final, metric)
     curves = {spec.title: step_curve(report.steps, spec) for spec in STEP_CURVES}
     optional = [step_curve(report.steps, spec) for spec in OPTIONAL_CURVES]
@@ -230,7 +237,7 @@ def build_content(report: RunReport) -> Content:
             *(curve for curve in optional if curve is not None and curve.varies),
         ),
         not_logged=tuple(missing if dev is not None else [*missing, "Dev metrics"]),
-        changes=_changes(report, metric),
+        gains=tuple(after - before for before, after in pairs.values()),
         groups=groups,
         thumbnails=Thumbnails.of(shown_pictures(groups), report.image_limits),
         ranks=build_ranks(report.task, report.baseline, report.final, report.bm25),
@@ -263,24 +270,6 @@ def _marked_step(report: RunReport, dev: Curve | None) -> int | None:
     if report.kept_step is None:
         return int(dev.steps_N[dev.values_N.argmax()])
     return report.kept_step if report.kept_step in dev.steps_N else None
-
-
-def _changes(report: RunReport, metric: str) -> Changes:
-    """Count the queries that moved up, down or not at all."""
-    pairs = paired_values(report.baseline, report.final, metric)
-    gains = tuple(after - before for before, after in pairs.values())
-    improved, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
-    unchanged = len(gains) - improved - worse
-    summary = (
-        f"Of {plural(len(gains), 'query', 'queries')}, {count_text(improved)} improved, {count_text(unchanged)} "
-        f"stayed the same and {count_text(worse)} got worse in {metric}."
-    )
-    left_out = len(report.final.per_query[metric]) - len(gains)
-    if left_out:
-        summary += f" {plural(left_out, 'query has', 'queries have')} no finite value in both results, left out."
-    if gains:
-        summary += f" Largest gain {signed_text(max(0.0, *gains))}, largest loss {signed_text(min(0.0, *gains))}."
-    return Changes(gains, improved, unchanged, worse, summary)
 
 
 def _notes(report: RunReport) -> tuple[str, ...]:

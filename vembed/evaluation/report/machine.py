@@ -45,9 +45,7 @@ def render_json(content: Content) -> str:
         "reverse": _reverse(content),
         "checkpoint": {"kept_step": report.kept_step, "last_step": report.last_step},
         "queries": {
-            "improved": content.changes.num_improved,
-            "unchanged": content.changes.num_unchanged,
-            "worse": content.changes.num_worse,
+            **content.change_counts,
             "examples": {group.kind: [example.query_id for example in group.examples] for group in content.groups},
         },
         "recall_at_k": _recalls(content.ranks),
@@ -71,7 +69,7 @@ def render_json(content: Content) -> str:
 
 def _systems(comparisons: Comparisons) -> dict[str, object]:
     """Return every system of one direction; one that wasn't measured is null."""
-    found = {system.key: system.result for system in comparisons.systems}
+    found = comparisons.results
     keys: tuple[SystemKey, ...] = ("baseline", "last", "final", "bm25")
     return {key: _system(comparisons, key, found[key]) if key in found else None for key in keys}
 
@@ -114,8 +112,8 @@ def _reverse(content: Content) -> Mapping[str, object] | None:
 
 
 def _recalls(ranks: Ranks) -> Mapping[str, object]:
-    """Return the recall curve of each system."""
-    return {curve.label: curve.recall_K.tolist() for curve in ranks.curves}
+    """Return the recall of each system at k = 1 to K."""
+    return {label: recall_K.tolist() for label, recall_K in ranks.recalls_K.items()}
 
 
 def _scores(split: ScoreSplit) -> Mapping[str, object]:

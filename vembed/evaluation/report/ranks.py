@@ -30,18 +30,6 @@ SHOWN_CUTS = (1, 3, 5, 10, 20, 50, 100)
 
 
 @dataclass(frozen=True, slots=True)
-class RecallCurve:
-    """Mean recall of one system at every cut-off."""
-
-    label: str  # "baseline", "final" or "BM25"
-    recall_K: NDArray[np.float64]  # share of the relevant documents among the first k, mean over the queries
-
-    def at(self, cut: int) -> float:
-        """Return the recall at a cut-off from 1 to K."""
-        return float(self.recall_K[cut - 1])
-
-
-@dataclass(frozen=True, slots=True)
 class ScoreSplit:
     """Scores of what one system retrieved, apart by judgement."""
 
@@ -71,18 +59,18 @@ class ScoreSplit:
 class Ranks:
     """What the ranked lists of a report say beyond the metrics."""
 
-    curves: tuple[RecallCurve, ...]  # baseline, final and BM25, over the same cut-offs; empty: nothing was retrieved
+    recalls_K: Mapping[str, NDArray[np.float64]]  # "baseline", "final", "BM25" -> mean recall@k; empty: nothing found
     splits: tuple[ScoreSplit, ...]  # baseline and final
 
     @property
     def depth(self) -> int:
         """The deepest cut-off."""
-        return len(self.curves[0].recall_K)
+        return max((len(recall_K) for recall_K in self.recalls_K.values()), default=0)
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The cut-offs of `SHOWN_CUTS` that the curves have."""
-        return tuple(cut for cut in SHOWN_CUTS if self.curves and cut <= self.depth)
+        """The cut-offs of `SHOWN_CUTS` that were measured."""
+        return tuple(cut for cut in SHOWN_CUTS if cut <= self.depth)
 
     @property
     def scored(self) -> tuple[ScoreSplit, ...]:
@@ -98,7 +86,10 @@ class Ranks:
     @property
     def table(self) -> Table:
         """Recall of each system at the cut-offs that are shown."""
-        rows = [[curve.label, *(metric_text(curve.at(cut)) for cut in self.cuts)] for curve in self.curves]
+        rows = [
+            [label, *(metric_text(float(recall_K[cut - 1])) for cut in self.cuts)]
+            for label, recall_K in self.recalls_K.items()
+        ]
         return Table(["System", *(f"recall@{count_text(cut)}" for cut in self.cuts)], rows)
 
     @property
@@ -106,8 +97,8 @@ class Ranks:
         """The recall curves in a sentence."""
         places = [cut for cut in (1, 10, 100) if cut in self.cuts]
         parts = [
-            f"{curve.label} " + ", ".join(f"{metric_text(curve.at(cut))} at {cut}" for cut in places)
-            for curve in self.curves
+            f"{label} " + ", ".join(f"{metric_text(float(recall_K[cut - 1]))} at {cut}" for cut in places)
+            for label, recall_K in self.recalls_K.items()
         ]
         return f"Recall: {'; '.join(parts)}."
 
@@ -119,8 +110,8 @@ def build_ranks(
     systems = [("baseline", baseline), ("final", final), *([("BM25", bm25)] if bm25 else [])]
     depth = min(MAX_CUT, max((len(ranked) for _, result in systems for ranked in result.run.values()), default=0))
     judged = {query_id: _relevant(grades) for query_id, grades in with_relevant(task.qrels).items()}
-    curves = tuple(RecallCurve(label, _recall(result, judged, depth)) for label, result in systems if depth and judged)
-    return Ranks(curves, tuple(_split(label, result, task) for label, result in systems[:2]))
+    recalls_K = {label: _recall(result, judged, depth) for label, result in systems if depth and judged}
+    return Ranks(recalls_K, tuple(_split(label, result, task) for label, result in systems[:2]))
 
 
 def _relevant(grades: Mapping[str, int]) -> frozenset[str]:

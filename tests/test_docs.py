@@ -9,7 +9,8 @@ import pytest
 from vembed.config.load import load_config
 from vembed.config.schema import Config
 from vembed.entrypoints import doctor, encode, evaluate, export, plan, search, train
-from vembed.registry import COMMANDS
+from vembed.losses.registry import loss_facts
+from vembed.registry import COMMANDS, LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")])
@@ -70,6 +71,16 @@ def test_coverage_and_reliability_name_only_tests_that_exist() -> None:
         assert named
         for path in named:
             assert (ROOT / path).exists(), f"{document} names {path}"
+
+
+def test_the_document_of_losses_says_what_each_loss_says_of_itself() -> None:
+    text = " ".join((ROOT / "docs" / "losses.md").read_text("utf-8").split())
+    assert len(LOSSES.names()) > 1
+    for name in LOSSES.names():
+        facts = loss_facts(name)
+        assert f"| `{name}` |" in text
+        assert " ".join(facts.formula.split()) in text
+        assert f"Source: {facts.source}." in text
 
 
 def test_architecture_names_every_room() -> None:

@@ -60,9 +60,8 @@ def plugin_lines(names: list[str]) -> list[str]:
 
 
 def _import(name: str) -> ModuleType:
-    if not _MODULE.fullmatch(name):
-        hint = f"; write {name[:-3].replace('/', '.')}" if name.endswith(".py") else ""
-        raise ConfigError(f"plugins: {printable(name)!r} is no name of a module{hint}")
+    if not _MODULE.fullmatch(name) or name.endswith(".py"):
+        raise ConfigError(f"plugins: {printable(name)!r} is no name of a module; write the file's name without .py")
     with _current_folder_first():
         importlib.invalidate_caches()
         try:

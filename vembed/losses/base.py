@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import ContrastiveBatch
+    from vembed.data.columns import ExtraColumn
     from vembed.losses.registry import Memory, Supervision
     from vembed.losses.streamed import StreamedLoss
 
@@ -99,7 +100,7 @@ class BatchLoss(nn.Module, ABC):
 
     name: ClassVar[str]
     keys: ClassVar[type[Section]] = Section
-    columns: ClassVar[Sequence[Any]] = ()
+    columns: ClassVar[Sequence[ExtraColumn]] = ()
     takes: ClassVar[Sequence[Supervision]] = ("positives",)
     memory: ClassVar[Memory] = "matrix"
     multi_vector: ClassVar[bool] = False

@@ -14,6 +14,7 @@ from vembed.registry import LOSSES
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from vembed.data.columns import ExtraColumn
     from vembed.losses.base import BatchLoss, LossCommon
 
 Supervision = Literal["positives", "classes", "pairs"]
@@ -36,7 +37,7 @@ class LossFacts:
     keys: type[Section]
     title: str = ""  # in a sentence: "the InfoNCE loss"
     summary: str = ""  # for the reference, after "NAME: "
-    columns: tuple[Any, ...] = ()  # of the data, beside our own: `ExtraColumn`s
+    columns: tuple[ExtraColumn, ...] = ()  # of the data, beside our own
     takes: tuple[Supervision, ...] = ("positives",)
     memory: Memory = "matrix"
     multi_vector: bool = False
@@ -102,7 +103,7 @@ def _facts_of(loss: type[BatchLoss]) -> LossFacts:
         raise ConfigError(f"{where} lacks {', '.join(sorted(loss.__abstractmethods__))}")
     for fact, allowed in (("memory", get_args(Memory)), ("takes", get_args(Supervision))):
         given = getattr(loss, fact)
-        if not {given} if isinstance(given, str) else set(given) <= set(allowed):
+        if not set([given] if isinstance(given, str) else given) <= set(allowed):
             raise ConfigError(f"{where}: {fact} must be of {', '.join(allowed)}, got {given!r}")
     if not (isinstance(loss.keys, type) and issubclass(loss.keys, Section)):
         raise ConfigError(f"{where}: keys must be a Section, a class of keys (vembed.config.fields)")

@@ -41,7 +41,7 @@ class EvaluationOptions:
     ks: tuple[int, ...] = DEFAULT_KS  # cut-offs of the metrics
     depth: int = DEFAULT_DEPTH  # documents kept per query; at least the largest cut-off
     index_factory: str = EXACT  # FAISS index string; "Flat" is exact
-    poll: Callable[[], None] | None = None  # called between batches of queries; it may raise, e.g. `PreemptedError`.
+    poll: Callable[[], None] | None = None  # called between batches of queries; it may raise, e.g. `PreemptedError`
 
 
 def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) -> EvaluationResult:

@@ -46,14 +46,14 @@ VerdictWord: TypeAlias = Literal["improved", "within noise", "worse"]
 class Comparison:
     """The difference of two systems in one metric, over the same queries."""
 
-    metric: str  # name of the metric, e.g. "ndcg@10".
+    metric: str  # name of the metric, e.g. "ndcg@10"
     baseline: float  # mean of the baseline
     candidate: float  # mean of the candidate
     difference: float  # mean of candidate minus baseline
     low: float  # lower bound of the interval of the difference
     high: float  # upper bound of the interval of the difference
     num_queries: int  # queries that were paired
-    confidence: float  # share of resamples inside the interval, e.g. 0.95.
+    confidence: float  # share of resamples inside the interval, e.g. 0.95
 
 
 @dataclass(frozen=True, slots=True)

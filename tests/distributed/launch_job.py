@@ -5,6 +5,7 @@ Arguments: what happens, the output folder, the timeout in seconds.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -14,18 +15,18 @@ from pathlib import Path
 import torch
 
 from vembed.distributed.compare import require_equal
-from vembed.distributed.failures import EXIT_FILES
 from vembed.distributed.runtime import shut_down, start_runtime
+from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import run_command
 from vembed.errors import DataError, PreemptedError
 
 
-def main(what: str, folder: Path, timeout_seconds: int) -> int:
-    EXIT_FILES.expect(folder)
-    runtime = start_runtime(deterministic=False, timeout_seconds=timeout_seconds)
+def main(what: str, folder: Path, timeout_seconds: int, watchdog: Watchdog) -> int:
+    watchdog.exit_files.expect(folder)
+    runtime = start_runtime(deterministic=False, timeout_seconds=timeout_seconds, watchdog=watchdog)
     ranks = runtime.ranks
     folder.mkdir(exist_ok=True)
-    EXIT_FILES.own(folder, is_main=runtime.is_main)
+    watchdog.exit_files.own(folder, is_main=runtime.is_main)
     threads = os.environ["OMP_NUM_THREADS"]
     print(f"rank {ranks.rank} of {ranks.world_size}, {runtime.local_rank} here, {threads} threads", flush=True)
     require_equal(ranks, {"batch_size": "8" if what != "differ" or ranks.rank == 0 else "16"})
@@ -43,7 +44,7 @@ def main(what: str, folder: Path, timeout_seconds: int) -> int:
     if what == "nothing" and ranks.rank == 0:
         time.sleep(1)  # the others wait for it
         (folder / "done").touch()
-    shut_down()
+    shut_down(watchdog)
     return 0
 
 
@@ -64,4 +65,6 @@ def happen(what: str) -> None:
 
 if __name__ == "__main__":
     what, folder, seconds = sys.argv[1:]
-    sys.exit(run_command(lambda: main(what, Path(folder), int(seconds)), in_several=True))
+    dog = Watchdog()
+    body = functools.partial(main, what, Path(folder), int(seconds), dog)
+    sys.exit(run_command(body, in_several=True, watchdog=dog))

@@ -14,11 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vembed.distributed.beats import Beat, ended_ranks, late_ranks, lateness_of, silence_of, silent_ranks
-from vembed.distributed.failures import EXIT_FILES, ExitFiles, Failure, read_failure, write_for_the_dead
+from vembed.distributed.failures import (
+    Beat,
+    ExitFiles,
+    Failure,
+    ended_ranks,
+    failed_in_collective,
+    late_ranks,
+    lateness_of,
+    look,
+    read_failure,
+    silence_of,
+    silent_ranks,
+    write_for_the_dead,
+)
 from vembed.distributed.ranks import Ranks
-from vembed.distributed.watch import Watch
-from vembed.distributed.whereabouts import PROGRESS, failed_in_collective, look
+from vembed.distributed.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,11 +66,11 @@ def test_late_is_who_is_in_no_collective_or_in_an_earlier_one(beats: list[Beat],
 def test_a_process_that_the_system_knows_no_more_has_ended_and_only_the_own_system_is_asked() -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
-    alive, ended = beat(), replace(beat(), process=dead.pid)
+    alive, ended = beat(), replace(beat(), pid=dead.pid)
     assert ended_ranks({0: alive, 1: ended}, own=0) == [1]
     assert ended_ranks({0: alive, 1: alive}, own=0) == []
-    assert ended_ranks({0: alive, 1: replace(ended, numbering="there")}, own=0) == []
-    nameless = {0: replace(alive, numbering=""), 1: replace(ended, numbering="")}
+    assert ended_ranks({0: alive, 1: replace(ended, pid_namespace="there")}, own=0) == []
+    nameless = {0: replace(alive, pid_namespace=""), 1: replace(ended, pid_namespace="")}
     assert ended_ranks(nameless, own=0) == [], "a system that doesn't say which it is can't be compared"
 
 
@@ -85,8 +96,7 @@ def test_the_main_thread_is_seen_from_another_one_and_moves_with_its_collectives
     first, second = seen
     assert not first.waits
     assert second.since == first.since, "it stands at the same place"
-    PROGRESS.advance()
-    assert look(second).since > first.since
+    assert look(second, num_collectives=1).since > first.since
 
 
 def error_of(function: Any) -> Exception:
@@ -114,12 +124,14 @@ def test_sigterm_ends_a_process_unless_it_is_on_its_way_out_with_an_error() -> N
     program = (
         "import os, signal\n"
         "from contextlib import contextmanager\n"
-        "from vembed.distributed.last_words import forget_last_words, keep_last_words\n"
+        "from torch.distributed import HashStore\n"
+        "from vembed.distributed.watchdog import Watchdog\n"
         "@contextmanager\n"
         "def cleaning():\n"
         "    try: yield\n"
         "    finally: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "keep_last_words()\n"
+        "watchdog = Watchdog()\n"
+        "watchdog.start(0, 2, HashStore(), timeout_seconds=60)\n"
         "try:\n"
         "    with cleaning(): raise OSError\n"
         "except OSError: os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -128,19 +140,25 @@ def test_sigterm_ends_a_process_unless_it_is_on_its_way_out_with_an_error() -> N
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('deaf', flush=True)\n"
     )
-    for undone in ("", "forget_last_words()\nassert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"):
+    for undone in ("", "watchdog.stop(together=False)\nassert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"):
         done = subprocess.run([sys.executable, "-c", program % undone], capture_output=True, text=True, check=False)
         assert (done.returncode, done.stdout) == (-signal.SIGTERM, "said\n"), done.stderr
 
 
 def test_the_first_claim_is_the_runs_failure_and_the_second_hears_of_it() -> None:
     store = dist.HashStore()
-    watches = [Watch(Ranks(rank, 2), store, timeout_seconds=60) for rank in range(2)]
-    assert watches[0].first_failure() is None
-    mine, other = Failure(3, 1, "b", "no text"), Failure(5, 0, "a", "lost the others")
-    assert watches[1].claim(mine) == (mine, True)
-    assert watches[0].claim(other) == (mine, False)
-    assert watches[0].first_failure() == mine
+    watchdogs = [Watchdog() for _ in range(2)]
+    for rank, watchdog in enumerate(watchdogs):
+        watchdog.start(rank, 2, store, timeout_seconds=60)
+    try:
+        assert watchdogs[0].first_failure() is None
+        mine, other = Failure(75, 1, "b", "stopped"), Failure(5, 0, "a", "lost the others")
+        assert watchdogs[1].claim(mine) == (mine, True)
+        assert watchdogs[0].claim(other) == (mine, False)
+        assert watchdogs[0].first_failure() == mine
+    finally:
+        for watchdog in watchdogs:
+            watchdog.stop(together=False)
 
 
 def test_exit_json_goes_only_into_a_folder_that_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +179,6 @@ def test_exit_json_goes_only_into_a_folder_that_is_the_runs(tmp_path: Path, monk
     assert Failure.from_json((own / "exit.json").read_text("utf-8")) == failure
     assert Failure.from_json((missing / "exit.json").read_text("utf-8")) == failure
     assert read_failure(tmp_path / "launcher") == failure
-    assert EXIT_FILES is not files
 
 
 def test_a_launcher_writes_for_processes_that_can_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vembed.config.load import load_values
 from vembed.config.redact import redact
 from vembed.config.schema import Config
-from vembed.distributed.watch import stop_watch
+from vembed.distributed.watchdog import Watchdog
 from vembed.training.finish import RunResult
 from vembed.training.wiring.run import run_from_config
 
@@ -41,13 +41,13 @@ def train(config: str | Path | Mapping[str, object] | Config, /, **overrides: ob
     loaded = load_values(base, overrides)
     given = repr(str(config)) if isinstance(config, (str, Path)) else "config"
     words = [given, *(f"{name}={value!r}" for name, value in overrides.items())]
+    command = redact(f"vembed.train({', '.join(words)})")
+    watchdog = Watchdog()
     try:
-        result = run_from_config(
-            loaded.config, command=redact(f"vembed.train({', '.join(words)})"), sources=loaded.sources
-        )
+        result = run_from_config(loaded.config, command=command, sources=loaded.sources, watchdog=watchdog)
     except BaseException:
-        stop_watch(together=False)
+        watchdog.stop(together=False)
         raise
-    stop_watch()
+    watchdog.stop()
     assert result is not None  # only a plan or a dry run has none
     return result

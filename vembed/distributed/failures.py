@@ -1,8 +1,8 @@
-"""What ended a run of several processes: the first failure, its rank, and the file that tells scripts.
+"""The failure that ends a run of several processes, whom their beats accuse of it, and the file that tells scripts.
 
 A launcher turns the exit code of every process into 1, and a process that only lost its peers can't say why. So the
-first rank that fails claims the failure in the store that all share; the others leave with its code and name it.
-`exit.json` in the output folder holds it, and a folder of the launching process, which returns the code.
+first rank that fails claims the failure in the store that all share (watchdog.py); the others leave with its code and
+name it. `exit.json` in the output folder holds it, and a folder of the launching process, which returns the code.
 """
 
 from __future__ import annotations
@@ -11,13 +11,21 @@ import json
 import logging
 import os
 import socket
-from dataclasses import asdict, dataclass
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from vembed.errors import ExitCode
 from vembed.files import replace_text
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import FrameType
 
 _log = logging.getLogger(__name__)
 
@@ -29,27 +37,33 @@ LAUNCHER_FOLDER: Final = "VEMBED_EXIT_FOLDER"
 _OWNED: Final = "output_folder"
 """File there in which rank 0 names the output folder once the run writes to it."""
 
+_PACKAGE: Final = Path(__file__).parents[1]
+_WATCHING: Final = (__file__, str(Path(__file__).with_name("watchdog.py")))
+_COLLECTIVES: Final = str(Path(__file__).parent)
+_TORCH_COLLECTIVES: Final = str(Path("torch", "distributed"))
+
 UNEXPECTED_CODE: Final = 1
 """Exit code of an error that is a bug: Python's own."""
 
 
+def host_name() -> str:
+    """Return the name of this machine."""
+    return socket.gethostname()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a run that did not reach its last step.
+    """The end of a run that did not reach its last step: what the process that failed first said."""
 
-    Attributes:
-        code: Exit code of the run.
-        rank: Process that failed first.
-        host: Its machine.
-        message: What it said.
-        time: When, in UTC.
-    """
-
-    code: int
+    code: int  # exit code of the run
     rank: int
     host: str
     message: str
-    time: str = ""
+    time: str = field(default_factory=_now)  # UTC
 
     @classmethod
     def from_json(cls, text: str) -> Failure:
@@ -69,64 +83,6 @@ class Failure:
         return f"rank {self.rank} on {self.host}: {self.message}"
 
 
-class Report(Protocol):
-    """Tells the other processes that this one fails."""
-
-    def __call__(self, error: BaseException, *, code: int, message: str) -> Ending:
-        """Tell the others."""
-        ...
-
-
-_reports: list[Report] = []
-"""How this process tells the others; empty in a run of one process."""
-
-
-def report_with(report: Report | None) -> None:
-    """Set how this process tells the others of its failure.
-
-    Args:
-        report: Called with the error that ends this process; None when nobody is there to be told.
-    """
-    _reports[:] = [] if report is None else [report]
-
-
-def report_failure(error: BaseException, *, code: int, message: str) -> Ending | None:
-    """Tell the other processes that this one fails.
-
-    Args:
-        error: The exception that ends this process.
-        code: Exit code that it stands for.
-        message: What it says, without secrets.
-
-    Returns:
-        The run's first failure, whose code every process ends with; None in a run of one process.
-    """
-    return _reports[0](error, code=code, message=message) if _reports else None
-
-
-def host_name() -> str:
-    """Return the name of this machine."""
-    return socket.gethostname()
-
-
-def now() -> str:
-    """Return the time in UTC, to the second."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """Why this process ends.
-
-    Attributes:
-        first: The run's first failure.
-        is_ours: Whether this process was the one to tell of it; it may have told of one that can't speak any more.
-    """
-
-    first: Failure
-    is_ours: bool
-
-
 class ExitFiles:
     """Where a failure is written.
 
@@ -139,20 +95,11 @@ class ExitFiles:
         self._is_own = False
 
     def expect(self, folder: Path) -> None:
-        """Say which folder the run will write.
-
-        Args:
-            folder: The output folder; it may be another run's.
-        """
+        """Say which output folder the run will write; it may be another run's now."""
         self._folder, self._is_own = folder, False
 
     def own(self, folder: Path, *, is_main: bool) -> None:
-        """Say that the run writes a folder now, and delete what an earlier end of it left.
-
-        Args:
-            folder: The output folder.
-            is_main: Whether this process is the one that writes there.
-        """
+        """Say that the run writes its output folder now; the main process deletes what an earlier end of it left."""
         self._folder, self._is_own = folder, True
         if not is_main:
             return
@@ -162,12 +109,7 @@ class ExitFiles:
             (Path(launcher) / _OWNED).write_text(str(folder.resolve()), "utf-8")
 
     def write(self, failure: Failure, *, to_folder: bool) -> None:
-        """Write a failure for the launching process and into the output folder.
-
-        Args:
-            failure: The first one of the run.
-            to_folder: Whether this process writes the folder's file: one does.
-        """
+        """Write the run's first failure for the launching process and, in one process, into the output folder."""
         launcher = os.environ.get(LAUNCHER_FOLDER)
         # It may be gone, with its folder.
         paths = [Path(launcher) / f"{os.getpid()}.json"] if launcher and Path(launcher).is_dir() else []
@@ -181,8 +123,8 @@ class ExitFiles:
                 _log.warning("%s can't be written: %s", path, error)
 
 
-EXIT_FILES = ExitFiles()
-"""Of this process."""
+def _is_free(folder: Path) -> bool:
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
 
 
 def write_for_the_dead(failure: Failure, folder: Path) -> None:
@@ -206,5 +148,139 @@ def read_failure(folder: Path) -> Failure | None:
     return None
 
 
-def _is_free(folder: Path) -> bool:
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a process tells of itself every second."""
+
+    number: int  # counts the beats
+    host: str
+    line: str  # where its main thread is: file, line and function
+    waits: bool  # whether that is in a collective
+    is_patient: bool  # whether the first rank works alone just now, and this is it or one that waits for it
+    num_collectives: int  # that it has entered
+    pid: int
+    pid_namespace: str  # two processes with the same one see each other's pids; empty where the system doesn't say
+
+
+def ended_ranks(beats: Mapping[int, Beat], *, own: int) -> list[int]:
+    """Return the ranks whose processes the system of this one (rank `own`) knows no more; of other systems, none."""
+    here = beats[own].pid_namespace
+    return [rank for rank, beat in beats.items() if here and beat.pid_namespace == here and not _is_known(beat.pid)]
+
+
+def _is_known(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # somebody else's now
+    return True
+
+
+def silent_ranks(before: Mapping[int, Beat], after: Mapping[int, Beat], *, own: int) -> list[int]:
+    """Return the ranks that have told nothing between two looks; this one (`own`) can't be silent."""
+    return [rank for rank in before if rank != own and before[rank].number == after[rank].number]
+
+
+def late_ranks(beats: Mapping[int, Beat]) -> list[int]:
+    """Return the ranks that others wait for: they are in no collective, or have entered fewer."""
+    waiting = [rank for rank, beat in beats.items() if beat.waits]
+    absent = [rank for rank, beat in beats.items() if not beat.waits and not beat.is_patient]
+    if waiting and absent:
+        return absent
+    fewest = min(beat.num_collectives for beat in beats.values())
+    behind = [rank for rank, beat in beats.items() if beat.num_collectives == fewest]
+    return behind if len(behind) < len(beats) else []
+
+
+def silence_of(ranks: Sequence[int], beats: Mapping[int, Beat]) -> Failure:
+    """Return the failure that the silence of some ranks is."""
+    return _accuse(
+        ranks,
+        beats,
+        f"ended or stopped without a word, last seen in {beats[ranks[0]].line}. Killed from outside (did the machine "
+        f"run out of memory?), stopped, crashed in a library, or its machine or network is gone",
+    )
+
+
+def lateness_of(ranks: Sequence[int], beats: Mapping[int, Beat], seconds: float) -> Failure:
+    """Return the failure that some ranks are missing from a collective in which the others have waited so long."""
+    return _accuse(
+        ranks,
+        beats,
+        f"the other processes have waited {seconds:g} s for it in a collective (nccl_timeout), and it is still in "
+        f"{beats[ranks[0]].line}. If that is slow but right, raise nccl_timeout",
+    )
+
+
+def _accuse(ranks: Sequence[int], beats: Mapping[int, Beat], message: str) -> Failure:
+    others = f" (the same holds for rank {', '.join(map(str, ranks[1:]))})" if ranks[1:] else ""
+    return Failure(int(ExitCode.ENVIRONMENT), ranks[0], beats[ranks[0]].host, message + others)
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where the main thread was when it was looked at."""
+
+    line: str  # file, line and function, for people
+    waits: bool  # whether it was in a collective
+    spot: tuple[object, ...]  # the instruction of every function of ours that it was in, and the collectives entered
+    since: float  # time at which it came there, by the monotonic clock
+
+    @property
+    def still_seconds(self) -> float:
+        """For how long it has not moved."""
+        return time.monotonic() - self.since
+
+
+def look(before: Whereabouts | None = None, *, num_collectives: int = 0) -> Whereabouts:
+    """Return where the main thread is now.
+
+    Args:
+        before: Where it was when it was last looked at.
+        num_collectives: How many it has entered.
+    """
+    frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
+    ours = [frame for frame in frames if _is_ours(frame)]
+    spot = (num_collectives, *((frame.f_code.co_qualname, frame.f_lasti) for frame in ours))
+    since = before.since if before is not None and before.spot == spot else time.monotonic()
+    return Whereabouts(_show(ours or frames), _waits(frames, ours), spot, since)
+
+
+def failed_in_collective(error: BaseException) -> bool:
+    """Return whether an exception was raised inside a collective: then the cause may be in another process."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][::-1]
+    return _waits(frames, [frame for frame in frames if _is_ours(frame)])
+
+
+def _frames(innermost: FrameType | None) -> list[FrameType]:
+    """Return a stack, innermost first."""
+    frames = []
+    while innermost is not None:
+        frames.append(innermost)
+        innermost = innermost.f_back
+    return frames
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(str(_PACKAGE)) and frame.f_code.co_filename not in _WATCHING
+
+
+def _waits(frames: list[FrameType], ours: list[FrameType]) -> bool:
+    """Return whether the innermost function of ours is a collective, or has called one of torch's."""
+    if not ours:
+        return False
+    if ours[0].f_code.co_filename.startswith(_COLLECTIVES):
+        return True
+    deeper = frames[: frames.index(ours[0])]
+    return any(_TORCH_COLLECTIVES in frame.f_code.co_filename for frame in deeper)
+
+
+def _show(frames: list[FrameType]) -> str:
+    if not frames:
+        return "no Python code"
+    frame = frames[0]
+    path = Path(frame.f_code.co_filename)
+    shown = path.relative_to(_PACKAGE.parent) if path.is_relative_to(_PACKAGE) else path
+    return f"{shown}:{frame.f_lineno} ({frame.f_code.co_name})"

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from vembed.distributed.failures import LAUNCHER_FOLDER, Failure, host_name, now, read_failure, write_for_the_dead
+from vembed.distributed.failures import LAUNCHER_FOLDER, Failure, host_name, read_failure, write_for_the_dead
 from vembed.distributed.process_env import LAUNCHED_BY
 from vembed.errors import ExitCode
 from vembed.plan.hardware import cpu_cores
@@ -97,8 +97,8 @@ def _unsaid(error: ChildFailedError) -> Failure:
     rank, process = error.get_first_failure()
     if process.exitcode < 0:
         message = f"was ended by {process.signal_name()}; did the machine run out of memory?"
-        return Failure(int(ExitCode.ENVIRONMENT), rank, host_name(), message, now())
-    return Failure(process.exitcode, rank, host_name(), f"ended with exit code {process.exitcode}", now())
+        return Failure(int(ExitCode.ENVIRONMENT), rank, host_name(), message)
+    return Failure(process.exitcode, rank, host_name(), f"ended with exit code {process.exitcode}")
 
 
 @contextmanager

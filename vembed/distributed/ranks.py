@@ -7,20 +7,21 @@ ranks, since every rank's gradients are already those of its rows in the loss of
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from vembed.distributed.patience import await_first
-from vembed.distributed.whereabouts import PROGRESS
 from vembed.errors import MachineError, VembedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch import Tensor
+
+    from vembed.distributed.watchdog import Watchdog
 
 Made = TypeVar("Made")
 
@@ -37,12 +38,14 @@ class Ranks:
         world_size: How many there are.
         group: Their process group; None is the default one.
         bucket_bytes: Gradients that one collective adds up.
+        watchdog: Told of every collective; None where nobody watches.
     """
 
     rank: int = 0
     world_size: int = 1
     group: dist.ProcessGroup | None = None
     bucket_bytes: int = BUCKET_BYTES
+    watchdog: Watchdog | None = None
 
     @classmethod
     def of_this_process(cls) -> Ranks:
@@ -75,13 +78,13 @@ class Ranks:
             return make()
         made: Made | None = None
         error: Exception | None = None
-        with PROGRESS.patience():
+        with nullcontext() if self.watchdog is None else self.watchdog.patience():
             if self.is_first:
                 try:
                     made = make()
                 except Exception as raised:  # noqa: BLE001 - it is raised again, here and on every other rank
                     error = raised
-            await_first()
+            self._await_first()
         made, told = self._object_from_first((made, None if error is None else _for_others(error, self.rank)))
         if error is not None:
             raise error
@@ -111,9 +114,18 @@ class Ranks:
             raise first
         return cast("Made", made)
 
+    def _count(self) -> None:
+        """Let the watchdog know that this process enters a collective."""
+        if self.watchdog is not None:
+            self.watchdog.num_collectives += 1
+
+    def _await_first(self) -> None:
+        if self.watchdog is not None:
+            self.watchdog.await_first()
+
     def _object_from_first(self, own: Any) -> Any:
         """Return what the first rank gives, on every rank."""
-        PROGRESS.advance()
+        self._count()
         parcel = [own]
         dist.broadcast_object_list(parcel, group_src=0, group=self.group)
         return parcel[0]
@@ -123,8 +135,8 @@ class Ranks:
         if self.is_one:
             return [own]
         found: list[Made] = [own] * self.world_size
-        await_first()
-        PROGRESS.advance()
+        self._await_first()
+        self._count()
         dist.all_gather_object(found, own, group=self.group)
         return found
 
@@ -133,7 +145,7 @@ class Ranks:
         if self.is_one:
             return
         for tensor in tensors:
-            PROGRESS.advance()
+            self._count()
             dist.broadcast(tensor.detach(), group_src=0, group=self.group)
 
     def rows_at_first(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
@@ -145,7 +157,7 @@ class Ranks:
         """
         if self.is_one:
             return x_RE
-        PROGRESS.advance()
+        self._count()
         padded = _padded(x_RE, max(counts))
         found = [torch.empty_like(padded) for _ in counts] if self.is_first else None
         dist.gather(padded, found, group_dst=0, group=self.group)
@@ -162,7 +174,7 @@ class Ranks:
         """
         if self.is_one:
             return x_RE
-        PROGRESS.advance()
+        self._count()
         longest = max(counts)
         padded = _padded(x_RE, longest)
         gathered = x_RE.new_empty(self.world_size * longest, *x_RE.shape[1:])
@@ -180,7 +192,7 @@ class Ranks:
         """
         if self.is_one:
             return x_RE
-        PROGRESS.advance()
+        self._count()
         longest = max(counts)
         padded = x_RE
         if min(counts) < longest:
@@ -194,14 +206,14 @@ class Ranks:
     def sum_(self, x: Tensor) -> Tensor:
         """Add a tensor up over the ranks, in place."""
         if not self.is_one:
-            PROGRESS.advance()
+            self._count()
             dist.all_reduce(x, dist.ReduceOp.SUM, group=self.group)
         return x
 
     def max_(self, x: Tensor) -> Tensor:
         """Take the elementwise maximum over the ranks, in place."""
         if not self.is_one:
-            PROGRESS.advance()
+            self._count()
             dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
         return x
 

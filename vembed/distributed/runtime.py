@@ -7,18 +7,19 @@ in the environment which one it is. Nothing here launches anything.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from vembed.distributed.devices import num_devices, processes_to_start
 from vembed.distributed.process_env import ProcessEnv, process_env
 from vembed.distributed.ranks import Ranks
-from vembed.distributed.watch import start_watch, stop_watch
+from vembed.distributed.watchdog import STORE_SECONDS, Watchdog
 from vembed.errors import ConfigError, MachineError
 from vembed.plan.hardware import Machine, cpu_cores, cpu_memory_bytes
 
@@ -31,21 +32,14 @@ GRACE_SECONDS = 30
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """This process.
+    """This process."""
 
-    Attributes:
-        device: Where the encoder runs.
-        machine: What that offers to this process: a CPU's memory is shared by the processes on it.
-        ranks: Its place among all processes of the run, with their collectives.
-        local_rank: Its number among the processes of this machine.
-        local_world_size: Processes of this machine.
-    """
-
-    device: torch.device
-    machine: Machine
-    ranks: Ranks = field(default_factory=Ranks)
-    local_rank: int = 0
+    device: torch.device  # where the encoder runs
+    machine: Machine  # what that offers to this process: a CPU's memory is shared by the processes on it
+    ranks: Ranks = field(default_factory=Ranks)  # all processes of the run, with their collectives
+    local_rank: int = 0  # among the processes of this machine
     local_world_size: int = 1
+    watchdog: Watchdog = field(default_factory=Watchdog)
 
     @property
     def world_size(self) -> int:
@@ -64,6 +58,7 @@ def start_runtime(
     timeout_seconds: int = TIMEOUT_SECONDS,
     num_processes: int | Literal["auto"] = "auto",
     plans_only: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> Runtime:
     """Find the device, join the other processes and fix the number formats.
 
@@ -75,6 +70,7 @@ def start_runtime(
         timeout_seconds: Longest wait for another process.
         num_processes: Processes of this machine that the user asks for.
         plans_only: Whether this process stands for those that a run would start.
+        watchdog: Of whoever reports how this process ends; it watches the other processes from now on.
 
     Raises:
         ConfigError: The launcher's numbers make no sense, or there are fewer devices or other processes than asked for.
@@ -93,10 +89,21 @@ def start_runtime(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
     machine = describe_machine(device, num_processes=local_world_size)
-    ranks = Ranks.of_this_process()
+    watchdog = watchdog or Watchdog()
+    ranks = replace(Ranks.of_this_process(), watchdog=watchdog)
     if not ranks.is_one:
-        start_watch(ranks, timeout_seconds=timeout_seconds)
-    return Runtime(device, machine, ranks, place.local_rank, local_world_size)
+        watchdog.start(ranks.rank, ranks.world_size, _shared_store(ranks.rank), timeout_seconds=timeout_seconds)
+    return Runtime(device, machine, ranks, place.local_rank, local_world_size, watchdog)
+
+
+def _shared_store(rank: int) -> PrefixStore:
+    """Return a new part of the store where the processes met: an earlier run of theirs may have left its words."""
+    timeout = timedelta(seconds=STORE_SECONDS)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    number = store.add(f"vembed/{attempt}/runs of rank {rank}", 1)
+    return PrefixStore(f"vembed/{attempt}/{number}", store)
 
 
 def local_device() -> torch.device:
@@ -110,12 +117,12 @@ def local_device() -> torch.device:
     return torch.device(accelerator.type, place.local_rank % num_devices())
 
 
-def shut_down() -> None:
+def shut_down(watchdog: Watchdog) -> None:
     """Leave the process group, once every process is ready to; does nothing in a run of one process.
 
     Processes that end one after the other look like failures to those that are still at work.
     """
-    stop_watch()
+    watchdog.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 

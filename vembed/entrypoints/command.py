@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.config.redact import redact
-from vembed.distributed.failures import UNEXPECTED_CODE, report_failure
+from vembed.distributed.failures import UNEXPECTED_CODE
 from vembed.distributed.process_env import process_env
+from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, ExitCode, VembedError
 from vembed.registry import COMMANDS
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
-    from vembed.distributed.failures import Ending
+    from vembed.distributed.failures import Failure
 
     Command: TypeAlias = Callable[..., int]
 
@@ -96,7 +97,13 @@ def config_path(parsed: argparse.Namespace) -> Path | None:
     return path
 
 
-def run_command(command: Callable[[], int], *, log_to_stderr: bool = False, in_several: bool = False) -> int:
+def run_command(
+    command: Callable[[], int],
+    *,
+    log_to_stderr: bool = False,
+    in_several: bool = False,
+    watchdog: Watchdog | None = None,
+) -> int:
     """Run a command and return its exit code.
 
     Of several processes that run it together only the first prints what it logs; errors come from every one of them,
@@ -104,18 +111,21 @@ def run_command(command: Callable[[], int], *, log_to_stderr: bool = False, in_s
 
     Args:
         log_to_stderr: Whether log lines leave the standard output alone.
+        watchdog: Tells the other processes how this one fails; the command's body starts it.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        place = process_env()
-        if place.world_size > 1 and not in_several:
-            raise ConfigError(f"{place.launcher} started {place.world_size} processes, and this command runs in one")
+        process = process_env()
+        if process.world_size > 1 and not in_several:
+            several = f"{process.launcher} started {process.world_size} processes"
+            raise ConfigError(f"{several}, and this command runs in one")
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
+    watchdog = watchdog or Watchdog()
     handler = _TerminalHandler(to_stderr=log_to_stderr)
-    prefix = f"rank {place.rank}: " if place.world_size > 1 else ""
-    if place.rank > 0:
+    prefix = f"rank {process.rank}: " if process.world_size > 1 else ""
+    if process.rank > 0:
         handler.setLevel(logging.ERROR)
     handler.setFormatter(_TerminalFormatter("%(message)s"))
     logger = logging.getLogger("vembed")
@@ -126,40 +136,40 @@ def run_command(command: Callable[[], int], *, log_to_stderr: bool = False, in_s
     try:
         return command()
     except VembedError as error:
-        return _end(error, code=error.exit_code, message=redact(str(error)), prefix=prefix)
+        return _end(watchdog, error, code=error.exit_code, message=redact(str(error)), prefix=prefix)
     except KeyboardInterrupt as error:
-        return _end(error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
+        return _end(watchdog, error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
     except Exception as error:
         message = redact(f"{type(error).__name__}: {error}")
-        ending = report_failure(error, code=UNEXPECTED_CODE, message=message)
-        if ending is None:
+        reported = watchdog.report(error, code=UNEXPECTED_CODE, message=message)
+        if reported is None:
             raise
-        if ending.first.rank == place.rank:
+        if reported[0].rank == process.rank:
             traceback.print_exc()
-        return _say(ending, message, prefix)
+        return _say(*reported, message, prefix)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)  # a program that calls the command keeps its own logging
         logger.propagate = propagate
 
 
-def _end(error: BaseException, *, code: int, message: str, prefix: str) -> int:
+def _end(watchdog: Watchdog, error: BaseException, *, code: int, message: str, prefix: str) -> int:
     """Say why the command ends and return the exit code."""
-    ending = report_failure(error, code=code, message=message)
-    if ending is not None:
-        return _say(ending, message, prefix)
+    reported = watchdog.report(error, code=code, message=message)
+    if reported is not None:
+        return _say(*reported, message, prefix)
     print("interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {prefix}{message}", file=sys.stderr)
     return code
 
 
-def _say(ending: Ending, message: str, prefix: str) -> int:
+def _say(first: Failure, is_ours: bool, message: str, prefix: str) -> int:
     """Say what ended a run of several processes and return its exit code: of its first failure, on every process."""
-    if ending.is_ours:
-        print(f"error: {ending.first}", file=sys.stderr)
-    elif ending.first.message != message:  # otherwise all failed alike, and the first has said so
-        print(f"{prefix}leaves after the failure of rank {ending.first.rank}", file=sys.stderr)
+    if is_ours:
+        print(f"error: {first}", file=sys.stderr)
+    elif first.message != message:  # otherwise all failed alike, and the first has said so
+        print(f"{prefix}leaves after the failure of rank {first.rank}", file=sys.stderr)
     sys.stderr.flush()
-    return ending.first.code
+    return first.code
 
 
 def quiet_libraries(*, with_datasets: bool = True) -> None:

@@ -17,6 +17,7 @@ from vembed.config.load import load_config
 from vembed.config.redact import redact
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
+from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 
@@ -51,10 +52,11 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
     words = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parse_arguments(words, program=program)
     called = os.environ.get(LAUNCHED_BY, program)  # a process of several: as the user called the first one
-    return run_command(lambda: _run(parsed, words, called), in_several=True)
+    watchdog = Watchdog()
+    return run_command(lambda: _run(parsed, words, called, watchdog), in_several=True, watchdog=watchdog)
 
 
-def _run(parsed: argparse.Namespace, words: Sequence[str], called: str) -> int:
+def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog: Watchdog) -> int:
     loaded = _load(parsed)
     if parsed.validate:
         _say_valid(loaded)
@@ -68,8 +70,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str) -> int:
     quiet_libraries()
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
     command = redact(shlex.join([*called.split(), *words]))
-    run_from_config(loaded.config, mode=mode, command=command, sources=loaded.sources)
-    shut_down()
+    run_from_config(loaded.config, mode=mode, command=command, sources=loaded.sources, watchdog=watchdog)
+    shut_down(watchdog)
     return ExitCode.OK
 
 

@@ -16,9 +16,9 @@ from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.config.resume import resume_differences
 from vembed.data.sampler import GlobalSampler
 from vembed.distributed.compare import require_equal
-from vembed.distributed.failures import EXIT_FILES
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.runtime import start_runtime
+from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError
 from vembed.plan.explain import explain
 from vembed.plan.table import comparison
@@ -64,7 +64,12 @@ Mode = Literal["train", "plan", "dry-run"]
 
 
 def run_from_config(
-    config: Config, *, mode: Mode = "train", command: str = "", sources: Mapping[str, str] | None = None
+    config: Config,
+    *,
+    mode: Mode = "train",
+    command: str = "",
+    sources: Mapping[str, str] | None = None,
+    watchdog: Watchdog | None = None,
 ) -> RunResult | None:
     """Run what a configuration describes.
 
@@ -74,6 +79,7 @@ def run_from_config(
             nothing.
         command: The command line that repeats the run, for the report.
         sources: Key -> where the user set it, for messages.
+        watchdog: Of whoever reports how this process ends.
 
     Returns:
         What the run came to; None unless `mode` is "train".
@@ -83,12 +89,14 @@ def run_from_config(
     """
     given, (config, launcher, notes) = config, under_launcher(config, sources or {})
     output = OutputFolder(Path(config.output_dir))
-    EXIT_FILES.expect(output.path)
+    watchdog = watchdog or Watchdog()
+    watchdog.exit_files.expect(output.path)
     runtime = start_runtime(
         deterministic=config.deterministic,
         timeout_seconds=config.nccl_timeout,
         num_processes=config.num_processes,
         plans_only=mode == "plan",
+        watchdog=watchdog,
     )
     require_equal(runtime.ranks, {**hashed_values(config), **package_versions()})
     with ExitStack() as stack:
@@ -98,7 +106,7 @@ def run_from_config(
         data = load_run_data(data_paths(config))
         runtime.ranks.from_first(lambda: _claim(config, output, mode, is_fresh=checkpoint is None))
         if mode == "train":
-            EXIT_FILES.own(output.path, is_main=runtime.is_main)
+            watchdog.exit_files.own(output.path, is_main=runtime.is_main)
         if mode == "train" and runtime.ranks.is_first:
             stack.enter_context(output.log_file())
         run = _assemble(config, runtime, output, data, checkpoint, mode)

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from vembed.distributed.machine_checks import check_machine
-from vembed.distributed.machine_facts import Device, MachineFacts, Space
-from vembed.distributed.variables import MEANINGS, odd_variables, shown_variables
+from vembed.doctor.checks import MEANINGS, check_machine, odd_variables, shown_variables
+from vembed.doctor.facts import Device, MachineFacts, Space
 
 GIB = 1 << 30
 GPU = Device("NVIDIA H100", 80 * GIB, 79 * GIB, fast_bf16=True, capability="9.0")
@@ -105,7 +104,7 @@ def test_a_driver_without_a_build_for_it_names_the_build() -> None:
     ],
 )
 def test_odd_variables_are_named_and_usual_ones_are_not(odd: dict[str, str], usual: dict[str, str]) -> None:
-    assert [oddity.name for oddity in odd_variables(odd, num_cores=4, num_gpus=0)] == [next(iter(odd))]
+    assert [check.about for check in odd_variables(odd, num_cores=4, num_gpus=0)] == [next(iter(odd))]
     assert odd_variables(usual, num_cores=4, num_gpus=0) == ()
 
 

@@ -33,32 +33,18 @@ COMMAND_SECONDS = 20
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """An accelerator.
-
-    Attributes:
-        name: Of the model.
-        memory_bytes: All of it.
-        free_bytes: What no program uses now.
-        fast_bf16: Whether it computes in bfloat16.
-        capability: Of its architecture, e.g. "9.0"; empty where there is none.
-    """
+    """An accelerator."""
 
     name: str
     memory_bytes: int
-    free_bytes: int
-    fast_bf16: bool
-    capability: str
+    free_bytes: int  # what no program uses now
+    fast_bf16: bool  # whether it computes in bfloat16
+    capability: str  # of its architecture, e.g. "9.0"
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Room on a disk.
-
-    Attributes:
-        path: Where.
-        total_bytes: All.
-        free_bytes: What is left.
-    """
+    """Room on a disk."""
 
     path: str
     total_bytes: int
@@ -76,49 +62,27 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What there is.
+    """What there is."""
 
-    Attributes:
-        system: Operating system and processor.
-        python: Version.
-        num_cores: Cores that this process may use.
-        all_cores: Cores of the machine.
-        memory_bytes: Memory that this process may use.
-        all_memory_bytes: Memory of the machine; more where a container limits it.
-        devices: Accelerators.
-        driver: Version of the GPUs' driver; empty where there is none.
-        cuda: Version that torch was built with; empty for a build without.
-        nccl: Version that torch was built with; empty for a build without.
-        topology: How the devices are connected, as the driver draws it; empty where nothing draws it.
-        packages: Name -> version, empty where it is missing.
-        extras: The same of what isn't needed.
-        shared_memory: Room where processes of one machine exchange data.
-        disk: Room for the output.
-    """
-
-    system: str
+    system: str  # operating system and processor
     python: str
-    num_cores: int
+    num_cores: int  # that this process may use
     all_cores: int
-    memory_bytes: int
+    memory_bytes: int  # that this process may use: a container limits it
     all_memory_bytes: int
     devices: tuple[Device, ...]
-    driver: str
-    cuda: str
-    nccl: str
-    topology: str
-    packages: dict[str, str]
-    extras: dict[str, str]
-    shared_memory: Space | None
-    disk: Space | None
+    driver: str  # version of the GPUs' driver; empty where there is none
+    cuda: str  # version that torch was built with; empty for a build without
+    nccl: str  # likewise
+    topology: str  # how the devices are connected, as the driver draws it
+    packages: dict[str, str]  # name -> version, empty where it is missing
+    extras: dict[str, str]  # the same of what isn't needed
+    shared_memory: Space | None  # where processes of one machine exchange data
+    disk: Space | None  # for the output
 
 
 def machine_facts(output: Path) -> MachineFacts:
-    """Look at the machine.
-
-    Args:
-        output: Where a run would write.
-    """
+    """Look at the machine; `output` is where a run would write."""
     devices = tuple(_device(index) for index in range(torch.cuda.device_count()))
     return MachineFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",

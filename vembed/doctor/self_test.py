@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
-from vembed.distributed.local_ranks import Backend, run_on_local_ranks
 from vembed.distributed.ranks import Ranks
+from vembed.doctor.local_ranks import Backend, run_on_local_ranks
+from vembed.errors import MachineError
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -40,21 +41,13 @@ NUM_QUERIES, VOCABULARY, WIDTH = 12, 50, 16
 
 @dataclass(frozen=True, slots=True)
 class SelfTest:
-    """What the test came to.
+    """What the test came to."""
 
-    Attributes:
-        gradient_error: Largest difference of a parameter's gradient from plain autograd, relative to its norm.
-        loss_error: The same of the loss.
-        collective_error: Largest difference of what the collectives gave from what they should.
-        num_chunks: Encoder calls of each rank.
-        seconds: Of the step with the engine on the slowest rank.
-    """
-
-    gradient_error: float
-    loss_error: float
-    collective_error: float
-    num_chunks: tuple[int, ...]
-    seconds: float
+    gradient_error: float  # largest difference of a parameter's gradient from plain autograd, relative to its norm
+    loss_error: float  # relative
+    collective_error: float  # largest difference of what the collectives gave from what they should
+    num_chunks: tuple[int, ...]  # encoder calls of each rank
+    seconds: float  # of the step with the engine, on the slowest rank
 
     @property
     def passed(self) -> bool:
@@ -82,6 +75,21 @@ class SmallEncoder(nn.Module):
         hidden = self.layer(self.tokens(inputs["ids"]), src_key_padding_mask=padding)
         pooled = hidden.masked_fill(padding.unsqueeze(-1), 0.0).sum(1)
         return nn.functional.normalize(pooled, dim=-1)
+
+
+def self_tests(num_gpus: int) -> dict[str, SelfTest | MachineError]:
+    """Test two processes on the CPU, and one for each GPU where there are any; an error says why they can't work."""
+    wanted: list[tuple[str, int, Backend]] = [("2 processes on the CPU (gloo)", 2, "gloo")]
+    if num_gpus:
+        each = "1 process on the GPU" if num_gpus == 1 else f"{num_gpus} processes on {num_gpus} GPUs"
+        wanted.append((f"{each} (nccl)", num_gpus, "nccl"))
+    found: dict[str, SelfTest | MachineError] = {}
+    for name, world_size, backend in wanted:
+        try:
+            found[name] = self_test(world_size=world_size, backend=backend)
+        except MachineError as error:
+            found[name] = error
+    return found
 
 
 def self_test(*, world_size: int, backend: Backend) -> SelfTest:
@@ -127,7 +135,7 @@ def check_this_rank(device: torch.device) -> SelfTest:
     whole = Pool(on_device, encoder.collate, features, np.arange(num_rows))
     expected_loss = reference_step([whole], structure, loss).item()
     expected = _gradients(encoder, loss)
-    assignment = _deal(num_rows, ranks.world_size)
+    assignment = _uneven_assignment(num_rows, ranks.world_size)
     own = assignment.slots[ranks.rank]
     pool = Pool(on_device, encoder.collate, features.take(own), own)
     options = EngineOptions(budget=ChunkBudget(rows=5, tokens=60), device=device, retain=0.3, ranks=ranks)
@@ -187,8 +195,8 @@ def _features(num_rows: int) -> Features:
     return Features({"ids": ids}, ids.lengths)
 
 
-def _deal(num_rows: int, world_size: int) -> RowAssignment:
-    """RowAssignment rows unevenly, so that queries and their documents don't stay together."""
+def _uneven_assignment(num_rows: int, world_size: int) -> RowAssignment:
+    """Assign rows to ranks unevenly, so that queries and their documents don't stay together."""
     owner = np.minimum(np.arange(num_rows) % (world_size + 1), world_size - 1)
     return RowAssignment(tuple(np.flatnonzero(owner == rank) for rank in range(world_size)))
 
@@ -196,10 +204,10 @@ def _deal(num_rows: int, world_size: int) -> RowAssignment:
 def _gradients(*modules: nn.Module) -> dict[str, Tensor]:
     """Take the gradients out of modules and clear them."""
     found = {}
-    for place, module in enumerate(modules):
+    for number, module in enumerate(modules):
         for name, parameter in module.named_parameters():
             if parameter.grad is not None:
-                found[f"{place}.{name}"] = parameter.grad.detach().clone()
+                found[f"{number}.{name}"] = parameter.grad.detach().clone()
             parameter.grad = None
     return found
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from vembed.distributed.compare import require_equal
 from vembed.distributed.runtime import shut_down, start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import run_command
@@ -29,7 +28,7 @@ def main(what: str, folder: Path, timeout_seconds: int, watchdog: Watchdog) -> i
     watchdog.exit_files.own(folder, is_main=runtime.is_main)
     threads = os.environ["OMP_NUM_THREADS"]
     print(f"rank {ranks.rank} of {ranks.world_size}, {runtime.local_rank} here, {threads} threads", flush=True)
-    require_equal(ranks, {"batch_size": "8" if what != "differ" or ranks.rank == 0 else "16"})
+    ranks.require_equal({"batch_size": "8" if what != "differ" or ranks.rank == 0 else "16"})
     if what == "work alone":
         ranks.from_first(lambda: time.sleep(2 * timeout_seconds))
     if what == "kill alone":

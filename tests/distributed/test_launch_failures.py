@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vembed.distributed.launch import Launch, launch
+from vembed.distributed.launch import launch
 
 JOB = Path(__file__).with_name("launch_job.py")
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ def run(what: str, folder: Path, *, timeout_seconds: int = 600, num_processes: i
     os.environ["PYTHONPATH"] = str(ROOT)
     words = [what, str(folder), str(timeout_seconds)]
     started = time.monotonic()
-    code = launch(Launch(JOB, words, num_processes, called="python run.py", stop_seconds=30))
+    code = launch(JOB, words, num_processes=num_processes, called="python run.py", stop_seconds=30)
     return code, time.monotonic() - started
 
 

@@ -18,16 +18,16 @@ SRUN = {
 
 
 def test_a_process_that_nobody_launched_is_alone_and_may_launch_others() -> None:
-    place = process_env({"PATH": "/bin"})
-    assert place == ProcessEnv()
-    assert not place.is_launched
+    process = process_env({"PATH": "/bin"})
+    assert process == ProcessEnv()
+    assert not process.is_launched
 
 
-def test_the_place_that_torchrun_gives() -> None:
-    place = process_env(TORCHRUN)
-    assert place == ProcessEnv(5, 8, 1, 4, "torchrun", "10.0.0.1", 1234)
-    assert place.is_launched
-    assert process_env({**TORCHRUN, **place.environment()}) == place
+def test_the_process_that_torchrun_gives() -> None:
+    process = process_env(TORCHRUN)
+    assert process == ProcessEnv(5, 8, 1, 4, "torchrun", "10.0.0.1", 1234)
+    assert process.is_launched
+    assert process_env({**TORCHRUN, **process.environment()}) == process
 
 
 def test_the_launcher_is_named_for_people() -> None:
@@ -39,9 +39,9 @@ def test_the_launcher_is_named_for_people() -> None:
 
 
 def test_one_process_of_accelerate_is_not_launched_again() -> None:
-    place = process_env({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"})
-    assert place == ProcessEnv(launcher="accelerate launch", on_cpu=True)
-    assert place.is_launched
+    process = process_env({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_CPU": "True"})
+    assert process == ProcessEnv(launcher="accelerate launch", on_cpu=True)
+    assert process.is_launched
 
 
 def test_accelerate_that_was_asked_for_several_and_started_one_is_refused_with_the_cure() -> None:
@@ -52,8 +52,8 @@ def test_accelerate_that_was_asked_for_several_and_started_one_is_refused_with_t
 
 
 def test_tasks_of_srun_are_ranks_and_meet_on_the_first_host() -> None:
-    place = process_env(SRUN)
-    assert place == ProcessEnv(17, 20, 1, 4, "srun", "gpu003", 20_007)
+    process = process_env(SRUN)
+    assert process == ProcessEnv(17, 20, 1, 4, "srun", "gpu003", 20_007)
     first = process_env({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"})
     assert (first.local_world_size, first.main_address, first.main_port) == (8, "gpu003", 20_007)
 

@@ -19,7 +19,7 @@ from vembed.errors import ConfigError
 from vembed.training.wiring import launcher
 from vembed.training.wiring.launcher import Effective, under_launcher
 
-PLACE = ProcessEnv(1, 8, 1, 4, "accelerate launch")
+PROCESS = ProcessEnv(1, 8, 1, 4, "accelerate launch")
 FSDP = {
     "ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1",
     "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_OFFLOAD_PARAMS": "false", "FSDP_ACTIVATION_CHECKPOINTING": "false",
@@ -28,7 +28,7 @@ CONFIGS = Path(__file__).parents[2] / "configs" / "accelerate"
 
 
 def asked(**changes: str) -> AccelerateSettings:
-    found = accelerate_settings(PLACE, FSDP | changes)
+    found = accelerate_settings(PROCESS, FSDP | changes)
     assert found is not None
     return found
 
@@ -38,7 +38,7 @@ def keys(**changes: str) -> dict[str, Any]:
 
 
 def test_without_accelerate_nobody_asks_for_anything() -> None:
-    assert accelerate_settings(PLACE, {"RANK": "0"}) is None
+    assert accelerate_settings(PROCESS, {"RANK": "0"}) is None
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def module_lines() -> list[str]:
 
 
 def effective(monkeypatch: pytest.MonkeyPatch, config: Config, environ: dict[str, str]) -> Effective:
-    monkeypatch.setattr(launcher, "accelerate_settings", lambda place: accelerate_settings(PLACE, environ))
+    monkeypatch.setattr(launcher, "accelerate_settings", lambda place: accelerate_settings(PROCESS, environ))
     return under_launcher(config, {"bf16": "a.yaml:3", "use_fsdp": "override"})
 
 

@@ -40,8 +40,6 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks, *, prep
 
     Args:
         folder: Must not exist; only a rename by the caller turns it into a checkpoint.
-        checkpoint: What to write.
-        ranks: The processes.
         prepare: Called on the first process, before anything is written, with the bytes that all of them will write.
 
     Returns:
@@ -141,10 +139,7 @@ def read_checkpoint(
     """Read a checkpoint that was validated.
 
     Args:
-        folder: Its folder.
-        manifest: What `validate` returned.
         required: Parts or keys of the state that must be there.
-        ranks: The processes that read it.
 
     Raises:
         InvalidCheckpointError: One of them is missing, or a file can't be read.

@@ -25,7 +25,7 @@ from vembed.errors import MachineError
 from vembed.files import fsync_path, replace_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 LATEST: Final = "LATEST"
@@ -45,13 +45,7 @@ def free_disk_bytes(folder: Path) -> int:
 
 
 class CheckpointFolder:
-    """The step folders of one run.
-
-    Args:
-        path: Where they lie; made at the first save.
-        keep_last: Newest checkpoints kept besides the best.
-        free_bytes: Returns the free bytes of a folder's disk.
-    """
+    """The step folders of one run; `path` holds them and is made at the first save."""
 
     def __init__(self, path: Path, *, keep_last: int, free_bytes: Callable[[Path], int]) -> None:
         self.path = path
@@ -71,20 +65,13 @@ class CheckpointFolder:
         return self.path / f"{_SAVING}{step_name(step)}"
 
     def prepare(self, num_bytes: int) -> None:
-        """Make room for a save.
-
-        Args:
-            num_bytes: What it will write.
+        """Make room for a save of so many bytes.
 
         Raises:
             OSError: The folder can't be made, or the disk hasn't 1.2 times the bytes.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_leftovers()
-        self._check_disk(num_bytes)
-
-    def _check_disk(self, num_bytes: int) -> None:
-        """Refuse to begin what will not fit."""
         needed, free = int(num_bytes * _DISK_MARGIN), self._free_bytes(self.path)
         if free < needed:
             raise OSError(errno.ENOSPC, f"{needed / 1e6:.1f} MB needed (1.2 x the size), {free / 1e6:.1f} MB free")
@@ -105,18 +92,14 @@ class CheckpointFolder:
     def discard(self, step: int) -> None:
         """Delete what a failed save has written; a failure is a warning."""
         temporary = self.temporary_folder(step)
-        try:
+        with _warns(f"{temporary} can't be deleted"):
             _remove_tree(temporary)
-        except OSError as error:
-            _log.warning("%s can't be deleted: %s", temporary, error)
 
     def point(self, step: int, *, best: bool) -> None:
         """Bring LATEST and BEST up to date; a failure is a warning, because nothing here relies on them."""
         for name in (LATEST, BEST) if best else (LATEST,):
-            try:
+            with _warns(f"{self.path / name} can't be updated"):
                 replace_text(self.path / name, f"{step_name(step)}\n")
-            except OSError as error:
-                _log.warning("%s can't be updated: %s", self.path / name, error)
 
     def retain(self, newest: int) -> None:
         """Delete what is older than the last k whole checkpoints and not the best."""
@@ -126,10 +109,8 @@ class CheckpointFolder:
         oldest_kept = min(whole[-self._keep_last :], default=0)
         for step in self.steps():
             if step < oldest_kept and step not in best:
-                try:
+                with _warns(f"Old checkpoint {step_name(step)} can't be deleted"):
                     self._delete(self.step_folder(step))
-                except OSError as error:
-                    _log.warning("Old checkpoint %s can't be deleted: %s", step_name(step), error)
 
     def _delete(self, folder: Path) -> None:
         """Rename, then delete: a kill in between leaves no half-empty folder with a checkpoint's name."""
@@ -141,16 +122,11 @@ class CheckpointFolder:
         """Delete what killed saves and deletions left; only names that this module gives."""
         for path in self.path.iterdir():
             if path.name.startswith((f"{_SAVING}step-", f"{_DELETING}step-")):
-                try:
+                with _warns(f"Leftover {path} can't be deleted"):
                     _remove_tree(path)
-                except OSError as error:
-                    _log.warning("Leftover %s can't be deleted: %s", path, error)
 
     def rename_after(self, step: int) -> list[str]:
-        """Rename the checkpoints of later steps.
-
-        Returns:
-            Their new names.
+        """Rename the checkpoints of later steps and return their new names.
 
         Raises:
             MachineError: A folder can't be renamed.
@@ -190,6 +166,15 @@ class CheckpointFolder:
         if pointed in self.steps():
             marked.add(pointed)
         return sorted(marked)
+
+
+@contextlib.contextmanager
+def _warns(what: str) -> Iterator[None]:
+    """Make a warning of a disk that refuses."""
+    try:
+        yield
+    except OSError as error:
+        _log.warning("%s: %s", what, error)
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -57,23 +57,15 @@ class FutureCheckpointError(MachineError):
 class Checkpoint:
     """What one save writes.
 
-    Attributes:
-        step: Optimizer steps done.
-        best: True when no earlier checkpoint of the run has a better dev metric.
-        tensors: Part ("model", "optimizer", "loss", "rng" ...) -> name -> tensor, on any device. Of what several
-            processes hold together, each has its own part.
-        state: The counters and numbers of the run.
-        stamp: What the run is: `config_hash`, `strategy`, `world_size`, and whatever else a resume compares.
-
     Raises:
         ValueError: A part's name can't be a file, a stamp key is missing, or a value isn't JSON.
     """
 
-    step: int
-    best: bool
-    tensors: Mapping[str, Mapping[str, Tensor]]
-    state: Mapping[str, JSON]
-    stamp: Mapping[str, JSON]
+    step: int  # optimizer steps done
+    best: bool  # whether no earlier checkpoint of the run has a better dev metric
+    tensors: Mapping[str, Mapping[str, Tensor]]  # part ("model", "optimizer" ...) -> name -> tensor, on any device
+    state: Mapping[str, JSON]  # the counters and numbers of the run
+    stamp: Mapping[str, JSON]  # what the run is: `STAMP_KEYS`, and whatever else a resume compares
 
     def __post_init__(self) -> None:
         for part in self.tensors:
@@ -100,39 +92,23 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What manifest.json says.
-
-    Attributes:
-        step: Optimizer steps done.
-        best: Whether it was the best of its run when it was written.
-        stamp: What the run is.
-        packages: Package -> version that wrote it.
-        files: File name -> size and SHA-256, every file but the manifest.
-    """
+    """What manifest.json says; the fields are its keys."""
 
     step: int
     best: bool
     stamp: Mapping[str, JSON]
-    packages: Mapping[str, str]
-    files: Mapping[str, FileEntry]
+    packages: Mapping[str, str]  # package -> version that wrote it
+    files: Mapping[str, FileEntry]  # every file but the manifest
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A checkpoint whose every byte was checked; tensors are on the CPU.
-
-    Attributes:
-        path: Its folder.
-        step: Optimizer steps done.
-        tensors: Part -> name -> tensor, or the blocks that it was saved in (`tensors.whole` and `tensors.load_into`
-            read both). Memory-mapped: what is never read costs no memory.
-        state: The counters and numbers of the run.
-        stamp: What the run was.
-        packages: Package -> version that wrote it.
-    """
+    """A checkpoint whose every byte was checked; tensors are on the CPU."""
 
     path: Path
     step: int
+    # Part -> name -> tensor, or the blocks that it was saved in (`tensors.whole` and `tensors.load_into` read both).
+    # Memory-mapped: what is never read costs no memory.
     tensors: Mapping[str, Mapping[str, Saved]]
     state: Mapping[str, JSON]
     stamp: Mapping[str, JSON]
@@ -151,12 +127,7 @@ def parse_step(name: str) -> int | None:
 
 
 def write_manifest(folder: Path, checkpoint: Checkpoint, files: Mapping[str, FileEntry]) -> None:
-    """Write the manifest, the last file of a checkpoint.
-
-    Args:
-        folder: Holds all the others, on disk.
-        checkpoint: What they hold.
-        files: Name -> size and SHA-256 of each of them.
+    """Write the manifest, the last file of a checkpoint; `files` are all the others, which are on disk.
 
     Raises:
         OSError: The disk refused.

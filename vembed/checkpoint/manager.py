@@ -95,18 +95,10 @@ class CheckpointManager:
         stamp: Mapping[str, JSON],
         best: bool,
     ) -> SaveOutcome:
-        """Save a step; one that is there and whole is left as it is.
+        """Save a step; one that is there and whole is left as it is. The arguments are the fields of `Checkpoint`.
 
-        Args:
-            step: Optimizer steps done.
-            tensors: Part ("model", "optimizer", "loss", "rng" ...) -> name -> tensor, on any device.
-            state: The counters and numbers of the run.
-            stamp: What the run is: `config_hash`, `strategy`, `world_size`, and whatever else a resume compares.
-            best: True when no earlier checkpoint of the run has a better dev metric.
-
-        Returns:
-            The outcome. When the disk refused, `saved` is False, the older checkpoints are untouched and training can
-            go on.
+        When the disk refused, the outcome's `saved` is False, the older checkpoints are untouched and training can go
+        on.
 
         Raises:
             NonFiniteError: The model or the loss holds NaN or infinite weights; nothing was written.
@@ -164,9 +156,6 @@ class CheckpointManager:
 
     def load_best(self, *, required: Collection[str] = ()) -> LoadedCheckpoint | None:
         """Load what `best` finds.
-
-        Args:
-            required: Parts or keys of the state that must be there.
 
         Raises:
             InvalidCheckpointError: A required name is missing.

@@ -69,13 +69,7 @@ def unpack_optimizer(
     """Give an optimizer back what `pack_optimizer` took; whatever it remembers now is forgotten.
 
     Everything is checked before anything changes. Each tensor goes to its parameter's device, but a step counter stays
-    on the CPU where torch wants it there.
-
-    Args:
-        optimizer: Of the same class, with the same parameters in the same groups; their order may differ.
-        names: Parameter -> name.
-        tensors: The tensors that were packed, or the blocks that they were saved in.
-        packed: The JSON that was packed.
+    on the CPU where torch wants it there. The parameters' order may differ.
 
     Raises:
         ConfigError: Another class, other groups, names or shapes than this optimizer's.

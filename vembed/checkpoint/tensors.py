@@ -41,17 +41,11 @@ _FILE_NAME: Final = re.compile(r"([a-z][a-z0-9_-]*)(\.rank-\d{5,}-of-\d{5,})?\.s
 
 @dataclass(frozen=True, slots=True)
 class SharedTensor:
-    """A tensor that was saved in blocks.
+    """A tensor that was saved in blocks."""
 
-    Attributes:
-        shape: Of the whole.
-        dtype: Of its elements.
-        pieces: The blocks and what they hold, memory-mapped.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole
     dtype: torch.dtype
-    pieces: tuple[tuple[Block, Tensor], ...]
+    pieces: tuple[tuple[Block, Tensor], ...]  # the blocks and what they hold, memory-mapped
 
     def read(self, block: Block) -> Tensor:
         """Return a part of it; what lies outside is not read from the disk."""
@@ -72,12 +66,7 @@ Saved: TypeAlias = "torch.Tensor | SharedTensor"
 
 
 def read_block(saved: Saved, block: Block) -> Tensor:
-    """Return a part of a saved tensor, on the CPU.
-
-    Args:
-        saved: The tensor.
-        block: The part; of a whole of the same shape.
-    """
+    """Return a part of a saved tensor, on the CPU; the block is of a whole of the same shape."""
     if isinstance(saved, SharedTensor):
         return saved.read(block)
     return saved[_range(block.offsets, _ends(block), (0,) * len(block.offsets))]
@@ -90,30 +79,18 @@ def whole(saved: Saved) -> Tensor:
 
 @torch.no_grad()
 def load_into(tensor: Tensor, saved: Saved) -> None:
-    """Give a tensor the saved values, or this process's part of them.
-
-    Args:
-        tensor: Any device, ordinary or shared out; keeps its dtype.
-        saved: Of the same shape.
-    """
+    """Give a tensor the saved values, or this process's part of them; it keeps its device and dtype."""
     local_part(tensor).copy_(read_block(saved, block_of(tensor)))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFile:
-    """A file that this process writes.
+    """A file that this process writes."""
 
-    Attributes:
-        name: In the checkpoint's folder.
-        part: What its tensors are of.
-        tensors: Name -> tensor, on any device.
-        blocks: Name -> the part of the whole that the tensor is; None in a file of whole tensors.
-    """
-
-    name: str
-    part: str
-    tensors: Mapping[str, Tensor]
-    blocks: Mapping[str, Block] | None
+    name: str  # in the checkpoint's folder
+    part: str  # what its tensors are of: "model", "optimizer" ...
+    tensors: Mapping[str, Tensor]  # on any device
+    blocks: Mapping[str, Block] | None  # the part of the whole that each tensor is; None in a file of whole tensors
 
     @property
     def num_bytes(self) -> int:
@@ -142,13 +119,7 @@ class TensorFile:
 
 
 def own_files(parts: Mapping[str, Mapping[str, Tensor]], *, rank: int, world_size: int) -> list[TensorFile]:
-    """Return what this process writes: whole tensors are the first one's, of a block's copies the first is written.
-
-    Args:
-        parts: Part -> name -> tensor; whole tensors are equal on all processes.
-        rank: This process.
-        world_size: How many there are.
-    """
+    """Return what this process writes: whole tensors are the first one's, of a block's copies the first is written."""
     files = []
     for part, tensors in parts.items():
         if rank == 0:
@@ -166,11 +137,7 @@ def own_files(parts: Mapping[str, Mapping[str, Tensor]], *, rank: int, world_siz
 
 
 def read_parts(folder: Path, names: Collection[str]) -> dict[str, dict[str, Saved]]:
-    """Open the tensors of a checkpoint; their bytes are read when they are used.
-
-    Args:
-        folder: Its folder.
-        names: Its files; those that hold no tensors are left out.
+    """Open the tensors of a checkpoint; files without any are left out, and bytes are read when they are used.
 
     Raises:
         InvalidCheckpointError: The blocks of a tensor don't make up the whole.

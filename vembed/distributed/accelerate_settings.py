@@ -37,38 +37,23 @@ _STRATEGIES: Final = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One thing that accelerate asks for.
+    """One thing that accelerate asks for."""
 
-    Attributes:
-        keys: Key of ours -> value.
-        words: How accelerate says it.
-        remark: What becomes of it here, where that isn't plain; else empty.
-    """
-
-    keys: Mapping[str, object]
-    words: str
-    remark: str = ""
+    keys: Mapping[str, object]  # key of ours -> value
+    words: str  # how accelerate says it
+    remark: str = ""  # what becomes of it here, where that isn't plain
 
 
 @dataclass(frozen=True, slots=True)
 class AccelerateSettings:
-    """What accelerate asks for.
+    """What accelerate asks for."""
 
-    Attributes:
-        origin: Its file or its command line, for people.
-        settings: What it says.
-    """
-
-    origin: str
+    origin: str  # its file or its command line, for people
     settings: Sequence[Setting]
 
 
-def accelerate_settings(place: ProcessEnv, environ: Mapping[str, str] = os.environ) -> AccelerateSettings | None:
+def accelerate_settings(process: ProcessEnv, environ: Mapping[str, str] = os.environ) -> AccelerateSettings | None:
     """Return what accelerate asks for, None where it did not start this process.
-
-    Args:
-        place: Of this process.
-        environ: Where to look.
 
     Raises:
         ConfigError: It asks for what this program has not.
@@ -87,7 +72,7 @@ def accelerate_settings(place: ProcessEnv, environ: Mapping[str, str] = os.envir
     if precision != "no" or "mixed_precision" in content or "--mixed_precision" in words:
         settings.append(Setting(_PRECISIONS[precision], f"mixed_precision: {precision}"))
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
-        settings += _fsdp(environ, place)
+        settings += _fsdp(environ, process)
     if environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper() != "NO":
         words_of_it = f"dynamo_backend: {environ['ACCELERATE_DYNAMO_BACKEND']}"
         settings.append(Setting({}, words_of_it, "models are not compiled here"))
@@ -109,12 +94,12 @@ def _refuse_others(environ: Mapping[str, str], origin: str) -> None:
             )
 
 
-def _fsdp(environ: Mapping[str, str], place: ProcessEnv) -> list[Setting]:
+def _fsdp(environ: Mapping[str, str], process: ProcessEnv) -> list[Setting]:
     """Return the settings of FSDP: version 1's strategies by name, version 2's by whether weights are resharded."""
     strategy = environ.get("FSDP_SHARDING_STRATEGY", "").upper()
     if environ.get("FSDP_VERSION", "1") == "1":
         strategy = _STRATEGIES.get(strategy, strategy or "FULL_SHARD")
-        keys = _keys_of(strategy, place)
+        keys = _keys_of(strategy, process)
         remark = (
             "carried out with FSDP 2, which wraps each transformer block, prefetches by itself, keeps the original "
             "parameters and saves sharded checkpoints"
@@ -131,12 +116,12 @@ def _fsdp(environ: Mapping[str, str], place: ProcessEnv) -> list[Setting]:
     return settings
 
 
-def _keys_of(strategy: str, place: ProcessEnv) -> dict[str, object]:
+def _keys_of(strategy: str, process: ProcessEnv) -> dict[str, object]:
     if strategy == "NO_SHARD":
         return {"use_fsdp": False}
     keys: dict[str, object] = {"use_fsdp": True}
     if strategy.startswith("HYBRID_SHARD"):
-        keys["sharding_factor"] = place.local_world_size
+        keys["sharding_factor"] = process.local_world_size
     if strategy in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
         keys["fsdp_mode"] = "lean"
     return keys

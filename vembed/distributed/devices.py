@@ -1,13 +1,17 @@
-"""How many accelerators this machine has, and how many processes they call for."""
+"""How many accelerators this machine has, how many processes they call for, and how busy they are."""
 
 from __future__ import annotations
 
-from typing import Literal
+from importlib.util import find_spec
+from typing import Final, Literal
 
 import torch
 
 from vembed.distributed.process_env import process_env
 from vembed.errors import ConfigError
+
+PACKAGE: Final = "nvidia-ml-py"
+"""What `torch.cuda.utilization` reads the driver's counters with; without it nothing is measured."""
 
 
 def num_devices() -> int:
@@ -35,3 +39,18 @@ def processes_to_start(asked: int | Literal["auto"]) -> int:
             f"its own: set num_processes to {devices}, or to auto"
         )
     return asked
+
+
+def can_measure_utilisation() -> bool:
+    """Return whether the package that reads the driver's counters is installed."""
+    return find_spec("pynvml") is not None
+
+
+def utilisation(device: torch.device) -> float | None:
+    """Return the share of the last second in which the device ran a kernel, 0 to 1; None where nobody can tell."""
+    if device.type != "cuda" or not can_measure_utilisation():
+        return None
+    try:
+        return torch.cuda.utilization(device) / 100
+    except Exception:  # noqa: BLE001 - whatever the driver refuses with, training doesn't depend on this number
+        return None

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vembed.distributed.norm import whole_tensor
+from vembed.distributed.shards import whole_tensor
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
@@ -47,30 +47,17 @@ LEAST_TORCH = "2.15"
 
 @dataclass(frozen=True, slots=True)
 class ShardingOptions:
-    """How an encoder is sharded.
-
-    Attributes:
-        device: Where it computes.
-        mode: What is whole during a step.
-        sharding_factor: Ranks that share one copy; copies replicate each other. None is all ranks.
-        compute_dtype: Type that the matrices of blocks are gathered in, that of mixed precision; None is their own.
-        cpu_offload: Whether shards and optimizer state live in the host's memory. Needs an accelerator.
-    """
+    """How an encoder is sharded."""
 
     device: torch.device
-    mode: ShardingMode
-    sharding_factor: int | None = None
-    compute_dtype: torch.dtype | None = None
-    cpu_offload: bool = False
+    mode: ShardingMode  # what is whole during a step
+    sharding_factor: int | None = None  # ranks that share one copy; copies replicate each other. None is all ranks
+    compute_dtype: torch.dtype | None = None  # that the matrices of blocks are gathered in; None is their own
+    cpu_offload: bool = False  # whether shards and optimizer state live in the host's memory; needs an accelerator
 
 
 class ShardedEncoder:
     """The handle of a sharded encoder: what a step does before its first chunk and after its last.
-
-    Args:
-        encoder: The root that `fully_shard` was applied to.
-        options: How it was sharded.
-        ranks: Over whom.
 
     Attributes:
         encoder: The same object; calling it computes as before.
@@ -134,12 +121,8 @@ class ShardedEncoder:
 def shard_encoder(encoder: nn.Module, options: ShardingOptions, ranks: Ranks) -> ShardedEncoder:
     """Shard an encoder in place over all ranks, each of which holds the same whole encoder now.
 
-    It may be on the CPU: units move to the device one by one. The optimizer must be made afterwards.
-
-    Args:
-        encoder: Called through its `forward` alone from now on, on all ranks equally often unless the mode is fast.
-        options: Mode, factor, precision.
-        ranks: The default process group.
+    It may be on the CPU: units move to the device one by one. From now on it must be called through its `forward`
+    alone, on all ranks equally often unless the mode is fast. The optimizer must be made afterwards.
 
     Raises:
         MachineError: torch is too old, the number of ranks isn't a multiple of the factor, or gradients would be lost
@@ -290,11 +273,7 @@ def _offload(options: ShardingOptions) -> OffloadPolicy:
 
 
 def reshard(encoder: nn.Module) -> None:
-    """Make the shards an encoder's parameters again, after an evaluation that left whole weights in their places.
-
-    Args:
-        encoder: Sharded; any other one stays as it is.
-    """
+    """Make the shards an encoder's parameters again, after an evaluation that left whole weights in their places."""
     for unit in encoder.modules():
         if isinstance(unit, FSDPModule):
             unit.reshard()
@@ -304,10 +283,6 @@ def full_tensors(encoder: nn.Module, ranks: Ranks) -> Iterator[tuple[str, Tensor
     """Yield name and value of every entry of an encoder's state, one whole tensor at a time.
 
     All ranks must go through it to its end, side by side.
-
-    Args:
-        encoder: Sharded or not.
-        ranks: Who shares it.
 
     Yields:
         Names in the order of `state_dict`; the tensor, on the CPU, on rank 0 and None elsewhere.

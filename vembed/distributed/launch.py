@@ -9,8 +9,8 @@ import sys
 import tempfile
 import threading
 import uuid
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,36 +31,25 @@ _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _SIGNAL_CODES: Final = {"SIGTERM": ExitCode.PREEMPTED, "SIGINT": ExitCode.INTERRUPTED}
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What to start.
+def launch(script: Path, words: Sequence[str], *, num_processes: int, called: str, stop_seconds: int) -> int:
+    """Start processes, wait for them, and return the exit code of the run with what failed first.
 
-    Attributes:
+    A signal to this process reaches all of them.
+
+    Args:
         script: Python file that every process runs.
         words: Its arguments.
         num_processes: How many to start.
         called: How the user called the command, for the report and for messages.
         stop_seconds: How long the processes may take to save and leave after a signal; then they are killed.
     """
-
-    script: Path
-    words: Sequence[str]
-    num_processes: int
-    called: str
-    stop_seconds: int
-
-
-def launch(what: Launch) -> int:
-    """Start the processes, wait for them, and return the exit code of the run with what failed first.
-
-    A signal to this process reaches all of them.
-
-    Args:
-        what: What to start.
-    """
-    with tempfile.TemporaryDirectory(prefix="vembed-") as folder, _surroundings(what, folder):
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, cpu_cores() // num_processes)))  # which share the cores
+    with tempfile.TemporaryDirectory(prefix="vembed-") as folder, ExitStack() as stack:
+        added = {LAUNCHED_BY: called, LAUNCHER_FOLDER: folder, "OMP_NUM_THREADS": threads}
+        for context in (_environment(added), _quiet_elastic(), _own_signals()):
+            stack.enter_context(context)
         try:
-            elastic_launch(_elastic(what), sys.executable)(str(what.script), *what.words)
+            elastic_launch(_elastic(num_processes, stop_seconds), sys.executable)(str(script), *words)
         except ChildFailedError as error:
             failure = read_failure(Path(folder))
             if failure is None:
@@ -74,14 +63,14 @@ def launch(what: Launch) -> int:
     return ExitCode.OK
 
 
-def _elastic(what: Launch) -> LaunchConfig:
+def _elastic(num_processes: int, stop_seconds: int) -> LaunchConfig:
     options: dict[str, Any] = {}
     if "shutdown_timeout" in {each.name for each in fields(LaunchConfig)}:  # older versions of torch kill after 30 s
-        options["shutdown_timeout"] = what.stop_seconds
+        options["shutdown_timeout"] = stop_seconds
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=what.num_processes,
+        nproc_per_node=num_processes,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
@@ -102,12 +91,6 @@ def _unsaid(error: ChildFailedError) -> Failure:
 
 
 @contextmanager
-def _surroundings(what: Launch, folder: str) -> Iterator[None]:
-    with _environment(what, folder), _quiet_elastic(), _own_signals():
-        yield
-
-
-@contextmanager
 def _own_signals() -> Iterator[None]:
     """Put the handlers of signals back that torch's launcher replaces for good."""
     if threading.current_thread() is not threading.main_thread():
@@ -122,14 +105,8 @@ def _own_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _environment(what: Launch, folder: str) -> Iterator[None]:
-    """Let the processes know who started them; threads that they compute with share the cores."""
-    threads = max(1, cpu_cores() // what.num_processes)
-    added = {
-        LAUNCHED_BY: what.called,
-        LAUNCHER_FOLDER: folder,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-    }
+def _environment(added: Mapping[str, str]) -> Iterator[None]:
+    """Add variables for the processes that are started in the block."""
     before: Mapping[str, str | None] = {name: os.environ.get(name) for name in added}
     os.environ.update(added)
     try:

@@ -21,27 +21,16 @@ _SLURM_PORTS: Final = range(20_000, 30_000)
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnv:
-    """One process among those of a run.
-
-    Attributes:
-        rank: Its number among all.
-        world_size: How many there are.
-        local_rank: Its number among those of its machine.
-        local_world_size: How many are on its machine.
-        launcher: What started it, for people; empty when nothing did.
-        main_address: Host of rank 0.
-        main_port: Port at which the processes meet there.
-        on_cpu: Whether it was told to leave accelerators alone.
-    """
+    """One process among those of a run."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # among the processes of its machine
     local_world_size: int = 1
-    launcher: str = ""
-    main_address: str = "127.0.0.1"
+    launcher: str = ""  # what started it, for people; empty when nothing did
+    main_address: str = "127.0.0.1"  # host of rank 0, where the processes meet
     main_port: int = DEFAULT_PORT
-    on_cpu: bool = False
+    on_cpu: bool = False  # whether it was told to leave accelerators alone
 
     @property
     def is_launched(self) -> bool:
@@ -49,7 +38,7 @@ class ProcessEnv:
         return bool(self.launcher)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables by which torch and Accelerate know the place."""
+        """Return the variables by which torch and Accelerate know the process."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -61,10 +50,7 @@ class ProcessEnv:
 
 
 def process_env(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
-    """Return the place of this process.
-
-    Args:
-        environ: Where to look.
+    """Return which process of a run this is.
 
     Raises:
         ConfigError: The variables contradict each other, or several processes were asked for and one was started.
@@ -131,7 +117,7 @@ def _launcher(environ: Mapping[str, str]) -> str:
 
 
 def _slurm(environ: Mapping[str, str], *, on_cpu: bool) -> ProcessEnv:
-    """Read the place of a task of `srun` that starts one process for each device."""
+    """Read which task of `srun` this is, which starts one process for each device."""
     job = _number(environ, "SLURM_JOB_ID", 0)
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", "1"))
     node = _number(environ, "SLURM_NODEID", 0)

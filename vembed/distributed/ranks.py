@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from vembed.errors import MachineError, VembedError
+from vembed.distributed.failures import host_name
+from vembed.errors import ConfigError, MachineError, VembedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -31,25 +32,17 @@ BUCKET_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process's place among those that share a batch. With one rank every operation is the identity.
-
-    Attributes:
-        rank: This process, counted from 0.
-        world_size: How many there are.
-        group: Their process group; None is the default one.
-        bucket_bytes: Gradients that one collective adds up.
-        watchdog: Told of every collective; None where nobody watches.
-    """
+    """This process among those that share a batch. With one rank every operation is the identity."""
 
     rank: int = 0
     world_size: int = 1
-    group: dist.ProcessGroup | None = None
-    bucket_bytes: int = BUCKET_BYTES
-    watchdog: Watchdog | None = None
+    group: dist.ProcessGroup | None = None  # None is the default one
+    bucket_bytes: int = BUCKET_BYTES  # gradients that one collective adds up
+    watchdog: Watchdog | None = None  # told of every collective; None where nobody watches
 
     @classmethod
     def of_this_process(cls) -> Ranks:
-        """Return the place in the default process group, or the single rank where there is none."""
+        """Return this process in the default process group, or the single rank where there is none."""
         if not dist.is_initialized():
             return cls()
         return cls(dist.get_rank(), dist.get_world_size())
@@ -139,6 +132,30 @@ class Ranks:
         self._count()
         dist.all_gather_object(found, own, group=self.group)
         return found
+
+    def require_equal(self, facts: Mapping[str, str]) -> None:
+        """Refuse to go on where processes differ: other settings, data or packages on one machine train no one model.
+
+        Args:
+            facts: What must be the same on each: name for people -> value.
+
+        Raises:
+            ConfigError: A process has other facts than the first; it is named, with every difference.
+        """
+        everyone = self.gather_objects((host_name(), dict(facts)))
+        first_host, first = everyone[0]
+        lines = [
+            f"\n  {name}: {own.get(name, 'missing')} on rank {rank} ({host}), "
+            f"{first.get(name, 'missing')} on rank 0 ({first_host})"
+            for rank, (host, own) in enumerate(everyone)
+            for name in {**first, **own}
+            if own.get(name) != first.get(name)
+        ]
+        if lines:
+            raise ConfigError(
+                f"the processes of this run differ:{''.join(lines)}\nGive every machine the same configuration, data "
+                f"and packages"
+            )
 
     def copy_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the values that tensors have on the first one, in place."""

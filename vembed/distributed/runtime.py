@@ -1,4 +1,4 @@
-"""What this process is: its device, its place among the others, and the process group that joins them.
+"""What this process is: its device, its process among the others, and the process group that joins them.
 
 Every process of a run executes the whole program; whoever launched it (run.py, accelerate launch, torchrun, srun) says
 in the environment which one it is. Nothing here launches anything.
@@ -76,13 +76,13 @@ def start_runtime(
         ConfigError: The launcher's numbers make no sense, or there are fewer devices or other processes than asked for.
         MachineError: The other processes can't be reached.
     """
-    place = process_env()
-    if plans_only and not place.is_launched:
+    process = process_env()
+    if plans_only and not process.is_launched:
         local_world_size = processes_to_start(num_processes)
     else:
-        local_world_size = place.local_world_size
-        _refuse_other_count(place, num_processes)
-    device = _join(place, timeout_seconds)
+        local_world_size = process.local_world_size
+        _refuse_other_count(process, num_processes)
+    device = _join(process, timeout_seconds)
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False  # convolutions have a switch of their own, and it is on
     if deterministic:
@@ -93,7 +93,7 @@ def start_runtime(
     ranks = replace(Ranks.of_this_process(), watchdog=watchdog)
     if not ranks.is_one:
         watchdog.start(ranks.rank, ranks.world_size, _shared_store(ranks.rank), timeout_seconds=timeout_seconds)
-    return Runtime(device, machine, ranks, place.local_rank, local_world_size, watchdog)
+    return Runtime(device, machine, ranks, process.local_rank, local_world_size, watchdog)
 
 
 def _shared_store(rank: int) -> PrefixStore:
@@ -108,13 +108,13 @@ def _shared_store(rank: int) -> PrefixStore:
 
 def local_device() -> torch.device:
     """Return the device of this process, without joining any others."""
-    place = process_env()
+    process = process_env()
     torch.set_float32_matmul_precision("highest")
     if num_devices() == 0:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
-    return torch.device(accelerator.type, place.local_rank % num_devices())
+    return torch.device(accelerator.type, process.local_rank % num_devices())
 
 
 def shut_down(watchdog: Watchdog) -> None:
@@ -127,52 +127,52 @@ def shut_down(watchdog: Watchdog) -> None:
         dist.destroy_process_group()
 
 
-def _join(place: ProcessEnv, timeout_seconds: int) -> torch.device:
+def _join(process: ProcessEnv, timeout_seconds: int) -> torch.device:
     """Initialise the process group where there are several processes, and return the device of this one."""
     on_cpu = num_devices() == 0
-    if place.world_size == 1:
+    if process.world_size == 1:
         alone: torch.device = PartialState(cpu=on_cpu).device
         return alone
     if not on_cpu:
-        _refuse_shared_devices(place, num_devices())
-    os.environ.update(place.environment())
+        _refuse_shared_devices(process, num_devices())
+    os.environ.update(process.environment())
     timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
     try:
         state = PartialState(cpu=on_cpu, timeout=timeout)
     except dist.DistError as error:
         raise MachineError(
-            f"rank {place.rank} of {place.world_size} can't join the others at {place.main_address}: {error}"
+            f"rank {process.rank} of {process.world_size} can't join the others at {process.main_address}: {error}"
         ) from error
-    if state.num_processes != place.world_size:
+    if state.num_processes != process.world_size:
         raise MachineError(
-            f"{place.launcher} started {place.world_size} processes, but only {state.num_processes} trains: "
+            f"{process.launcher} started {process.world_size} processes, but only {state.num_processes} trains: "
             f"accelerate found no backend that joins them on {state.device}"
         )
     device: torch.device = state.device
     return device
 
 
-def _refuse_other_count(place: ProcessEnv, asked: int | Literal["auto"]) -> None:
+def _refuse_other_count(process: ProcessEnv, asked: int | Literal["auto"]) -> None:
     """Refuse to train in more or fewer processes than the configuration says: only what launches them can mend that."""
-    if asked in ("auto", place.local_world_size):
+    if asked in ("auto", process.local_world_size):
         return
-    if not place.is_launched:
+    if not process.is_launched:
         raise ConfigError(
             f"num_processes is {asked}, and a call from Python trains in its own process; use python run.py or vembed "
             f"train, or start the script with torchrun --nproc-per-node {asked}"
         )
     raise ConfigError(
-        f"num_processes is {asked}, and {place.launcher} started {place.local_world_size} on this machine; start "
+        f"num_processes is {asked}, and {process.launcher} started {process.local_world_size} on this machine; start "
         f"{asked} (--num_processes of accelerate launch, --nproc-per-node of torchrun), or leave num_processes out"
     )
 
 
-def _refuse_shared_devices(place: ProcessEnv, num_devices: int) -> None:
+def _refuse_shared_devices(process: ProcessEnv, num_devices: int) -> None:
     """Refuse more processes than devices; srun may show each process its own device alone."""
-    if place.local_world_size > num_devices and not (num_devices == 1 and place.launcher == "srun"):
+    if process.local_world_size > num_devices and not (num_devices == 1 and process.launcher == "srun"):
         raise ConfigError(
-            f"{place.launcher} started {place.local_world_size} processes on a machine with {num_devices} devices, and "
-            f"each needs its own; start {num_devices}"
+            f"{process.launcher} started {process.local_world_size} processes on a machine with {num_devices} devices, "
+            f"and each needs its own; start {num_devices}"
         )
 
 

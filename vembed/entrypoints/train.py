@@ -85,10 +85,10 @@ def _processes_to_start(config: Config) -> int:
 
 
 def _launch(words: Sequence[str], config: Config, num_processes: int, called: str) -> int:
-    from vembed.distributed.launch import Launch, launch
+    from vembed.distributed.launch import launch
 
     script = Path(__file__).resolve()
-    return launch(Launch(script, words, num_processes, called=called, stop_seconds=config.nccl_timeout))
+    return launch(script, words, num_processes=num_processes, called=called, stop_seconds=config.nccl_timeout)
 
 
 def _load(parsed: argparse.Namespace) -> LoadedConfig:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vembed.distributed.norm import total_norm
+from vembed.distributed.shards import total_norm
 from vembed.errors import ConfigError, NonFiniteError
 from vembed.training.memory import peak_memory_bytes
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.distributed.utilisation import PACKAGE, can_measure_utilisation
+from vembed.distributed.devices import PACKAGE, can_measure_utilisation
 from vembed.evaluation.report.data import Finding
 from vembed.evaluation.report.time_split import percent_text, seconds_text, settled_rows, split_time
 from vembed.evaluation.text import bytes_text, plural

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
-from vembed.distributed.norm import clip_gradients, total_norm
-from vembed.distributed.shards import local_part
+from vembed.distributed.shards import clip_gradients, local_part, total_norm
 from vembed.training.loss_scale import LEAST_SCALE, LossScale
 
 if TYPE_CHECKING:

@@ -42,11 +42,7 @@ EARLY_END = ["exit.json"]
 
 @dataclass(frozen=True, slots=True)
 class OutputFolder:
-    """Paths of a run.
-
-    Attributes:
-        path: The folder.
-    """
+    """Paths of a run."""
 
     path: Path
 

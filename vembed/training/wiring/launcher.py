@@ -41,10 +41,10 @@ def under_launcher(config: Config, sources: Mapping[str, str]) -> Effective:
     Raises:
         ConfigError: The launcher asks for what this program has not, or for what contradicts the configuration.
     """
-    place = process_env()
-    asked = accelerate_settings(place)
+    process = process_env()
+    asked = accelerate_settings(process)
     if asked is None:
-        return Effective(config, place.launcher, ())
+        return Effective(config, process.launcher, ())
     added: dict[str, object] = {}
     notes = []
     for setting in asked.settings:

@@ -15,7 +15,6 @@ from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.config.resume import resume_differences
 from vembed.data.sampler import GlobalSampler
-from vembed.distributed.compare import require_equal
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
@@ -98,7 +97,7 @@ def run_from_config(
         plans_only=mode == "plan",
         watchdog=watchdog,
     )
-    require_equal(runtime.ranks, {**hashed_values(config), **package_versions()})
+    runtime.ranks.require_equal({**hashed_values(config), **package_versions()})
     with ExitStack() as stack:
         if not runtime.ranks.is_first:
             stack.enter_context(_only_warnings())
@@ -182,7 +181,7 @@ def _assemble(
     if sharding is None:  # else its parts go to their devices one by one
         encoder.to(runtime.device)
     num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
-    require_equal(runtime.ranks, {"training data": data.fingerprint, "parameters": str(num_parameters)})
+    runtime.ranks.require_equal({"training data": data.fingerprint, "parameters": str(num_parameters)})
     start_alike(encoder, runtime, with_buffers=config.ddp_broadcast_buffers)
     sampler = GlobalSampler(
         len(data.records), batch_size=plan.global_batch_size, seed=config.seed, drop_last=config.drop_last

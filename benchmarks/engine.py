@@ -224,7 +224,7 @@ def build_workload(arguments: argparse.Namespace, lengths: str, *, dropout: floa
 
 def _planned_retention(model: str, num_pairs: int, *, bf16: bool) -> int | None:
     config = Config(model_name=model, batch_size=num_pairs, bf16=bf16)
-    return plan_elsewhere(config, None, shape=None, num_records=num_pairs).retain_tokens
+    return plan_elsewhere(config, None, shape=None, num_records=num_pairs).chunks.retain_tokens
 
 
 def _token_ids(num_rows: int, lengths: str, median: int, rng: np.random.Generator) -> Ragged:

@@ -43,7 +43,8 @@ from vembed.models.profile.skeleton import blueprint
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine, cpu_memory_bytes
-from vembed.plan.plan import DataSize, make_plan
+from vembed.plan.plan import make_plan
+from vembed.plan.problem import DataSize
 from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
 
 if TYPE_CHECKING:

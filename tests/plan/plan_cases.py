@@ -8,7 +8,8 @@ from typing import Any
 from vembed.config.load import load_config
 from vembed.plan.devices import parse_devices
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
-from vembed.plan.plan import DataSize, Plan, make_plan
+from vembed.plan.plan import Plan, make_plan
+from vembed.plan.problem import DataSize
 
 DATA = DataSize(num_records=100_000, documents_per_query=1.0)
 """Pairs."""

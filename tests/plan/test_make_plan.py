@@ -14,8 +14,10 @@ from vembed.plan import hardware
 from vembed.plan.chunks import CPU_CHUNK_BYTES, LEAST_CHUNK_TOKENS, MOST_CHUNK_ROWS
 from vembed.plan.explain import explain
 from vembed.plan.hardware import GIB, Machine, cpu_cores, cpu_memory_bytes
-from vembed.plan.memory import LOSS_STRIP_TILES, BatchRows, LossTiles, ModelSize, loss_bytes, show_bytes, show_count
-from vembed.plan.plan import DataSize, Plan, make_plan
+from vembed.plan.memory import LOSS_STRIP_TILES, BatchRows, LossTiles, ModelSize, loss_bytes
+from vembed.plan.plan import Plan, make_plan
+from vembed.plan.problem import DataSize
+from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,9 +54,10 @@ def test_the_same_numbers_give_the_same_plan_and_nothing_is_changed() -> None:
 
 
 def test_one_process_takes_the_whole_batch_and_the_global_batch_wins() -> None:
-    assert (plan().strategy, plan().world_size, plan().batch_size, plan().global_batch_size) == ("single", 1, 64, 64)
+    alone = plan()
+    assert (alone.way.strategy, alone.world_size, alone.batch.per_device, alone.batch.total) == ("single", 1, 64, 64)
     both = plan("global_batch_size=96")
-    assert (both.batch_size, both.global_batch_size) == (96, 96)
+    assert (both.batch.per_device, both.batch.total) == (96, 96)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +65,7 @@ def test_one_process_takes_the_whole_batch_and_the_global_batch_wins() -> None:
     [([], 16), (["epochs=3"], 48), (["epochs=3", "max_steps=5"], 5), (["max_steps=500"], 500)],
 )
 def test_steps_are_epochs_unless_max_steps_says_otherwise(overrides: list[str], steps: int) -> None:
-    assert plan(*overrides).steps == steps
+    assert plan(*overrides).steps.total == steps
 
 
 @pytest.mark.parametrize(
@@ -77,7 +80,7 @@ def test_steps_are_epochs_unless_max_steps_says_otherwise(overrides: list[str], 
     ],
 )
 def test_warmup_is_a_rounded_up_share_or_the_number_given(overrides: list[str], warmup: int) -> None:
-    assert plan(*overrides).warmup_steps == warmup
+    assert plan(*overrides).steps.warmup == warmup
 
 
 @pytest.mark.parametrize(
@@ -85,11 +88,11 @@ def test_warmup_is_a_rounded_up_share_or_the_number_given(overrides: list[str], 
     [([], 16), (["eval_strategy=no"], None), (["eval_strategy=steps", "eval_steps=5"], 5), (["max_steps=3"], 16)],
 )
 def test_evaluations_follow_the_strategy(overrides: list[str], every: int | None) -> None:
-    assert plan(*overrides).eval_every == every
+    assert plan(*overrides).steps.eval_every == every
 
 
 def budget(of: Plan) -> tuple[int, int]:
-    return of.gradient_cache_chunk_size, of.gradient_cache_chunk_tokens
+    return of.chunks.rows, of.chunks.tokens
 
 
 def test_auto_chunks_fill_the_bytes_that_suit_the_device() -> None:
@@ -153,8 +156,8 @@ def test_the_bytes_of_a_step_are_what_the_parts_add_up_to() -> None:
 
 def test_gradient_caching_needs_the_activations_of_one_chunk_and_plain_training_those_of_the_batch() -> None:
     cached, plain = plan("retain=0"), plan("use_gradient_cache=false")
-    assert (cached.retain, plain.retain) == (0.0, 1.0)
-    assert cached.bytes_per_device.activations == cached.gradient_cache_chunk_tokens * 100_000
+    assert (cached.chunks.retain, plain.chunks.retain) == (0.0, 1.0)
+    assert cached.bytes_per_device.activations == cached.chunks.tokens * 100_000
     assert plain.bytes_per_device.activations == (64 + 160) * 256 * 100_000
     assert reason(cached, "gradient caching: ")
     assert "encoded in one call" in reason(plain, "use_gradient_cache false: ")
@@ -164,24 +167,24 @@ def test_gradient_caching_needs_the_activations_of_one_chunk_and_plain_training_
 
 def test_auto_retention_keeps_what_a_part_of_the_spare_memory_holds_and_says_the_arithmetic() -> None:
     made = plan("batch_size=4096", machine=GPU, data=replace(DATA, num_records=100_000))
-    assert made.retain == 1.0
-    assert made.retain_tokens is not None
-    kept_bytes = made.retain_tokens * 100_000
+    assert made.chunks.retain == 1.0
+    assert made.chunks.retain_tokens is not None
+    kept_bytes = made.chunks.retain_tokens * 100_000
     room = (0.95 * GPU.memory_bytes - 1.5 * GIB) / 1.1 - (made.bytes_per_device.total - kept_bytes)
     assert kept_bytes == pytest.approx(0.5 * room, abs=100_000)
-    assert "to spare holds the activations of" in reason(made, f"retain: at most {made.retain_tokens} tokens ")
+    assert "to spare holds the activations of" in reason(made, f"retain: at most {made.chunks.retain_tokens} tokens ")
     assert made.fits
     small = plan("batch_size=4")
-    assert small.retain_tokens == (4 + 10) * 256, "no more than a batch has"
+    assert small.chunks.retain_tokens == (4 + 10) * 256, "no more than a batch has"
     assert "nothing is encoded twice" in reason(small, "retain: ")
-    assert plan(model=sized(max_length=None)).retain_tokens > 0
-    assert plan(machine=replace(CPU, memory_bytes=GIB)).retain_tokens == 0
+    assert plan(model=sized(max_length=None)).chunks.retain_tokens > 0
+    assert plan(machine=replace(CPU, memory_bytes=GIB)).chunks.retain_tokens == 0
 
 
 def test_a_given_share_of_kept_graphs_stands_and_counts_in_the_prediction() -> None:
     half, none = plan("retain=0.5"), plan("retain=0")
-    assert (half.retain, none.retain) == (0.5, 0.0)
-    assert half.retain_tokens is None, "the user's share stands whatever the memory"
+    assert (half.chunks.retain, none.chunks.retain) == (0.5, 0.0)
+    assert half.chunks.retain_tokens is None, "the user's share stands whatever the memory"
     kept = half.bytes_per_device.activations - none.bytes_per_device.activations
     assert kept == (64 + 160) * 256 * 100_000 // 2
 
@@ -223,7 +226,7 @@ def test_it_fits_up_to_95_percent_of_the_memory_with_reserve() -> None:
     tight = plan("retain=0", machine=replace(CPU, memory_bytes=least - 2))
     assert not tight.fits
     assert reason(tight, "memory: ").endswith("may not fit; a smaller batch_size helps")
-    assert tight.steps == fitting.steps, "the plan warns; the user's word stands"
+    assert tight.steps.total == fitting.steps.total, "the plan warns; the user's word stands"
 
 
 def test_reasons_begin_with_the_strategy_and_hold_the_notes_of_the_data() -> None:

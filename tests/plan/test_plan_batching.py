@@ -9,27 +9,27 @@ import pytest
 from plan_cases import DATA, model, planned, reason
 
 from vembed.plan.batching import LEAST_STEPS, MOST_QUERIES
-from vembed.plan.plan import DataSize
+from vembed.plan.problem import DataSize
 
 
 def test_a_batch_is_of_each_device_and_a_global_one_is_divided_over_them() -> None:
     each = planned("4xA100-80GB", 6e8, "batch_size=64")
-    assert (each.batch_size, each.global_batch_size, each.world_size) == (64, 256, 4)
+    assert (each.batch.per_device, each.batch.total, each.world_size) == (64, 256, 4)
     assert "64 x 4 devices x 1 accumulated = 256" in reason(each, "effective batch")
     together = planned("3xA100-80GB", 6e8, "global_batch_size=100")
-    assert (together.batch_size, together.global_batch_size) == (34, 100), "uneven: 34, 33, 33"
+    assert (together.batch.per_device, together.batch.total) == (34, 100), "uneven: 34, 33, 33"
     assert "100 over 3 devices" in reason(together, "effective batch")
 
 
 def test_one_global_batch_makes_as_many_steps_on_any_number_of_devices() -> None:
     made = [planned(f"{count}xA100-80GB", 6e8, "global_batch_size=512", "epochs=2") for count in (1, 2, 8)]
-    assert {each.steps for each in made} == {2 * math.ceil(100_000 / 512)}
-    assert {each.global_batch_size for each in made} == {512}
+    assert {each.steps.total for each in made} == {2 * math.ceil(100_000 / 512)}
+    assert {each.batch.total for each in made} == {512}
 
 
 def auto(records: int, *overrides: str, devices: str = "4xA100-80GB") -> tuple[int, int, str]:
     made = planned(devices, 6e8, "batch_size=auto", *overrides, data=replace(DATA, num_records=records))
-    return made.batch_size, made.global_batch_size, reason(made, "batch_size auto")
+    return made.batch.per_device, made.batch.total, reason(made, "batch_size auto")
 
 
 def test_auto_is_a_power_of_two_bounded_by_the_steps_that_the_data_allow() -> None:
@@ -52,9 +52,9 @@ def test_auto_is_bounded_by_embeddings_and_host_memory() -> None:
     wide = replace(model(6e8), dimension=10**6)
     made = planned("4xA100-80GB", wide, "batch_size=auto", data=replace(DATA, num_records=10**8))
     bytes_each = 2 * 2 * 10**6 * 4
-    assert made.global_batch_size <= 79 * 2**30 / 20 / bytes_each < 2 * made.global_batch_size
+    assert made.batch.total <= 79 * 2**30 / 20 / bytes_each < 2 * made.batch.total
     heavy = DataSize(10**8, 1.0, pictures_per_record=1.0, picture_bytes=10**10)
-    assert planned("4xA100-80GB", 6e8, "batch_size=auto", data=heavy).global_batch_size <= 64
+    assert planned("4xA100-80GB", 6e8, "batch_size=auto", data=heavy).batch.total <= 64
 
 
 def test_auto_without_gradient_caching_is_bounded_by_activations() -> None:
@@ -62,17 +62,17 @@ def test_auto_without_gradient_caching_is_bounded_by_activations() -> None:
         "1xA100-80GB", 6e8, "batch_size=auto", "use_gradient_cache=false", data=replace(DATA, num_records=10**6)
     )
     assert plain.fits
-    assert 32 <= plain.batch_size < 4096
+    assert 32 <= plain.batch.per_device < 4096
 
 
 def test_nothing_is_accumulated_unless_a_number_is_set_and_steps_count_the_optimizers() -> None:
     none = planned("2xA100-80GB", 6e8, "batch_size=50")
-    assert none.gradient_accumulation_steps == 1
+    assert none.batch.accumulated == 1
     assert "with all its negatives" in reason(none, "effective batch")
     four = planned("2xA100-80GB", 6e8, "batch_size=50", "gradient_accumulation_steps=4", "epochs=3")
-    assert (four.gradient_accumulation_steps, four.steps_per_epoch, four.steps) == (4, 250, 750)
+    assert (four.batch.accumulated, four.steps.per_epoch, four.steps.total) == (4, 250, 750)
     assert "50 x 2 devices x 4 accumulated = 400" in reason(four, "effective batch")
-    assert none.steps == 1000
+    assert none.steps.total == 1000
 
 
 @pytest.mark.parametrize(
@@ -87,5 +87,5 @@ def test_nothing_is_accumulated_unless_a_number_is_set_and_steps_count_the_optim
 )
 def test_the_learning_rate_follows_the_effective_batch_as_asked(overrides: list[str], rate: float) -> None:
     made = planned("4xA100-80GB", 6e8, "batch_size=256", *overrides)
-    assert made.learning_rate == pytest.approx(rate)
+    assert made.batch.learning_rate == pytest.approx(rate)
     assert any(each.startswith("learning_rate ") for each in made.reasons) == (len(overrides) > 1)

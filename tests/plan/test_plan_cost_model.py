@@ -10,11 +10,12 @@ from plan_cases import model, planned, reason, tower
 
 from vembed.plan.hardware import GIB
 from vembed.plan.memory import ModelSize
-from vembed.plan.plan import DataSize, Plan
+from vembed.plan.problem import DataSize
 from vembed.plan.table import comparison
 
 if TYPE_CHECKING:
     from vembed.plan.cost_model import Candidate
+    from vembed.plan.plan import Plan
 
 
 def of(plan: Plan, **wanted: object) -> Candidate:
@@ -178,7 +179,7 @@ def test_the_table_marks_the_choice_and_the_text_answers_the_three_questions() -
 
 
 def test_the_ladder_goes_from_checkpointing_to_more_devices_with_numbers() -> None:
-    ladder = planned("4xA100-80GB", 2.1e9).oom_ladder
+    ladder = planned("4xA100-80GB", 2.1e9).advice.oom_ladder
     order = ["nothing to do", "gradient_checkpointing: true", "use_fsdp: true", "half the batch", "twice the devices"]
     assert [line.partition(" ")[2].startswith(start) for line, start in zip(ladder, order, strict=True)] == [True] * 5
     assert all("GiB" in line for line in ladder)
@@ -186,11 +187,11 @@ def test_the_ladder_goes_from_checkpointing_to_more_devices_with_numbers() -> No
 
 
 def test_more_devices_are_weighed_from_one_on() -> None:
-    lines = planned("4xA100-80GB", 6e8).scaling
+    lines = planned("4xA100-80GB", 6e8).advice.scaling
     assert [line.split(":")[0] for line in lines] == ["1", "2", "4", "8 on 2 machines"]
     assert lines[0].startswith("1: single")
     assert lines[2].startswith("4: ddp")
-    assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8).scaling][-1] == "32 on 4 machines"
+    assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8).advice.scaling][-1] == "32 on 4 machines"
 
 
 def test_copies_of_weights_in_half_precision_are_counted_where_autocast_makes_them() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vembed.config.schema import Config
 from vembed.plan.hardware import Machine
 from vembed.plan.loading import plan_loading
-from vembed.plan.plan import DataSize
+from vembed.plan.problem import DataSize
 
 if TYPE_CHECKING:
     import pytest

@@ -55,7 +55,7 @@ def test_every_row_of_the_matrix_at_its_lower_bound_and_its_middle(
     parameters: float, devices: str, strategy: str
 ) -> None:
     made = planned(devices, parameters)
-    assert (made.strategy, made.fits) == (strategy, True)
+    assert (made.way.strategy, made.fits) == (strategy, True)
     assert made.reasons[0].startswith(strategy)
 
 
@@ -63,7 +63,7 @@ def test_what_does_not_fit_replicated_takes_the_rows_alternative_and_says_the_ar
     made = planned("8xA100-80GB", 5e9)
     assert "the decision matrix says ddp_gradcache, else fsdp when memory is tight" in made.reasons[0]
     assert "GiB predicted, at most" in reason(made, "ddp_gradcache doesn't fit")
-    assert planned("8xH200-141GB", 5e9).strategy == "ddp_gradcache", "more memory, and the row's own word stands"
+    assert planned("8xH200-141GB", 5e9).way.strategy == "ddp_gradcache", "more memory, and the row's own word stands"
 
 
 @pytest.mark.parametrize("devices", ["4xRTX4090-24GB", "4xA100-40GB", "4xA100-80GB", "4xH200-141GB"])
@@ -72,8 +72,8 @@ def test_around_the_border_of_a_devices_memory_the_plan_changes_and_always_fits(
     memory = parse_devices(devices).memory_bytes
     limit = (FIT_SHARE * memory - FIT_RESERVE_BYTES) / FIT_FACTOR
     under, over = (planned(devices, share * limit / 16, "use_lora=false") for share in (0.85, 1.02))
-    assert under.mode is None
-    assert over.strategy == "fsdp"
+    assert under.way.mode is None
+    assert over.way.strategy == "fsdp"
     assert under.fits
     assert over.fits
     needed = FIT_FACTOR * over.bytes_per_device.total + FIT_RESERVE_BYTES
@@ -97,10 +97,10 @@ def test_the_examples_come_to_their_strategy_with_and_without_the_use_keys(
         config = config.model_copy(update=dict.fromkeys(("use_gradient_cache", "use_fsdp", "use_lora"), "auto"))
     spread = parse_devices(devices)
     made = make_plan(config, spread.machine(16), model(parameters), DATA, devices=spread)
-    assert (made.strategy, made.fits) == (strategy, True)
-    assert made.use_lora == (strategy == "fsdp_lora")
-    assert made.gradient_checkpointing == (strategy != "ddp")
-    assert made.global_batch_size == config.batch_size * spread.count
+    assert (made.way.strategy, made.fits) == (strategy, True)
+    assert made.way.use_lora == (strategy == "fsdp_lora")
+    assert made.way.gradient_checkpointing == (strategy != "ddp")
+    assert made.batch.total == config.batch_size * spread.count
 
 
 def test_the_examples_hold_exactly_the_keys_of_their_document() -> None:
@@ -125,14 +125,14 @@ def test_the_examples_hold_exactly_the_keys_of_their_document() -> None:
 
 def test_lora_comes_with_sharding_from_8b_on_and_never_against_the_users_word() -> None:
     large = planned("8xA100-80GB", 8e9)
-    assert (large.strategy, large.use_lora) == ("fsdp_lora", True)
+    assert (large.way.strategy, large.way.use_lora) == ("fsdp_lora", True)
     assert "use_lora false keeps full fine-tuning" in reason(large, "use_lora: ")
     full = planned("8xA100-80GB", 8e9, "use_lora=false")
-    assert (full.strategy, full.use_lora, full.fits) == ("fsdp", False, True)
+    assert (full.way.strategy, full.way.use_lora, full.fits) == ("fsdp", False, True)
     part = planned("8xA100-80GB", 8e9, "trainable=last_2_layers")
-    assert not part.use_lora, "who names the part that trains has decided"
-    assert planned("8xA100-80GB", 8e9, adapters=False).strategy == "fsdp"
-    assert planned("4xA100-80GB", 3e9, "use_fsdp=true").strategy == "fsdp", "a smaller model trains in full"
+    assert not part.way.use_lora, "who names the part that trains has decided"
+    assert planned("8xA100-80GB", 8e9, adapters=False).way.strategy == "fsdp"
+    assert planned("4xA100-80GB", 3e9, "use_fsdp=true").way.strategy == "fsdp", "a smaller model trains in full"
 
 
 @pytest.mark.parametrize(
@@ -153,59 +153,59 @@ def test_what_the_user_forces_wins_and_the_numbers_are_heard(
     overrides: list[str], expected: tuple[str, str | None, int]
 ) -> None:
     made = planned("4xA100-80GB", 600e6, *overrides)
-    assert (made.strategy, made.mode, made.sharding_factor) == expected
+    assert (made.way.strategy, made.way.mode, made.way.sharding_factor) == expected
     warned = any("as set; the numbers alone would give ddp" in each for each in made.reasons)
     assert warned == (expected[0] != "ddp")
-    assert made.use_lora == ("use_lora=true" in overrides)
-    assert made.cpu_offload == ("cpu_offload=true" in overrides)
+    assert made.way.use_lora == ("use_lora=true" in overrides)
+    assert made.way.cpu_offload == ("cpu_offload=true" in overrides)
 
 
 def test_a_forced_way_that_does_not_fit_is_taken_with_a_warning() -> None:
     made = planned("4xRTX4090-24GB", 3e9, "use_fsdp=false", "use_lora=false")
-    assert (made.strategy, made.fits) == ("ddp_gradcache", False)
+    assert (made.way.strategy, made.fits) == ("ddp_gradcache", False)
     assert reason(made, "by the numbers fsdp ").endswith("the keys that are set rule it out")
     assert any("no way that the keys allow fits" in each for each in made.reasons)
 
 
 def test_gradient_checkpointing_above_1b_brings_gradient_caching() -> None:
-    assert planned("4xA100-80GB", 1.2e9, "gradient_checkpointing=true").strategy == "ddp_gradcache"
-    assert planned("4xA100-80GB", 0.9e9, "gradient_checkpointing=true").strategy == "ddp"
+    assert planned("4xA100-80GB", 1.2e9, "gradient_checkpointing=true").way.strategy == "ddp_gradcache"
+    assert planned("4xA100-80GB", 0.9e9, "gradient_checkpointing=true").way.strategy == "ddp"
     forced = planned("4xA100-80GB", 1.2e9, "gradient_checkpointing=true", "use_gradient_cache=false")
-    assert (forced.strategy, forced.retain) == ("ddp", 1.0)
+    assert (forced.way.strategy, forced.chunks.retain) == ("ddp", 1.0)
 
 
 def test_a_batch_whose_graphs_do_not_fit_is_cached_and_one_that_fits_costs_nothing() -> None:
-    assert planned("4xA100-80GB", 600e6, "batch_size=64").strategy == "ddp"
-    assert planned("4xA100-80GB", 600e6, "batch_size=64", "retain=0.5").strategy == "ddp_gradcache"
+    assert planned("4xA100-80GB", 600e6, "batch_size=64").way.strategy == "ddp"
+    assert planned("4xA100-80GB", 600e6, "batch_size=64", "retain=0.5").way.strategy == "ddp_gradcache"
     large = planned("4xA100-80GB", 600e6, "batch_size=4096")
-    assert (large.strategy, large.fits) == ("ddp_gradcache", True)
+    assert (large.way.strategy, large.fits) == ("ddp_gradcache", True)
     spare = planned("4xA100-80GB", 2.1e9, "batch_size=8")
     (chosen,) = [each for each in spare.candidates if spare.recommends(each)]
-    assert (spare.strategy, chosen.chunks.kept_share) == ("ddp_gradcache", 1.0)
+    assert (spare.way.strategy, chosen.chunks.kept_share) == ("ddp_gradcache", 1.0)
 
 
 def test_checkpointing_comes_before_sharding_and_offload_comes_last() -> None:
     """A long row's graph alone is too large without checkpointing."""
-    assert not planned("4xRTX4090-24GB", 1.05e9, tokens=128).gradient_checkpointing
+    assert not planned("4xRTX4090-24GB", 1.05e9, tokens=128).way.gradient_checkpointing
     tight = planned("4xRTX4090-24GB", 1.05e9, tokens=2048)
-    assert (tight.strategy, tight.gradient_checkpointing, tight.fits) == ("ddp_gradcache", True, True)
+    assert (tight.way.strategy, tight.way.gradient_checkpointing, tight.fits) == ("ddp_gradcache", True, True)
     assert "wouldn't fit without" in reason(tight, "gradient_checkpointing: ")
     never = planned("4xRTX4090-24GB", 1.05e9, "gradient_checkpointing=false", tokens=2048)
-    assert (never.strategy, never.fits) == ("fsdp", True)
+    assert (never.way.strategy, never.fits) == ("fsdp", True)
     offloaded = planned("4xRTX4090-24GB", 12e9, "use_lora=false")
-    assert (offloaded.strategy, offloaded.cpu_offload, offloaded.fits) == ("fsdp", True, True)
+    assert (offloaded.way.strategy, offloaded.way.cpu_offload, offloaded.fits) == ("fsdp", True, True)
 
 
 def test_one_device_takes_adapters_only_where_nothing_else_fits() -> None:
     made = planned("1xA100-80GB", 7e9)
-    assert (made.strategy, made.use_lora, made.fits) == ("single", True, True)
-    assert not planned("1xA100-80GB", 3e9).use_lora
+    assert (made.way.strategy, made.way.use_lora, made.fits) == ("single", True, True)
+    assert not planned("1xA100-80GB", 3e9).way.use_lora
     assert planned("1xA100-80GB", 7e9, "use_lora=false").fits is False
 
 
 def test_one_device_has_nothing_to_shard_over_and_says_so() -> None:
     made = planned("1xA100-80GB", 250e6, "use_fsdp=true", "sharding_factor=4")
-    assert (made.strategy, made.sharding_factor) == ("single", 1)
+    assert (made.way.strategy, made.way.sharding_factor) == ("single", 1)
     assert "nothing to shard over" in reason(made, "use_fsdp true")
     assert "nothing to shard over" in reason(made, "sharding_factor 4")
 
@@ -213,7 +213,7 @@ def test_one_device_has_nothing_to_shard_over_and_says_so() -> None:
 def test_a_sharding_factor_that_does_not_divide_the_devices_is_refused_with_the_nearest_one() -> None:
     with pytest.raises(ConfigError, match=r"sharding_factor 3 doesn't divide 8 devices; set it to 2, or to auto"):
         planned("8xA100-80GB", 1e9, "sharding_factor=3")
-    assert planned("8xA100-80GB", 1e9, "sharding_factor=4").sharding_factor == 4
+    assert planned("8xA100-80GB", 1e9, "sharding_factor=4").way.sharding_factor == 4
 
 
 def test_gradients_in_half_precision_are_never_added_up_in_shards() -> None:
@@ -222,19 +222,19 @@ def test_gradients_in_half_precision_are_never_added_up_in_shards() -> None:
     assert {each.way.mode for each in made.candidates if not each.way.use_lora} == {None, "fast", "lean"}
     with pytest.raises(ConfigError, match="no way to train has all of use_fsdp true, fsdp_mode sharded"):
         planned("4xA100-80GB", halved, "torch_dtype=bfloat16", "use_lora=false", "use_fsdp=true", "fsdp_mode=sharded")
-    assert planned("4xA100-80GB", 20e9, "use_lora=false", "use_fsdp=true", "fsdp_mode=sharded").mode == "sharded"
+    assert planned("4xA100-80GB", 20e9, "use_lora=false", "use_fsdp=true", "fsdp_mode=sharded").way.mode == "sharded"
 
 
 def test_weights_in_four_bits_are_never_sharded() -> None:
     made = planned("4xA100-80GB", 20e9, "use_lora=true", "load_in_4bit=true")
-    assert (made.mode, made.use_lora, made.fits) == (None, True, True)
+    assert (made.way.mode, made.way.use_lora, made.fits) == (None, True, True)
     assert made.bytes_per_device.parameters < 0.6 * 20e9 + 1e9
     assert {each.way.mode for each in made.candidates} == {None}
 
 
 def test_a_faster_way_that_fits_is_named_and_not_taken() -> None:
     made = planned("4xA100-80GB", 3.5e9, "batch_size=128")
-    assert made.strategy == "ddp_gradcache"
+    assert made.way.strategy == "ddp_gradcache"
     others = [each for each in made.candidates if each.fits and not each.way.use_lora]
     faster = max(others, key=lambda each: each.relative_speed)
     (chosen,) = [each for each in made.candidates if made.recommends(each)]
@@ -265,6 +265,6 @@ def test_sharding_reaches_models_that_no_replica_holds() -> None:
     """The sizes at which replication stops: 2.28B on 40 GB and 11B on 80 GB."""
     for devices, parameters in (("4xA100-40GB", 2.4e9), ("8xA100-80GB", 11e9)):
         made = planned(devices, parameters, "use_lora=false")
-        assert (made.strategy, made.fits) == ("fsdp", True)
+        assert (made.way.strategy, made.fits) == ("fsdp", True)
         assert not any(each.fits for each in made.candidates if each.way.mode is None and not each.way.use_lora)
     assert not fits_somewhere(planned("1xT4-16GB", replace(model(30e9), adapted=None)))

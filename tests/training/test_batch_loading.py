@@ -28,8 +28,9 @@ from vembed.errors import DataError, MachineError
 from vembed.models.huggingface import ModelOptions
 from vembed.models.pictures import picture_bytes
 from vembed.models.registry import load_encoder
+from vembed.plan.loading import Loading
 from vembed.training.batches import BatchSource
-from vembed.training.loading import BatchLoader, LoadingOptions
+from vembed.training.loading import BatchLoader
 from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmen
 
 
 def loader_of(source: BatchSource, num_workers: int, *, num_steps: int = 9) -> BatchLoader:
-    return BatchLoader(source, LoadingOptions(num_workers, 2 * num_workers, num_steps))
+    return BatchLoader(source, Loading(num_workers, 2 * num_workers, ""), num_batches=num_steps)
 
 
 def numbers_of(batch: PreparedBatch) -> dict[str, bytes]:

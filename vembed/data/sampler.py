@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.errors import DataError
-from vembed.plan.epoch import epoch_layout
+from vembed.plan.batching import epoch_layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vembed.doctor.checks import MEANINGS
 from vembed.doctor.facts import EXTRA_PACKAGES
 from vembed.errors import MachineError
-from vembed.plan.memory import show_bytes
+from vembed.text import show_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from vembed.plan.cost_model import weigh
-from vembed.plan.memory import ADAM_STATES, BatchRows, show_bytes, show_count
+from vembed.plan.memory import ADAM_STATES, BatchRows
 from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, Way, all_ways
 from vembed.plan.strategy import DECIDING_KEYS, choose
+from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,23 +22,29 @@ GIGABYTE = 1e9
 """Documents about sharding count in these; everything else here is in GiB."""
 
 
-def decision_tree(problem: PlanningProblem, choice: Choice) -> tuple[str, ...]:
-    """Answer the three questions that lead to a strategy.
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a user may do next, in lines of text."""
+
+    decision_tree: tuple[str, ...]  # the questions that lead to the strategy, answered
+    oom_ladder: tuple[str, ...]  # what to do, in this order, when a step runs out of memory all the same
+    zero_stages: tuple[str, ...]  # weights, gradients and optimizer state by what is sharded; empty in one process
+    scaling: tuple[str, ...]  # what more or fewer devices would do
+
+
+def advise(problem: PlanningProblem, choice: Choice) -> Advice:
+    """Return what a user may do next.
 
     Args:
         problem: What the plan is made for.
         choice: What was chosen.
     """
-    return (_one_device(problem), _faster(problem, choice), _missing(problem, choice))
+    tree = (_one_device(problem), _faster(problem, choice), _missing(problem, choice))
+    return Advice(tree, _oom_ladder(problem, choice), _zero_lines(problem), tuple(_scaling(problem)))
 
 
-def oom_ladder(problem: PlanningProblem, choice: Choice) -> tuple[str, ...]:
-    """Say what to do, in this order, when a step runs out of memory after all.
-
-    Args:
-        problem: What the plan is made for.
-        choice: What was chosen.
-    """
+def _oom_ladder(problem: PlanningProblem, choice: Choice) -> tuple[str, ...]:
+    """Say what to do, in this order, when a step runs out of memory after all."""
     chosen = choice.chosen
     way, now = chosen.way, chosen.least_bytes
     steps = []
@@ -67,7 +74,7 @@ def oom_ladder(problem: PlanningProblem, choice: Choice) -> tuple[str, ...]:
     return tuple(f"{number}. {step}" for number, step in enumerate(steps, start=1))
 
 
-def zero_lines(problem: PlanningProblem) -> tuple[str, ...]:
+def _zero_lines(problem: PlanningProblem) -> tuple[str, ...]:
     """Return the formulas of the ZeRO stages with this model's numbers, in 10^9 bytes; nothing on one device."""
     count, model = problem.devices.count, problem.model
     if count == 1:
@@ -95,7 +102,7 @@ def _whole(count: int, mode: Mode) -> Way:
     return Way("fsdp", True, mode=mode, sharding_factor=count)
 
 
-def scaling(problem: PlanningProblem) -> Iterator[str]:
+def _scaling(problem: PlanningProblem) -> Iterator[str]:
     """Yield what would be chosen on 1, 2, 4 ... devices, each with its present batch.
 
     The speed is in devices that never wait for each other and encode nothing twice.

@@ -6,12 +6,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from vembed.plan.memory import show_bytes
+from vembed.text import show_bytes
 
 if TYPE_CHECKING:
-    from vembed.config.schema import Config
+    from vembed.config.keys.batch import BatchKeys
+    from vembed.config.keys.evaluation import EvaluationKeys
+    from vembed.config.keys.optimisation import OptimisationKeys
     from vembed.plan.devices import Devices
     from vembed.plan.memory import ModelSize
+    from vembed.plan.problem import DataSize
 
 MOST_QUERIES = 65_536
 """Of `batch_size: auto`, over all devices: beyond it the loss stage grows and published gains don't."""
@@ -31,129 +34,157 @@ ROW_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What a step sees.
+    """What a step sees."""
 
-    Attributes:
-        batch_size: Queries of one device, at most.
-        global_batch_size: Queries of all devices.
-        gradient_accumulation_steps: Batches of an optimizer step.
-        learning_rate: Peak.
-        reasons: Why, one plain sentence each.
-    """
-
-    batch_size: int
-    global_batch_size: int
-    gradient_accumulation_steps: int
-    learning_rate: float
-    reasons: tuple[str, ...]
-
-    @property
-    def effective(self) -> int:
-        """Queries of an optimizer step."""
-        return self.global_batch_size * self.gradient_accumulation_steps
+    per_device: int  # queries of one device, at most
+    total: int  # queries of all devices
+    accumulated: int  # batches of an optimizer step, each with its own negatives
+    learning_rate: float  # peak, scaled as asked
+    reasons: tuple[str, ...]  # one plain sentence each
 
 
 @dataclass(frozen=True, slots=True)
-class RecordSize:
-    """What the batch's size depends on, of the training data.
+class Steps:
+    """Optimizer steps of a run."""
 
-    Attributes:
-        num_records: Records.
-        documents_per_query: Mean number of documents of a record.
-        record_bytes: Host memory of a record's pictures as the encoder takes them.
-    """
-
-    num_records: int
-    documents_per_query: float
-    record_bytes: float = 0.0
+    total: int
+    per_epoch: int
+    warmup: int  # of rising learning rate
+    eval_every: int | None  # steps from one evaluation to the next; None for none while training
 
 
-def plan_batch(config: Config, devices: Devices, model: ModelSize, data: RecordSize, *, host_bytes: int) -> BatchPlan:
-    """Decide the batch, accumulation and the learning rate.
+def plan_batch(
+    batch: BatchKeys,
+    optimisation: OptimisationKeys,
+    devices: Devices,
+    model: ModelSize,
+    data: DataSize,
+    *,
+    host_bytes: int,
+) -> BatchPlan:
+    """Decide the batch, accumulation and the learning rate; what the user set stands.
 
     Args:
-        config: The user's word; what isn't `auto` stands.
+        batch: Keys of the batch.
+        optimisation: Keys of the optimizer.
         devices: How many share a batch.
         model: Says how large an embedding is.
         data: What the batch is taken from.
         host_bytes: Memory of one machine's host.
     """
     reasons = []
-    if config.global_batch_size is not None:
-        per_device, together = math.ceil(config.global_batch_size / devices.count), config.global_batch_size
+    if batch.global_batch_size is not None:
+        per_device, together = math.ceil(batch.global_batch_size / devices.count), batch.global_batch_size
         if devices.count > 1:
             reasons.append(f"global_batch_size {together} over {devices.count} devices: at most {per_device} each")
-    elif config.batch_size == "auto":
-        per_device, why = _largest_batch(config, devices, model, data, host_bytes)
+    elif batch.batch_size == "auto":
+        bounds = _bounds(optimisation, devices, model, data, host_bytes, cached=batch.use_gradient_cache is not False)
+        per_device, why = _largest_batch(bounds, devices.count)
         together = per_device * devices.count
         reasons.append(why)
     else:
-        per_device, together = config.batch_size, config.batch_size * devices.count
-    steps, why = _accumulation(config)
-    effective = together * steps
-    reasons.append(
-        f"effective batch: {per_device} x {devices.count} devices x {steps} accumulated = {effective}; {why}"
-    )
-    if config.global_batch_size is not None and per_device * devices.count != together:
-        reasons[-1] = (
-            f"effective batch: {together} over {devices.count} devices x {steps} accumulated = {effective}; {why}"
+        per_device, together = batch.batch_size, batch.batch_size * devices.count
+    accumulated, why = _accumulation(batch)
+    effective = together * accumulated
+    even = batch.global_batch_size is None or per_device * devices.count == together
+    size = f"{per_device} x {devices.count} devices" if even else f"{together} over {devices.count} devices"
+    reasons.append(f"effective batch: {size} x {accumulated} accumulated = {effective}; {why}")
+    rate, rate_reasons = _learning_rate(batch, optimisation.learning_rate, effective)
+    return BatchPlan(per_device, together, accumulated, rate, (*reasons, *rate_reasons))
+
+
+def plan_steps(
+    optimisation: OptimisationKeys, evaluation: EvaluationKeys, batch: BatchPlan, num_records: int, *, drop_last: bool
+) -> tuple[Steps, tuple[str, ...]]:
+    """Return the steps of the run, and what to tell the user about them."""
+    num_batches, notes = epoch_layout(num_records, batch.total, drop_last=drop_last)
+    per_epoch = math.ceil(num_batches / batch.accumulated)
+    total = optimisation.max_steps or math.ceil(optimisation.epochs * num_batches / batch.accumulated)
+    warmup = optimisation.warmup_steps
+    if warmup is None:
+        warmup = math.ceil(optimisation.warmup_ratio * total)
+    eval_every = {"no": None, "epoch": per_epoch, "steps": evaluation.eval_steps}[evaluation.eval_strategy]
+    return Steps(total, per_epoch, warmup, eval_every), notes
+
+
+def epoch_layout(num_records: int, batch_size: int, *, drop_last: bool) -> tuple[int, tuple[str, ...]]:
+    """Return the batches of an epoch, and what to tell the user where the records don't divide evenly.
+
+    Args:
+        num_records: Records, at least 2.
+        batch_size: Records of a batch, over all devices.
+        drop_last: Leave out the smaller last batch. With fewer records than a batch it has no effect.
+    """
+    steps, tail = divmod(num_records, batch_size)
+    if steps == 0:
+        return 1, (f"{num_records:,} records are fewer than a batch of {batch_size:,}: each step takes all of them.",)
+    if tail == 0:
+        return steps, ()
+    if drop_last:
+        return steps, (f"The last {tail:,} records of each epoch's order are left out (drop_last).",)
+    if tail == 1:
+        return steps, (
+            "The last record of each epoch's order is left out: a batch of one record has no in-batch negatives.",
         )
-    rate, rate_reasons = _learning_rate(config, effective)
-    return BatchPlan(per_device, together, steps, rate, (*reasons, *rate_reasons))
+    return steps + 1, (f"The last batch of each epoch has {tail:,} records instead of {batch_size:,}.",)
 
 
-def _accumulation(config: Config) -> tuple[int, str]:
-    if config.gradient_accumulation_steps == "auto":
+def _accumulation(batch: BatchKeys) -> tuple[int, str]:
+    if batch.gradient_accumulation_steps == "auto":
         return 1, "nothing is accumulated, as gradient caching takes the whole batch at once, with all its negatives"
-    steps = config.gradient_accumulation_steps
+    steps = batch.gradient_accumulation_steps
     if steps == 1:
         return 1, "nothing is accumulated, as set"
     return steps, f"each batch has its own negatives only; batch_size x {steps} would have them all in the same memory"
 
 
-def _learning_rate(config: Config, effective: int) -> tuple[float, tuple[str, ...]]:
-    rate, reference = config.learning_rate, config.lr_reference_batch
-    if config.lr_scaling == "none":
+def _learning_rate(batch: BatchKeys, rate: float, effective: int) -> tuple[float, tuple[str, ...]]:
+    reference = batch.lr_reference_batch
+    if batch.lr_scaling == "none":
         return rate, ()
     ratio = effective / reference
-    factor = ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
-    shown = f"{effective} / {reference}" if config.lr_scaling == "linear" else f"sqrt({effective} / {reference})"
-    return rate * factor, (f"learning_rate {rate * factor:.4g}: {config.lr_scaling}, {rate:g} x {shown}",)
+    factor = ratio if batch.lr_scaling == "linear" else math.sqrt(ratio)
+    shown = f"{effective} / {reference}" if batch.lr_scaling == "linear" else f"sqrt({effective} / {reference})"
+    return rate * factor, (f"learning_rate {rate * factor:.4g}: {batch.lr_scaling}, {rate:g} x {shown}",)
 
 
-def _largest_batch(
-    config: Config, devices: Devices, model: ModelSize, data: RecordSize, host_bytes: int
-) -> tuple[int, str]:
-    """Return the largest power of two for each device under every bound, and the arithmetic."""
+def _bounds(
+    optimisation: OptimisationKeys, devices: Devices, model: ModelSize, data: DataSize, host_bytes: int, *, cached: bool
+) -> dict[str, int]:
+    """Return what bounds a batch of all devices: arithmetic in words -> most queries."""
     rows = 1 + data.documents_per_query
     embedding = 2 * rows * model.dimension * max(4, model.bytes_per_value)
-    per_record = rows * ROW_BYTES + data.record_bytes
+    per_record = rows * ROW_BYTES + data.pictures_per_record * data.picture_bytes
+    device, host = show_bytes(devices.memory_bytes), show_bytes(host_bytes)
     bounds = {
         f"{MOST_QUERIES} in all": MOST_QUERIES,
         f"{data.num_records} records": data.num_records,
-        f"embeddings and their gradients of {show_bytes(embedding)} a query in {show_bytes(devices.memory_bytes)} / "
-        f"{EMBEDDINGS_SHARE}": int(devices.memory_bytes / EMBEDDINGS_SHARE / embedding),
-        f"{show_bytes(per_record)} a record in {show_bytes(host_bytes)} of host memory / {HOST_SHARE}": int(
+        f"embeddings and their gradients of {show_bytes(embedding)} a query in {device} / {EMBEDDINGS_SHARE}": int(
+            devices.memory_bytes / EMBEDDINGS_SHARE / embedding
+        ),
+        f"{show_bytes(per_record)} a record in {host} of host memory / {HOST_SHARE}": int(
             host_bytes / HOST_SHARE / per_record * devices.nodes
         ),
     }
-    if config.max_steps is None:
-        passed = data.num_records * config.epochs
-        name = f"{LEAST_STEPS} steps of the {passed} records of {config.epochs} epochs, but {LEAST_QUERIES} at least"
+    if optimisation.max_steps is None:
+        epochs, passed = optimisation.epochs, data.num_records * optimisation.epochs
+        name = f"{LEAST_STEPS} steps of the {passed} records of {epochs} epochs, but {LEAST_QUERIES} at least"
         bounds[name] = max(LEAST_QUERIES, passed // LEAST_STEPS)
-    if config.use_gradient_cache is False:
-        width = model.max_length or 1
-        each = rows * model.towers[0].saved.of(1, width)
-        free = devices.memory_bytes // 2
-        name = f"activations of {show_bytes(each)} a query, not cached, in half of {show_bytes(devices.memory_bytes)}"
-        bounds[name] = int(free / each) * devices.count
-    least = -(-2 // devices.count)
+    if not cached:
+        each = rows * model.towers[0].saved.of(1, model.max_length or 1)
+        name = f"activations of {show_bytes(each)} a query, not cached, in half of {device}"
+        bounds[name] = int(devices.memory_bytes // 2 / each) * devices.count
+    return bounds
+
+
+def _largest_batch(bounds: dict[str, int], num_devices: int) -> tuple[int, str]:
+    """Return the largest power of two for each device under every bound, and the arithmetic."""
     tightest = min(bounds, key=lambda name: bounds[name])
-    most = max(least, bounds[tightest] // devices.count)
+    most = max(-(-2 // num_devices), bounds[tightest] // num_devices)
     per_device = 2 ** int(math.log2(most))
     listed = "; ".join(f"{name}: {bound}" for name, bound in bounds.items())
     return per_device, (
         f"batch_size auto: {per_device} a device, the largest power of two under {most} = {bounds[tightest]} "
-        f"({tightest}) / {devices.count}; bounds of a whole batch: {listed}. Chunks keep activations the same whatever "
+        f"({tightest}) / {num_devices}; bounds of a whole batch: {listed}. Chunks keep activations the same whatever "
         f"the batch"
     )

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vembed.plan.memory import show_bytes
+from vembed.text import show_bytes
 
 if TYPE_CHECKING:
     from vembed.plan.memory import ModelSize
@@ -37,25 +37,15 @@ MEASURED_RETAINED_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """How a batch is cut.
+    """How a batch is cut."""
 
-    Attributes:
-        rows: Most rows of one encoder call.
-        tokens: Most padded tokens of one encoder call.
-        retain: Share of the batch whose graphs are kept, at most.
-        retain_tokens: Most padded tokens whose graphs are kept; None where only the share limits.
-        kept_share: Share of a batch of longest items that is kept under both limits.
-        activation_bytes: Activations that live at once, at most.
-        reasons: Why, one plain sentence each.
-    """
-
-    rows: int
-    tokens: int
-    retain: float
-    retain_tokens: int | None
-    kept_share: float
-    activation_bytes: int
-    reasons: tuple[str, ...]
+    rows: int  # most rows of one encoder call
+    tokens: int  # most padded tokens of one encoder call
+    retain: float  # share of the batch whose graphs are kept, at most
+    retain_tokens: int | None  # most padded tokens whose graphs are kept; None where only the share limits
+    kept_share: float  # share of a batch of longest items that is kept under both limits
+    activation_bytes: int  # activations that live at once, at most
+    reasons: tuple[str, ...]  # why, one plain sentence each
 
 
 def choose_chunks(problem: PlanningProblem, way: Way, *, room_bytes: int) -> ChunkPlan:

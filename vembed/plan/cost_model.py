@@ -34,32 +34,18 @@ GRADIENT_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way of training with its price.
-
-    Attributes:
-        way: The way.
-        bytes_per_device: Predicted peak of one device.
-        least_bytes: The same with as few graphs kept as this way allows.
-        host_bytes: Shards of one device that live in the host's memory.
-        fits: Whether the prediction fits with reserve.
-        chunks: How its batch is cut.
-        relative_speed: 1 is forward and backward once, on the same devices, with nothing trained or encoded twice and
-            nothing to wait for.
-        communication_bytes: What one device sends in a step.
-        scaling_efficiency: Part of a step that isn't spent waiting for other devices.
-        estimated: Whether the activations come from a formula.
-    """
+    """One way of training with its price."""
 
     way: Way
-    bytes_per_device: BytesPerDevice
-    least_bytes: int
-    host_bytes: int
-    fits: bool
+    bytes_per_device: BytesPerDevice  # predicted peak of one device
+    least_bytes: int  # the same with as few graphs kept as this way allows
+    host_bytes: int  # shards of one device that live in the host's memory
+    fits: bool  # whether the prediction fits with reserve
     chunks: ChunkPlan
-    relative_speed: float
-    communication_bytes: int
-    scaling_efficiency: float
-    estimated: bool
+    relative_speed: float  # 1 is forward and backward once, on these devices, with nothing to wait for
+    communication_bytes: int  # what one device sends in a step
+    scaling_efficiency: float  # share of a step that isn't spent waiting for other devices
+    estimated: bool  # whether the activations come from a formula
 
     def to_json(self, *, recommended: bool) -> dict[str, Any]:
         """Return an entry of plan.json's candidates."""

@@ -17,17 +17,11 @@ USABLE_SHARE = 0.985
 
 
 class Known(NamedTuple):
-    """Rough public figures of a device: they order candidates, no result depends on them.
+    """Rough public figures of a device: they order candidates, no result depends on them."""
 
-    Attributes:
-        label_gib: Memory on its label.
-        tflops: Dense bfloat16 (float16 where it has none), in 10^12 operations a second.
-        link: To a device of the same machine, in 10^9 bytes a second and direction.
-    """
-
-    label_gib: float
-    tflops: float
-    link: float
+    label_gib: float  # memory on its label
+    tflops: float  # dense bfloat16 (float16 where it has none), in 10^12 operations a second
+    link: float  # to a device of the same machine, in 10^9 bytes a second and direction
 
 
 KNOWN_DEVICES: Mapping[str, Known] = {
@@ -62,25 +56,15 @@ _EXAMPLES = "such as 8xH100-80GB, 4x24GB, or 2x8xA100-40GB for two machines of e
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What a run is spread over, one process on each.
+    """What a run is spread over, one process on each."""
 
-    Attributes:
-        name: Of one device, for people.
-        count: Over all machines.
-        memory_bytes: Of one device.
-        tflops: 10^12 operations a second in half precision.
-        link: 10^9 bytes a second to a device of the same machine.
-        nodes: Machines.
-        known: Whether the speed figures are of this kind of device and not a general guess.
-    """
-
-    name: str
-    count: int
-    memory_bytes: int
-    tflops: float
-    link: float
-    nodes: int = 1
-    known: bool = False
+    name: str  # of one device, for people
+    count: int  # over all machines
+    memory_bytes: int  # of one device
+    tflops: float  # 10^12 operations a second in half precision
+    link: float  # 10^9 bytes a second to a device of the same machine
+    nodes: int = 1  # machines
+    known: bool = False  # whether the speed figures are of this kind of device and not a general guess
 
     @classmethod
     def of(cls, machine: Machine, count: int = 1, nodes: int = 1) -> Devices:

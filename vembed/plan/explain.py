@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from vembed.plan.chunks import WHOLE_BATCH
-from vembed.plan.memory import show_bytes
+from vembed.text import show_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,15 +24,15 @@ def explain(plan: Plan, *, facts: Mapping[str, str]) -> str:
         plan: The plan.
         facts: Further facts by label, e.g. of the model.
     """
-    epochs = plan.steps / plan.steps_per_epoch
+    epochs = plan.steps.total / plan.steps.per_epoch
     passes = f"{epochs:.3g} epoch{'' if epochs == 1 else 's'}"
-    chunk = f"at most {plan.gradient_cache_chunk_tokens} padded tokens, {plan.gradient_cache_chunk_size} rows"
+    chunk = f"at most {plan.chunks.tokens} padded tokens, {plan.chunks.rows} rows"
     rows = {
         **facts,
         "strategy": _strategy(plan),
         "batch": _batch(plan),
-        "steps": f"{plan.steps} ({passes} of {plan.steps_per_epoch}), {plan.warmup_steps} of warmup",
-        "chunk": "the whole batch" if plan.gradient_cache_chunk_tokens == WHOLE_BATCH else chunk,
+        "steps": f"{plan.steps.total} ({passes} of {plan.steps.per_epoch}), {plan.steps.warmup} of warmup",
+        "chunk": "the whole batch" if plan.chunks.tokens == WHOLE_BATCH else chunk,
         "dtype": plan.dtype,
     }
     sizes = asdict(plan.bytes_per_device)
@@ -54,15 +54,16 @@ def explain(plan: Plan, *, facts: Mapping[str, str]) -> str:
 
 def _strategy(plan: Plan) -> str:
     """Return how the work is spread, with all that belongs to it."""
-    parts = [plan.strategy if plan.mode is None else f"{plan.strategy}, {plan.mode}, 1/{plan.sharding_factor} each"]
-    parts += ["LoRA"] * (plan.use_lora and plan.strategy != "fsdp_lora")
-    parts += ["gradient checkpointing"] * plan.gradient_checkpointing + ["CPU offload"] * plan.cpu_offload
+    way = plan.way
+    parts = [way.strategy if way.mode is None else f"{way.strategy}, {way.mode}, 1/{way.sharding_factor} each"]
+    parts += ["LoRA"] * (way.use_lora and way.strategy != "fsdp_lora")
+    parts += ["gradient checkpointing"] * way.gradient_checkpointing + ["CPU offload"] * way.cpu_offload
     return ", ".join(parts)
 
 
 def _batch(plan: Plan) -> str:
-    processes = f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
-    accumulated = f", {plan.gradient_accumulation_steps} of them a step" if plan.gradient_accumulation_steps > 1 else ""
-    if plan.global_batch_size == plan.batch_size * plan.world_size:
-        return f"{plan.global_batch_size} = {plan.batch_size} x {processes}{accumulated}"
-    return f"{plan.global_batch_size} over {processes}, at most {plan.batch_size} each{accumulated}"
+    batch, processes = plan.batch, f"{plan.world_size} process{'es' if plan.world_size > 1 else ''}"
+    accumulated = f", {batch.accumulated} of them a step" if batch.accumulated > 1 else ""
+    if batch.total == batch.per_device * plan.world_size:
+        return f"{batch.total} = {batch.per_device} x {processes}{accumulated}"
+    return f"{batch.total} over {processes}, at most {batch.per_device} each{accumulated}"

@@ -11,23 +11,14 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where a run happens.
+    """Where a run happens."""
 
-    Attributes:
-        device: "cpu" or the accelerator's type, e.g. "cuda".
-        device_name: For people.
-        memory_bytes: Memory that one process may use: of its accelerator, else of the container or the machine.
-        num_cores: Cores that this process may use.
-        fast_bf16: Whether bfloat16 saves time here.
-        num_busy_cores: Cores that training itself keeps busy: on a CPU its threads, else the one that feeds the device.
-    """
-
-    device: str
-    device_name: str
-    memory_bytes: int
-    num_cores: int
-    fast_bf16: bool
-    num_busy_cores: int = 1
+    device: str  # "cpu" or the accelerator's type, e.g. "cuda"
+    device_name: str  # for people
+    memory_bytes: int  # of one process: its accelerator's, else the container's or the machine's
+    num_cores: int  # that this process may use
+    fast_bf16: bool  # whether bfloat16 saves time
+    num_busy_cores: int = 1  # by training itself: on a CPU its threads, else the core that feeds the device
 
 
 def cpu_memory_bytes() -> int:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from vembed.plan.hardware import cpu_memory_bytes
-from vembed.plan.memory import show_bytes
+from vembed.text import show_bytes
 
 if TYPE_CHECKING:
-    from vembed.config.schema import Config
+    from vembed.config.keys.data import DataKeys
     from vembed.plan.hardware import Machine
-    from vembed.plan.plan import DataSize
+    from vembed.plan.problem import DataSize
 
 MOST_WORKERS = 8
 BATCHES_PER_WORKER = 2
@@ -24,32 +24,26 @@ MEMORY_SHARE = 8
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """How batches are made.
+    """How batches are made."""
 
-    Attributes:
-        num_workers: Processes; 0 makes them in the training process.
-        batches_ahead: Most batches that wait or are being made in workers.
-        reason: Why, in one plain sentence with its numbers.
-    """
-
-    num_workers: int
-    batches_ahead: int
-    reason: str
+    num_workers: int  # processes; 0 makes them in the training process
+    batches_ahead: int  # most batches that wait or are being made in workers
+    reason: str  # in one plain sentence with its numbers
 
 
-def plan_loading(config: Config, machine: Machine, data: DataSize, *, num_queries: int) -> Loading:
+def plan_loading(keys: DataKeys, machine: Machine, data: DataSize, *, num_queries: int) -> Loading:
     """Decide the number of data workers: the cores that don't compute, where there are pictures to decode.
 
     Args:
-        config: Says how many, or auto.
+        keys: Say how many, or auto.
         machine: Its cores.
         data: What a batch holds.
-        num_queries: Records of a batch.
+        num_queries: Records of a batch on one device.
     """
     batch_bytes = round(num_queries * data.pictures_per_record * data.picture_bytes)
     budget = cpu_memory_bytes() // MEMORY_SHARE
-    num_workers, why = _num_workers(config, machine, data)
-    if config.num_workers == "auto" and num_workers * batch_bytes > budget:
+    num_workers, why = _num_workers(keys.num_workers, machine, data)
+    if keys.num_workers == "auto" and num_workers * batch_bytes > budget:
         num_workers = budget // batch_bytes
         why += f"; {num_workers} whose batches of {show_bytes(batch_bytes)} take at most {show_bytes(budget)}"
     if not num_workers:
@@ -60,11 +54,11 @@ def plan_loading(config: Config, machine: Machine, data: DataSize, *, num_querie
     return Loading(num_workers, ahead, f"num_workers {num_workers}: {why}; {amount}")
 
 
-def _num_workers(config: Config, machine: Machine, data: DataSize) -> tuple[int, str]:
+def _num_workers(wanted: int | Literal["auto"], machine: Machine, data: DataSize) -> tuple[int, str]:
     """Return how many workers there are and why, before memory is looked at."""
-    if config.num_workers != "auto":
-        more = f", more than the {machine.num_cores} cores" if config.num_workers > machine.num_cores else ""
-        return config.num_workers, f"as set{more}"
+    if wanted != "auto":
+        more = f", more than the {machine.num_cores} cores" if wanted > machine.num_cores else ""
+        return wanted, f"as set{more}"
     if not data.pictures_per_record:
         return 0, "no pictures to decode"
     if sys.platform != "linux":

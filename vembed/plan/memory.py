@@ -18,17 +18,11 @@ WHOLE_COPIES = 4
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
-    """What an encoder call of R rows of width w costs: R * (per_token * w + per_pair * w * w) + per_call.
+    """What an encoder call of R rows of width w costs: R * (per_token * w + per_pair * w * w) + per_call."""
 
-    Attributes:
-        per_token: For each padded token.
-        per_pair: For each pair of tokens of a row: attention that stores its weights.
-        per_call: Whatever the rows, e.g. copies of the weights in the type that the call computes in.
-    """
-
-    per_token: float
-    per_pair: float = 0.0
-    per_call: float = 0.0
+    per_token: float  # for each padded token
+    per_pair: float = 0.0  # for each pair of tokens of a row: attention that stores its weights
+    per_call: float = 0.0  # whatever the rows, e.g. copies of the weights in the type that the call computes in
 
     def of(self, rows: float, width: float) -> float:
         """Return the cost of a call of so many rows of so many tokens."""
@@ -37,40 +31,25 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True)
 class TowerSize:
-    """One stack of blocks that encodes items of one kind. A model has one, or one for texts and one for pictures.
+    """One stack of blocks that encodes items of one kind. A model has one, or one for texts and one for pictures."""
 
-    Attributes:
-        name: For people: "text", "vision", "language".
-        max_tokens: Tokens of the longest item, None where there is no limit.
-        num_parameters: Its parameters.
-        num_trainable: Those that get gradients.
-        largest_block: Parameters of its largest block, which sharding gathers one at a time.
-        outside_blocks: Its parameters outside of blocks, which sharding gathers for a whole pass, in their own type.
-        saved: Bytes that the forward pass of a call keeps for its backward pass, parameters left out.
-        transient: Bytes beyond that at the worst moment of the call's two passes.
-        saved_checkpointed: `saved` with gradient checkpointing.
-        transient_checkpointed: `transient` with gradient checkpointing: the largest block's activations and more.
-        forward_flops: Of a call.
-        items: Which items pass through it.
-        largest_tensor: Parameters of the largest tensor that trains, usually the table of a vocabulary. Its fresh
-            gradient stands beside the accumulated ones when the activations are gone; `transient` leaves it out.
-        cast_bytes: Copies of trainable weights in the type that a call computes in: mixed precision holds them to the
-            end of the forward pass. Without gradient checkpointing they are in `saved`.
-    """
-
-    name: str
-    max_tokens: int | None
+    name: str  # for people: "text", "vision", "language"
+    max_tokens: int | None  # tokens of the longest item, None where there is no limit
     num_parameters: int
     num_trainable: int
-    largest_block: int
-    saved: CallCost
-    transient: CallCost
-    saved_checkpointed: CallCost
-    transient_checkpointed: CallCost
-    forward_flops: CallCost
-    items: Literal["all", "texts", "pictures"] = "all"
+    largest_block: int  # its parameters; sharding gathers one block at a time
+    saved: CallCost  # bytes that the forward pass of a call keeps for its backward pass, parameters left out
+    transient: CallCost  # bytes beyond that at the worst moment of the call's two passes
+    saved_checkpointed: CallCost  # `saved` with gradient checkpointing
+    transient_checkpointed: CallCost  # the same: the largest block's activations and more
+    forward_flops: CallCost  # of a call
+    items: Literal["all", "texts", "pictures"] = "all"  # which items pass through it
+    # Parameters of the largest tensor that trains, usually the table of a vocabulary. Its fresh gradient stands beside
+    # the accumulated one when the activations are gone; `transient` leaves it out.
     largest_tensor: int = 0
-    outside_blocks: int = 0
+    outside_blocks: int = 0  # its other parameters, which sharding gathers for a whole pass, in their own type
+    # Copies of trainable weights in the type that a call computes in: mixed precision holds them to the end of the
+    # forward pass. Without gradient checkpointing they are in `saved`.
     cast_bytes: int = 0
 
     def kept(self, *, checkpointed: bool) -> CallCost:
@@ -103,31 +82,17 @@ class TowerSize:
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """What the plan must know of an encoder.
+    """What the plan must know of an encoder."""
 
-    Attributes:
-        num_parameters: All parameters, also those outside of the towers.
-        num_trainable: Those that get gradients.
-        bytes_per_value: Of the weights as they are stored. Trainable ones, their gradients and their optimizer state
-            take at least 4 bytes a value with adapters.
-        dimension: Embedding dim.
-        towers: The stacks, at least one.
-        estimated: Whether the activations come from a formula and not from the model's own operations.
-        adapted: The same model with LoRA adapters as the configuration describes them, its base frozen; None where it
-            can't have any.
-        checkpointable: Whether the model can recompute activations in the backward pass.
-        picture_bytes: Host memory of one picture as the encoder takes it; 0 for an encoder of texts.
-    """
-
-    num_parameters: int
+    num_parameters: int  # also those outside of the towers
     num_trainable: int
-    bytes_per_value: int
-    dimension: int
-    towers: tuple[TowerSize, ...]
-    estimated: bool = True
-    adapted: ModelSize | None = None
-    checkpointable: bool = True
-    picture_bytes: int = 0
+    bytes_per_value: int  # of stored weights; adapters, their gradients and optimizer state take at least 4
+    dimension: int  # of an embedding
+    towers: tuple[TowerSize, ...]  # at least one
+    estimated: bool = True  # activations come from a formula, not from the model's own operations
+    adapted: ModelSize | None = None  # with LoRA adapters beside a frozen base; None where it can't have any
+    checkpointable: bool = True  # it can recompute activations in the backward pass
+    picture_bytes: int = 0  # host memory of one picture as the encoder takes it; 0 for an encoder of texts
 
     @classmethod
     def by_formula(
@@ -206,29 +171,17 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class BytesPerDevice:
-    """Peak memory of a step on one device, in bytes.
+    """Peak memory of a step on one device, in bytes."""
 
-    Attributes:
-        parameters: Weights, those that are whole during the step or this device's shards.
-        gradients: Of what trains.
-        optimizer: AdamW's two moments.
-        activations: Of the encoder calls whose graphs live at once.
-        loss: This device's embeddings, their gradients, and blocks of the similarity matrix.
-        embeddings: Those gathered from other devices, and their gradients.
-        reduction: Buckets in which replicated gradients are added up.
-        sharding: What sharding holds beside: shards under a whole copy, or the blocks that are gathered for use.
-        apart: What of all that is never there at the same time: gradients come when graphs go.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    loss: int
-    embeddings: int = 0
-    reduction: int = 0
-    sharding: int = 0
-    apart: int = 0
+    parameters: int  # weights, those that are whole during the step or this device's shards
+    gradients: int  # of what trains
+    optimizer: int  # AdamW's two moments
+    activations: int  # of the encoder calls whose graphs live at once
+    loss: int  # this device's embeddings, their gradients, and blocks of the similarity matrix
+    embeddings: int = 0  # those gathered from other devices, and their gradients
+    reduction: int = 0  # buckets in which replicated gradients are added up
+    sharding: int = 0  # what sharding holds beside: shards under a whole copy, or the blocks that are gathered for use
+    apart: int = 0  # what of all that is never there at the same time: gradients come when graphs go
 
     @property
     def total(self) -> int:
@@ -249,18 +202,11 @@ class LossTiles:
 
 @dataclass(frozen=True, slots=True)
 class BatchRows:
-    """Rows of a step.
+    """Rows of a step."""
 
-    Attributes:
-        num_queries: Queries of one device.
-        num_documents: Documents of one device, positives and hard negatives.
-        all_queries: Queries of all devices.
-        all_documents: Documents of all devices.
-    """
-
-    num_queries: int
-    num_documents: int
-    all_queries: int
+    num_queries: int  # of one device
+    num_documents: int  # of one device, positives and hard negatives
+    all_queries: int  # of all devices
     all_documents: int
 
     @classmethod
@@ -299,20 +245,3 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
 def gathered_bytes(size: ModelSize, rows: BatchRows) -> int:
     """Return the memory of the embeddings of all devices and of their gradients; none on a single device."""
     return 0 if rows.all == rows.own else 2 * rows.all * size.dimension * max(4, size.bytes_per_value)
-
-
-def show_bytes(count: float) -> str:
-    """Return a number of bytes for people, e.g. "1.5 GiB"."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
-
-
-def show_count(count: float) -> str:
-    """Return a number of parameters for people, e.g. "8.14B", "20.9k"."""
-    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= 0.9995 * limit:
-            return f"{count / limit:.3g}{unit}"
-    return f"{count:.0f}"

@@ -28,64 +28,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The rows of a step that one tower encodes on one device.
-
-    Attributes:
-        tower: The tower.
-        rows: Its rows.
-        width: Tokens of each.
-    """
+    """The rows of a step that one tower encodes on one device."""
 
     tower: TowerSize
     rows: float
-    width: int
+    width: int  # tokens of each row
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the rows are cut into calls, and which graphs are kept.
+    """How the rows are cut into calls, and which graphs are kept."""
 
-    Attributes:
-        rows: Most rows of a call.
-        tokens: Most padded tokens of a call.
-        retain: Share of the padded tokens whose graphs are kept.
-        retain_tokens: Most padded tokens whose graphs are kept, None for no limit.
-        checkpointed: Whether layers are recomputed.
-    """
-
-    rows: int
-    tokens: int
-    retain: float = 0.0
-    retain_tokens: int | None = None
-    checkpointed: bool = False
+    rows: int  # most rows of a call
+    tokens: int  # most padded tokens of a call
+    retain: float = 0.0  # share of the padded tokens whose graphs are kept
+    retain_tokens: int | None = None  # most padded tokens whose graphs are kept, None for no limit
+    checkpointed: bool = False  # whether layers are recomputed
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is alive at one moment of the backward passes.
+    """What is alive at one moment of the backward passes."""
 
-    Attributes:
-        activations: Bytes of graphs, and of what a backward takes beyond.
-        gradients: Share of the gradients that are there, 0 to 1.
-        fresh: Whether the largest tensor that trains has a fresh gradient beside the accumulated one.
-    """
-
-    activations: float
-    gradients: float
-    fresh: bool = False
+    activations: float  # bytes of graphs, and of what a backward takes beyond
+    gradients: float  # share of the gradients that are there, 0 to 1
+    fresh: bool = False  # the largest tensor that trains has a fresh gradient beside the accumulated one
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Activations of a step.
+    """Activations of a step."""
 
-    Attributes:
-        kept: Bytes of the graphs of all retained calls, as the loss finds them.
-        moments: Those of the backward passes.
-    """
-
-    kept: float
-    moments: tuple[Moment, ...]
+    kept: float  # bytes of the graphs of all retained calls, as the loss finds them
+    moments: tuple[Moment, ...]  # those of the backward passes
 
 
 def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:

@@ -25,26 +25,27 @@ VALUE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way to train.
+class DataSize:
+    """What the plan must know of the training data."""
 
-    Attributes:
-        strategy: How the work is spread.
-        gradient_cache: Whether a part of the batch is encoded twice, instead of keeping all of its graphs.
-        gradient_checkpointing: Whether activations are computed again in the backward pass.
-        use_lora: Whether adapters train beside a frozen base.
-        mode: What stays whole during a step; None where nothing is sharded.
-        sharding_factor: Devices that share one copy of the model.
-        cpu_offload: Whether shards live in the host's memory.
-    """
+    num_records: int
+    documents_per_query: float  # mean of a record
+    notes: tuple[str, ...] = ()  # what was held out, skipped or is unusual, one plain sentence each
+    pictures_per_record: float = 0.0  # mean
+    picture_bytes: int = 0  # host memory of one picture as the encoder takes it
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to train."""
 
     strategy: Strategy
-    gradient_cache: bool = False
-    gradient_checkpointing: bool = False
-    use_lora: bool = False
-    mode: Mode | None = None
-    sharding_factor: int = 1
-    cpu_offload: bool = False
+    gradient_cache: bool = False  # a part of the batch is encoded twice, as not all of its graphs are kept
+    gradient_checkpointing: bool = False  # activations are computed again in the backward pass
+    use_lora: bool = False  # adapters train beside a frozen base
+    mode: Mode | None = None  # what stays whole during a step; None where nothing is sharded
+    sharding_factor: int = 1  # devices that share one copy of the model
+    cpu_offload: bool = False  # shards live in the host's memory
 
     @property
     def zero_stage(self) -> int:
@@ -71,27 +72,16 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """What a plan is made for.
-
-    Attributes:
-        config: The user's word.
-        machine: The device of one process.
-        devices: All of them.
-        model: Size of the encoder.
-        rows: Rows of a step.
-        num_pictures: Of those of one device, how many are pictures.
-        dtype: What the encoder computes in.
-        tiles: Blocks of the similarity matrix.
-    """
+    """What a plan is made for."""
 
     config: Config
-    machine: Machine
-    devices: Devices
+    machine: Machine  # the device of one process
+    devices: Devices  # all of them
     model: ModelSize
-    rows: BatchRows
-    num_pictures: float
-    dtype: str
-    tiles: LossTiles
+    rows: BatchRows  # of a step
+    num_pictures: float  # of those of one device, how many are pictures
+    dtype: str  # what the encoder computes in
+    tiles: LossTiles  # blocks of the similarity matrix
 
     @property
     def limit_bytes(self) -> int:

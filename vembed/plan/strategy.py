@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.errors import ConfigError
 from vembed.plan.cost_model import weigh
-from vembed.plan.memory import show_bytes, show_count
 from vembed.plan.problem import MODES, all_ways
+from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,21 +44,13 @@ CACHE_FROM = 1_000_000_000
 
 
 class MatrixRow(NamedTuple):
-    """A row of the decision matrix.
+    """A row of the decision matrix."""
 
-    Attributes:
-        from_parameters: Its models have at least so many.
-        below: And fewer than this.
-        least_devices: Devices from which it is meant. More than a row names don't speak against it.
-        strategy: What it says.
-        alternative: What it names beside; None where there is nothing else.
-    """
-
-    from_parameters: float
-    below: float
-    least_devices: int
+    from_parameters: float  # its models have at least so many parameters
+    below: float  # and fewer than this
+    least_devices: int  # devices from which it is meant; more do no harm
     strategy: Strategy
-    alternative: str | None
+    alternative: str | None  # what it names beside
 
 
 MATRIX = (
@@ -72,17 +64,11 @@ MATRIX = (
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen, among what, and why.
-
-    Attributes:
-        chosen: The way to train.
-        candidates: All that were weighed.
-        reasons: One plain sentence each.
-    """
+    """What was chosen, among what, and why."""
 
     chosen: Candidate
-    candidates: tuple[Candidate, ...]
-    reasons: tuple[str, ...]
+    candidates: tuple[Candidate, ...]  # all that were weighed
+    reasons: tuple[str, ...]  # one plain sentence each
 
 
 def prior(num_parameters: int, num_devices: int) -> MatrixRow:

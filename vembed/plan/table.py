@@ -31,10 +31,10 @@ def comparison(plan: Plan) -> str:
     blocks += [
         _block(title, lines)
         for title, lines in (
-            ("ZeRO stages", plan.zero_stages),
-            ("decision tree", plan.decision_tree),
-            ("if a step runs out of memory all the same", plan.oom_ladder),
-            ("as devices are added, each with its batch", plan.scaling),
+            ("ZeRO stages", plan.advice.zero_stages),
+            ("decision tree", plan.advice.decision_tree),
+            ("if a step runs out of memory all the same", plan.advice.oom_ladder),
+            ("as devices are added, each with its batch", plan.advice.scaling),
         )
         if lines
     ]
@@ -60,7 +60,7 @@ def _shown(plan: Plan) -> list[Candidate]:
     return [
         each
         for each in plan.candidates
-        if each.way.sharding_factor in (1, plan.world_size, plan.sharding_factor)
+        if each.way.sharding_factor in (1, plan.world_size, plan.way.sharding_factor)
         or (each.way.mode == "sharded" and not each.way.cpu_offload and not each.way.gradient_checkpointing)
     ]
 

@@ -105,20 +105,20 @@ def setup_of(plan: Plan, machine: Machine, state: RunState, rows: Sequence[Mappi
         num_cores=machine.num_cores,
         world_size=plan.world_size,
         dtype=plan.dtype,
-        num_workers=plan.num_workers,
-        chunk_rows=plan.gradient_cache_chunk_size,
-        chunk_tokens=plan.gradient_cache_chunk_tokens,
-        keeps_all=plan.retain >= 1 and (plan.retain_tokens is None or most <= plan.retain_tokens),
+        num_workers=plan.loading.num_workers,
+        chunk_rows=plan.chunks.rows,
+        chunk_tokens=plan.chunks.tokens,
+        keeps_all=plan.chunks.retain >= 1 and (plan.chunks.retain_tokens is None or most <= plan.chunks.retain_tokens),
         smaller_chunk=_smaller_chunk(plan, state),
         skipped_steps=state.skipped_steps,
         can_measure_utilisation=can_measure_utilisation(),
-        oom_ladder=plan.oom_ladder,
+        oom_ladder=plan.advice.oom_ladder,
     )
 
 
 def _smaller_chunk(plan: Plan, state: RunState) -> tuple[int, int] | None:
     limits = state.step_limits
-    if limits is None or limits.rows == plan.gradient_cache_chunk_size:
+    if limits is None or limits.rows == plan.chunks.rows:
         return None
     return limits.rows, limits.tokens
 

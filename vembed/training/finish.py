@@ -226,10 +226,10 @@ def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step
     _log.info("%s", diagnosis_text(rows, findings))
     facts = {
         "model": parts.checkpoints.encoder.name,
-        "strategy": " ".join(filter(None, (parts.plan.strategy, parts.plan.mode))),
+        "strategy": " ".join(filter(None, (parts.plan.way.strategy, parts.plan.way.mode))),
         "device": parts.machine.device_name,
-        "global_batch_size": parts.plan.global_batch_size,
-        "gradient_accumulation_steps": parts.plan.gradient_accumulation_steps,
+        "global_batch_size": parts.plan.batch.total,
+        "gradient_accumulation_steps": parts.plan.batch.accumulated,
     }
     return RunReport(
         title=parts.output.path.name,

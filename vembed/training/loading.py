@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import ContrastiveBatch, Item
     from vembed.gradcache.row_assignment import RowAssignment
+    from vembed.plan.loading import Loading
     from vembed.training.batches import PreparedBatch
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only its free space is looked at
@@ -65,23 +66,6 @@ _HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, slots=True)
-class LoadingOptions:
-    """How batches are made ahead.
-
-    Attributes:
-        num_workers: Processes, at least 1.
-        batches_ahead: Most batches that wait or are being made, at least `num_workers`.
-        num_steps: Steps of the whole run: nothing is made beyond.
-        pin_memory: Whether batches for an accelerator wait in page-locked memory.
-    """
-
-    num_workers: int
-    batches_ahead: int
-    num_steps: int
-    pin_memory: bool = True
-
-
 class BatchLoader:
     """The batches of a `BatchSource`, made ahead in the order of their steps.
 
@@ -90,17 +74,21 @@ class BatchLoader:
 
     Args:
         source: Makes the batches.
-        options: Number of workers and of batches ahead.
+        loading: Number of workers, at least 1, and of batches ahead.
+        num_batches: Of the whole run: nothing is made beyond.
+        pin_memory: Whether batches for an accelerator wait in page-locked memory.
 
     Raises:
         MachineError: This system can't fork safely.
     """
 
-    def __init__(self, source: BatchSource, options: LoadingOptions) -> None:
+    def __init__(self, source: BatchSource, loading: Loading, *, num_batches: int, pin_memory: bool = True) -> None:
         if sys.platform != "linux":
-            raise MachineError(f"num_workers {options.num_workers}: data workers need Linux; set num_workers to 0")
+            raise MachineError(f"num_workers {loading.num_workers}: data workers need Linux; set num_workers to 0")
         self._source = source
-        self._options = options
+        self._loading = loading
+        self._num_batches = num_batches
+        self._pin_memory = pin_memory
         self._next_step = -1
         self._iterator: Any = None
 
@@ -136,7 +124,7 @@ class BatchLoader:
             dead = self._first_dead() if isinstance(error, _SIGNS_OF_DEATH) else None
             self._close()
         if dead is not None:
-            raise MachineError(_obituary(dead, self._options)) from error
+            raise MachineError(_obituary(dead, self._loading.num_workers)) from error
 
     @property
     def _workers(self) -> list[BaseProcess]:
@@ -151,19 +139,19 @@ class BatchLoader:
 
     def _start(self, step: int) -> None:
         """Fork the workers, for all steps from one on."""
-        num_workers = self._options.num_workers
+        num_workers = self._loading.num_workers
         with _ready_to_fork(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # the plan says it
             loader: DataLoader[_Parcel | _Failure] = DataLoader(
                 _FeaturedSteps(self._source, num_workers, os.getpid()),
                 batch_size=None,
-                sampler=range(step, self._options.num_steps),
+                sampler=range(step, self._num_batches),
                 num_workers=num_workers,
-                prefetch_factor=self._options.batches_ahead // num_workers,
+                prefetch_factor=self._loading.batches_ahead // num_workers,
                 collate_fn=_unchanged,
                 worker_init_fn=_become_worker,
                 multiprocessing_context="fork",
-                pin_memory=self._options.pin_memory and self.device.type == "cuda",
+                pin_memory=self._pin_memory and self.device.type == "cuda",
                 generator=torch.Generator(),  # else the workers' seeds would be drawn from the run's own generator
             )
             self._iterator = iter(loader)
@@ -341,7 +329,7 @@ def _free_shared_memory() -> int:
     return space.f_bavail * space.f_frsize
 
 
-def _obituary(worker: BaseProcess, options: LoadingOptions) -> str:
+def _obituary(worker: BaseProcess, num_workers: int) -> str:
     """Say how a worker died, and what helps."""
     code = worker.exitcode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -351,6 +339,6 @@ def _obituary(worker: BaseProcess, options: LoadingOptions) -> str:
         -signal.SIGSEGV: "a library crashed: num_workers=0 decodes in the training process and may show where",
     }.get(code, "num_workers=0 decodes in the training process and may show why")
     return (
-        f"a data worker (process {worker.pid}, one of num_workers: {options.num_workers}) {how}; {why}. The last "
+        f"a data worker (process {worker.pid}, one of num_workers: {num_workers}) {how}; {why}. The last "
         f"checkpoint is whole, and the same command goes on from it"
     )

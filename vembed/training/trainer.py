@@ -140,9 +140,9 @@ class Trainer:
 
     def _steps(self) -> tqdm[int]:
         """Return the steps still to do, counted from 0, with a progress bar on a terminal."""
-        first = self.state.step if not self._stops_early() else self.parts.plan.steps
-        steps = range(first, self.parts.plan.steps)
-        total = self.parts.plan.steps
+        first = self.state.step if not self._stops_early() else self.parts.plan.steps.total
+        steps = range(first, self.parts.plan.steps.total)
+        total = self.parts.plan.steps.total
         hidden = not (self.parts.ranks.is_first and sys.stderr.isatty())
         return tqdm(steps, initial=first, total=total, unit="step", disable=hidden)
 
@@ -174,7 +174,7 @@ class Trainer:
     def _accumulate(self, step: int) -> StepTotals:
         """Add up the gradients of the batches of a step, each with negatives of its own; their mean is left."""
         parts, state = self.parts, self.state
-        count = parts.plan.gradient_accumulation_steps
+        count = parts.plan.batch.accumulated
         totals = StepTotals()
         for number in range(step * count, (step + 1) * count):
             asked = time.perf_counter()
@@ -197,7 +197,7 @@ class Trainer:
         )
         self._meter.add(times, tokens=totals.rank_tokens, loss=totals.rank_loss)
         return {
-            "epoch": self.state.step / self.parts.plan.steps_per_epoch,
+            "epoch": self.state.step / self.parts.plan.steps.per_epoch,
             "loss": totals.loss,
             "samples_per_second": totals.num_queries / seconds,
             "tokens_per_second": totals.tokens / seconds,
@@ -213,7 +213,7 @@ class Trainer:
     def _log(self, metrics: Mapping[str, float]) -> None:
         """Send the numbers of the present step to the trackers and, now and then, to the log."""
         step = self.state.step
-        is_shown = step % self.options.logging_steps == 0 or step in (1, self.parts.plan.steps)
+        is_shown = step % self.options.logging_steps == 0 or step in (1, self.parts.plan.steps.total)
         reading = self._meter.read() if is_shown else None
         for tracker in self.parts.trackers:
             tracker.log(step, metrics if reading is None else {**metrics, **reading.summary})
@@ -223,7 +223,7 @@ class Trainer:
             _log.info(
                 "step %d/%d  epoch %.2f  loss %.4f  grad norm %.3g  lr %.3g  %.1f samples/s",
                 step,
-                self.parts.plan.steps,
+                self.parts.plan.steps.total,
                 metrics["epoch"],
                 metrics["loss"],
                 metrics["grad_norm"],
@@ -233,10 +233,10 @@ class Trainer:
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate on the dev set when the plan says so and it isn't done; return whether it was the best so far."""
-        state, every = self.state, self.parts.plan.eval_every
+        state, every = self.state, self.parts.plan.steps.eval_every
         if every is None or state.evaluated_step == state.step:
             return False
-        if state.step % every != 0 and state.step != self.parts.plan.steps:
+        if state.step % every != 0 and state.step != self.parts.plan.steps.total:
             return False
         result = self.parts.evaluations.at_step(state.step)
         for tracker in self.parts.trackers:

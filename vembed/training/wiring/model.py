@@ -44,9 +44,9 @@ def build_encoder(config: Config, plan: Plan, output: OutputFolder, data: RunDat
         ConfigError: There is no such model, or it hasn't the part that is to train.
         MachineError: It can't be reached, or needs what this machine hasn't.
     """
-    options = replace(model_options(config), gradient_checkpointing=plan.gradient_checkpointing)
+    options = replace(model_options(config), gradient_checkpointing=plan.way.gradient_checkpointing)
     encoder = _load_encoder(options, output, data, keep=keep)
-    if plan.use_lora:
+    if plan.way.use_lora:
         add_adapters(encoder, lora_options(config))
     else:
         freeze(encoder, config.trainable)

@@ -17,7 +17,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.training.batches import BatchSource
 from vembed.training.evaluations import Evaluations
 from vembed.training.frozen import FrozenOptions, find_frozen
-from vembed.training.loading import BatchLoader, LoadingOptions
+from vembed.training.loading import BatchLoader
 from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
 from vembed.training.saving import RunCheckpoints
 from vembed.training.trackers.base import GuardedTracker, Tracker
@@ -82,7 +82,7 @@ def frozen_items(
     options = FrozenOptions(
         folder=Path(config.embedding_cache) if is_shared else output.frozen_embeddings,
         is_shared=is_shared,
-        epochs=plan.steps / plan.steps_per_epoch,
+        epochs=plan.steps.total / plan.steps.per_epoch,
         augments=augmenter.acts,
         precision=plan.dtype,
     )
@@ -108,14 +108,14 @@ def batch_source(run: Run, stored: StoredEmbeddings | None = None) -> BatchSourc
 
 def sharding_of(plan: Plan, runtime: Runtime) -> ShardingOptions | None:
     """Return how the encoder is sharded; None where every process holds it whole, or one process only plans."""
-    if plan.mode is None or runtime.ranks.is_one:
+    if plan.way.mode is None or runtime.ranks.is_one:
         return None
     return ShardingOptions(
         device=runtime.device,
-        mode=plan.mode,
-        sharding_factor=plan.sharding_factor,
+        mode=plan.way.mode,
+        sharding_factor=plan.way.sharding_factor,
         compute_dtype=autocast_dtype(plan),
-        cpu_offload=plan.cpu_offload,
+        cpu_offload=plan.way.cpu_offload,
     )
 
 
@@ -138,13 +138,10 @@ def starting_tensors(encoder: Encoder, *, with_buffers: bool) -> Iterator[Tensor
 def batches(run: Run, stored: StoredEmbeddings | None = None) -> AbstractContextManager[Batches]:
     """Return what makes the batches: this process, or workers that run ahead."""
     plan, source = run.plan, batch_source(run, stored)
-    if not plan.num_workers:
+    if not plan.loading.num_workers:
         return nullcontext(source)
-    num_batches = plan.steps * plan.gradient_accumulation_steps
-    options = LoadingOptions(
-        plan.num_workers, plan.batches_ahead, num_steps=num_batches, pin_memory=run.config.dataloader_pin_memory
-    )
-    return BatchLoader(source, options)
+    num_batches = plan.steps.total * plan.batch.accumulated
+    return BatchLoader(source, plan.loading, num_batches=num_batches, pin_memory=run.config.dataloader_pin_memory)
 
 
 def build_engine(run: Run, limits: StepLimits | None = None) -> GradCacheEngine:
@@ -159,8 +156,8 @@ def build_engine(run: Run, limits: StepLimits | None = None) -> GradCacheEngine:
         EngineOptions(
             budget=_budget(run),
             device=run.runtime.device,
-            retain=run.plan.retain,
-            retain_tokens=run.plan.retain_tokens,
+            retain=run.plan.chunks.retain,
+            retain_tokens=run.plan.chunks.retain_tokens,
             autocast_dtype=autocast_dtype(run.plan),
             # Without gradient caching the batch is one call by the user's word: nothing may cut it.
             oom_retry=run.config.oom_retry and run.config.use_gradient_cache is not False,
@@ -175,8 +172,8 @@ def build_engine(run: Run, limits: StepLimits | None = None) -> GradCacheEngine:
 
 def _budget(run: Run) -> ChunkBudget:
     return ChunkBudget(
-        rows=run.plan.gradient_cache_chunk_size,
-        tokens=run.plan.gradient_cache_chunk_tokens,
+        rows=run.plan.chunks.rows,
+        tokens=run.plan.chunks.tokens,
         width_multiple=1 if run.runtime.device.type == "cpu" else 8,
     )
 
@@ -189,7 +186,7 @@ def autocast_dtype(plan: Plan) -> torch.dtype | None:
 def build_updater(run: Run) -> Updater:
     """Return the optimizer with its schedule."""
     config, plan = run.config, run.plan
-    schedule = Schedule(plan.learning_rate, config.scheduler_type, plan.warmup_steps, plan.steps)
+    schedule = Schedule(plan.batch.learning_rate, config.scheduler_type, plan.steps.warmup, plan.steps.total)
     options = OptimizerOptions(
         weight_decay=config.weight_decay,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -203,9 +200,9 @@ def build_updater(run: Run) -> Updater:
 def run_identity(run: Run) -> dict[str, Any]:
     """Return what the run is made of, and how its work is spread: a checkpoint of anything else isn't trained on."""
     return {
-        "strategy": run.plan.strategy,
-        "mode": run.plan.mode,
-        "sharding_factor": run.plan.sharding_factor,
+        "strategy": run.plan.way.strategy,
+        "mode": run.plan.way.mode,
+        "sharding_factor": run.plan.way.sharding_factor,
         "world_size": run.plan.world_size,
         "dtype": run.plan.dtype,
         "model_name": run.config.model_name,

@@ -11,7 +11,8 @@ from vembed.distributed.runtime import start_runtime
 from vembed.models.profile import ProfileTarget, profile_model
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import cpu_cores
-from vembed.plan.plan import DataSize, Plan, compute_dtype, make_plan
+from vembed.plan.plan import Plan, compute_dtype, make_plan
+from vembed.plan.problem import DataSize
 from vembed.plan.strategy import DECIDING_KEYS
 from vembed.training.wiring.data import measures_both_directions
 from vembed.training.wiring.model import DTYPES, lora_options, model_options
@@ -85,7 +86,7 @@ def measured_model(config: Config, machine: Machine, *, name: str | None = None)
     options = model_options(config)
     if name is not None:
         options = replace(options, name=name)
-    dtype = compute_dtype(config, machine, [])
+    dtype, _ = compute_dtype(config, config.torch_dtype, machine)
     target = ProfileTarget(machine.device, DTYPES[dtype] if dtype in ("bfloat16", "float16") else None)
     size = profile_model(options, target, trainable=config.trainable)
     may_adapt = config.use_lora == "auto" and config.trainable == "all" and size.num_parameters >= ADAPTERS_FROM
@@ -161,4 +162,4 @@ def read_back(plan: Plan, checkpoint: LoadedCheckpoint, config: Config) -> Plan:
     if "global_batch_size" in decided:
         decided["batch_size"] = math.ceil(decided["global_batch_size"] / plan.world_size)
     reasons = (*plan.reasons, f"resumed from step {checkpoint.step}: {', '.join(decided)} are the checkpoint's")
-    return replace(plan, **decided, reasons=reasons)
+    return plan.with_decisions({**decided, "reasons": reasons})

@@ -184,7 +184,7 @@ def _assemble(
     runtime.ranks.require_equal({"training data": data.fingerprint, "parameters": str(num_parameters)})
     start_alike(encoder, runtime, with_buffers=config.ddp_broadcast_buffers)
     sampler = GlobalSampler(
-        len(data.records), batch_size=plan.global_batch_size, seed=config.seed, drop_last=config.drop_last
+        len(data.records), batch_size=plan.batch.total, seed=config.seed, drop_last=config.drop_last
     )
     plan = replace(plan, model=encoder.describe())
     loss = build_loss(config, plan, encoder).to(runtime.device)

@@ -70,3 +70,46 @@ def test_a_metric_of_a_plugin_chooses_the_best_checkpoint(vembed, tmp_path: Path
     assert found["all_found@10"] == pytest.approx(found["recall@10"])  # every query here has one relevant document
     assert "all_found@10" in (tmp_path / "run/report/report.md").read_text()
     assert "my_metrics" in (tmp_path / "run/plan.json").read_text()
+
+
+BROKEN = """
+import vembed
+from vembed.training.trackers.base import Tracker
+
+@vembed.register_tracker
+class Broken(Tracker):
+    name = "broken"
+
+    def log(self, step, values):
+        raise ConnectionError("the server is down")
+
+@vembed.register_tracker
+class Unmade(Tracker):
+    name = "unmade"
+
+    def __init__(self, *arguments, **named):
+        raise ConnectionError("no such server")
+"""
+
+
+def test_trackers_of_plugins_get_every_step_and_failing_ones_stop_nothing(vembed, tmp_path: Path) -> None:
+    write_recipe(tmp_path, "my_trackers")
+    (tmp_path / "broken.py").write_text(BROKEN)
+    (tmp_path / "config.yaml").write_text(
+        "model_name: builtin:ngram-bag\ndata_path: builtin:stdlib-code\nbatch_size: 16\nmax_steps: 3\n"
+        "eval_strategy: 'no'\nbm25: false\noutput_dir: run\nnum_processes: 1\n"
+    )
+    wanted = "report_to=[broken, loss-table, unmade]"
+    refused = vembed("train", "config.yaml", "--validate", "--config_override", wanted)
+    assert refused.returncode == 2
+    assert "must be tensorboard, none or a list [tensorboard, ...], got" in refused.stderr
+    done = vembed("train", "config.yaml", "--config_override", wanted, "plugins=[my_trackers, broken]")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    table = [line.split(",") for line in (tmp_path / "run/trackers/loss-table/loss.csv").read_text().splitlines()]
+    assert [(int(step), float(loss)) for step, loss in table] == [(row["step"], row["loss"]) for row in rows]
+    assert len(rows) == 3
+    log = (tmp_path / "run/train.log").read_text()
+    assert log.count("Tracker broken failed") == 1
+    assert "Tracker unmade failed and is switched off" in log
+    assert "my_trackers.py) registers tracker loss-table" in (tmp_path / "run/plan.json").read_text()

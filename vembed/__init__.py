@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
     from vembed.evaluation.metrics import register_metric
     from vembed.losses.registry import register_loss
+    from vembed.training.trackers.registry import register_tracker
 
 __version__ = "0.1.0"
 
@@ -41,6 +42,7 @@ __all__ = [
     "register_command",
     "register_loss",
     "register_metric",
+    "register_tracker",
     "train",
 ]
 
@@ -58,6 +60,7 @@ _MODULES = {
     "vembed.entrypoints.command": ("register_command",),
     "vembed.evaluation.metrics": ("register_metric",),
     "vembed.losses.registry": ("register_loss",),
+    "vembed.training.trackers.registry": ("register_tracker",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 """Public name -> the module that has it; those of config and errors need no torch."""

@@ -106,3 +106,6 @@ COMMANDS = Registry(
     },
 )
 """`vembed NAME`; the first line of a function's docstring is what the list of commands says."""
+
+TRACKERS = Registry("tracker", {"tensorboard": "vembed.training.trackers.tensorboard:TensorBoardTracker"})
+"""Names that `report_to` takes -> a `Tracker` class (vembed/training/trackers/base.py)."""

@@ -83,13 +83,13 @@ def test_the_json_schema_is_strict_and_documents_every_key() -> None:
 
 
 def attributes_of_config(source: str) -> set[str]:
-    """Collect KEY of every read `config.KEY`, `keys.KEY`, `cfg.KEY` and `anything.config.KEY`."""
+    """Collect KEY of every read `config.KEY`, `keys.KEY`, `batch_keys.KEY`, `cfg.KEY` and `anything.config.KEY`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value
             name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else None
-            if name in CONFIG_NAMES:
+            if name in CONFIG_NAMES or (name or "").endswith("_keys"):
                 found.add(node.attr)
     return found
 

@@ -90,6 +90,8 @@ def test_the_model_name_is_required() -> None:
         ("metric_for_best_model", "ndcg@20", "ndcg@100"),
         ("metric_for_best_model", "ndcg@10\n", "hit@1"),
         ("report_to", "wandb", "none"),
+        ("report_to", ["tensorboard", "wandb"], ["tensorboard"]),
+        ("report_to", ["none"], []),
         ("nonfinite_policy", "ignore", "skip"),
         ("save_total_limit", 1, 2),
         ("save_minutes", 0, 0.5),

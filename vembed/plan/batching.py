@@ -54,8 +54,8 @@ class Steps:
 
 
 def plan_batch(
-    batch: BatchKeys,
-    optimisation: OptimisationKeys,
+    batch_keys: BatchKeys,
+    optimisation_keys: OptimisationKeys,
     devices: Devices,
     model: ModelSize,
     data: DataSize,
@@ -65,45 +65,52 @@ def plan_batch(
     """Decide the batch, accumulation and the learning rate; what the user set stands.
 
     Args:
-        batch: Keys of the batch.
-        optimisation: Keys of the optimizer.
+        batch_keys: Keys of the batch.
+        optimisation_keys: Keys of the optimizer.
         devices: How many share a batch.
         model: Says how large an embedding is.
         data: What the batch is taken from.
         host_bytes: Memory of one machine's host.
     """
     reasons = []
-    if batch.global_batch_size is not None:
-        per_device, together = math.ceil(batch.global_batch_size / devices.count), batch.global_batch_size
+    if batch_keys.global_batch_size is not None:
+        per_device, together = math.ceil(batch_keys.global_batch_size / devices.count), batch_keys.global_batch_size
         if devices.count > 1:
             reasons.append(f"global_batch_size {together} over {devices.count} devices: at most {per_device} each")
-    elif batch.batch_size == "auto":
-        bounds = _bounds(optimisation, devices, model, data, host_bytes, cached=batch.use_gradient_cache is not False)
+    elif batch_keys.batch_size == "auto":
+        bounds = _bounds(
+            optimisation_keys, devices, model, data, host_bytes, cached=batch_keys.use_gradient_cache is not False
+        )
         per_device, why = _largest_batch(bounds, devices.count)
         together = per_device * devices.count
         reasons.append(why)
     else:
-        per_device, together = batch.batch_size, batch.batch_size * devices.count
-    accumulated, why = _accumulation(batch)
+        per_device, together = batch_keys.batch_size, batch_keys.batch_size * devices.count
+    accumulated, why = _accumulation(batch_keys)
     effective = together * accumulated
-    even = batch.global_batch_size is None or per_device * devices.count == together
+    even = batch_keys.global_batch_size is None or per_device * devices.count == together
     size = f"{per_device} x {devices.count} devices" if even else f"{together} over {devices.count} devices"
     reasons.append(f"effective batch: {size} x {accumulated} accumulated = {effective}; {why}")
-    rate, rate_reasons = _learning_rate(batch, optimisation.learning_rate, effective)
+    rate, rate_reasons = _learning_rate(batch_keys, optimisation_keys.learning_rate, effective)
     return BatchPlan(per_device, together, accumulated, rate, (*reasons, *rate_reasons))
 
 
 def plan_steps(
-    optimisation: OptimisationKeys, evaluation: EvaluationKeys, batch: BatchPlan, num_records: int, *, drop_last: bool
+    optimisation_keys: OptimisationKeys,
+    evaluation_keys: EvaluationKeys,
+    batch: BatchPlan,
+    num_records: int,
+    *,
+    drop_last: bool,
 ) -> tuple[Steps, tuple[str, ...]]:
     """Return the steps of the run, and what to tell the user about them."""
     num_batches, notes = epoch_layout(num_records, batch.total, drop_last=drop_last)
     per_epoch = math.ceil(num_batches / batch.accumulated)
-    total = optimisation.max_steps or math.ceil(optimisation.epochs * num_batches / batch.accumulated)
-    warmup = optimisation.warmup_steps
+    total = optimisation_keys.max_steps or math.ceil(optimisation_keys.epochs * num_batches / batch.accumulated)
+    warmup = optimisation_keys.warmup_steps
     if warmup is None:
-        warmup = math.ceil(optimisation.warmup_ratio * total)
-    eval_every = {"no": None, "epoch": per_epoch, "steps": evaluation.eval_steps}[evaluation.eval_strategy]
+        warmup = math.ceil(optimisation_keys.warmup_ratio * total)
+    eval_every = {"no": None, "epoch": per_epoch, "steps": evaluation_keys.eval_steps}[evaluation_keys.eval_strategy]
     return Steps(total, per_epoch, warmup, eval_every), notes
 
 
@@ -129,27 +136,27 @@ def epoch_layout(num_records: int, batch_size: int, *, drop_last: bool) -> tuple
     return steps + 1, (f"The last batch of each epoch has {tail:,} records instead of {batch_size:,}.",)
 
 
-def _accumulation(batch: BatchKeys) -> tuple[int, str]:
-    if batch.gradient_accumulation_steps == "auto":
+def _accumulation(keys: BatchKeys) -> tuple[int, str]:
+    if keys.gradient_accumulation_steps == "auto":
         return 1, "nothing is accumulated, as gradient caching takes the whole batch at once, with all its negatives"
-    steps = batch.gradient_accumulation_steps
+    steps = keys.gradient_accumulation_steps
     if steps == 1:
         return 1, "nothing is accumulated, as set"
     return steps, f"each batch has its own negatives only; batch_size x {steps} would have them all in the same memory"
 
 
-def _learning_rate(batch: BatchKeys, rate: float, effective: int) -> tuple[float, tuple[str, ...]]:
-    reference = batch.lr_reference_batch
-    if batch.lr_scaling == "none":
+def _learning_rate(keys: BatchKeys, rate: float, effective: int) -> tuple[float, tuple[str, ...]]:
+    reference = keys.lr_reference_batch
+    if keys.lr_scaling == "none":
         return rate, ()
     ratio = effective / reference
-    factor = ratio if batch.lr_scaling == "linear" else math.sqrt(ratio)
-    shown = f"{effective} / {reference}" if batch.lr_scaling == "linear" else f"sqrt({effective} / {reference})"
-    return rate * factor, (f"learning_rate {rate * factor:.4g}: {batch.lr_scaling}, {rate:g} x {shown}",)
+    factor = ratio if keys.lr_scaling == "linear" else math.sqrt(ratio)
+    shown = f"{effective} / {reference}" if keys.lr_scaling == "linear" else f"sqrt({effective} / {reference})"
+    return rate * factor, (f"learning_rate {rate * factor:.4g}: {keys.lr_scaling}, {rate:g} x {shown}",)
 
 
 def _bounds(
-    optimisation: OptimisationKeys, devices: Devices, model: ModelSize, data: DataSize, host_bytes: int, *, cached: bool
+    keys: OptimisationKeys, devices: Devices, model: ModelSize, data: DataSize, host_bytes: int, *, cached: bool
 ) -> dict[str, int]:
     """Return what bounds a batch of all devices: arithmetic in words -> most queries."""
     rows = 1 + data.documents_per_query
@@ -166,8 +173,8 @@ def _bounds(
             host_bytes / HOST_SHARE / per_record * devices.nodes
         ),
     }
-    if optimisation.max_steps is None:
-        epochs, passed = optimisation.epochs, data.num_records * optimisation.epochs
+    if keys.max_steps is None:
+        epochs, passed = keys.epochs, data.num_records * keys.epochs
         name = f"{LEAST_STEPS} steps of the {passed} records of {epochs} epochs, but {LEAST_QUERIES} at least"
         bounds[name] = max(LEAST_QUERIES, passed // LEAST_STEPS)
     if not cached:

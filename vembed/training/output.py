@@ -28,6 +28,7 @@ OWN_NAMES = (
     "evaluation",
     "report",
     "tensorboard",
+    "trackers",
     "train.log",
 )
 """Everything that a run writes, beside its `nonfinite-step-N.json`; nothing else in the folder is ever touched. The

@@ -1,10 +1,32 @@
 """Keys of what is written and how a run goes on."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from vembed.config.fields import LARGEST_COUNT, Count, Name, Positive, Section, key
+from vembed.registry import TRACKERS
+
+
+class TrackerNames:
+    """Marks a key that takes registered trackers, one or a list, or none."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the names that there are now: plugins add some."""
+        names = list(TRACKERS.names())
+        return {"anyOf": [{"type": "string", "enum": [*names, "none"]}, {"type": "array", "items": {"enum": names}}]}
+
+    @staticmethod
+    def _known(value: str | list[str]) -> str | list[str]:
+        wanted = value if isinstance(value, list) else [value]
+        if value != "none" and not all(name in TRACKERS for name in wanted):
+            raise PydanticCustomError("unknown_tracker", "no such tracker")
+        return value
 
 
 class OutputKeys(Section):
@@ -36,8 +58,8 @@ class OutputKeys(Section):
         "them again, never keeps none, a path names a folder that runs share.",
     )
     logging_steps: Count = key(10, "Steps from one log line to the next.", unit="steps", on_resume="harmless")
-    report_to: Literal["tensorboard", "none"] = key(
-        "tensorboard", "Tracker beside metrics.jsonl, which is always written.", on_resume="harmless"
+    report_to: Annotated[str | list[str], TrackerNames()] = key(
+        "tensorboard", "Trackers beside metrics.jsonl, which is always written.", on_resume="harmless"
     )
     nonfinite_policy: Literal["stop", "skip"] = key(
         "stop", "At a loss or gradient that is NaN or infinite: stop the run, or skip the step and count it."

@@ -1,5 +1,6 @@
 """Trackers: where the numbers of a run go while it trains.
 
-Here: the protocol, metrics.jsonl (always), TensorBoard, and the guard that keeps a failing tracker from stopping a run.
+Here: what a tracker is, their registry, metrics.jsonl (always), TensorBoard, and the guard that keeps a failing tracker
+from stopping a run.
 Not here: which numbers there are (training/), and the reports of an evaluation (evaluation/).
 """

@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING
 
 from vembed.errors import MachineError
 from vembed.files import replace_text
+from vembed.training.trackers.base import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
 _log = logging.getLogger(__name__)
 
 
-class JsonlTracker:
-    """Append one row per step to a file.
+class JsonlTracker(Tracker):
+    """Append one row per step to a file; an evaluation writes a folder of its own, and adds none.
 
     Before the first row of step s, whatever the file holds of step s or later is cut away, so no order of calls can
     make a step appear twice.
@@ -72,12 +73,6 @@ class JsonlTracker:
             self.close()
             raise self._refused(error) from error
         self._last_step = step
-
-    def log_ranks(self, step: int, by_rank: Mapping[str, Sequence[float]]) -> None:
-        """Leave the file as it is: the row of the step says how far the processes lie apart."""
-
-    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Leave the file as it is: it holds one row per step, and an evaluation writes a folder of its own."""
 
     def cut_back(self, step: int) -> int:
         """Drop the rows after a step, and a last line that a crash cut off; atomic, and nothing when there are none.

@@ -7,28 +7,29 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import MachineError
+from vembed.training.trackers.base import Tracker
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(Tracker):
     """Write scalars that TensorBoard shows: `train/loss` ..., `evaluation/ndcg@10` ..., `ranks/loss/0` ...
 
     TensorBoard is imported here, not with the module, and the folder is made at the first number, so that a full disk
     fails inside the guard and a missing package before training.
 
-    Args:
-        folder: Where the event files lie.
-        resume_step: Step of the checkpoint that the run goes on from: TensorBoard hides what older event files hold of
-            later steps. 0 for a run from the start, which hides all that a killed one left.
+    TensorBoard hides what older event files hold of steps after `resume_step`.
 
     Raises:
         MachineError: The package is missing.
     """
 
-    def __init__(self, folder: Path, *, resume_step: int = 0) -> None:
+    name = "tensorboard"
+
+    def __init__(self, folder: Path, *, resume_step: int = 0, config: Mapping[str, object] | None = None) -> None:
+        super().__init__(folder, resume_step=resume_step, config=config)
         try:
             self._writer_class: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter
         except ImportError as error:
@@ -36,8 +37,6 @@ class TensorBoardTracker:
                 f"the tracker tensorboard needs a package that is missing ({error}): "
                 "pip install tensorboard, or set report_to: none"
             ) from error
-        self._folder = folder
-        self._purge_step = resume_step + 1
         self._writer: Any = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -66,6 +65,6 @@ class TensorBoardTracker:
 
     def _add(self, group: str, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
-            self._writer = self._writer_class(str(self._folder), purge_step=self._purge_step)
+            self._writer = self._writer_class(str(self.folder), purge_step=self.resume_step + 1)
         for name, value in values.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)

@@ -20,9 +20,7 @@ from vembed.training.frozen import FrozenOptions, find_frozen
 from vembed.training.loading import BatchLoader
 from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
 from vembed.training.saving import RunCheckpoints
-from vembed.training.trackers.base import GuardedTracker, Tracker
-from vembed.training.trackers.jsonl import JsonlTracker
-from vembed.training.trackers.tensorboard import TensorBoardTracker
+from vembed.training.trackers.registry import open_trackers
 from vembed.training.wiring.data import measures_both_directions
 from vembed.training.wiring.model import DTYPES
 
@@ -46,6 +44,7 @@ if TYPE_CHECKING:
     from vembed.training.guards import StopSignal
     from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
+    from vembed.training.trackers.base import Tracker
 
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
@@ -254,10 +253,5 @@ def build_trackers(run: Run, step: int) -> list[Tracker]:
     """Return the trackers, cut back to a step; the first rank has them all."""
     if not run.runtime.ranks.is_first:
         return []
-    jsonl = JsonlTracker(run.output.path / "metrics.jsonl")
-    jsonl.cut_back(step)
-    trackers: list[Tracker] = [jsonl]
-    if run.config.report_to == "tensorboard":
-        board = TensorBoardTracker(run.output.path / "tensorboard", resume_step=step)
-        trackers.append(GuardedTracker(board, name="tensorboard"))
-    return trackers
+    config = run.config
+    return open_trackers(config.report_to, run.output.path, resume_step=step, config=plain_values(config))

@@ -1,0 +1,61 @@
+"""The trackers by name: ours and those of plugins go through the same door."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from vembed.errors import VembedError
+from vembed.registry import TRACKERS
+from vembed.training.trackers.base import GuardedTracker, Tracker, warn_of_failure
+from vembed.training.trackers.jsonl import JsonlTracker
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+PLUGIN_FOLDER = "trackers"
+"""Holds a folder for each tracker of a plugin, so that none takes a name of the run's own files."""
+
+Registered = TypeVar("Registered", bound=type[Tracker])
+
+
+def register_tracker(tracker: Registered) -> Registered:
+    """Add a tracker, a class with a `name` that `report_to` takes; also a decorator.
+
+    Raises:
+        ConfigError: The name is taken, or not one that a configuration can use.
+    """
+    TRACKERS.register(tracker.name, tracker, module=tracker.__module__)
+    return tracker
+
+
+def open_trackers(
+    report_to: str | list[str], output: Path, *, resume_step: int, config: Mapping[str, object]
+) -> list[Tracker]:
+    """Return metrics.jsonl, cut back to a step, and the trackers that the user wants beside it.
+
+    Args:
+        report_to: Their names; "none" is none.
+        output: The run's output folder.
+        resume_step: Step of the checkpoint that the run goes on from; 0 for a run from the start.
+        config: Key -> value of the run, without secrets.
+
+    Raises:
+        MachineError: The disk refuses metrics.jsonl, or a tracker misses a package.
+    """
+    jsonl = JsonlTracker(output / "metrics.jsonl")
+    jsonl.cut_back(resume_step)
+    trackers: list[Tracker] = [jsonl]
+    for name in [report_to] if isinstance(report_to, str) else report_to:
+        if name == "none":
+            continue
+        folder = output / PLUGIN_FOLDER / name if name in TRACKERS.plugins() else output / name
+        try:
+            tracker = TRACKERS.load(name)(folder, resume_step=resume_step, config=config)
+        except VembedError:
+            raise  # before training, with the fix
+        except Exception as error:  # noqa: BLE001 - a plugin's code may fail in any way
+            warn_of_failure(name, error)
+        else:
+            trackers.append(GuardedTracker(tracker, name=name))
+    return trackers

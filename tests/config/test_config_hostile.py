@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from vembed.config.load import load_config, load_values
+from vembed.errors import ConfigError
+
 MEMORY_BYTES = 192 * 2**20
 
 _CHILD = textwrap.dedent("""
@@ -115,3 +118,32 @@ def test_the_bounds_of_these_tests_leave_room_for_a_valid_file(tmp_path: Path) -
     message, seconds = load_bounded(path)
     assert message is None
     assert seconds < 1.0
+
+
+@pytest.mark.parametrize("escape", ["\\UFFFFFFFF", "\\U00110000"])
+def test_an_escape_that_stands_for_no_character_is_refused_at_its_line(escape: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f'model_name: m\nquery_prompt: "{escape}"\n')
+    with pytest.raises(ConfigError, match=r"a.yaml:2: not valid YAML: an escape with \\U stands for no character"):
+        load_config(path)
+    with pytest.raises(ConfigError, match="the value is not valid YAML"):
+        load_config(None, ["model_name=m", f'query_prompt="{escape}"'])
+    assert load_config(None, ["model_name=m", 'query_prompt="\\U0001F600"']).config.query_prompt == "\U0001f600"
+
+
+def test_values_of_python_that_no_file_could_hold_are_refused() -> None:
+    itself: list[object] = []
+    itself.append(itself)
+    for values, reason in [
+        ({"epochs": 10**5000}, "epochs: must be an integer >= 1, got inf"),
+        ({"learning_rate": -(10**5000)}, "learning_rate: must be a finite number, got -inf"),
+        ({"data_path": itself}, "data_path: nested over 8 levels deep; no key needs more than two"),
+        ({"column_mapping": {3: "query"}}, "column_mapping: a key must be a text"),
+        ({3: "query"}, "3 is no text; a key is one, such as 'batch_size'"),
+        ({"query_prompt": b"x"}, "query_prompt: a bytes is no setting"),
+    ]:
+        for base, over in [({"model_name": "m", **values}, {}), ({"model_name": "m"}, values)]:
+            with pytest.raises(ConfigError) as refused:
+                load_values(base, over)  # type: ignore[arg-type]
+            assert reason.partition(": ")[2] in str(refused.value)
+            assert len(str(refused.value)) < 300

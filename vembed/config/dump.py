@@ -6,19 +6,12 @@ import json
 from vembed.config.fields import facts_of
 from vembed.config.redact import redact_value
 from vembed.config.schema import SECTIONS, Config, fields, key_names, section_keys
-from vembed.config.yaml_text import write_mapping
+from vembed.config.text import write_mapping
 from vembed.registry import LOSSES
 
 
 def plain_values(config: Config) -> dict[str, object]:
-    """Return every key with its value as YAML and JSON know it, redacted, in the order of the sections.
-
-    Args:
-        config: A checked configuration.
-
-    Returns:
-        Scalars, and mappings sorted by name.
-    """
+    """Return every key with its value as YAML and JSON know it, redacted, in the order of the sections."""
     values: dict[str, object] = {}
     given = config.model_dump()
     for name in key_names():
@@ -38,12 +31,6 @@ def dump_config(config: Config) -> str:
     """Write a configuration as the YAML that loads as an equal one.
 
     `auto` stays `auto`. Equal configurations have equal bytes. A secret in a URL is written as `***`.
-
-    Args:
-        config: A checked configuration.
-
-    Returns:
-        All keys, by section.
     """
     values = plain_values(config)
     sections = [
@@ -54,25 +41,14 @@ def dump_config(config: Config) -> str:
 
 
 def config_hash(config: Config) -> str:
-    """Hash the keys that decide the result of a run.
-
-    Args:
-        config: A checked configuration.
-
-    Returns:
-        SHA-256, 64 hex digits; equal for configurations that differ in `Config.NOT_HASHED` or in a URL's secret only.
-    """
+    """Return a SHA-256 of the keys that decide the result of a run, in hex."""
     values = _hashed(config)
     canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def hashed_values(config: Config) -> dict[str, str]:
-    """Return the keys that decide the result of a run, each with its value as text.
-
-    Args:
-        config: A checked configuration.
-    """
+    """Return the keys that decide the result of a run, each with its value as text."""
     return {name: json.dumps(value, sort_keys=True) for name, value in _hashed(config).items()}
 
 

@@ -1,50 +1,43 @@
 """From a file and overrides to one checked `Config`, or to every problem at once with the place it stands.
 
-1. The file and the overrides are read, each by itself: syntax, unknown keys, an alias beside its key.
-2. Overrides are laid over the file.
+1. The file and the overrides are read, each by itself, and the plugins that they name are imported.
+2. Unknown keys and an alias beside its key are told; overrides are laid over the file.
 3. The schema judges the result; the rules between keys are judged even where other keys are wrong.
 """
 
 import difflib
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vembed.config import json_text, yaml_text
 from vembed.config.fields import BrokenRules
 from vembed.config.messages import explain, unknown_key
-from vembed.config.overrides import parse_overrides
 from vembed.config.plugins import import_plugins
 from vembed.config.redact import printable, shown
 from vembed.config.schema import ALIASES, Config, fields
-from vembed.config.sources import Entry, Place, Problem, Refused, raise_problems
-from vembed.config.values import read_values
+from vembed.config.settings import parse_overrides, read_values
+from vembed.config.sources import Entry, Layer, Place, Problem, Refused, raise_problems
+from vembed.config.text import Pairs, read_mapping, resolve
 from vembed.errors import ConfigError
 
 MAX_FILE_BYTES = 2**20
 
-_READERS = {".yaml": yaml_text.read_mapping, ".yml": yaml_text.read_mapping, ".json": json_text.read_mapping}
+_SUFFIXES = (".yaml", ".yml", ".json")
 _PLACEHOLDER_MODEL = "builtin:none"
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A checked configuration and where each value comes from.
-
-    Attributes:
-        config: Every key with its value.
-        sources: Key -> `configs/a.yaml:3` or "override"; a key that isn't there has its default.
-        path: The file, if there is one.
-    """
+    """A checked configuration and where each value comes from."""
 
     config: Config
-    sources: Mapping[str, str]
-    path: Path | None
+    sources: Mapping[str, str]  # key -> `configs/a.yaml:3` or "override"; a key that isn't there has its default
+    path: Path | None  # the file, if there is one
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -54,15 +47,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfi
         path: A `.yaml`, `.yml` or `.json` file of at most 1 MiB; None when overrides say everything.
         overrides: `key=value` texts; they win over the file.
 
-    Returns:
-        The checked configuration.
-
     Raises:
         ConfigError: One line for each problem of the file, of the overrides and of their combination.
     """
-    read = _Layer([], []) if path is None else _Layer(*_read_file(path))
-    label = "configuration" if path is None else printable(str(path))
-    return _check(read, _Layer(*parse_overrides(overrides)), label, path)
+    return _check(Layer([], []) if path is None else _read_file(path), parse_overrides(overrides), path)
 
 
 def load_values(base: Path | Mapping[str, object], overrides: Mapping[str, object]) -> LoadedConfig:
@@ -75,73 +63,72 @@ def load_values(base: Path | Mapping[str, object], overrides: Mapping[str, objec
     Raises:
         ConfigError: One line for each problem.
     """
-    top = _Layer(*read_values(overrides, layer=1))
+    top = read_values(overrides, layer=1)
     if isinstance(base, Path):
-        return _check(_Layer(*_read_file(base)), top, printable(str(base)), base)
-    return _check(_Layer(*read_values(base, layer=0)), top, "configuration", None)
+        return _check(_read_file(base), top, base)
+    return _check(read_values(base, layer=0), top, None)
 
 
-def _import_plugins(entry: Entry) -> None:
-    try:
-        import_plugins(entry.value)
-    except ConfigError as error:
-        raise_problems([Problem(entry.place, str(error).removeprefix("plugins: "), entry.name)])
+def file_values(path: Path) -> dict[str, object]:
+    """Return what a configuration file sets, unchecked.
+
+    Raises:
+        ConfigError: The file can't be read.
+    """
+    layer = _read_file(path)
+    raise_problems(layer.problems)
+    return {entry.name: entry.value for entry in layer.entries or ()}
 
 
-def _is_mapping(key: str) -> bool:
-    return isinstance(fields()[key].default, Mapping)
-
-
-class _Layer(NamedTuple):
-    """What one source says; no entries at all when it can't be read as a whole."""
-
-    entries: list[Entry] | None
-    problems: list[Problem]
-
-
-def _check(lower: _Layer, upper: _Layer, label: str, path: Path | None) -> LoadedConfig:
-    """Lay one layer over the other and judge the result; what plugins add is known from the first step on."""
-    for layer in (upper, lower):
-        named = [entry for entry in layer.entries or () if entry.name == "plugins" and entry.part is None]
-        if named:
-            _import_plugins(named[0])
-            break
+def _check(lower: Layer, upper: Layer, path: Path | None) -> LoadedConfig:
+    """Lay one layer over the other and judge the result."""
+    _import_plugins(lower, upper)
     base, base_problems = _settle(lower.entries or [])
     top, top_problems = _settle(upper.entries or [])
     settings = _lay_over(base, top)
-    config, schema_problems = _validate(settings, Place(0, 0, label), complete=lower.entries is not None)
+    start = Place(0, 0, "configuration" if path is None else printable(str(path)))
+    config, schema_problems = _validate(settings, start, complete=lower.entries is not None)
     raise_problems([*lower.problems, *upper.problems, *base_problems, *top_problems, *schema_problems])
     assert config is not None  # a Config is missing only beside a problem
     return LoadedConfig(config, {key: setting.place.source for key, setting in settings.items()}, path)
 
 
-def _read_file(path: Path) -> tuple[list[Entry] | None, list[Problem]]:
-    """Return the entries of a file, or None when it can't be read as a whole."""
+def _import_plugins(lower: Layer, upper: Layer) -> None:
+    named = [entry for layer in (lower, upper) for entry in layer.entries or () if entry.name == "plugins"]
+    if named:
+        try:
+            import_plugins(named[-1].value)
+        except ConfigError as error:
+            raise_problems([Problem(named[-1].place, str(error).removeprefix("plugins: "), "plugins")])
+
+
+def _read_file(path: Path) -> Layer:
     label = printable(str(path))
+    refused: list[Refused] = []
     try:
-        items, refused = _READERS[_checked_suffix(path)](_read_text(path))
+        if path.suffix.lower() not in _SUFFIXES:
+            raise Refused(0, f"a configuration ends in {', '.join(_SUFFIXES)}; rename the file to match what it holds")
+        pairs = read_mapping(_read_text(path), is_json=path.suffix.lower() == ".json")
+        values = resolve(pairs, refused)
     except Refused as error:
-        return None, [Problem(_line_place(label, error.line), error.text)]
+        return Layer(None, [Problem(_line_place(label, error.line), error.text)])
+    assert isinstance(values, dict)
+    first = {name: (line, value) for name, line, value in reversed(pairs) if name is not None}
     entries = [
-        Entry(
-            item.name,
-            item.value,
-            _line_place(label, item.line),
-            part_places={part: _line_place(label, line) for part, line in item.part_lines.items()},
-        )
-        for item in items
+        Entry(name, value, _line_place(label, first[name][0]), part_places=_part_places(label, first[name][1]))
+        for name, value in values.items()
     ]
-    return entries, [Problem(_line_place(label, each.line), each.text) for each in refused]
+    return Layer(entries, [Problem(_line_place(label, each.line), each.text) for each in refused])
+
+
+def _part_places(label: str, value: object) -> dict[str, Place]:
+    """Return where each key of a mapping stands."""
+    pairs = reversed(value) if isinstance(value, Pairs) else ()
+    return {name: _line_place(label, line) for name, line, _ in pairs if name is not None}
 
 
 def _line_place(label: str, line: int) -> Place:
     return Place(0, line, f"{label}:{line}" if line else label)
-
-
-def _checked_suffix(path: Path) -> str:
-    if path.suffix.lower() not in _READERS:
-        raise Refused(0, f"a configuration ends in {', '.join(_READERS)}; rename the file to match what it holds")
-    return path.suffix.lower()
 
 
 def _read_text(path: Path) -> str:
@@ -151,14 +138,11 @@ def _read_text(path: Path) -> str:
             raise Refused(0, "not a regular file; name a configuration file")
         if status.st_size > MAX_FILE_BYTES:
             raise Refused(0, f"{status.st_size:,} bytes; a configuration has at most {MAX_FILE_BYTES:,} (1 MiB)")
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = path.read_bytes()
     except FileNotFoundError as error:
         raise Refused(0, f"no such file{_nearest_file(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         raise Refused(0, f"can't be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(content) > MAX_FILE_BYTES:
-        raise Refused(0, f"grew over {MAX_FILE_BYTES:,} bytes (1 MiB) while it was read")
     if b"\0" in content:
         raise Refused(content.count(b"\n", 0, content.index(b"\0")) + 1, "there is a NUL byte; this is no text file")
     try:
@@ -171,9 +155,13 @@ def _read_text(path: Path) -> str:
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return "; its folder does not exist either"
-    names = [each.name for each in path.parent.iterdir() if each.suffix.lower() in _READERS]
+    names = [each.name for each in path.parent.iterdir() if each.suffix.lower() in _SUFFIXES]
     nearest = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {printable(str(path.with_name(nearest[0])))}?" if nearest else ""
+
+
+def _is_mapping(key: str) -> bool:
+    return isinstance(fields()[key].default, Mapping)
 
 
 def _settle(entries: Iterable[Entry]) -> tuple[dict[str, Entry], list[Problem]]:
@@ -227,7 +215,7 @@ def _lay_over(base: Mapping[str, Entry], top: Mapping[str, Entry]) -> dict[str, 
         if not isinstance(whole, dict):
             continue  # the schema refuses what the file says; a part can't mend it
         part_places = {**(under.part_places if under else {}), entry.part: entry.place}
-        settings[key] = replace(entry, value={**whole, entry.part: entry.value}, part_places=part_places)
+        settings[key] = entry._replace(value={**whole, entry.part: entry.value}, part_places=part_places)
     return settings
 
 
@@ -245,7 +233,7 @@ def _validate(settings: Mapping[str, Entry], start: Place, *, complete: bool) ->
     if wrong:  # judge the rules between the other keys
         sound = {key: value for key, value in values.items() if key not in wrong}
         _, errors = _try_config({"model_name": _PLACEHOLDER_MODEL, **sound})
-    return config, problems + _rule_problems(errors, settings, wrong)
+    return config, problems + _rule_problems(errors, settings, wrong, start)
 
 
 def _try_config(values: Mapping[str, object]) -> tuple[Config | None, list[ErrorDetails]]:
@@ -278,7 +266,9 @@ def _field_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry
     return problems
 
 
-def _rule_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry], wrong: set[str]) -> list[Problem]:
+def _rule_problems(
+    errors: Sequence[ErrorDetails], settings: Mapping[str, Entry], wrong: set[str], start: Place
+) -> list[Problem]:
     problems = []
     for error in errors:
         broken = error.get("ctx", {}).get("error")
@@ -290,5 +280,6 @@ def _rule_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry]
                 continue
             others = [f"{key} is set at {settings[key].place.label}" for key in given[1:]]
             text = f"{sentence} ({', '.join(others)})" if others else sentence
-            problems.append(Problem(settings[given[0]].place, text, settings[given[0]].name))
+            place, name = (settings[given[0]].place, settings[given[0]].name) if given else (start, keys[0])
+            problems.append(Problem(place, text, name))
     return problems

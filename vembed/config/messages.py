@@ -20,14 +20,7 @@ _BOUND_NAMES = {">": "gt", ">=": "ge", "<": "lt", "<=": "le"}
 
 
 def show_value(value: object) -> str:
-    """Show a value as a configuration file would write it.
-
-    Args:
-        value: Scalars, lists and mappings.
-
-    Returns:
-        `true`, `null`, `-1`, `'a text'`, `[1, 2]`; redacted and cut as in `shown`.
-    """
+    """Show a value as a configuration file would write it."""
     if isinstance(value, str):
         return shown(f"'{value}'")
     if isinstance(value, float):
@@ -47,26 +40,12 @@ def _key_schemas(checked: type[Config]) -> Mapping[str, Mapping[str, Any]]:
 
 
 def expectation(schema: Mapping[str, Any]) -> str:
-    """Say which values a key takes.
-
-    Args:
-        schema: JSON schema of the key.
-
-    Returns:
-        For example "auto or an integer >= 1".
-    """
+    """Say which values a key takes."""
     return _either(_alternatives(schema))
 
 
 def unknown_key(name: str) -> str:
-    """Say that a key is unknown, with the nearest key or alias.
-
-    Args:
-        name: The key as written.
-
-    Returns:
-        A sentence.
-    """
+    """Say that a key is unknown, with the nearest key or alias."""
     known = [*key_schemas(), *ALIASES]
     nearest = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     return (
@@ -75,16 +54,7 @@ def unknown_key(name: str) -> str:
 
 
 def explain(name: str, errors: Sequence[ErrorDetails], value: object) -> str:
-    """Turn pydantic's errors about one value into a sentence.
-
-    Args:
-        name: The key.
-        errors: All errors at one place of it; several for a key of several types.
-        value: What was given.
-
-    Returns:
-        What must be, what is, and the fix where one is near.
-    """
+    """Turn pydantic's errors about one value into a sentence."""
     schema = key_schemas()[name]
     kinds = {error["type"] for error in errors}
     if "missing" in kinds:

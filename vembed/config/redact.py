@@ -13,27 +13,13 @@ _SECRET_NAME = re.compile(_SECRET_WORD, re.IGNORECASE)
 
 
 def redact(text: str) -> str:
-    """Replace the user info and the secret query parameters of every URL in a text by `***`.
-
-    Args:
-        text: Any text: a path, a message, a whole file.
-
-    Returns:
-        The text; `https://user:pw@host/x?token=abc` becomes `https://***@host/x?token=***`.
-    """
+    """Replace user info and secret query parameters of every URL in a text: `https://***@host/x?token=***`."""
     text = _USER_INFO.sub(rf"\g<scheme>{MASK}@", text)
     return _SECRET_PARAMETER.sub(rf"\g<name>{MASK}", text)
 
 
 def redact_value(value: object) -> object:
-    """Redact every text in a value.
-
-    Args:
-        value: A scalar, or lists and mappings of scalars.
-
-    Returns:
-        An equal value with redacted texts.
-    """
+    """Redact every text in a value."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
@@ -44,37 +30,16 @@ def redact_value(value: object) -> object:
 
 
 def names_secret(name: str) -> bool:
-    """Tell whether a key that nobody knows looks as if its value were a secret.
-
-    Args:
-        name: A key, e.g. `hub_token`.
-
-    Returns:
-        True when its value must not be shown.
-    """
+    """Tell whether a key that nobody knows looks as if its value were a secret."""
     return _SECRET_NAME.search(name) is not None
 
 
 def printable(text: str) -> str:
-    r"""Make a text fit for one line of a message: redacted, and free of characters that could forge another line.
-
-    Args:
-        text: A text with parts that a user wrote.
-
-    Returns:
-        The text with escapes such as `\n` in place of what isn't printable.
-    """
+    r"""Make a text fit for one line of a message: redacted, and free of characters that could forge another line."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in redact(text))
 
 
 def shown(text: str) -> str:
-    """Make a user's own text, such as a key or an override, fit for a message.
-
-    Args:
-        text: A text of any length.
-
-    Returns:
-        The printable text, cut after 80 characters.
-    """
+    """Make a user's own text, such as a key or an override, fit for a message."""
     line = printable(text)
     return line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}..."

@@ -11,7 +11,7 @@ from vembed.config.fields import LARGEST_COUNT
 from vembed.config.load import MAX_FILE_BYTES
 from vembed.config.messages import expectation, key_schemas
 from vembed.config.schema import ALIASES, SECTIONS, key_names, rules, section_keys
-from vembed.config.yaml_text import write_mapping
+from vembed.config.text import write_mapping
 
 _INTRODUCTION = f"""# Configuration
 

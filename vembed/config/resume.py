@@ -10,42 +10,23 @@ from vembed.config.schema import Config, default_of, fields
 
 
 class ResumeDifference(NamedTuple):
-    """A key whose value isn't the one that the run began with.
-
-    Attributes:
-        key: The key.
-        old: The value in the checkpoint.
-        new: The value now; None where the key no longer exists.
-        kind: "harmless" when it touches neither the weights nor the order of the samples, else "refused".
-    """
+    """A key whose value isn't the one that the run began with."""
 
     key: str
-    old: object
-    new: object
-    kind: OnResume
+    old: object  # in the checkpoint
+    new: object  # now; None where the key no longer exists
+    kind: OnResume  # "harmless" when it touches neither the weights nor the order of the samples
 
 
 def on_resume(key: str) -> OnResume:
-    """Return what a change of a key means for a resumed run, as its field says.
-
-    Args:
-        key: A key of the schema.
-
-    Returns:
-        "harmless" or "refused".
-    """
+    """Return what a change of a key means for a resumed run, as its field says."""
     return "harmless" if facts_of(fields()[key])["on_resume"] == "harmless" else "refused"
 
 
 def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDifference]:
-    """Compare the configuration of a checkpoint with the present one.
+    """Compare the configuration of a checkpoint, key -> value, with the present one.
 
-    Args:
-        old: Key -> value as they were saved; a key that isn't there had its default.
-        new: The present configuration.
-
-    Returns:
-        The differences in the order of the sections; then saved keys that no longer exist, which are refused.
+    A key that the checkpoint hasn't had its default; one that no longer exists is refused.
     """
     differences = []
     for key, value in plain_values(new).items():

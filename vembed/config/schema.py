@@ -228,9 +228,9 @@ def _broken_of_loss(config: Config) -> list[tuple[tuple[str, ...], str]]:
     except ValidationError as refused:
         errors = [(each["loc"], each.get("ctx", {}).get("error", each["msg"])) for each in refused.errors()]
         of_rules = [found for _, error in errors if isinstance(error, BrokenRules) for found in error.broken]
-        keys = tuple(type(config).model_fields)
+        own = [name for name in LOSSES.load(config.loss_type).keys.model_fields if name not in Config.model_fields]
         others = [
-            ((*map(str, where), "loss_type", *keys), str(error))
+            ((*map(str, where), *own, "loss_type"), str(error))
             for where, error in errors
             if not isinstance(error, BrokenRules)
         ]

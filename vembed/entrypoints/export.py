@@ -8,9 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from vembed.config.load import file_values
+from vembed.config.plugins import import_plugins
 from vembed.config.redact import redact, redact_value
-from vembed.config.sources import Refused
-from vembed.config.yaml_text import read_mapping
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode, PreemptedError
 
@@ -151,14 +151,13 @@ def _run_facts(run: Path) -> RunFacts | None:
 
     path = run / "config.yaml"
     try:
-        items, _ = read_mapping(path.read_text("utf-8"))
-        config = {item.name: redact_value(item.value) for item in items}
+        config = {name: redact_value(value) for name, value in file_values(path).items()}
+        import_plugins(config.get("plugins"))  # the card tells the facts of the loss
         data_facts, environment = read_report(run)
         pairs = [(redact(label), redact(value)) for label, value in data_facts]
         return gather_run(run, config=config, data_facts=pairs, environment=environment)
-    except (OSError, UnicodeDecodeError, Refused, DataError) as error:
-        reason = error.text if isinstance(error, Refused) else str(error)
-        print(f"warning: the card tells nothing of the run: {redact(reason)} ({path})")
+    except (OSError, ConfigError, DataError) as error:
+        print(f"warning: the card tells nothing of the run: {redact(str(error))} ({path})")
         return None
 
 

@@ -147,12 +147,16 @@ def build_board(
     tasks = tuple(dict.fromkeys(entry.task for entry in sorted(entries, key=lambda entry: -num_sets[entry.system])))
     systems = dict.fromkeys(entry.system for entry in entries)
     by_place = {(entry.system, entry.task): entry for entry in entries}
-    best = {task: _best([entry for entry in entries if entry.task == task], metric) for task in tasks}
+
+    def value(entry: Entry) -> float:
+        return entry.result.metrics[metric]
+
+    best = {task: max((entry for entry in entries if entry.task == task), key=value) for task in tasks}
     rows = []
     for system in systems:
         own = [by_place[system, task] for task in tasks if (system, task) in by_place]
         low, high = mean_interval([entry.result for entry in own], metric, confidence=CONFIDENCE)
-        mean = fmean(entry.result.metrics[metric] for entry in own)
+        mean = fmean(value(entry) for entry in own)
         cells = tuple(_cell(entry, best[entry.task], metric) for entry in own)
         rows.append(Row(system, mean, low, high, cells, is_whole=len(own) == len(tasks)))
     rows.sort(key=lambda row: (not row.is_whole, -row.mean))
@@ -174,21 +178,17 @@ def build_board(
 
 def _sums(by_place: Mapping[tuple[str, str], Entry], tasks: Sequence[str]) -> tuple[SumRow, ...]:
     """Return the sum of recalls of each system on each set that was searched in both directions."""
+
+    def percent(entry: Entry) -> tuple[float, ...]:
+        return tuple(100 * entry.result.metrics[name] for name in RSUM_METRICS)
+
     found = []
     for (system, _), entry in by_place.items():
         forward = by_place.get((system, entry.reverse_of))
         total = None if forward is None else recall_sum(forward.result, entry.result)
         if forward is not None and total is not None:
-            parts = [
-                tuple(100 * result.metrics[name] for name in RSUM_METRICS) for result in (forward.result, entry.result)
-            ]
-            found.append(SumRow(system, forward.task, parts[0], parts[1], total))
+            found.append(SumRow(system, forward.task, percent(forward), percent(entry), total))
     return tuple(sorted(found, key=lambda row: (tasks.index(row.task), -row.total.value)))
-
-
-def _best(entries: Sequence[Entry], metric: str) -> Entry:
-    """Return the entry with the highest mean; of equal ones the first."""
-    return max(entries, key=lambda entry: entry.result.metrics[metric])
 
 
 def _cell(entry: Entry, best: Entry, metric: str) -> Standing:
@@ -234,11 +234,7 @@ def _variant_row(number: int, entry: Entry, each: VariantResult, metric: str) ->
 
 
 def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points that no other beats in both cost and quality, cheapest first.
-
-    Args:
-        points: (cost, quality).
-    """
+    """Return the points (cost, quality) that no other beats in both, cheapest first."""
     kept: list[tuple[float, float]] = []
     for cost, quality in sorted(points, key=lambda point: (point[0], -point[1])):
         if not kept or quality > kept[-1][1]:

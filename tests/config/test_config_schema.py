@@ -238,6 +238,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         {"max_invalid_records": 5, "skip_invalid_records": True},
         "has no effect with skip_invalid_records false; remove it or set skip_invalid_records to true",
     ),
+    ({"label_kind": "grade"}, {"label_kind": "class"}, "loss_type infonce doesn't take listed pairs"),
     (
         {"loss_type": "sigmoid", "temperature": 0.1},
         {"loss_type": "infonce", "temperature": 0.1},

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.data.beir import find_split, read_beir
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ import pytest
 from image_cases import png
 
 from vembed.batch import Composed, Image, content_id
-from vembed.data.images import ImageLimits
+from vembed.config.keys.data import DataKeys
 from vembed.data.records import Record, RecordTable, RecordWriter
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def only(path: Path) -> Record:
 
 def refusal(path: Path, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
-        load_records(str(path), SourceOptions("train", **options))
+        load_records(str(path), SourceOptions("train", keys=DataKeys(**options)))
     return str(caught.value)
 
 
@@ -85,5 +86,4 @@ def test_a_composed_query_that_escapes_or_is_broken_is_refused(
     assert only(write_jsonl([{**row, "query_image": "pics/a.png"}])).query == Composed(pictures["a"], "but in blue")
     for path, words in (("../secret.png", "leads out of"), ("pics/none.png", "no such file")):
         assert words in refusal(write_jsonl([{**row, "query_image": path}]))
-    small = ImageLimits(max_pixels=23)
-    assert "over the limit of 23" in refusal(write_jsonl([{**row, "query_image": "pics/a.png"}]), image_limits=small)
+    assert "over the limit of 23" in refusal(write_jsonl([{**row, "query_image": "pics/a.png"}]), max_image_pixels=23)

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import pytest
 import yaml
 
 from vembed.batch import Composed, Image, modality_of
+from vembed.config.keys.data import DataKeys
 from vembed.config.schema import Config
 from vembed.data.builtin import BUILTIN_SETS
 from vembed.data.columns import COLUMNS
 from vembed.data.presets import PRESETS
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
+from vembed.data.validate import LabelKind
+from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from conftest import WritePicture
@@ -46,6 +50,22 @@ def test_the_rows_load_as_what_they_are_said_to_be(tmp_path: Path, write_picture
     for record in loaded.table:
         assert modality_of(record.query) == query
         assert document is None or {modality_of(item) for item in record.positives} == {document}
+
+
+def test_numbers_beside_two_texts_load_as_each_kind_says_and_are_never_guessed_at(tmp_path: Path) -> None:
+    (text,) = (text for kind, text in BLOCKS if kind == "jsonl pairs")
+    (tmp_path / "rows.jsonl").write_text(text)
+    expected: dict[LabelKind, Any] = {"class": [(1, ()), (0, ())]}
+    expected["pair"] = expected["grade"] = [(None, (1.0,)), (None, (0.0,))]
+    for kind in get_args(LabelKind):
+        assert f"\n| `{kind}` | " in DOCUMENT
+        options = SourceOptions("train", keys=DataKeys(label_kind=kind))
+        if kind in expected:
+            table = load_records(str(tmp_path / "rows.jsonl"), options).table
+            assert [(record.label, record.scores) for record in table] == expected[kind]
+        else:
+            with pytest.raises(DataError, match="label holds 0 and 1 beside two texts"):
+                load_records(str(tmp_path / "rows.jsonl"), options)
 
 
 def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, write_picture: WritePicture) -> None:

@@ -13,7 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vembed.data.sources import SourceOptions, load_records
+from vembed.config.keys.data import DataKeys
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -179,16 +181,22 @@ def test_a_csv_cell_of_negatives_may_be_a_json_list(tmp_path: Path, cell: str, n
 def test_csv_labels_are_texts(tmp_path: Path, cell: str, label: str | None) -> None:
     path = tmp_path / "t.csv"
     write_csv(path, [["query", "positive", "label"], ["q", "p", cell]])
-    (record,) = load_records(str(path), TRAIN).table
+    (record,) = load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class"))).table
     assert record.label == label
 
 
-@pytest.mark.parametrize(("column", "cell"), [("label", "0.75"), ("label", "1e-3"), ("score", "1.0"), ("score", ".5")])
-def test_csv_scores_are_refused(tmp_path: Path, column: str, cell: str) -> None:
+@pytest.mark.parametrize(
+    ("column", "cell", "shown"),
+    [
+        *[("label", "0.75", "0.75"), ("label", "1e-3", "0.001"), ("score", "1.0", "1"), ("score", ".5", "0.5")],
+        *[("label", "7", "7"), ("label", "007", "7"), ("label", " 0 ", "0"), ("score", "3", "3")],
+    ],
+)
+def test_csv_numbers_beside_two_texts_are_refused(tmp_path: Path, column: str, cell: str, shown: str) -> None:
     path = tmp_path / "t.csv"
     write_csv(path, [["query", "positive", column], ["q", "p", cell]])
-    assert f"t.csv:2: {column}: graded scores need a graded loss" in refusal(path)
-    assert queries(path, SourceOptions("train", column_mapping={column: None})) == ["q"]
+    assert f"t.csv:2: {column} holds {shown} beside two texts" in refusal(path)
+    assert queries(path, SourceOptions("train", keys=DataKeys(column_mapping={column: None}))) == ["q"]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +248,7 @@ def test_parquet_rows_become_records(tmp_path: Path) -> None:
             {"query": "b", "positive_passages": [passage], "negatives": None, "label": None, "vector": [0.2]},
         ],
     )
-    loaded = load_records(str(path), TRAIN)
+    loaded = load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class")))
     first, second = loaded.table
     assert (first.query, first.positives, first.negatives, first.label) == ("a", ("T x",), ("n",), 3)
     assert (second.negatives, second.label, second.location) == ((), None, "t.parquet:2")

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import pytest
 
+from vembed.config.keys.data import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError, MachineError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-ROWS = [{"anchor": f"q{i}", "positive": f"p{i}", "label": i % 2, "extra": i} for i in range(2500)]
+ROWS = [{"anchor": f"q{i}", "positive": f"p{i}", "label": f"topic {i % 2}", "extra": i} for i in range(2500)]
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def test_a_hub_set_becomes_records(hub: list[tuple[Any, ...]]) -> None:
     loaded = load_records("owner/name:some-config", SourceOptions("train"))
     assert len(loaded.table) == len(ROWS)
     assert loaded.table[2400].query == "q2400"
-    assert loaded.table[1].label == 1
+    assert loaded.table[1].label == "topic 1"
     assert loaded.table[1].location == "owner/name:some-config/train:2"
     assert loaded.notes == ("Ignored columns: extra.",)
     assert hub == [("owner/name", "some-config", {})], "no option that would run a data set's code"
@@ -58,9 +60,9 @@ def test_the_role_or_the_split_chooses(hub: list[tuple[Any, ...]]) -> None:
 
 def test_columns_of_a_hub_set_are_checked_like_any_other(hub: list[tuple[Any, ...]]) -> None:
     with pytest.raises(DataError, match=r"did you mean 'anchor'"):
-        load_records("owner/name", SourceOptions("train", column_mapping={"anchr": "query"}))
+        load_records("owner/name", SourceOptions("train", keys=DataKeys(column_mapping={"anchr": "query"})))
     with pytest.raises(DataError, match="no row of owner/name has a column 'query'"):
-        load_records("owner/name", SourceOptions("train", column_mapping={"anchor": None}))
+        load_records("owner/name", SourceOptions("train", keys=DataKeys(column_mapping={"anchor": None})))
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.batch import Composed, Image, content_id
+from vembed.config.keys.data import DataKeys
 from vembed.data.beir import read_beir
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -120,7 +122,7 @@ def test_image_root_serves_a_beir_folder(picture_folder: Path) -> None:
     (picture_folder / "pics").rename(picture_folder.parent / "pics")
     with pytest.raises(DataError, match=f"it is in {picture_folder.parent}: set image_root"):
         load_retrieval(str(picture_folder), TEST)
-    options = SourceOptions("test", image_root=picture_folder.parent)
+    options = SourceOptions("test", keys=DataKeys(image_root=str(picture_folder.parent)))
     assert len(load_retrieval(str(picture_folder), options).documents) == 3
 
 
@@ -150,7 +152,7 @@ def test_rows_with_pictures_become_a_task_by_content(write_jsonl: WriteJsonl, wr
     ],
 )
 def test_emoji_tasks_load(real_data: Path, name: str, counts: tuple[int, int, int], picture_queries: bool) -> None:
-    options = SourceOptions("test", image_root=real_data / "emoji")
+    options = SourceOptions("test", keys=DataKeys(image_root=str(real_data / "emoji")))
     task = load_retrieval(str(real_data / "emoji" / name), options)
     assert (len(task.queries), len(task.documents), sum(len(grades) for grades in task.qrels.values())) == counts
     assert all(isinstance(item, Image) for item in task.documents.values())

@@ -15,12 +15,15 @@ import pytest
 from image_cases import png
 
 from vembed.batch import Image, content_id
+from vembed.config.keys.data import DataKeys
 from vembed.data.collate import collate
 from vembed.data.hold_out import hold_out
-from vembed.data.images import ImageError, ImageLimits
-from vembed.data.records import BLOB_BYTES, RecordWriter
+from vembed.data.images import ImageError
+from vembed.data.item_table import BLOB_BYTES
+from vembed.data.records import RecordWriter
 from vembed.data.sampler import GlobalSampler
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ TRAIN = SourceOptions("train")
 
 
 def read(path: Path, **options: Any) -> LoadedRecords:
-    return load_records(str(path), SourceOptions("train", **options))
+    return load_records(str(path), SourceOptions("train", keys=DataKeys(**options)))
 
 
 def only(path: Path, **options: Any) -> Record:
@@ -128,7 +131,7 @@ def test_a_broken_row_is_refused_and_its_neighbours_are_not(
     good = {"query": "q", "image": "pics/a.png", "negative_image": "pics/b.png"}
     message = refusal(write_jsonl([good, row, good]))
     assert f"train.jsonl:2: {words}" in message
-    kept = read(write_jsonl([good, row, good]), skip_invalid=True, max_invalid=1)
+    kept = read(write_jsonl([good, row, good]), skip_invalid_records=True, max_invalid_records=1)
     assert [record.location for record in kept.table] == ["train.jsonl:1", "train.jsonl:3"]
     assert kept.num_invalid == 1
 
@@ -191,7 +194,7 @@ def test_a_path_out_of_the_root_is_refused_whatever_the_policy(
         "negative_images": {"query": "q", "image": "pics/b.png"},
     }[column]
     path = path.format(outside=tmp_path)
-    for options in ({}, {"skip_invalid": True, "max_invalid": 5}):
+    for options in ({}, {"skip_invalid_records": True, "max_invalid_records": 5}):
         manifest = write_jsonl([{**rest, column: "pics/a.png"}, {**rest, column: path}], "data/rows.jsonl")
         message = refusal(manifest, **options)
         assert f"rows.jsonl:2: {column}: " in message
@@ -215,11 +218,11 @@ def test_image_root_replaces_the_manifests_folder(
 ) -> None:
     manifest = write_jsonl([{"query": "q", "image": "pics/a.png"}], "rows/train.jsonl")
     assert f"it is in {tmp_path}: set image_root: {tmp_path}" in refusal(manifest)
-    assert only(manifest, image_root=tmp_path).positives == (pictures["a"],)
+    assert only(manifest, image_root=str(tmp_path)).positives == (pictures["a"],)
     above = write_jsonl([{"query": "q", "image": "../pics/a.png"}], "rows/train.jsonl")
     assert "leads out of" in refusal(above)
-    assert only(above, image_root=tmp_path / "pics").positives == (pictures["a"],)
-    assert "is no folder" in refusal(manifest, image_root=tmp_path / "nowhere")
+    assert only(above, image_root=str(tmp_path / "pics")).positives == (pictures["a"],)
+    assert "is no folder" in refusal(manifest, image_root=str(tmp_path / "nowhere"))
 
 
 def test_every_header_is_checked_before_training_and_skip_counts_it(
@@ -234,11 +237,10 @@ def test_every_header_is_checked_before_training_and_skip_counts_it(
     assert "train.jsonl:2: image: 'pics/empty.png': the file is empty" in message
     assert "train.jsonl:4: image: 'pics/page.png': no picture of a known format" in message
     assert "train.jsonl:5: image: 'pics/none.png': no such file" in message
-    loaded = read(manifest, skip_invalid=True, max_invalid=3)
+    loaded = read(manifest, skip_invalid_records=True, max_invalid_records=3)
     assert [record.positives[0] for record in loaded.table] == [pictures[name] for name in "abc"]
     assert loaded.notes[0].startswith("3 invalid rows dropped: train.jsonl:2: image: ")
-    small = ImageLimits(max_pixels=23)
-    assert "6 x 4 = 24 pixels are over the limit of 23" in refusal(manifest, image_limits=small)
+    assert "6 x 4 = 24 pixels are over the limit of 23" in refusal(manifest, max_image_pixels=23)
 
 
 def test_cells_of_csv_hold_paths(tmp_path: Path, pictures: dict[str, Image]) -> None:
@@ -303,9 +305,9 @@ def test_a_table_gives_pictures_back_and_keeps_equal_bytes_once(pictures: dict[s
     table = write_table(rows)
     assert [(r.query, list(r.positives), list(r.negatives)) for r in table] == rows
     assert table.subset([39, 3]).subset([0])[0].positives[0] == blobs[39]
-    assert table._blobs.nbytes < 8 * len(data), "7 different contents among 40 pictures"
+    assert table._items.blobs.nbytes < 8 * len(data), "7 different contents among 40 pictures"
     again = write_table([("q", ["p"], [])])
-    assert len(again._blobs) == 0
+    assert len(again._items.blobs) == 0
 
 
 def test_fingerprints_are_of_content_and_those_of_texts_did_not_change(pictures: dict[str, Image]) -> None:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.data.sources import SourceOptions, load_records
+from vembed.config.keys.data import DataKeys
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -32,14 +34,17 @@ def test_an_error_in_the_last_row_is_named(tmp_path: Path, count: int) -> None:
     write_rows(path, count, '{"query": "q", "positive": "p", "negatives": ["p"]}')
     with pytest.raises(DataError, match=rf"train\.jsonl:{count}: negatives: holds the row's own positive"):
         load_records(str(path), TRAIN)
-    loaded = load_records(str(path), SourceOptions("train", skip_invalid=True, max_invalid=1))
+    loaded = load_records(
+        str(path), SourceOptions("train", keys=DataKeys(skip_invalid_records=True, max_invalid_records=1))
+    )
     assert len(loaded.table) == count - 1
     assert loaded.table[count - 2].location == f"train.jsonl:{count - 1}"
 
 
 PEAK = """
 import resource, sys
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 loaded = load_records(sys.argv[1], SourceOptions("train"))
 print(len(loaded.table), int(open("/proc/self/status").read().partition("VmHWM:")[2].split()[0]))
 """

@@ -24,11 +24,13 @@ from preset_cases import (
 )
 
 from vembed.batch import Composed, Image
+from vembed.config.keys.data import DataKeys
 from vembed.data.collate import collate
 from vembed.data.hold_out import hold_out
 from vembed.data.presets import preset_hint
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 from vembed.losses.base import BatchStructure
 from vembed.losses.masks import false_negative_mask, positive_mask
@@ -41,11 +43,11 @@ if TYPE_CHECKING:
 
 
 def records(name: str, folder: Path, **options: Any) -> LoadedRecords:
-    return load_records(f"{name}:{folder}", SourceOptions("train", **options))
+    return load_records(f"{name}:{folder}", SourceOptions("train", keys=DataKeys(**options)))
 
 
-def task(name: str, folder: Path, **options: Any) -> RetrievalData:
-    return load_retrieval(f"{name}:{folder}", SourceOptions("test", **options))
+def task(name: str, folder: Path, split: str | None = None, **options: Any) -> RetrievalData:
+    return load_retrieval(f"{name}:{folder}", SourceOptions("test", split, DataKeys(**options)))
 
 
 def image(folder: Path, path: str) -> Image:
@@ -128,13 +130,13 @@ def test_training_may_drop_broken_pictures_but_never_one_outside(tmp_path: Path)
     write_flickr30k(folder, entries)
     with pytest.raises(DataError, match="skip_invalid_records: true"):
         records("flickr30k", folder)
-    loaded = records("flickr30k", folder, skip_invalid=True, max_invalid=1)
+    loaded = records("flickr30k", folder, skip_invalid_records=True, max_invalid_records=1)
     assert len(loaded.table) == (PHOTOS["train"] - 1) * CAPTIONS
     assert loaded.notes[0].startswith("1 invalid row dropped: dataset_flickr30k.json:")
     first["filename"] = "../../../secret.png"
     write_flickr30k(folder, entries)
     with pytest.raises(DataError, match="leads out of"):
-        records("flickr30k", folder, skip_invalid=True, max_invalid=9)
+        records("flickr30k", folder, skip_invalid_records=True, max_invalid_records=9)
 
 
 @pytest.mark.parametrize(
@@ -373,10 +375,10 @@ def test_a_folder_too_high_is_told_where_the_set_is(tmp_path: Path, name: str) -
 def test_pictures_may_lie_in_image_root(tmp_path: Path) -> None:
     folder = write_flickr30k(tmp_path / "captions")
     (folder / "flickr30k-images").rename(tmp_path / "elsewhere")
-    assert len(task("flickr30k", folder, image_root=tmp_path / "elsewhere").documents) == 3
+    assert len(task("flickr30k", folder, image_root=str(tmp_path / "elsewhere")).documents) == 3
     cirr = write_cirr(tmp_path / "cirr")
     (cirr / "img_raw").rename(tmp_path / "nlvr2")
-    assert len(task("cirr", cirr, image_root=tmp_path / "nlvr2").documents) == 12
+    assert len(task("cirr", cirr, image_root=str(tmp_path / "nlvr2")).documents) == 12
 
 
 def test_a_split_that_a_set_has_not_is_refused_with_those_it_has(tmp_path: Path) -> None:

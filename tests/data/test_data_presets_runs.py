@@ -10,11 +10,11 @@ import pytest
 from preset_cases import CAPTIONS, PHOTOS, PRODUCTS, SETS, WRITERS, draw, write_cirr
 
 from vembed.batch import Composed, Image
+from vembed.config.keys.data import DataKeys
 from vembed.config.schema import Config
-from vembed.data.sources import SourceOptions
 from vembed.entrypoints.evaluate import main
 from vembed.errors import DataError
-from vembed.training.inputs import DataPaths, RunData, load_run_data, record_texts
+from vembed.training.inputs import RunData, load_run_data, record_texts
 from vembed.training.pictures import ItemCounts, RetrievalMode
 from vembed.training.wiring.run import run_from_config
 
@@ -154,8 +154,8 @@ def write_rows(folder: Path, *, query_text: str = "but {} red", positive: str = 
 
 
 def loaded(path: Path, mode: RetrievalMode = "auto") -> RunData:
-    train, test = ((str(path), SourceOptions(role=role)) for role in ("train", "test"))
-    return load_run_data(DataPaths(train, None, test, needs_dev=False, mode=mode))
+    keys = DataKeys(data_path=str(path), test_data_path=str(path), retrieval_mode=mode)
+    return load_run_data(keys, needs_dev=False)
 
 
 def test_composed_rows_are_of_mode_m(tmp_path: Path) -> None:

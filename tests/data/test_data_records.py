@@ -107,9 +107,11 @@ def test_a_document_of_many_rows_is_stored_once() -> None:
     documents = [f"document {i} " * 50 for i in range(7)]
     rows = [(f"q{i % 100}", (documents[i % 7],), (documents[(i + 3) % 7],), None) for i in range(count)]
     table = make_table(rows)
-    assert len(table._items) == 107
+    assert len(table._items.columns) == 107
     assert [(record.query, record.positives, record.negatives) for record in table] == [row[:3] for row in rows]
-    assert make_table([(*row[:2], (), None) for row in rows[:50]])._items.num_columns == 1, "texts need no other column"
+    assert make_table([(*row[:2], (), None) for row in rows[:50]])._items.columns.num_columns == 1, (
+        "texts need no other column"
+    )
 
 
 def test_texts_paths_and_bytes_that_look_alike_are_different_items() -> None:
@@ -119,8 +121,8 @@ def test_texts_paths_and_bytes_that_look_alike_are_different_items() -> None:
     for line in range(3):
         writer.add(items[line], positives=items, negatives=items[::-1], file="f", line=line)
     table = writer.finish()
-    assert len(table._items) == len(items)
-    assert len(table._blobs) == 2
+    assert len(table._items.columns) == len(items)
+    assert len(table._items.blobs) == 2
     for line, record in enumerate(table):
         assert (record.query, record.positives, record.negatives) == (items[line], items, items[::-1])
 

@@ -3,8 +3,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.batch import content_id
+from vembed.config.keys.data import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions
+from vembed.data.splits import SourceOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,8 +26,8 @@ def relevant_texts(task: RetrievalData) -> dict[str, set[str]]:
 
 def test_rows_become_distinct_documents_and_merged_queries(write_jsonl: WriteJsonl) -> None:
     rows = [
-        {"query": "q1", "positive": ["a", "b"], "negatives": ["c"], "label": 1},
-        {"query": "q2", "positive": "c", "negatives": ["a", "d"], "label": 1},
+        {"query": "q1", "positive": ["a", "b"], "negatives": ["c"], "label": "x"},
+        {"query": "q2", "positive": "c", "negatives": ["a", "d"], "label": "x"},
         {"query": " q1 ", "positive": "e ", "negatives": ["a"]},
     ]
     task = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
@@ -49,7 +50,9 @@ def test_ids_are_the_content_hash_in_hexadecimal_and_ignore_row_order(write_json
 
 def test_the_notes_of_reading_are_kept(write_jsonl: WriteJsonl) -> None:
     path = write_jsonl([{"query": "q", "positive": "p", "id": 1}, "{"])
-    task = load_retrieval(str(path), SourceOptions("test", skip_invalid=True, max_invalid=1))
+    task = load_retrieval(
+        str(path), SourceOptions("test", keys=DataKeys(skip_invalid_records=True, max_invalid_records=1))
+    )
     assert [note.partition(":")[0] for note in task.notes] == ["1 invalid row dropped", "Ignored columns"]
 
 
@@ -57,5 +60,5 @@ def test_a_beir_folder_is_taken_as_it_is(beir_files: Path) -> None:
     task = load_retrieval(str(beir_files), TEST)
     assert set(task.documents) == {"d1", "d2", "d3"}
     assert task.qrels["q1"] == {"d1": 2, "d2": 0}
-    mapped = load_retrieval(str(beir_files), SourceOptions("test", column_mapping={"x": None}))
+    mapped = load_retrieval(str(beir_files), SourceOptions("test", keys=DataKeys(column_mapping={"x": None})))
     assert mapped.notes == ("column_mapping has no effect on a BEIR folder.",)

@@ -9,7 +9,8 @@ import pytest
 
 from vembed.data.builtin import BUILTIN_SETS, load_builtin, stdlib_code
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 
 SPLITS = ("train", "dev", "test")

@@ -16,7 +16,7 @@ from command_cases import Site, evaluation, run_here, run_keys, steps_saved, wor
 import vembed.training.finish
 import vembed.training.wiring.parts
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions
+from vembed.data.splits import SourceOptions
 from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.gradcache.chunking import ChunkBudget

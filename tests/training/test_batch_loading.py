@@ -23,7 +23,8 @@ from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
 from vembed.data.images import ImageError, ImageLimits
 from vembed.data.sampler import GlobalSampler
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.errors import DataError, MachineError
 from vembed.models.huggingface import ModelOptions
 from vembed.models.pictures import picture_bytes

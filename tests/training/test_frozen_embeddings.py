@@ -19,7 +19,8 @@ from vembed.batch import modality_of
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
 from vembed.data.sampler import GlobalSampler
-from vembed.data.sources import SourceOptions, load_records
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
 from vembed.distributed.ranks import Ranks
 from vembed.errors import NonFiniteError
 from vembed.evaluation.encode import ItemEncoder

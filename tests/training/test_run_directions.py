@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from test_run_pictures import write_rows
 
+from vembed.config.keys.data import DataKeys
 from vembed.config.schema import Config
 from vembed.data.retrieval import RetrievalData
-from vembed.data.sources import SourceOptions
 from vembed.errors import MachineError
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 from vembed.training.evaluations import Evaluations
-from vembed.training.inputs import DataPaths, load_run_data
+from vembed.training.inputs import load_run_data
 from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def test_rows_that_were_skipped_are_counted_among_the_facts(tmp_path: Path) -> N
     path = write_rows(tmp_path, "t2t")
     for broken, expected in (("", "0"), ('{"query": "", "positive": "x"}\n', "1")):
         path.write_text(path.read_text() + broken)
-        options = SourceOptions(role="train", skip_invalid=True, max_invalid=3)
-        tested = (str(write_rows(tmp_path / "test", "t2t")), SourceOptions(role="test"))
-        data = load_run_data(DataPaths((str(path), options), None, tested, needs_dev=False))
+        tested = str(write_rows(tmp_path / "test", "t2t"))
+        keys = DataKeys(data_path=str(path), test_data_path=tested, skip_invalid_records=True, max_invalid_records=3)
+        data = load_run_data(keys, needs_dev=False)
         assert dict(data.facts())["rows skipped because they can't be used"] == expected

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from vembed.config.keys.data import DataKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.training.checks import refuse_nonfinite_weights
-from vembed.training.inputs import DataPaths, load_run_data
+from vembed.training.inputs import load_run_data
 from vembed.training.output import EARLY_END, MARKS, OWN_NAMES, OutputFolder
 from vembed.training.saving import load_module, module_tensors
 from vembed.training.state import RunState
@@ -160,16 +161,15 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 def test_the_fingerprint_covers_all_that_a_run_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import vembed.training.inputs as room
-    from vembed.data.sources import SourceOptions
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n" for n in range(4)))
-    train, test = (str(rows), SourceOptions(role="train")), ("test", SourceOptions(role="test"))
+    keys = DataKeys(data_path=str(rows), test_data_path="test")
 
     def fingerprint(*, document: str = "d", grade: int = 1, query: str = "q") -> str:
         task = RetrievalData("test", {"1": query}, {"2": document}, {"1": {"2": grade}})
         monkeypatch.setattr(room, "load_retrieval", lambda *_: task)
-        return load_run_data(DataPaths(train, None, test, needs_dev=False)).fingerprint
+        return load_run_data(keys, needs_dev=False).fingerprint
 
     first = fingerprint()
     assert fingerprint() == first

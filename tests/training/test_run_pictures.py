@@ -11,13 +11,13 @@ import PIL.Image
 import pytest
 
 from vembed.batch import Image
+from vembed.config.keys.data import DataKeys
 from vembed.config.schema import Config
 from vembed.data.images import ImageLimits
 from vembed.data.retrieval import RetrievalData
-from vembed.data.sources import SourceOptions
 from vembed.errors import DataError
 from vembed.training.evaluations import Evaluations
-from vembed.training.inputs import DataPaths, RunData, load_run_data, record_texts
+from vembed.training.inputs import RunData, load_run_data, record_texts
 from vembed.training.pictures import ItemCounts, PictureSurvey, RetrievalMode
 from vembed.training.wiring.run import run_from_config
 
@@ -51,10 +51,13 @@ def write_rows(folder: Path, mode: str, *, count: int = 4, name: str = "rows.jso
 
 
 def loaded(path: Path, mode: RetrievalMode = "auto", test: Path | None = None, root: Path | None = None) -> RunData:
-    tested = None if test is None else (str(test), SourceOptions(role="test", image_root=root))
-    return load_run_data(
-        DataPaths((str(path), SourceOptions(role="train", image_root=root)), None, tested, needs_dev=False, mode=mode)
+    keys = DataKeys(
+        data_path=str(path),
+        test_data_path=None if test is None else str(test),
+        image_root=None if root is None else str(root),
+        retrieval_mode=mode,
     )
+    return load_run_data(keys, needs_dev=False)
 
 
 @pytest.mark.parametrize("own", MODES)

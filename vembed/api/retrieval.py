@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, LoadOptions, load, refuse_side, refuse_unknown
+from vembed.config.keys.data import DataKeys
 from vembed.config.redact import redact
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions
+from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError
 from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.evaluation.evaluator import evaluate as evaluate_task
@@ -82,8 +83,9 @@ def evaluate(
         VembedError: The set or the model can't be loaded, or the vectors aren't finite.
     """
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
-    root = _folder(image_root)
-    task = load_retrieval(str(data), SourceOptions(role="test", split=split, image_root=root, image_limits=limits))
+    root = None if image_root is None else str(image_root)
+    keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels)
+    task = load_retrieval(str(data), SourceOptions(role="test", split=split, keys=keys))
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(batch_size)
     result = evaluate_task(encode, task, EvaluationOptions(system=loaded.name))

@@ -8,15 +8,15 @@ it is declared and nowhere else: the reference, the JSON schema and the messages
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from vembed.config.fields import RULES, BrokenRules, Rule, Section, facts_of, idle_rules
+from vembed.config.fields import RULES, BrokenRules, Name, Rule, Section, facts_of, idle_rules
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.batch import BatchKeys
-from vembed.config.keys.data import DataKeys
+from vembed.config.keys.data import ColumnName, DataKeys
 from vembed.config.keys.distributed import DistributedKeys
 from vembed.config.keys.evaluation import EvaluationKeys
 from vembed.config.keys.loss import LossKeys
@@ -183,7 +183,7 @@ def _hint(config: Config, name: str) -> str:
     return f"; {hint}" if hint else ""
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=4)
 def _with_losses(losses: tuple[Any, ...]) -> type[Config]:
     """Return the class for these losses (`LossFacts` of vembed.losses, which this room must not import)."""
     owners: dict[str, list[str]] = {}
@@ -202,6 +202,9 @@ def _with_losses(losses: tuple[Any, ...]) -> type[Config]:
         for name in found
         if len(owners[name]) < len(names) or name not in Config.model_fields
     }
+    if asked := tuple(dict.fromkeys(column.name for loss in losses for column in loss.columns)):
+        target: Any = Literal[(*get_args(ColumnName), *asked)]
+        made["column_mapping"] = (dict[Name, target | None], Config.model_fields["column_mapping"])
     chosen = copy.copy(Config.model_fields["loss_type"])
     chosen.description = f"The loss: {'; '.join(f'{loss.name}, {loss.summary}' for loss in losses)}."
     made["loss_type"] = (Literal[tuple(names)], chosen)

@@ -15,17 +15,18 @@ from vembed.data.columns import closest, listing
 from vembed.data.files import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits
-from vembed.data.problems import InvalidPolicy, ProblemLog, plural
+from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, is_for_evaluation, split_for
 from vembed.data.validate import encoding_fault, text_fault
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from vembed.batch import Item
+    from vembed.data.columns import ExtraColumn
 
 HEADER_CELLS = frozenset({"query-id", "query_id", "qid", "query"})
 MAX_ID_LIST = 3
@@ -33,17 +34,12 @@ MAX_ID_LIST = 3
 
 @dataclass(frozen=True, slots=True)
 class BeirSplit:
-    """One split of a BEIR folder, with what an error about one of its queries needs.
-
-    Attributes:
-        data: The retrieval task.
-        query_lines: Query id -> line of queries.jsonl.
-        query_file: Name of the queries file.
-    """
+    """One split of a BEIR folder, with what records of its queries need."""
 
     data: RetrievalData
-    query_lines: dict[str, int]
-    query_file: str
+    query_lines: dict[str, int]  # query id -> line of queries.jsonl
+    query_file: str  # its name
+    cells: dict[str, dict[str, Any]]  # query id -> the columns of queries.jsonl that a loss asks for
 
 
 @dataclass(slots=True)
@@ -76,14 +72,17 @@ def read_beir(folder: Path, split: str | None, role: Role, images: ImageRoot | N
     return read_beir_split(folder, split, role, images).data
 
 
-def read_beir_split(folder: Path, split: str | None, role: Role, images: ImageRoot | None = None) -> BeirSplit:
-    """Read one split as `read_beir` does, and keep where its queries stand."""
+def read_beir_split(
+    folder: Path, split: str | None, role: Role, images: ImageRoot | None = None, extra: Sequence[ExtraColumn] = ()
+) -> BeirSplit:
+    """Read one split as `read_beir` does, and keep where its queries stand and what of them a loss asks for."""
     split, notes = find_split(folder, split, role)
     corpus_file, query_file = _part(folder, "corpus"), _part(folder, "queries")
-    log = ProblemLog(InvalidPolicy())
+    log = ProblemLog()
     images = images or ImageRoot(folder, ImageLimits())
     qrels = _read_qrels(folder / "qrels" / f"{split}.tsv", log)
-    queries, query_lines = _read_queries(query_file, set(qrels.grades), images, log)
+    asked = {name for column in extra for name in (column.name, *column.aliases)}
+    queries, query_lines, cells = _read_queries(query_file, set(qrels.grades), images, log, asked)
     documents, num_empty = _read_corpus(corpus_file, images, log)
     if log.refused:
         raise DataError(log.listing(str(folder)))
@@ -100,7 +99,7 @@ def read_beir_split(folder: Path, split: str | None, role: Role, images: ImageRo
         qrels=grades,
         notes=(*notes, *missing_notes, *(f"{plural(n, one, many)}." for n, one, many in counts if n)),
     )
-    return BeirSplit(data, query_lines, query_file.name)
+    return BeirSplit(data, query_lines, query_file.name, cells)
 
 
 def find_split(folder: Path, split: str | None, role: Role) -> tuple[str, tuple[str, ...]]:
@@ -147,7 +146,7 @@ def beir_rows(part: BeirSplit) -> Iterator[tuple[int, dict[str, Any]]]:
         negatives = [documents[name] for name, grade in grades.items() if grade == 0]
         if positives:
             row = {"query": part.data.queries[query_id], "positive": positives, "negatives": negatives}
-            yield part.query_lines[query_id], row
+            yield part.query_lines[query_id], row | part.cells.get(query_id, {})
 
 
 def _read_corpus(path: Path, images: ImageRoot, log: ProblemLog) -> tuple[dict[str, Item], int]:
@@ -173,13 +172,16 @@ def _read_corpus(path: Path, images: ImageRoot, log: ProblemLog) -> tuple[dict[s
 
 
 def _read_queries(
-    path: Path, judged: set[str], images: ImageRoot, log: ProblemLog
-) -> tuple[dict[str, Item], dict[str, int]]:
-    """Return query id -> item and query id -> line, both of all queries; only judged ones must be usable."""
+    path: Path, judged: set[str], images: ImageRoot, log: ProblemLog, asked: set[str]
+) -> tuple[dict[str, Item], dict[str, int], dict[str, dict[str, Any]]]:
+    """Return query id -> item, line and asked columns of all queries; only judged ones must be usable."""
     queries: dict[str, Item] = {}
     lines: dict[str, int] = {}
+    cells: dict[str, dict[str, Any]] = {}
     for where, name, row in _identified(path, log, known=queries):
         lines[name] = int(where.rpartition(":")[2])
+        if asked:
+            cells[name] = {column: cell for column, cell in row.items() if column in asked}
         text = row.get("text")
         has_picture = name in judged and bool(row.get("image"))
         needed = name in judged and not (has_picture and (text is None or text == ""))
@@ -189,7 +191,7 @@ def _read_queries(
         queries[name] = text if isinstance(text, str) else ""
         if has_picture and not reason:
             queries[name] = _with_picture(row, text or "", images, where, log) or ""
-    return queries, lines
+    return queries, lines, cells
 
 
 def _with_picture(row: dict[str, Any], text: str, images: ImageRoot, where: str, log: ProblemLog) -> Item | None:

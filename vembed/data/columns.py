@@ -5,19 +5,22 @@ resolution and a million look-ups.
 
 `image` is the positive picture of a text query. Beside a picture `text` is that query where no other column is; in all
 other rows it is the positive. A row that fills both `query` and `query_image` has one query that is both.
+
+Beside our columns a loss may ask for columns of its own, of numbers: `ExtraColumn`.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from vembed.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "query": ("anchor", "caption", "sentence1", "question"),
@@ -35,18 +38,20 @@ NUMBERED_NEGATIVE = re.compile(r"negative_(\d+)", re.ASCII)
 MAX_SHAPES = 10_000
 """Shapes and ignored names kept: bounds the memory that a file with random column names can take."""
 
-_CANONICAL = {alias: name for name, aliases in COLUMNS.items() for alias in (name, *aliases)}
-
 
 @dataclass(frozen=True, slots=True)
 class ExtraColumn:
     """A column of numbers that a loss asks for: read with the rows, checked, and given to the loss batch by batch.
 
-    The loss states it in its `columns`, and finds the numbers in `BatchStructure.columns[name]`, one for each query.
+    The loss states it in its `columns` and finds the numbers in `BatchStructure.columns[name]`, one for each query. It
+    may take one of our other names, such as `score`, but none of our own.
+
+    Raises:
+        ConfigError: The name is one of our own columns.
     """
 
     name: str  # of the column in the data; `column_mapping: {theirs: NAME}` serves data that call it otherwise
-    meaning: str  # what the number says, in words that follow "needs it:"
+    meaning: str  # what the number says, for messages and docs: "how much the row counts"
     required: bool = True  # whether a row without it is refused
     kind: Literal["int", "float"] = "float"
     least: float | None = None
@@ -54,34 +59,67 @@ class ExtraColumn:
     default: float = 0.0  # of a row without it, where it isn't required
     aliases: tuple[str, ...] = ()  # other names that it goes by
 
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.aliases):
+            if name in COLUMNS or NUMBERED_NEGATIVE.fullmatch(name):
+                raise ConfigError(f"a loss can't ask for the column {name!r}: rows have one already; call it otherwise")
 
-@dataclass(frozen=True, slots=True)
-class RowShape:
-    """The source columns of one shape of row.
+    def takes(self, number: float) -> bool:
+        """Return whether a number is finite, whole where it must be, and within the bounds."""
+        if not math.isfinite(number) or (self.kind == "int" and not (number == int(number) and abs(number) < 2**63)):
+            return False
+        return (self.least is None or number >= self.least) and (self.most is None or number <= self.most)
 
-    Attributes:
-        query: Column that holds the query, None when there is none; with `query_image`, the query is both in one.
-        positive: Column that holds the positives, None when there is none.
-        negatives: Columns that hold negatives, `negative_2` before `negative_10`.
-        label: Column that holds the label, None when there is none.
-        query_image: Column that holds a picture as the query, None when there is none.
-        positive_image: Column that holds pictures as positives, None when there is none.
-        negative_images: Column that holds pictures as negatives, None when there is none.
-    """
+    def typed(self, number: float) -> int | float:
+        """Return a number as the column holds it."""
+        return int(number) if self.kind == "int" else float(number)
 
-    query: str | None
+    @property
+    def expected(self) -> str:
+        """What a cell must hold, e.g. "a number from 0 to 1"."""
+        bounds = {
+            (True, True): f" from {self.least} to {self.most}",
+            (True, False): f" of at least {self.least}",
+            (False, True): f" of at most {self.most}",
+        }
+        noun = "a whole number" if self.kind == "int" else "a number"
+        return noun + bounds.get((self.least is not None, self.most is not None), "")
+
+
+class LossNeeds(Protocol):
+    """What a loss says of the data that it needs: `LossFacts` is one."""
+
+    @property
+    def name(self) -> str:
+        """What `loss_type` calls it."""
+
+    @property
+    def columns(self) -> Sequence[ExtraColumn]:
+        """The columns of numbers that it asks for."""
+
+    @property
+    def takes(self) -> Collection[str]:
+        """What it learns from: "positives", "classes", "pairs"."""
+
+
+class RowShape(NamedTuple):
+    """The source columns of one shape of row; None where the shape has none."""
+
+    query: str | None  # with `query_image`, the query is both in one
     positive: str | None
-    negatives: tuple[str, ...]
+    negatives: tuple[str, ...]  # `negative_2` before `negative_10`
     label: str | None
     query_image: str | None = None
     positive_image: str | None = None
     negative_images: str | None = None
+    extra: tuple[tuple[ExtraColumn, str | None], ...] = ()  # what the loss asked for, and the column that holds it
 
     @property
     def sources(self) -> frozenset[str | None]:
         """All columns that are read."""
         pictures = (self.query_image, self.positive_image, self.negative_images)
-        return frozenset({self.query, self.positive, self.label, *self.negatives, *pictures})
+        extra = (source for _, source in self.extra)
+        return frozenset({self.query, self.positive, self.label, *self.negatives, *pictures, *extra})
 
 
 class ColumnResolver:
@@ -89,14 +127,18 @@ class ColumnResolver:
 
     Args:
         column_mapping: Source column -> our name or one of its aliases; None drops the column.
+        extra: The columns of numbers that the loss asks for.
 
     Raises:
         ConfigError: The mapping names a target that records don't have, or one target twice.
     """
 
-    def __init__(self, column_mapping: Mapping[str, str | None]) -> None:
-        _check_targets(column_mapping)
+    def __init__(self, column_mapping: Mapping[str, str | None], extra: Sequence[ExtraColumn] = ()) -> None:
+        self._extra = {column.name: column for column in extra}
+        names = COLUMNS | {each.name: each.aliases for each in extra}
+        self._canonical = {alias: name for name, aliases in names.items() for alias in (name, *aliases)}
         self._mapping = dict(column_mapping)
+        self._check_targets()
         self._shapes: dict[tuple[str, ...], RowShape] = {}
         self._seen: dict[str, None] = {}  # an ordered set
         self._ignored: dict[str, None] = {}
@@ -128,18 +170,19 @@ class ColumnResolver:
         used = self.shape(tuple(names), where=where).sources
         return [name for name in names if name in used]
 
-    def check_mapping(self, source: str, *, drops_may_miss: bool = False) -> None:
+    def check_mapping(self, source: str, *, trains: bool = True) -> None:
         """Refuse a mapping of a column that no row had; to be called after the last row.
 
         Args:
             source: What was read, for the error.
-            drops_may_miss: Accept that a column to drop isn't there.
+            trains: Whether the rows are trained on; of others, columns to drop and those for the loss may be missing.
 
         Raises:
             DataError: A mapped column was never seen.
         """
         for name, target in self._mapping.items():
-            if name not in self._seen and not (drops_may_miss and target is None):
+            may_miss = not trains and (target is None or self._canonical.get(target) in self._extra)
+            if name not in self._seen and not may_miss:
                 msg = (
                     f"column_mapping names {name!r}, but no row of {source} has that column"
                     f"{closest(name, self._seen)}; columns: {listing(self._seen)}"
@@ -154,17 +197,19 @@ class ColumnResolver:
         """Return why a row without a column is refused, with the nearest name that it has.
 
         Args:
-            column: Our name of the missing column.
+            column: Our name of the missing column, or that of one that the loss asks for.
             names: The row's column names.
         """
         names = [name for name in names if name not in self._mapping]
-        near = _nearest_of(names, (column, *COLUMNS[column]))
+        aliases = self._extra[column].aliases if column in self._extra else COLUMNS[column]
+        near = _nearest_of(names, (column, *aliases))
         picture = f", nor {_PICTURE_OF[column]}" if column in _PICTURE_OF else ""
+        others = f" (nor any of {', '.join(aliases)}{picture})" if aliases else ""
         fix = f"; if {near!r} is meant: column_mapping: {{{near}: {column}}}" if near else ""
-        return f"missing (nor any of {', '.join(COLUMNS[column])}{picture}); the row has {listing(names)}{fix}"
+        return f"missing{others}; the row has {listing(names)}{fix}"
 
     def _resolve(self, names: tuple[str, ...], *, where: str) -> RowShape:
-        found: dict[str, list[str]] = {column: [] for column in COLUMNS}
+        found: dict[str, list[str]] = {column: [] for column in (*COLUMNS, *self._extra)}
         numbered: list[tuple[int, str]] = []
         ignored = []
         targets = {name: self._mapping.get(name, name) for name in names}
@@ -177,8 +222,8 @@ class ColumnResolver:
                 numbered.append((int(number[1]), name))
             elif target == "text" and text_is_query:
                 found["query"].append(name)
-            elif target in _CANONICAL:
-                found[_CANONICAL[target]].append(name)
+            elif target in self._canonical:
+                found[self._canonical[target]].append(name)
             elif target == "images":
                 raise DataError(_images_message(name, where))
             else:
@@ -198,11 +243,12 @@ class ColumnResolver:
             query_image=single["query_image"],
             positive_image=single["positive_image"],
             negative_images=single["negative_images"],
+            extra=tuple((column, single[name]) for name, column in self._extra.items()),
         )
 
     def _text_is_query(self, targets: Mapping[str, str | None]) -> bool:
         """Return whether `text` names the caption of a positive picture."""
-        columns = {_CANONICAL.get(target) for target in targets.values() if target is not None}
+        columns = {self._canonical.get(target) for target in targets.values() if target is not None}
         return "positive_image" in columns and not columns & {"query", "query_image"}
 
     def _check_rivals(self, found: Mapping[str, list[str]], numbered: list[str], where: str) -> None:
@@ -225,6 +271,24 @@ class ColumnResolver:
             f"column_mapping: {{{rivals[-1]}: null}}"
         )
 
+    def _check_targets(self) -> None:
+        taken: dict[str, str] = {}
+        for source, target in self._mapping.items():
+            if target is None:
+                continue
+            if target not in self._canonical and not NUMBERED_NEGATIVE.fullmatch(target):
+                msg = (
+                    f"column_mapping: {{{source}: {target}}}: records have no column {target!r}"
+                    f"{closest(target, self._canonical)}; they have {', '.join((*COLUMNS, *self._extra))} and "
+                    "negative_1, negative_2, ...; null drops a column"
+                )
+                raise ConfigError(msg)
+            name = self._canonical.get(target, target)
+            if name in taken:
+                msg = f"column_mapping sends both {taken[name]!r} and {source!r} to {name!r}: keep one of them"
+                raise ConfigError(msg)
+            taken[name] = source
+
 
 def closest(name: str, names: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the nearest of some names, or an empty string."""
@@ -241,25 +305,6 @@ def listing(names: Iterable[str], limit: int = 20) -> str:
 
 def _nearest_of(names: Sequence[str], wanted: Sequence[str]) -> str | None:
     return next((near[0] for target in wanted if (near := get_close_matches(target, names, n=1))), None)
-
-
-def _check_targets(mapping: Mapping[str, str | None]) -> None:
-    taken: dict[str, str] = {}
-    for source, target in mapping.items():
-        if target is None:
-            continue
-        if target not in _CANONICAL and not NUMBERED_NEGATIVE.fullmatch(target):
-            msg = (
-                f"column_mapping: {{{source}: {target}}}: records have no column {target!r}"
-                f"{closest(target, _CANONICAL)}; they have {', '.join(COLUMNS)} and negative_1, negative_2, ...; "
-                "null drops a column"
-            )
-            raise ConfigError(msg)
-        name = _CANONICAL.get(target, target)
-        if name in taken:
-            msg = f"column_mapping sends both {taken[name]!r} and {source!r} to {name!r}: keep one of them"
-            raise ConfigError(msg)
-        taken[name] = source
 
 
 def _image_message(name: str, where: str) -> str:

@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed, Image, pictures_in
+from vembed.config.keys.data import DataKeys
 from vembed.data.columns import closest, listing
 from vembed.data.files import ROW_SUFFIXES, RawRow, iter_rows, suffix_of, text_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits, content_name
 from vembed.data.picture_folder import find_pictures
 from vembed.data.presets import preset_path
-from vembed.data.problems import InvalidPolicy, ProblemLog, plural
+from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import BUILTIN_PREFIX, SourceOptions
+from vembed.data.sources import BUILTIN_PREFIX
+from vembed.data.splits import SourceOptions
 from vembed.data.validate import encoding_fault
 from vembed.errors import DataError
 
@@ -124,7 +126,7 @@ class Corpus:
         self._start()
 
     def _start(self) -> None:
-        self._log = ProblemLog(InvalidPolicy())
+        self._log = ProblemLog()
         self._num_blank = 0
         self._num_empty = 0
         self._num_repeated = 0
@@ -187,8 +189,9 @@ class Corpus:
 
     @cached_property
     def _task(self) -> RetrievalData:
-        limits, root = self.limits, self._options.image_root
-        return load_retrieval(self._path, SourceOptions(role="test", image_root=root, image_limits=limits))
+        root = self._options.image_root
+        keys = DataKeys(image_root=None if root is None else str(root), max_image_pixels=self.limits.max_pixels)
+        return load_retrieval(self._path, SourceOptions(role="test", keys=keys))
 
     def _files(self, folder: Path) -> Iterator[Document]:
         """Yield each picture below a folder."""

@@ -1,12 +1,10 @@
 """What happens to invalid rows: collect them all, then refuse the file or drop them within a budget.
 
-Policy `error`: any invalid row refuses the source, after all of it was read. Policy `skip`: up to `max_invalid` rows
-are dropped, counted and named; one more refuses the source. A path that leads out of the data is never dropped.
+Without a budget any invalid row refuses the source, after all of it was read. With one, so many rows are dropped,
+counted and named, and one more refuses the source. A path that leads out of the data is never dropped.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 from vembed.errors import DataError
 
@@ -14,33 +12,15 @@ MAX_LISTED = 20
 MAX_LISTED_IN_NOTE = 3
 
 
-@dataclass(frozen=True, slots=True)
-class InvalidPolicy:
-    """What to do with invalid rows.
-
-    Attributes:
-        skip: Drop them, instead of refusing the source.
-        max_invalid: Most rows that `skip` drops.
-    """
-
-    skip: bool = False
-    max_invalid: int = 0
-
-    @property
-    def budget(self) -> int:
-        """Invalid rows that may be dropped."""
-        return self.max_invalid if self.skip else 0
-
-
 class ProblemLog:
     """Count the invalid rows of one source; keep the first few.
 
     Args:
-        policy: What to do with them.
+        skips: Most invalid rows that may be dropped; None refuses the source for any.
     """
 
-    def __init__(self, policy: InvalidPolicy) -> None:
-        self._policy = policy
+    def __init__(self, skips: int | None = None) -> None:
+        self._skips = skips
         self._listed: list[str] = []
         self._num_never_dropped = 0
         self.count = 0
@@ -48,7 +28,7 @@ class ProblemLog:
     @property
     def refused(self) -> bool:
         """Whether the source is lost already, so that its valid rows need not be kept."""
-        return self.count > self._policy.budget or self._num_never_dropped > 0
+        return self.count > (self._skips or 0) or self._num_never_dropped > 0
 
     def add(self, where: str, reason: str, *, column: str | None = None, may_drop: bool = True) -> None:
         """Note one invalid row.
@@ -57,7 +37,7 @@ class ProblemLog:
             where: `file:line`.
             reason: Why it is invalid.
             column: The column at fault, None for the row as a whole.
-            may_drop: The policy may drop the row; False refuses the source.
+            may_drop: Whether it may be dropped; False refuses the source.
         """
         self.count += 1
         self._num_never_dropped += not may_drop
@@ -91,8 +71,8 @@ class ProblemLog:
     def _fix(self) -> str:
         if self._num_never_dropped:
             return "Fix the rows: a path that leads out of the data refuses the source, whatever the policy."
-        if self._policy.skip:
-            return f"That is more than max_invalid_records: {self._policy.max_invalid}; fix the rows or raise it."
+        if self._skips is not None:
+            return f"That is more than max_invalid_records: {self._skips}; fix the rows or raise it."
         return f"Fix the rows, or drop them with skip_invalid_records: true, max_invalid_records: {self.count}"
 
 

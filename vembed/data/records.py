@@ -16,12 +16,13 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vembed.batch import Composed, Image
 from vembed.data.images import item_id
+from vembed.data.item_table import ItemTable, ItemWriter, filled, joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -34,14 +35,8 @@ if TYPE_CHECKING:
 BLOCK_ROWS = 8192
 """Rows that are Python objects at any one time while a table is written or walked."""
 
-BLOB_BYTES = 16 * 2**20
-"""Bytes of pictures that are Python objects at any one time while a table is written."""
-
 _ASKED = "asked:"
 """What the names of columns that the loss asked for begin with in the table, so that they may be any."""
-
-_Cells: TypeAlias = "str | tuple[str | None, str, int | None]"
-"""A text; or of a picture its text (None without), its path, and the number of its bytes (None where it is a file)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +57,7 @@ class RecordTable:
 
     Args:
         columns: One Arrow array per column of `RecordWriter`, all of one length.
-        items: An Arrow table of `text`, and of `path` and `bytes` where there are pictures.
-        blobs: Chunked Arrow array of what `bytes` counts into.
+        items: What the columns count into.
         files: Names that the `file` column counts into.
         rows: Rows of `columns` that this table shows, in order; None shows all of them.
     """
@@ -71,14 +65,12 @@ class RecordTable:
     def __init__(
         self,
         columns: Mapping[str, Any],
-        items: Any,
-        blobs: Any,
+        items: ItemTable,
         files: tuple[str, ...],
         rows: NDArray[np.int64] | None = None,
     ) -> None:
         self._columns = columns
         self._items = items
-        self._blobs = blobs
         self._files = files
         self._rows = np.arange(len(columns["query"]), dtype=np.int64) if rows is None else rows
 
@@ -109,7 +101,16 @@ class RecordTable:
         Raises:
             IndexError: A position is negative or beyond the table.
         """
-        return RecordTable(self._columns, self._items, self._blobs, self._files, self._rows[self._checked(rows)])
+        return RecordTable(self._columns, self._items, self._files, self._rows[self._checked(rows)])
+
+    def with_columns(self, columns: Sequence[ExtraColumn]) -> RecordTable:
+        """Return the records with further columns, every row with the default."""
+        import pyarrow as pa
+
+        types, count = _column_types(columns), len(self._columns["query"])
+        more = {f"{_ASKED}{each.name}": pa.scalar(each.typed(each.default)) for each in columns}
+        added = {name: pa.repeat(value.cast(types[name]), count) for name, value in more.items()}
+        return RecordTable({**self._columns, **added}, self._items, self._files, self._rows)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -140,7 +141,7 @@ class RecordTable:
         taken = {name: column.take(wanted) for name, column in self._columns.items()}
         lists = [taken.pop("positives"), taken.pop("negatives")]
         flat = [taken.pop("query").to_numpy(), *(column.flatten().to_numpy() for column in lists)]
-        items = self._items_at(np.concatenate(flat))
+        items = self._items.at(np.concatenate(flat))
         positives, negatives = (
             _cut(items, start, column.offsets.to_numpy())
             for start, column in zip((len(rows), len(rows) + len(flat[1])), lists, strict=True)
@@ -162,23 +163,6 @@ class RecordTable:
             for row, (file, line) in enumerate(places)
         ]
 
-    def _items_at(self, numbers: NDArray[np.int64]) -> list[Item]:
-        import pyarrow as pa
-
-        distinct, places = np.unique(numbers, return_inverse=True)
-        table = self._items.take(pa.array(distinct))
-        items: list[Item] = table["text"].to_pylist()
-        if "path" in table.column_names:
-            cells = zip(items, table["path"].to_pylist(), table["bytes"].to_pylist(), strict=True)
-            items = [self._item(*parts) for parts in cells]
-        return [items[place] for place in places.tolist()]
-
-    def _item(self, text: Any, path: str | None, number: int | None) -> Item:
-        if path is None:
-            return str(text)
-        image = Image(path) if number is None else Image(path, self._blobs[number].as_py())
-        return image if text is None else Composed(image, text)
-
 
 class RecordWriter:
     """Collect checked rows into a `RecordTable`; at most `BLOCK_ROWS` rows are Python objects at a time.
@@ -196,7 +180,7 @@ class RecordWriter:
         self._block: dict[str, list[Any]] = {name: [] for name in self._types}
         self._chunks: dict[str, list[Any]] = {name: [] for name in self._types}
         self._num_rows = 0
-        self._items = _ItemWriter()
+        self._items = ItemWriter()
 
     def __len__(self) -> int:
         return self._num_rows
@@ -243,8 +227,8 @@ class RecordWriter:
     def finish(self) -> RecordTable:
         """Return the table and leave the writer empty; peak memory is the table plus a copy of its largest column."""
         self._flush()
-        columns = {name: _joined(self._chunks[name], kind) for name, kind in self._types.items()}
-        table = RecordTable(columns, *self._items.finish(), tuple(self._files))
+        columns = {name: joined(self._chunks[name], kind) for name, kind in self._types.items()}
+        table = RecordTable(columns, self._items.finish(), tuple(self._files))
         self._start()
         return table
 
@@ -263,115 +247,9 @@ class RecordWriter:
                 places = np.fromiter(chain.from_iterable(cells), np.int64, offsets[-1])
                 chunk = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(numbers[places]))
             else:
-                chunk = _filled(cells, kind)
+                chunk = filled(cells, kind)
             self._chunks[name].append(chunk)
             cells.clear()
-
-
-class _ItemWriter:
-    """Number distinct items, and collect them as columns; the bytes of pictures are kept aside, equal ones once."""
-
-    def __init__(self) -> None:
-        self._places: dict[_Cells, int] = {}
-        self._known = _KnownItems()
-        self._has_pictures = False
-        self._chunks: dict[str, list[Any]] = {name: [] for name in _item_types()}
-        self._blob_numbers: dict[bytes, int] = {}
-        self._blobs: list[bytes] = []
-        self._blob_bytes = 0
-        self._blob_chunks: list[Any] = []
-
-    def place(self, item: Item) -> int:
-        """Return the place of an item in the present block."""
-        cells: _Cells
-        if isinstance(item, str):
-            cells = item
-        elif isinstance(item, Composed):
-            self._has_pictures = True
-            cells = (item.text, item.image.path, self._blob_number(item.image))
-        else:
-            self._has_pictures = True
-            cells = (None, item.path, self._blob_number(item))
-        return self._places.setdefault(cells, len(self._places))
-
-    def flush(self) -> NDArray[np.int64]:
-        """Write the items of the block that are new; return the number of each item of the block."""
-        block = list(self._places)
-        numbers, new = self._known.numbers(block)
-        cells = [block[place] for place in new.tolist()]
-        rows = [each if isinstance(each, tuple) else (each, None, None) for each in cells] if self._has_pictures else ()
-        columns = zip(*rows, strict=True) if rows else (cells, *[[None] * len(cells)] * 2)
-        for (name, kind), column in zip(_item_types().items(), columns, strict=True):
-            self._chunks[name].append(_filled(column, kind))
-        self._places = {}
-        return numbers
-
-    def finish(self) -> tuple[Any, Any]:
-        """Return the item table and the blobs."""
-        import pyarrow as pa
-
-        del self._known  # memory is at its peak while columns are joined
-        self._flush_blobs()
-        columns = {name: _joined(self._chunks[name], kind) for name, kind in _item_types().items()}
-        items = pa.table(columns if self._has_pictures else {"text": columns["text"]})
-        return items, pa.chunked_array(self._blob_chunks, type=pa.large_binary())
-
-    def _blob_number(self, image: Image) -> int | None:
-        if image.data is None:
-            return None
-        digest = hashlib.sha256(image.data).digest()
-        number = self._blob_numbers.get(digest)
-        if number is None:
-            number = self._blob_numbers[digest] = len(self._blob_numbers)
-            self._blobs.append(image.data)
-            self._blob_bytes += len(image.data)
-            if self._blob_bytes >= BLOB_BYTES:
-                self._flush_blobs()
-        return number
-
-    def _flush_blobs(self) -> None:
-        import pyarrow as pa
-
-        self._blob_chunks.append(pa.array(self._blobs, type=pa.large_binary()))
-        self._blobs, self._blob_bytes = [], 0
-
-
-class _KnownItems:
-    """Tell which items were met before, in 16 bytes each instead of a dictionary's 150.
-
-    An item is known by a 64-bit keyed hash: two of 10 million share one with a probability of 3 in a million. Hashes
-    stand in sorted runs; a run joins the one before it when that is less than twice as long, so that runs stay few.
-    """
-
-    def __init__(self) -> None:
-        self._runs: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # hashes, numbers
-        self._count = 0
-
-    def numbers(self, items: Sequence[_Cells]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the number of each of some distinct items, and the places of the new ones."""
-        hashes = np.fromiter(map(hash, items), np.int64, len(items))
-        order = np.argsort(hashes)  # sorted needles are found ten times as fast
-        hashes = hashes[order]
-        numbers = np.full(len(items), -1, dtype=np.int64)
-        for run_hashes, run_numbers in self._runs:
-            at = np.minimum(np.searchsorted(run_hashes, hashes), len(run_hashes) - 1)
-            same = run_hashes[at] == hashes
-            numbers[order[same]] = run_numbers[at[same]]
-        new = np.flatnonzero(numbers < 0)
-        is_new = numbers[order] < 0
-        numbers[new] = np.arange(self._count, self._count + len(new))
-        self._count += len(new)
-        self._add(hashes[is_new], numbers[order][is_new])
-        return numbers, new
-
-    def _add(self, hashes: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        while self._runs and len(self._runs[-1][0]) < 2 * len(hashes):
-            earlier_hashes, earlier_numbers = self._runs.pop()
-            hashes = np.concatenate([earlier_hashes, hashes])
-            order = np.argsort(hashes, kind="stable")
-            hashes, numbers = hashes[order], np.concatenate([earlier_numbers, numbers])[order]
-        if len(hashes):
-            self._runs.append((hashes, numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,32 +276,6 @@ def _column_types(columns: Sequence[ExtraColumn]) -> dict[str, Any]:
         "line": pa.int64(),
         **{f"{_ASKED}{column.name}": pa.int64() if column.kind == "int" else pa.float64() for column in columns},
     }
-
-
-def _item_types() -> dict[str, Any]:
-    import pyarrow as pa
-
-    return {"text": pa.large_string(), "path": pa.large_string(), "bytes": pa.int64()}
-
-
-def _filled(cells: Sequence[Any], kind: Any) -> Any:
-    """Return cells as an Arrow array; nulls, which take no memory, where every cell is None."""
-    import pyarrow as pa
-
-    return pa.nulls(len(cells)) if cells.count(None) == len(cells) else pa.array(cells, type=kind)
-
-
-def _joined(chunks: list[Any], kind: Any) -> Any:
-    """Return the chunks of a column as one array, and forget them."""
-    import pyarrow as pa
-
-    if not chunks:
-        return pa.array([], type=kind)
-    if any(not pa.types.is_null(chunk.type) for chunk in chunks):
-        chunks[:] = [pa.nulls(len(chunk), kind) if pa.types.is_null(chunk.type) else chunk for chunk in chunks]
-    joined = pa.concat_arrays(chunks)
-    chunks.clear()
-    return joined
 
 
 def _cut(items: Sequence[Item], start: int, offsets: NDArray[np.int64]) -> list[tuple[Item, ...]]:

@@ -11,10 +11,11 @@ from vembed.data.beir import read_beir
 from vembed.data.builtin import load_builtin_retrieval
 from vembed.data.images import content_name
 from vembed.data.presets import preset_path
-from vembed.data.problems import InvalidPolicy, ProblemLog, plural
+from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval import RetrievalData
-from vembed.data.sources import BUILTIN_PREFIX, SourceOptions, beir_folder, load_records
-from vembed.data.splits import SPLIT_NAMES
+from vembed.data.sources import BUILTIN_PREFIX, beir_folder, load_records
+from vembed.data.splits import SPLIT_NAMES, SourceOptions
+from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from vembed.batch import Item
@@ -38,18 +39,18 @@ def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
     """
     if folder := beir_folder(path):
         task = read_beir(folder, options.split, options.role, options.images(folder))
-        notes = ("column_mapping has no effect on a BEIR folder.",) if options.column_mapping else ()
+        notes = ("column_mapping has no effect on a BEIR folder.",) if options.keys.column_mapping else ()
         return replace(task, notes=(*task.notes, *notes))
     if preset := preset_path(path):
         # A set with rows left out would no longer be the set that others report.
-        task = preset.retrieval(options, ProblemLog(InvalidPolicy()))
-        notes = ("column_mapping has no effect on a published set.",) if options.column_mapping else ()
+        task = preset.retrieval(options, ProblemLog())
+        notes = ("column_mapping has no effect on a published set.",) if options.keys.column_mapping else ()
         return replace(task, notes=(*task.notes, *notes))
     if path.startswith(BUILTIN_PREFIX):
         name, split = path.removeprefix(BUILTIN_PREFIX), options.split or SPLIT_NAMES[options.role][0]
         judged = load_builtin_retrieval(name, split)
         if judged is not None:
-            notes = ("column_mapping has no effect on a built-in set.",) if options.column_mapping else ()
+            notes = ("column_mapping has no effect on a built-in set.",) if options.keys.column_mapping else ()
             return replace(judged, notes=(*judged.notes, *notes))
     loaded = load_records(path, options)
     task = retrieval_from_records(loaded.table, _task_name(path, options))
@@ -61,13 +62,14 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
 
     Queries of equal content are one query with the positives of all its records; hard negatives are documents without
     a judgement. Ids are 16 hexadecimal digits of the content hash, so that they don't depend on the order of the rows.
-    Labels are not used: rows of one class keep their own positives.
+    Classes are not used: rows of one class keep their own positives.
 
     Args:
         table: The records.
         name: Name of the task, for people.
 
     Raises:
+        DataError: No record has a positive.
         ImageError: A picture can't be read any more.
     """
     digest = cache(content_name)
@@ -82,8 +84,18 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
         for item in (*record.positives, *record.negatives):
             documents.setdefault(digest(item), item)
         qrels.setdefault(query_id, {}).update((digest(item), 1) for item in record.positives)
-    notes = (f"{plural(num_repeated, 'row')} merged into an earlier row of the same query.",) if num_repeated else ()
-    return RetrievalData(name, queries, documents, qrels, notes)
+    alone = [query_id for query_id, grades in qrels.items() if not grades]
+    if alone and len(alone) == len(queries):
+        raise DataError(f"{name}: no query has a document that belongs to it, so there is nothing to find")
+    for query_id in alone:
+        del queries[query_id], qrels[query_id]
+    notes = []
+    if num_repeated:
+        notes.append(f"{plural(num_repeated, 'row')} merged into an earlier row of the same query.")
+    if alone:
+        verbs = "has no document that belongs to it and isn't" if len(alone) == 1 else "have none and aren't"
+        notes.append(f"{plural(len(alone), 'query', 'queries')} {verbs} searched.")
+    return RetrievalData(name, queries, documents, qrels, tuple(notes))
 
 
 def _task_name(path: str, options: SourceOptions) -> str:

@@ -11,67 +11,33 @@ from __future__ import annotations
 
 import glob
 import re
-from dataclasses import dataclass, field
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
 from vembed.data.builtin import load_builtin
-from vembed.data.columns import COLUMNS, ColumnResolver, closest
+from vembed.data.columns import ColumnResolver, closest
 from vembed.data.files import ROW_SUFFIXES, RawRow, holds_text_cells, iter_rows, suffix_of
 from vembed.data.hub import HUB_ID, hub_rows, hub_split
-from vembed.data.image_root import ImageRoot
-from vembed.data.images import ImageLimits
 from vembed.data.presets import preset_hint, preset_path
-from vembed.data.problems import InvalidPolicy, ProblemLog, plural
+from vembed.data.problems import plural
 from vembed.data.records import LoadedRecords, RecordWriter
-from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, split_for
-from vembed.data.validate import Fault, RowContext, check_row
+from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, SourceOptions, split_for
+from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["BUILTIN_PREFIX", "LoadedRecords", "SourceOptions", "beir_folder", "load_records"]
+    from vembed.data.columns import LossNeeds
+    from vembed.data.image_root import ImageRoot
+    from vembed.data.records import RecordTable
 
 BUILTIN_PREFIX = "builtin:"
 SHARD = re.compile(r"(?P<split>.+?)([-_.]\d+(-of-\d+)?)?")
 """The file names of a split: `train`, `train-00000-of-00004`, `train_7`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SourceOptions:
-    """How to read a data source.
-
-    Attributes:
-        role: What the data is for; chooses the split where there are several.
-        split: The split to read instead; None leaves it to the role.
-        column_mapping: Source column -> our name; None drops the column.
-        skip_invalid: Drop invalid rows instead of refusing the source.
-        max_invalid: Most invalid rows that may be dropped.
-        image_root: Folder that pictures' paths start from and must stay in; None: the folder of each manifest.
-        image_limits: Caps on each picture.
-    """
-
-    role: Role
-    split: str | None = None
-    column_mapping: Mapping[str, str | None] = field(default_factory=dict)
-    skip_invalid: bool = False
-    max_invalid: int = 0
-    image_root: Path | None = None
-    image_limits: ImageLimits = field(default_factory=ImageLimits)
-
-    def images(self, folder: Path | None) -> ImageRoot:
-        """Return what checks the pictures of a source.
-
-        Args:
-            folder: The source's own folder, None when it has none.
-
-        Raises:
-            DataError: `image_root` doesn't exist.
-        """
-        return ImageRoot(folder if self.image_root is None else self.image_root, self.image_limits)
 
 
 def load_records(path: str, options: SourceOptions) -> LoadedRecords:
@@ -88,21 +54,29 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
 
     Raises:
         ConfigError: `column_mapping` names a column that records don't have.
-        DataError: The source is missing, broken or inconsistent; the message names file:line and column.
+        DataError: The source is missing, broken or inconsistent, or lacks what the loss learns from; the message names
+            file:line and column.
         MachineError: The hub can't be reached, or the system refuses to read a file.
     """
     loader = _Loader(options)
     if path.startswith(BUILTIN_PREFIX):
         split = options.split or SPLIT_NAMES[options.role][0]
-        loaded = load_builtin(path.removeprefix(BUILTIN_PREFIX), split)
-        return LoadedRecords(loaded.table, (*loaded.notes, *loader.unmapped("a built-in set")))
-    if preset := preset_path(path):
-        loaded = preset.records(options, ProblemLog(InvalidPolicy(options.skip_invalid, options.max_invalid)))
-        notes = (*loaded.notes, *loader.unmapped("a published set"))
-        return LoadedRecords(loaded.table, notes, loaded.num_invalid)
-    if folder := beir_folder(path):
+        loaded = loader.complete(load_builtin(path.removeprefix(BUILTIN_PREFIX), split), path, "a built-in set")
+    elif preset := preset_path(path):
+        loaded = loader.complete(preset.records(options, options.log()), path, "a published set")
+    elif folder := beir_folder(path):
         images = options.images(folder)
-        return loader.read_beir(read_beir_split(folder, options.split, options.role, images), folder, images)
+        part = read_beir_split(folder, options.split, options.role, images, loader.extra)
+        loaded = loader.read_beir(part, folder, images)
+    else:
+        loaded = _load_rows(path, options, loader)
+    if loader.loss is not None:
+        _check_supervision(loaded.table, loader.loss)
+    return loaded
+
+
+def _load_rows(path: str, options: SourceOptions, loader: _Loader) -> LoadedRecords:
+    """Read local files of rows, or a hub set."""
     files, notes = _row_files(path, options)
     if files:
         for file in files:
@@ -117,6 +91,21 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
     return loader.finish(path, notes)
 
 
+def _check_supervision(table: RecordTable, loss: LossNeeds) -> None:
+    """Refuse records that hold nothing which a loss learns from: it would average over nothing.
+
+    Raises:
+        DataError: With the first such record.
+    """
+    if "positives" in loss.takes:
+        return  # every row has a positive, or lists its pairs
+    found = {"classes": "label_kind: class and a label", "pairs": "label_kind: pair or grade, and a label or score"}
+    wanted = " or ".join(found[each] for each in sorted(loss.takes) if each in found)
+    for record in table:
+        if not (("classes" in loss.takes and record.label is not None) or ("pairs" in loss.takes and record.scores)):
+            raise DataError(f"{record.location}: loss_type {loss.name} learns nothing from this row: it needs {wanted}")
+
+
 def beir_folder(path: str) -> Path | None:
     """Return the BEIR folder that a path names, or None when it names something else."""
     folder = Path(path).expanduser()
@@ -127,56 +116,82 @@ class _Loader:
     """Collect the rows of one source under the options' policy."""
 
     def __init__(self, options: SourceOptions) -> None:
-        self.columns = ColumnResolver(options.column_mapping)
-        self._policy = InvalidPolicy(options.skip_invalid, options.max_invalid)
-        self._log = ProblemLog(self._policy)
-        self._writer = RecordWriter()
-        self._mapping = options.column_mapping
-        self._role = options.role
+        self.loss = options.loss if options.role == "train" else None
+        extra = () if options.loss is None else tuple(options.loss.columns)
+        self.extra = () if self.loss is None else extra
+        self.columns = ColumnResolver(options.keys.column_mapping, extra)
+        self._options = options
+        self._log = options.log()
+        self._writer = RecordWriter(self.extra)
+        self._unclear = UnclearLabels()
         self._num_rows = 0
         self._has_header = False
-        self._num_missing = dict.fromkeys(COLUMNS, 0)
+        self._num_missing: Counter[str] = Counter()  # rows without a column that every row needs
+        self._needed: dict[str, tuple[str, str]] = {}  # one that the loss asks for -> first row without it, and why
 
     def read(self, rows: Iterable[RawRow], images: ImageRoot, *, file: str, cells_are_text: bool = False) -> None:
         """Check the rows of one file and keep the valid ones."""
         columns, writer, log = self.columns, self._writer, self._log
         self._has_header = cells_are_text
+        checker = RowChecker(
+            images,
+            cells_are_text=cells_are_text,
+            label_kind=self._options.keys.label_kind,
+            loss=self.loss,
+            unclear=self._unclear,
+        )
         for line, row in rows:
             self._num_rows += 1
+            where = f"{file}:{line}"
             if isinstance(row, str):
-                log.add(f"{file}:{line}", row)
+                log.add(where, row)
                 continue
-            context = RowContext(images, f"{file}:{line}", cells_are_text)
-            shape = columns.shape(tuple(row), where=context.where)
+            shape = columns.shape(tuple(row), where=where)
             try:
-                fields = check_row(row, shape, context)
+                fields = checker.check(row, shape, where)
             except Fault as fault:
-                self._refuse(fault, row, context.where)
+                self._refuse(fault, row, where)
                 continue
             if not log.refused:
+                query, positives, negatives, label, scores, numbers = fields
                 writer.add(
-                    fields.query,
-                    positives=fields.positives,
-                    negatives=fields.negatives,
-                    label=fields.label,
+                    query,
+                    positives=positives,
+                    negatives=negatives,
+                    label=label,
+                    scores=scores,
+                    columns=numbers,
                     file=file,
                     line=line,
                 )
 
     def read_beir(self, part: BeirSplit, folder: Path, images: ImageRoot) -> LoadedRecords:
         """Return a record per query of a BEIR split that has a relevant document."""
-        self.columns = ColumnResolver({})  # the layout fixes the columns
+        self.columns = ColumnResolver({}, self.extra)  # the layout fixes the columns
         self.read(beir_rows(part), images, file=part.query_file)
         irrelevant = len(part.data.queries) - self._num_rows
-        notes = [*part.data.notes, *self.unmapped("a BEIR folder")]
+        notes = [*part.data.notes, *self._unmapped("a BEIR folder")]
         if irrelevant:
             verb = "has no relevant document and is" if irrelevant == 1 else "have no relevant document and are"
             notes.append(f"{plural(irrelevant, 'query', 'queries')} {verb} left out.")
         return self.finish(f"{folder} ({part.data.name})", notes)
 
-    def unmapped(self, source: str) -> tuple[str, ...]:
+    def complete(self, loaded: LoadedRecords, path: str, kind: str) -> LoadedRecords:
+        """Return the records of a set whose columns are fixed, with what the loss asks for where that may be left out.
+
+        Raises:
+            DataError: The loss can't do without a column.
+        """
+        for column in self.extra:
+            if column.required and self.loss is not None:
+                needed = f"loss_type {self.loss.name} needs it: {column.meaning}"
+                raise DataError(f"{path} is {kind} and has no column {column.name!r}; {needed}")
+        table = loaded.table.with_columns(self.extra) if self.extra else loaded.table
+        return LoadedRecords(table, (*loaded.notes, *self._unmapped(kind)), loaded.num_invalid)
+
+    def _unmapped(self, source: str) -> tuple[str, ...]:
         """Return a sentence that column_mapping has no effect on a source whose columns are fixed."""
-        return (f"column_mapping has no effect on {source}.",) if self._mapping else ()
+        return (f"column_mapping has no effect on {source}.",) if self._options.keys.column_mapping else ()
 
     def finish(self, source: str, notes: Sequence[str]) -> LoadedRecords:
         """Return what was kept, or refuse the source."""
@@ -184,13 +199,14 @@ class _Loader:
             msg = f"{source} holds no rows"
             raise DataError(msg)
         # One mapping serves all sets: a column that training drops need not stand in the others.
-        self.columns.check_mapping(source, drops_may_miss=self._role != "train")
+        self.columns.check_mapping(source, trains=self._options.role == "train")
         for column, count in self._num_missing.items():
             if count == self._num_rows:
+                first, needed = self._needed.get(column, ("", ""))
                 reason = self.columns.missing(column, self.columns.seen)
                 header = "; the first line of a CSV or TSV file names its columns" if self._has_header else ""
-                msg = f"no row of {source} has a column {column!r}: {reason}{header}"
-                raise DataError(msg)
+                raise DataError(f"{first}no row of {source} has a column {column!r}: {reason}{needed}{header}")
+        self._unclear.check()
         self._log.check(source)
         if not len(self._writer):
             msg = f"all {plural(self._num_rows, 'row')} of {source} are invalid: {self._log.notes()[0]}"
@@ -199,9 +215,13 @@ class _Loader:
         return LoadedRecords(self._writer.finish(), kept, self._log.count)
 
     def _refuse(self, fault: Fault, row: Mapping[str, object], where: str) -> None:
+        reason = fault.reason
         if fault.missing:
             self._num_missing[fault.column] += 1
-        reason = self.columns.missing(fault.column, row) if fault.missing else fault.reason
+            reason = self.columns.missing(fault.column, row)
+            if fault.reason:
+                self._needed.setdefault(fault.column, (f"{where}: ", f"; {fault.reason}"))
+                reason = f"{reason}; {fault.reason}"
         self._log.add(where, reason, column=fault.column, may_drop=not fault.escapes)
 
 

@@ -1,11 +1,20 @@
-"""Roles and splits: which part of a data set a run trains, validates or tests on."""
+"""Which part of a data set a run trains, validates or tests on, and how a source is read."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from vembed.config.keys.data import DataKeys
+from vembed.data.image_root import ImageRoot
+from vembed.data.images import ImageLimits
+from vembed.data.problems import ProblemLog
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+
+    from vembed.data.columns import LossNeeds
 
 Role: TypeAlias = Literal["train", "validation", "test"]
 
@@ -21,14 +30,36 @@ SPLIT_KEYS: dict[Role, str] = {"train": "data_split", "validation": "val_data_sp
 """The config keys of each role, for error messages."""
 
 
-def split_for(available: Collection[str], split: str | None, role: Role) -> str | None:
-    """Return the split to read, or None when there is none.
+@dataclass(frozen=True, slots=True)
+class SourceOptions:
+    """Which part of a data source to read, and how."""
 
-    Args:
-        available: Splits that exist.
-        split: The user's choice; it wins over the role.
-        role: What the data is for.
-    """
+    role: Role  # what the data is for; chooses the split where there are several
+    split: str | None = None  # the split to read instead
+    keys: DataKeys = field(default_factory=DataKeys)  # of these: columns, labels, pictures and invalid rows
+    loss: LossNeeds | None = None  # what is trained on the rows; of other roles' rows, nothing is asked for it
+
+    @property
+    def image_limits(self) -> ImageLimits:
+        """Caps on each picture."""
+        return ImageLimits(max_pixels=self.keys.max_image_pixels)
+
+    def images(self, folder: Path | None) -> ImageRoot:
+        """Return what checks the pictures of a source in a folder, None when it has none.
+
+        Raises:
+            DataError: `image_root` doesn't exist.
+        """
+        root = self.keys.image_root
+        return ImageRoot(folder if root is None else Path(root), self.image_limits)
+
+    def log(self) -> ProblemLog:
+        """Return what collects the invalid rows of a source."""
+        return ProblemLog(self.keys.max_invalid_records if self.keys.skip_invalid_records else None)
+
+
+def split_for(available: Collection[str], split: str | None, role: Role) -> str | None:
+    """Return the split to read, the user's choice or the role's; None when there is none."""
     names = SPLIT_NAMES[role] if split is None else (split,)
     return next((name for name in names if name in available), None)
 

@@ -8,21 +8,24 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from vembed.batch import Composed, Image, pictures_in
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageError, item_id
+from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.batch import Item
-    from vembed.data.columns import RowShape
+    from vembed.data.columns import ExtraColumn, LossNeeds, RowShape
 
-GRADED = "graded scores need a graded loss; drop the column with column_mapping: {%s: null}"
-_DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?", re.ASCII)
+LabelKind = Literal["auto", "class", "pair", "grade"]
+"""What a label says: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
+
+
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 class Fault(Exception):  # noqa: N818 - a verdict on one row that never leaves this room, not an error of the program
@@ -43,105 +46,216 @@ class Fault(Exception):  # noqa: N818 - a verdict on one row that never leaves t
         self.escapes = escapes
 
 
-@dataclass(frozen=True, slots=True)
-class Fields:
+class Fields(NamedTuple):
     """The checked content of one row, as in `Record`."""
 
     query: Item
-    positives: list[Item]
-    negatives: list[Item]
-    label: str | int | None
+    positives: Sequence[Item]
+    negatives: Sequence[Item]
+    label: str | int | None = None
+    scores: Sequence[float] = ()
+    columns: Mapping[str, int | float] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowContext:
-    """Where a row stands.
-
-    Attributes:
-        images: What its pictures are checked by.
-        where: `file:line`, what bytes of a picture are called by.
-        cells_are_text: The row comes from CSV or TSV: an empty cell of pictures, negatives or label means none, and a
-            cell of negatives that holds a JSON list is that list.
-    """
-
-    images: ImageRoot
-    where: str
-    cells_are_text: bool = False
-
-
-def check_row(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> Fields:
-    """Return the content of a row, every value checked.
+class RowChecker:
+    """Check the rows of one file.
 
     Args:
-        row: Column name -> value. Where a text is expected, an item with a picture that was checked before may stand.
-        shape: Which column is what.
-        context: Where the row stands.
-
-    Raises:
-        Fault: A column is missing, of the wrong type, empty, or contradicts another.
+        images: What pictures are checked by.
+        cells_are_text: The file is CSV or TSV: an empty cell of pictures, negatives, label or a number means none; a
+            cell of negatives that holds a JSON list is that list; and a number is written as a text.
+        label_kind: What a number in the label's column says.
+        loss: What the rows are trained with, None where they aren't.
+        unclear: Gets the numbers among the labels that may say several things.
     """
-    query = _query(row, shape, context)
-    positives = _positives(row, shape, context)
-    negatives: list[Item] = []
-    for column in shape.negatives:
-        cell = row[column]
-        negatives += _passages(_negatives_cell(cell) if context.cells_are_text else cell, column)
-    if shape.negative_images is not None:
-        cell = row[shape.negative_images]
-        cell = _negatives_cell(cell) if context.cells_are_text else cell
-        negatives += _pictures(cell, shape.negative_images, context)
-    if negatives:
-        _check_disjoint(positives, negatives, shape)
-    cells_are_text = context.cells_are_text
-    label = None if shape.label is None else _label(row[shape.label], shape.label, cells_are_text=cells_are_text)
-    return Fields(query, positives, negatives, label)
+
+    def __init__(
+        self,
+        images: ImageRoot,
+        *,
+        cells_are_text: bool = False,
+        label_kind: LabelKind = "auto",
+        loss: LossNeeds | None = None,
+        unclear: UnclearLabels | None = None,
+    ) -> None:
+        self._images = images
+        self._cells_are_text = cells_are_text
+        self._label_kind = label_kind
+        self._loss = loss
+        self._unclear = unclear or UnclearLabels()
+
+    def check(self, row: Mapping[str, Any], shape: RowShape, where: str) -> Fields:
+        """Return the content of a row, every value checked.
+
+        Args:
+            row: Column name -> value. Where a text is expected, an item with a picture, checked before, may stand.
+            shape: Which column is what.
+            where: `file:line`.
+
+        Raises:
+            Fault: A column is missing, of the wrong type, empty, or contradicts another.
+        """
+        query = self._query(row, shape, where)
+        positives = self._positives(row, shape, where)
+        negatives = self._negatives(row, shape, where)
+        if negatives:
+            _check_disjoint(positives, negatives, shape)
+        columns = {} if self._loss is None else {each.name: self._number(row, each, at) for each, at in shape.extra}
+        cell = None if shape.label is None else row[shape.label]
+        if self._cells_are_text and isinstance(cell, str):
+            cell = cell.strip() or None
+        if shape.label is None or cell is None:
+            return Fields(query, positives, negatives, columns=columns)
+        if self._label_kind in {"pair", "grade"}:
+            score = self._score(cell, shape.label)
+            if negatives and self._label_kind == "grade":
+                raise Fault(shape.label, "a row with a grade has no negatives: give each of them a row and a grade")
+            scores = (*[score] * len(positives), *[0.0] * len(negatives))
+            if score <= 0:  # as in judgements of retrieval: not relevant
+                positives, negatives = [], [*positives, *negatives]
+            return Fields(query, positives, negatives, scores=scores, columns=columns)
+        if self._label_kind == "auto" and self._is_unclear(cell, shape.label, (query, *positives), where):
+            return Fields(query, positives, negatives, columns=columns)
+        return Fields(query, positives, negatives, _class_label(cell, shape.label), columns=columns)
+
+    def _query(self, row: Mapping[str, Any], shape: RowShape, where: str) -> Item:
+        first, *rest = _filled(row, "query", shape.query, shape.query_image)
+        if first == shape.query_image:
+            return self._only_picture(row, first, where)
+        query = row[first]
+        if not rest and isinstance(query, (Image, Composed)):
+            return query
+        reason = text_fault(query)
+        if reason:
+            raise Fault(first, reason)
+        text: str = query
+        if not rest:
+            return text
+        (picture,) = rest
+        if text == row[picture]:
+            raise Fault(
+                first,
+                f"names the picture of {picture!r} instead of saying something of it: a query with a text and a "
+                f"picture is both in one; drop the text with column_mapping: {{{first}: null}}",
+            )
+        return Composed(self._only_picture(row, picture, where), text)
+
+    def _only_picture(self, row: Mapping[str, Any], column: str, where: str) -> Image:
+        pictures = self._pictures(row[column], column, where)
+        if len(pictures) != 1:
+            raise Fault(column, f"expected one picture, got {len(pictures)}")
+        return pictures[0]
+
+    def _positives(self, row: Mapping[str, Any], shape: RowShape, where: str) -> list[Item]:
+        columns = _filled(row, "positive", shape.positive, shape.positive_image)
+        column = columns[0]
+        if len(columns) > 1:
+            raise Fault(
+                column,
+                f"holds a text and {columns[1]!r} a picture: two positives, or one of both? Empty one of them, or drop "
+                f"a column with column_mapping: {{{columns[1]}: null}}; documents of both stand in a BEIR folder's "
+                "corpus",
+            )
+        positives: list[Item] = []
+        is_picture = column == shape.positive_image
+        positives += self._pictures(row[column], column, where) if is_picture else _passages(row[column], column)
+        if not positives:
+            raise Fault(column, "no positives")
+        return positives
+
+    def _negatives(self, row: Mapping[str, Any], shape: RowShape, where: str) -> list[Item]:
+        def cell(column: str) -> Any:
+            return _negatives_cell(row[column]) if self._cells_are_text else row[column]
+
+        negatives = [item for column in shape.negatives for item in _passages(cell(column), column)]
+        if shape.negative_images is not None:
+            negatives += self._pictures(cell(shape.negative_images), shape.negative_images, where)
+        return negatives
+
+    def _pictures(self, value: object, column: str, where: str) -> list[Image]:
+        """Return the pictures of a cell: one, or a list of them; null, or an empty cell of CSV, is none."""
+        if value is None or (self._cells_are_text and value == ""):
+            return []
+        cells = value if type(value) is list else [value]
+        pictures: list[Image] = []
+        for number, cell in enumerate(cells, start=1):
+            place = f" (item {number} of {len(cells)})" if cells is value else ""
+            try:
+                pictures.append(self._images.image(cell, name=f"{where} {column}{place}"))
+            except PictureFault as fault:
+                raise Fault(column, f"{fault.reason}{place}", escapes=fault.escapes) from fault
+        return pictures
+
+    def _number(self, row: Mapping[str, Any], column: ExtraColumn, source: str | None) -> int | float:
+        """Return the number of a column that the loss asks for."""
+        assert self._loss is not None
+        cell = None if source is None else row[source]
+        if cell is None or (self._cells_are_text and not cell.strip()):
+            if column.required:
+                needed = f"loss_type {self._loss.name} needs it: {column.meaning}"
+                raise Fault(source or column.name, f"empty; {needed}" if source else needed, missing=source is None)
+            return column.typed(column.default)
+        number = _number_in(cell, cells_are_text=self._cells_are_text)
+        if number is None or not column.takes(number):
+            shown = f"{cell!r:.60}" if isinstance(cell, str) else _describe(cell)
+            needed = f"loss_type {self._loss.name} needs {column.expected} ({column.meaning})"
+            raise Fault(source or column.name, f"{needed}, got {shown}")
+        return column.typed(number)
+
+    def _is_unclear(self, cell: object, column: str, items: Sequence[Item], where: str) -> bool:
+        """Return whether a label may say something else than a class, and note it then."""
+        number = _number_in(cell, cells_are_text=self._cells_are_text)
+        of_texts = all(isinstance(item, str) for item in items)
+        graded = number is not None and (column == "score" or not float(number).is_integer())
+        if number is None or not (of_texts or graded):
+            return False
+        self._unclear.add(column, number, "two texts" if of_texts else "a picture", where)
+        return True
+
+    def _score(self, cell: object, column: str) -> float:
+        """Return what a label says as the score of a pair."""
+        number = float(cell) if isinstance(cell, bool) else _number_in(cell, cells_are_text=self._cells_are_text)
+        shown = repr(cell) if isinstance(cell, str) else _describe(cell)
+        if self._label_kind == "pair" and number not in {0, 1}:
+            raise Fault(column, f"with label_kind: pair it is 1 (the two belong together) or 0, not {shown:.60}")
+        if number is None or not math.isfinite(number):
+            raise Fault(column, f"with label_kind: grade it is a number, higher is closer, not {shown:.60}")
+        return float(number)
 
 
-def _query(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> Item:
-    first, *rest = _filled(row, "query", shape.query, shape.query_image)
-    if first == shape.query_image:
-        return _only_picture(row, first, context)
-    query = row[first]
-    if not rest and isinstance(query, (Image, Composed)):
-        return query
-    reason = text_fault(query)
-    if reason:
-        raise Fault(first, reason)
-    text: str = query
-    if not rest:
-        return text
-    (picture,) = rest
-    if text == row[picture]:
-        raise Fault(
-            first,
-            f"names the picture of {picture!r} instead of saying something of it: a query with a text and a picture is "
-            f"both in one; drop the text with column_mapping: {{{first}: null}}",
+class UnclearLabels:
+    """Numbers that stand as labels and may be classes, the truth of pairs, or grades; the first few are kept."""
+
+    def __init__(self) -> None:
+        self._first = ("", "", "")  # column, what it stands beside, file:line
+        self._numbers: set[int | float] = set()
+
+    def add(self, column: str, number: int | float, beside: str, where: str) -> None:
+        """Note the label of a row at `file:line`."""
+        if not self._numbers:
+            self._first = (column, beside, where)
+        if len(self._numbers) < 6:
+            self._numbers.add(number)
+
+    def check(self) -> None:
+        """Refuse the source when there are any.
+
+        Raises:
+            DataError: With the numbers, the first one's place, and the choices.
+        """
+        if not self._numbers:
+            return
+        column, beside, where = self._first
+        found = [f"{number:.6g}" for number in sorted(self._numbers)]
+        last = ", ..." if len(found) > 5 else f" and {found[-1]}" * (len(found) > 1)
+        numbers = ", ".join(found[:5] if len(found) > 5 else found[:-1] or found) + last
+        raise DataError(
+            f"{where}: {column} holds {numbers} beside {beside}, which may say three things. Set label_kind:\n"
+            "  class  rows of one number are a class, and positives of each other\n"
+            "  pair   1: query and document belong together, 0: they don't (for losses that take listed pairs)\n"
+            "  grade  how close query and document are, higher is closer (for losses that take listed pairs)\n"
+            f"or leave it out with column_mapping: {{{column}: null}}"
         )
-    return Composed(_only_picture(row, picture, context), text)
-
-
-def _only_picture(row: Mapping[str, Any], column: str, context: RowContext) -> Image:
-    pictures = _pictures(row[column], column, context)
-    if len(pictures) != 1:
-        raise Fault(column, f"expected one picture, got {len(pictures)}")
-    return pictures[0]
-
-
-def _positives(row: Mapping[str, Any], shape: RowShape, context: RowContext) -> list[Item]:
-    columns = _filled(row, "positive", shape.positive, shape.positive_image)
-    column = columns[0]
-    if len(columns) > 1:
-        raise Fault(
-            column,
-            f"holds a text and {columns[1]!r} a picture: two positives, or one of both? Empty one of them, or drop a "
-            f"column with column_mapping: {{{columns[1]}: null}}; documents of both stand in a BEIR folder's corpus",
-        )
-    is_picture = column == shape.positive_image
-    positives: list[Item] = []
-    positives += _pictures(row[column], column, context) if is_picture else _passages(row[column], column)
-    if not positives:
-        raise Fault(column, "no positives")
-    return positives
 
 
 def _filled(row: Mapping[str, Any], name: str, text: str | None, picture: str | None) -> tuple[str, ...]:
@@ -158,21 +272,6 @@ def _filled(row: Mapping[str, Any], name: str, text: str | None, picture: str | 
 
 def _is_absent(value: object) -> bool:
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
-
-
-def _pictures(value: object, column: str, context: RowContext) -> list[Image]:
-    """Return the pictures of a cell: one, or a list of them; null, or an empty cell of CSV, is none."""
-    if value is None or (context.cells_are_text and value == ""):
-        return []
-    cells = value if type(value) is list else [value]
-    pictures: list[Image] = []
-    for number, cell in enumerate(cells, start=1):
-        place = f" (item {number} of {len(cells)})" if cells is value else ""
-        try:
-            pictures.append(context.images.image(cell, name=f"{context.where} {column}{place}"))
-        except PictureFault as fault:
-            raise Fault(column, f"{fault.reason}{place}", escapes=fault.escapes) from fault
-    return pictures
 
 
 def text_fault(value: object) -> str | None:
@@ -260,19 +359,19 @@ def _check_disjoint_pictures(positives: Sequence[Item], negatives: Sequence[Imag
         raise Fault(column, str(error)) from error
 
 
-def _label(value: object, column: str, *, cells_are_text: bool) -> str | int | None:
-    if cells_are_text and isinstance(value, str):
-        value = value.strip() or None
-        if value is not None and _DECIMAL.fullmatch(value):
-            _check_not_graded(float(value), column)
-    if value is None:
+def _number_in(cell: object, *, cells_are_text: bool) -> int | float | None:
+    """Return the number of a cell, possibly not finite; None where it holds none. CSV writes numbers as texts."""
+    if isinstance(cell, (int, float)) and not isinstance(cell, bool):
+        return cell if abs(cell) < 2**63 or isinstance(cell, float) else math.inf
+    if not (cells_are_text and isinstance(cell, str) and _NUMBER.fullmatch(cell.strip())):
         return None
-    if isinstance(value, bool):
-        raise Fault(column, f"a class label is a text or a whole number, not {_describe(value)}")
-    if isinstance(value, float):
-        _check_not_graded(value, column)
+    return int(cell) if cell.strip().lstrip("+-").isdecimal() else float(cell)
+
+
+def _class_label(value: object, column: str) -> str | int:
+    if isinstance(value, float) and value.is_integer():
         value = int(value)
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
         if not -(2**63) <= value < 2**63:
             raise Fault(column, "a whole number that doesn't fit 64 bits; write it as a text")
         return value
@@ -282,11 +381,6 @@ def _label(value: object, column: str, *, cells_are_text: bool) -> str | int | N
             raise Fault(column, f"{reason}; null means no label")
         return value
     raise Fault(column, f"a class label is a text or a whole number, not {_describe(value)}")
-
-
-def _check_not_graded(value: float, column: str) -> None:
-    if column == "score" or not (math.isfinite(value) and value.is_integer()):
-        raise Fault(column, GRADED % column)
 
 
 def _describe(value: object) -> str:

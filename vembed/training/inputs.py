@@ -11,59 +11,35 @@ from vembed.batch import Composed, Image, content_id
 from vembed.data.hold_out import hold_out
 from vembed.data.retrieval_sources import load_retrieval, retrieval_from_records
 from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
+from vembed.errors import DataError
 from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vembed.batch import Item
+    from vembed.config.keys.data import DataKeys
+    from vembed.data.columns import LossNeeds
     from vembed.data.images import ImageLimits
     from vembed.data.records import RecordTable
     from vembed.data.retrieval import RetrievalData
-    from vembed.data.sources import SourceOptions
-    from vembed.training.pictures import RetrievalMode
 
 
-@dataclass(frozen=True, slots=True)
-class DataPaths:
-    """Where the data is.
-
-    Attributes:
-        train: Training data and how to read it.
-        dev: Set that chooses the best checkpoint, or None.
-        test: Set of the verdict, or None.
-        needs_dev: Whether a dev set is held out where none is given.
-        mode: What must search what in all of it.
-    """
-
-    train: tuple[str, SourceOptions]
-    dev: tuple[str, SourceOptions] | None
-    test: tuple[str, SourceOptions] | None
-    needs_dev: bool
-    mode: RetrievalMode = "auto"
+SUGGESTED_SET = "builtin:stdlib-code"
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """The data, checked.
+    """The data, checked."""
 
-    Attributes:
-        records: Training records.
-        dev: Dev set, or None.
-        test: Test set, or None.
-        notes: What was held out, skipped or ignored, one plain sentence each.
-        counts: What the training records hold.
-        fingerprint: Hash of the training records and of the dev and test sets.
-        num_invalid: Rows of the training data that were skipped because they can't be used.
-    """
-
-    records: RecordTable
-    dev: RetrievalData | None
-    test: RetrievalData | None
-    notes: tuple[str, ...]
-    counts: RecordCounts
-    fingerprint: str
-    num_invalid: int = 0
+    records: RecordTable  # to train on
+    dev: RetrievalData | None  # set that chooses the best checkpoint
+    test: RetrievalData | None  # set of the verdict
+    notes: tuple[str, ...]  # what was held out, skipped or ignored, one plain sentence each
+    counts: RecordCounts  # what the training records hold
+    fingerprint: str  # hash of the training records and of the dev and test sets
+    num_invalid: int = 0  # rows of the training data that were skipped because they can't be used
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, value) for the report."""
@@ -89,25 +65,15 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class RecordCounts:
-    """What records hold.
-
-    Attributes:
-        num_records: Records.
-        num_documents: Positives and negatives, repeated ones counted again.
-        num_negatives: Hard negatives among them.
-        repeated_queries: Records whose query another record before had.
-        repeated_positives: Positives that another record before had.
-        items: Texts and pictures by side.
-        pictures: The pictures, each content once.
-    """
+    """What records hold."""
 
     num_records: int
-    num_documents: int
-    num_negatives: int
-    repeated_queries: int
+    num_documents: int  # positives and negatives, repeated ones counted again
+    num_negatives: int  # hard negatives among them
+    repeated_queries: int  # records whose query another record before had
     repeated_positives: int
-    items: ItemCounts
-    pictures: PictureSizes
+    items: ItemCounts  # texts and pictures by side
+    pictures: PictureSizes  # each content once
 
     @classmethod
     def of(cls, records: RecordTable, image_limits: ImageLimits) -> RecordCounts:
@@ -136,28 +102,40 @@ class RecordCounts:
         )
 
 
-def load_run_data(paths: DataPaths) -> RunData:
-    """Read and check all data of a run; hold a dev set out where none is given and one is needed.
+def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = None) -> RunData:
+    """Read and check all data of a run.
+
+    Args:
+        keys: Where the data are, and what must search what in all of them.
+        needs_dev: Whether a dev set is held out where none is given.
+        loss: What is trained on the records.
 
     Raises:
-        DataError: When any of it is missing or broken, or is searched in another way than `paths.mode` says.
+        DataError: No training data is named, or any data is missing or broken, or is searched in another way than
+            `retrieval_mode` says.
     """
-    loaded = load_records(*paths.train)
+    if keys.data_path is None:
+        raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
+    options = SourceOptions("train", keys.data_split, keys, loss)
+    loaded = load_records(keys.data_path, options)
     records, notes = loaded.table, list(loaded.notes)
-    dev = None if paths.dev is None else load_retrieval(*paths.dev)
-    if dev is None and paths.needs_dev:
+    dev = test = None
+    if keys.val_data_path is not None:
+        dev = load_retrieval(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss))
+    if keys.test_data_path is not None:
+        test = load_retrieval(keys.test_data_path, SourceOptions("test", keys.test_data_split, keys, loss))
+    if dev is None and needs_dev:
         split = hold_out(records)
         dev = retrieval_from_records(records.subset(split.held_out_rows), name="held out")
         records = records.subset(split.train_rows)
         notes += split.notes
-    test = None if paths.test is None else load_retrieval(*paths.test)
-    counts = RecordCounts.of(records, paths.train[1].image_limits)
-    counts.items.require(paths.mode, paths.train[0])
+    counts = RecordCounts.of(records, options.image_limits)
+    counts.items.require(keys.retrieval_mode, keys.data_path)
     tasks = [task for task in (dev, test) if task is not None]
     for task in tasks:
-        ItemCounts.of(task).require(paths.mode, task.name)
+        ItemCounts.of(task).require(keys.retrieval_mode, task.name)
         notes += task.notes
-    if paths.train[1].image_root is not None and not _any_pictures(counts, tasks):
+    if keys.image_root is not None and not _any_pictures(counts, tasks):
         notes.append("image_root has no effect: the data hold no pictures.")
     return RunData(records, dev, test, tuple(notes), counts, _fingerprint(records, tasks), loaded.num_invalid)
 

@@ -1,11 +1,15 @@
 """Keys of the data."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import ANY, LARGEST_COUNT, Auto, Count, Name, Section, key
+from vembed.config.fields import ANY, LARGEST_COUNT, Auto, Count, Name, Section, key, rule
+from vembed.registry import LOSSES
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
 
 ColumnName = Literal["query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label"]
 """The columns that a row may have under our names."""
@@ -32,6 +36,13 @@ class DataKeys(Section):
         {},
         "Column of the data -> our column (query, positive, negatives, query_image, positive_image, negative_images, "
         "label), or null to ignore it.",
+    )
+    label_kind: Literal["auto", "class", "pair", "grade"] = key(
+        "auto",
+        "What a number in the column label or score says. class: rows of one number are positives of each other. pair: "
+        "1, query and document belong together, or 0, they don't. grade: how close they are, higher is closer. The "
+        "last two need a loss that takes listed pairs. auto takes texts, and whole numbers beside a picture, as "
+        "classes, and refuses numbers beside two texts.",
     )
     image_root: Name | None = key(
         None, "Folder that paths of pictures in the data start from and stay in; null is the data file's own folder."
@@ -71,3 +82,16 @@ class DataKeys(Section):
         acts_with={"skip_invalid_records": (True,)},
     )
     drop_last: bool = key(False, "Drop the last, smaller batch of each epoch.")
+
+
+@rule("label_kind", "loss_type")
+def _scores_have_a_loss(config: "Config") -> str | None:
+    """`label_kind: pair` and `grade` need a loss that takes listed pairs."""
+    if config.label_kind not in {"pair", "grade"} or "pairs" in LOSSES.load(config.loss_type).takes:
+        return None
+    taking = [name for name in LOSSES.names() if "pairs" in LOSSES.load(name).takes]
+    fix = f"set loss_type to {' or '.join(taking)}, or" if taking else "no registered loss does;"
+    return (
+        f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't take listed "
+        f"pairs; {fix} leave the column out with column_mapping: {{label: null}}"
+    )

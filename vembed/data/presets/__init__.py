@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from vembed.data.columns import closest
 from vembed.data.presets import cirr, flickr30k, sop
@@ -19,10 +19,10 @@ from vembed.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vembed.data.image_root import ImageRoot
     from vembed.data.problems import ProblemLog
     from vembed.data.records import LoadedRecords
     from vembed.data.retrieval import RetrievalData
+    from vembed.data.splits import SourceOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,25 +58,6 @@ PRESETS: Mapping[str, Preset] = {
 """Name before the colon -> the set."""
 
 
-class SourceRules(Protocol):
-    """What a preset needs to know of the options of a source."""
-
-    @property
-    def role(self) -> Role:
-        """What the data is for."""
-
-    @property
-    def split(self) -> str | None:
-        """The split to read; None leaves it to the role."""
-
-    @property
-    def image_root(self) -> Path | None:
-        """Folder that pictures' paths start from; None: the set's own."""
-
-    def images(self, folder: Path | None) -> ImageRoot:
-        """Return what checks the pictures of a source."""
-
-
 @dataclass(frozen=True, slots=True)
 class PresetPath:
     """A preset and the folder that a user named.
@@ -91,38 +72,39 @@ class PresetPath:
     name: str
     folder: Path
 
-    def records(self, rules: SourceRules, log: ProblemLog) -> LoadedRecords:
-        """Return the records of the split that the rules ask for.
+    def records(self, options: SourceOptions, log: ProblemLog) -> LoadedRecords:
+        """Return the records of the split that the options ask for.
 
         Args:
-            rules: Role, split and pictures' root.
+            options: Role, split and pictures' root.
             log: What happens to invalid rows.
 
         Raises:
             DataError: Something is missing or broken, or there is no such split.
         """
-        split, source = self._opened(rules, log)
+        split, source = self._opened(options, log)
         return PRESETS[self.name].load(source, split)
 
-    def retrieval(self, rules: SourceRules, log: ProblemLog) -> RetrievalData:
-        """Return the split that the rules ask for as a task.
+    def retrieval(self, options: SourceOptions, log: ProblemLog) -> RetrievalData:
+        """Return the split that the options ask for as a task.
 
         Args:
-            rules: Role, split and pictures' root.
+            options: Role, split and pictures' root.
             log: What happens to invalid rows.
 
         Raises:
             DataError: Something is missing or broken, or there is no such split.
         """
-        split, source = self._opened(rules, log)
+        split, source = self._opened(options, log)
         return PRESETS[self.name].load_retrieval(source, split)
 
-    def _opened(self, rules: SourceRules, log: ProblemLog) -> tuple[str, PresetSource]:
+    def _opened(self, options: SourceOptions, log: ProblemLog) -> tuple[str, PresetSource]:
         if not self.folder.is_dir():
-            raise DataError(f"{PATH_KEYS[rules.role]}: {self.label}: there is no folder {self.folder}")
-        split = _split(self.name, rules.split, rules.role)
-        root = self.folder if rules.image_root is None else rules.image_root.expanduser()
-        return split, PresetSource(self.label, self.folder, rules.images(self.folder), root, log)
+            raise DataError(f"{PATH_KEYS[options.role]}: {self.label}: there is no folder {self.folder}")
+        split = _split(self.name, options.split, options.role)
+        root = options.keys.image_root
+        image_folder = self.folder if root is None else Path(root).expanduser()
+        return split, PresetSource(self.label, self.folder, options.images(self.folder), image_folder, log)
 
 
 def preset_path(path: str) -> PresetPath | None:

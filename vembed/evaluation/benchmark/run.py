@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from vembed.batch import Ragged
+from vembed.config.keys.data import DataKeys
 from vembed.data.retrieval import REVERSED
 from vembed.data.retrieval_sources import load_retrieval
-from vembed.data.sources import SourceOptions
+from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
 from vembed.evaluation.benchmark.searchers import build_searcher
@@ -156,7 +157,8 @@ def run_benchmark(
 
 def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     """Read the sets, and refuse an index that one of them is too small for."""
-    source = SourceOptions(role="test", split=options.split, image_root=options.image_root)
+    root = None if options.image_root is None else str(options.image_root)
+    source = SourceOptions(role="test", split=options.split, keys=DataKeys(image_root=root))
     tasks = [load_retrieval(path, source) for path in paths]
     labels = set_labels([task.name for task in tasks], paths)
     wanted = []

@@ -24,12 +24,11 @@ from vembed.plan.table import comparison
 from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_weights
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
-from vembed.training.inputs import RunData, load_run_data
 from vembed.training.output import OutputFolder
 from vembed.training.saving import PARTS, refuse_other_run
 from vembed.training.state import RunState
 from vembed.training.trainer import Trainer, TrainerOptions, TrainerParts
-from vembed.training.wiring.data import data_paths, image_limits
+from vembed.training.wiring.data import image_limits, load_data
 from vembed.training.wiring.launcher import under_launcher
 from vembed.training.wiring.model import build_encoder, build_loss
 from vembed.training.wiring.parts import (
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
     from vembed.distributed.runtime import Runtime
     from vembed.models.encoder import Encoder
+    from vembed.training.inputs import RunData
 
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def run_from_config(
         if not runtime.ranks.is_first:
             stack.enter_context(_only_warnings())
         checkpoint = _resume_point(config, runtime, output) if mode == "train" else None
-        data = load_run_data(data_paths(config))
+        data = load_data(config)
         runtime.ranks.from_first(lambda: _claim(config, output, mode, is_fresh=checkpoint is None))
         if mode == "train":
             watchdog.exit_files.own(output.path, is_main=runtime.is_main)

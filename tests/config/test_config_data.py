@@ -1,0 +1,52 @@
+"""Keys of the data that depend on the loss: its columns in column_mapping, and what label_kind needs of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from vembed.config.fields import Section
+from vembed.config.load import load_config
+from vembed.data.columns import ExtraColumn
+from vembed.errors import ConfigError
+from vembed.losses.registry import LossFacts
+from vembed.registry import LOSSES
+
+
+@pytest.fixture
+def toy_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register a loss that asks for a column and takes listed pairs."""
+    columns = (ExtraColumn("weight", "how much the row counts"),)
+    facts = LossFacts("toy", "nowhere:Toy", Section, columns=columns, takes=("pairs", "positives"))
+    monkeypatch.setitem(LOSSES._entries, "toy", facts)
+    monkeypatch.setitem(LOSSES._plugins, "toy", "nowhere")
+
+
+def refusal(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["model_name=m", *overrides])
+    return str(caught.value)
+
+
+@pytest.mark.usefixtures("toy_loss")
+def test_a_column_may_be_mapped_to_one_of_the_loss_and_to_no_other() -> None:
+    config = load_config(None, ["model_name=m", "loss_type=toy", "column_mapping={w: weight, a: query}"]).config
+    assert config.column_mapping == {"w": "weight", "a": "query"}
+    assert "label, weight or null, got 'weigth'; did you mean weight?" in refusal("column_mapping={w: weigth}")
+
+
+def test_without_such_a_loss_the_column_is_unknown() -> None:
+    assert "must be query, positive, " in refusal("column_mapping={w: weight}")
+
+
+@pytest.mark.usefixtures("toy_loss")
+@pytest.mark.parametrize("kind", ["pair", "grade"])
+def test_scores_need_a_loss_that_takes_listed_pairs(kind: str) -> None:
+    message = refusal(f"label_kind={kind}")
+    assert f"label_kind {kind} gives pairs a score, and loss_type infonce doesn't take listed pairs; " in message
+    assert "set loss_type to toy, or leave the column out with column_mapping: {label: null}" in message
+    assert load_config(None, ["model_name=m", f"label_kind={kind}", "loss_type=toy"]).config.label_kind == kind
+
+
+def test_without_any_such_loss_the_message_says_so() -> None:
+    assert "no registered loss does; leave the column out" in refusal("label_kind=pair")
+    assert load_config(None, ["model_name=m", "label_kind=class"]).config.label_kind == "class"

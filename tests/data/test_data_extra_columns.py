@@ -1,0 +1,197 @@
+"""Columns of numbers that a loss asks for: read from every kind of source, checked, and carried into the batch."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from vembed.config.keys.data import DataKeys
+from vembed.data.collate import collate
+from vembed.data.columns import ExtraColumn
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
+from vembed.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from conftest import WriteJsonl
+
+    from vembed.data.splits import Role
+
+
+class Needs(NamedTuple):
+    """What a toy loss asks for."""
+
+    columns: tuple[ExtraColumn, ...]
+    name: str = "weighted"
+    takes: tuple[str, ...] = ("positives",)
+
+
+WEIGHT = ExtraColumn("weight", "how much the row counts", least=0, most=10, aliases=("importance",))
+TOPIC = ExtraColumn("topic", "number of its topic", required=False, kind="int", default=-1)
+NEEDS = Needs((WEIGHT, TOPIC))
+ROWS = [{"query": f"q{n}", "positive": f"p{n}", "weight": n / 4, "topic": n % 3} for n in range(5)]
+
+
+def options(needs: Needs | None = NEEDS, role: Role = "train", **keys: Any) -> SourceOptions:
+    return SourceOptions(role, keys=DataKeys.model_construct(**keys), loss=needs)
+
+
+def numbers(path: Path | str, **more: Any) -> list[dict[str, int | float]]:
+    return [dict(record.columns) for record in load_records(str(path), options(**more)).table]
+
+
+def refusal(path: Path | str, needs: Needs = NEEDS, **keys: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        load_records(str(path), options(needs, **keys))
+    return str(caught.value)
+
+
+EXPECTED = [{"weight": row["weight"], "topic": row["topic"]} for row in ROWS]
+
+
+def test_numbers_come_from_every_kind_of_file(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
+    header, *cells = [list(ROWS[0])] + [[str(cell) for cell in row.values()] for row in ROWS]
+    write_jsonl([",".join(row) for row in (header, *cells)], "rows.csv")
+    write_jsonl(["\t".join(row) for row in (header, *cells)], "rows.tsv")
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    write_jsonl(ROWS, "rows.jsonl")
+    for name in ("rows.csv", "rows.tsv", "rows.json", "rows.jsonl", "rows.parquet"):
+        found = numbers(tmp_path / name)
+        assert found == EXPECTED, name
+        assert all(type(row["weight"]) is float and type(row["topic"]) is int for row in found)
+    notes = load_records(str(tmp_path / "rows.parquet"), options()).notes
+    assert notes == (), "no column is ignored"
+    assert load_records(str(tmp_path / "rows.parquet"), options(None)).notes == ("Ignored columns: weight, topic.",)
+
+
+def test_numbers_come_from_the_hub_and_from_beir_queries(monkeypatch: pytest.MonkeyPatch, beir_files: Path) -> None:
+    found = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: found)
+    assert numbers("owner/name") == EXPECTED
+    message = refusal(beir_files)
+    assert message.startswith("queries.jsonl:2: no row of ")
+    assert "tiny (tiny/train) has a column 'weight': missing (nor any of importance)" in message
+    queries = beir_files / "queries.jsonl"
+    lines = [json.loads(line) | {"importance": 2} for line in queries.read_text().splitlines()]
+    queries.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert numbers(beir_files) == [{"weight": 2.0, "topic": -1}]
+
+
+def test_batches_hold_them_by_query(write_jsonl: WriteJsonl) -> None:
+    table = load_records(str(write_jsonl(ROWS)), options()).table
+    batch = collate(table.subset([4, 0, 2]).take([0, 1, 2]), [0, 1, 2])
+    assert {name: values.tolist() for name, values in batch.columns.items()} == {
+        "weight": [1.0, 0.0, 0.5],
+        "topic": [1, 0, 2],
+    }
+    plain = load_records(str(write_jsonl(ROWS)), options(None)).table
+    assert plain[0].columns == {}
+    assert plain.fingerprint != table.fingerprint
+
+
+def test_other_names_are_found_and_mapped(write_jsonl: WriteJsonl) -> None:
+    row = {"query": "q", "positive": "p"}
+    assert numbers(write_jsonl([{**row, "importance": 3}])) == [{"weight": 3.0, "topic": -1}]
+    mapping = {"w": "weight", "t": "topic"}
+    assert numbers(write_jsonl([{**row, "w": 3, "t": 4.0}]), column_mapping=mapping) == [{"weight": 3.0, "topic": 4}]
+    twice = write_jsonl([{**row, "w": 3, "weight": 4}])
+    assert "columns 'w' (mapped to 'weight') and 'weight' both stand for 'weight'" in refusal(
+        twice, column_mapping={"w": "weight"}
+    )
+    near = refusal(write_jsonl([{**row, "wieght": 3}]))
+    assert "if 'wieght' is meant: column_mapping: {wieght: weight}" in near
+    with pytest.raises(ConfigError, match=r"they have query, .*, label, weight, topic and negative_1"):
+        load_records(str(twice), options(column_mapping={"w": "weigt"}))
+
+
+def test_a_missing_number_is_refused_with_line_loss_and_meaning(write_jsonl: WriteJsonl) -> None:
+    row = {"query": "q", "positive": "p"}
+    message = refusal(write_jsonl([ROWS[0], row, {**row, "weight": None}]))
+    assert "train.jsonl:2: weight: missing (nor any of importance); the row has query, positive; " in message
+    assert "train.jsonl:2: weight: missing" in message
+    assert message.count("loss_type weighted needs it: how much the row counts") == 2
+    assert "train.jsonl:3: weight: empty; loss_type weighted needs it" in message
+    everywhere = refusal(write_jsonl([row] * 3))
+    assert everywhere.startswith("train.jsonl:1: no row of ")
+    assert "has a column 'weight': missing" in everywhere
+    assert everywhere.endswith("loss_type weighted needs it: how much the row counts")
+    kept = load_records(str(write_jsonl([ROWS[0], row])), options(skip_invalid_records=True, max_invalid_records=1))
+    assert len(kept.table) == 1
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("weight", -0.5, "needs a number from 0 to 10 (how much the row counts), got the number -0.5"),
+        ("weight", 11, "got the number 11"),
+        ("weight", "3", "got '3'"),
+        ("weight", True, "got true"),
+        ("weight", [1], "got a list"),
+        ("weight", float("nan"), "got the number nan"),
+        ("weight", float("inf"), "got the number inf"),
+        ("weight", 10**400, "got the number 1000"),
+        ("topic", 0.5, "needs a whole number (number of its topic), got the number 0.5"),
+        ("topic", 2**63, "got the number 9223372036854775808"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(write_jsonl: WriteJsonl, column: str, value: Any, words: str) -> None:
+    message = refusal(write_jsonl([ROWS[0], {**ROWS[1], column: value}]))
+    assert f"train.jsonl:2: {column}: loss_type weighted needs" in message
+    assert words in message
+
+
+@pytest.mark.parametrize("cell", ["three", "nan", "inf", "1_0", "0x1"])
+def test_a_csv_cell_that_is_no_number_is_refused(write_jsonl: WriteJsonl, cell: str) -> None:
+    path = write_jsonl(["query,positive,weight,topic", "q,p,1,", f"q,p,{cell},2"], "rows.csv")
+    assert (
+        f"rows.csv:3: weight: loss_type weighted needs a number from 0 to 10 (how much the row counts), got {cell!r}"
+        in (refusal(path))
+    )
+
+
+def test_sets_with_fixed_columns_get_defaults_or_are_refused() -> None:
+    message = refusal("builtin:stdlib-code")
+    assert message == (
+        "builtin:stdlib-code is a built-in set and has no column 'weight'; loss_type weighted needs it: how much the "
+        "row counts"
+    )
+    optional = Needs((TOPIC, ExtraColumn("share", "a share", required=False, default=1)))
+    table = load_records("builtin:stdlib-code", options(optional)).table
+    assert dict(table.subset([3])[0].columns) == {"topic": -1, "share": 1.0}
+
+
+@pytest.mark.parametrize("role", ["validation", "test"])
+def test_other_sets_need_no_column_of_the_loss(write_jsonl: WriteJsonl, role: Role) -> None:
+    row = {"query": "q", "positive": "p"}
+    for rows in ([row], [{**row, "w": "no number"}]):
+        assert numbers(write_jsonl(rows), role=role, column_mapping={"w": "weight"}) == [{}]
+
+
+def test_a_loss_may_take_an_alias_and_no_name_of_ours(write_jsonl: WriteJsonl) -> None:
+    needs = Needs((ExtraColumn("score", "the teacher's score"),))
+    (record,) = load_records(
+        str(write_jsonl([{"query": "q", "positive": "p", "score": 0.25, "label": "x"}])), options(needs)
+    ).table
+    assert (dict(record.columns), record.label) == ({"score": 0.25}, "x")
+    for name in ("query", "label", "negative_3"):
+        with pytest.raises(ConfigError, match=f"can't ask for the column '{name}'"):
+            ExtraColumn(name, "anything")
+
+
+def test_rows_hold_what_the_loss_learns_from(write_jsonl: WriteJsonl) -> None:
+    rows = [{"query": "q", "positive": "p", "label": "x"}, {"query": "r", "positive": "s"}]
+    classes, pairs, either = (Needs((), takes=takes) for takes in (("classes",), ("pairs",), ("classes", "positives")))
+    assert len(load_records(str(write_jsonl(rows)), options(either)).table) == 2
+    words = "loss_type weighted learns nothing from this row: it needs label_kind: "
+    assert f"train.jsonl:2: {words}class and a label" in refusal(write_jsonl(rows), classes)
+    assert f"train.jsonl:1: {words}pair or grade, and a label or score" in refusal(write_jsonl(rows), pairs)
+    truths = [{"query": "q", "positive": "p", "label": truth} for truth in (1, 0)]
+    assert len(load_records(str(write_jsonl(truths)), options(pairs, label_kind="pair")).table) == 2

@@ -1,0 +1,171 @@
+"""What a label says: a class, the truth of a pair or a grade; numbers beside two texts are never guessed at."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from vembed.config.keys.data import DataKeys
+from vembed.data.collate import collate
+from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from conftest import WriteJsonl, WritePicture
+
+    from vembed.data.records import RecordTable
+
+PAIRS = [
+    {"sentence1": "a cat sits", "sentence2": "a cat is sitting", "label": 1},
+    {"sentence1": "it rains", "sentence2": "the sun shines", "label": 0},
+    {"sentence1": "they sing", "sentence2": "they dance", "label": 0},
+]
+"""The form of MRPC, PAWS and QQP."""
+
+
+def options(kind: str, **more: Any) -> SourceOptions:
+    return SourceOptions("train", keys=DataKeys(label_kind=kind, **more))  # type: ignore[arg-type]
+
+
+def read(write_jsonl: WriteJsonl, rows: list[Any], kind: str = "auto", **more: Any) -> RecordTable:
+    return load_records(str(write_jsonl(rows)), options(kind, **more)).table
+
+
+def refusal(write_jsonl: WriteJsonl, rows: list[Any], kind: str = "auto", **more: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read(write_jsonl, rows, kind, **more)
+    return str(caught.value)
+
+
+def graded(scores: list[Any], column: str = "score") -> list[dict[str, Any]]:
+    return [{"query": f"q{n}", "positive": f"p{n}", column: score} for n, score in enumerate(scores)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (PAIRS, "train.jsonl:1: label holds 0 and 1 beside two texts"),
+        ([{"query": "q", "positive": "p"}, *PAIRS[1:]], "train.jsonl:2: label holds 0 beside two texts"),
+        (graded([3, 3]), "train.jsonl:1: score holds 3 beside two texts"),
+        (graded([4.2, 0.5, 1]), "train.jsonl:1: score holds 0.5, 1 and 4.2 beside two texts"),
+        (graded(list(range(9)), "label"), "label holds 0, 1, 2, 3, 4, ... beside two texts"),
+        (graded(["NaN"]), ""),
+        ([json.dumps(graded([1.0])[0]).replace("1.0", "NaN")], "score holds nan beside two texts"),
+        (graded([10**400]), "score holds inf beside two texts"),
+    ],
+)
+def test_numbers_beside_two_texts_are_refused_with_the_choices(
+    write_jsonl: WriteJsonl, rows: list[Any], words: str
+) -> None:
+    if not words:
+        assert [record.label for record in read(write_jsonl, rows)] == ["NaN"], "texts are classes"
+        return
+    for role_options in ({}, {"skip_invalid_records": True}):
+        message = refusal(write_jsonl, rows, **role_options)
+        assert words in message
+        assert all(f"\n  {kind} " in message for kind in ("class", "pair", "grade"))
+        assert "set label_kind" in message.lower()
+    column = "score" if "score" in words else "label"
+    assert f"column_mapping: {{{column}: null}}" in message
+    assert len(read(write_jsonl, rows, column_mapping={column: None})) == len(rows)
+    with pytest.raises(DataError, match="which may say three things"):
+        load_retrieval(str(write_jsonl(rows)), SourceOptions("test"))
+
+
+def test_all_files_of_a_source_are_judged_together(write_jsonl: WriteJsonl) -> None:
+    folder = write_jsonl(PAIRS[:1], "rows/a.jsonl").parent
+    write_jsonl(PAIRS[1:], "rows/b.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: label holds 0 and 1 beside two texts"):
+        load_records(str(folder), SourceOptions("train"))
+
+
+@pytest.mark.parametrize("label", ["spam", "0", "3.5"])
+def test_texts_are_classes_unasked(write_jsonl: WriteJsonl, label: str) -> None:
+    (record,) = read(write_jsonl, [{"query": "q", "positive": "p", "label": label}])
+    assert record.label == label
+
+
+def test_whole_numbers_beside_a_picture_are_classes_and_others_are_not(
+    write_jsonl: WriteJsonl, write_picture: WritePicture
+) -> None:
+    for name in "ab":
+        write_picture(f"{name}.png")
+    pictures = {"query_image": "a.png", "positive_image": "b.png"}
+    (record,) = read(write_jsonl, [{**pictures, "label": 7}])
+    assert record.label == 7
+    (record,) = read(write_jsonl, [{"query": "q", "image": "b.png", "label": 1.0}])
+    assert record.label == 1
+    assert "label holds 0.5 beside a picture" in refusal(write_jsonl, [{**pictures, "label": 0.5}])
+    assert "score holds 1 beside a picture" in refusal(write_jsonl, [{**pictures, "score": 1}])
+
+
+def test_class_says_that_numbers_are_classes(write_jsonl: WriteJsonl) -> None:
+    table = read(write_jsonl, PAIRS, "class")
+    assert [record.label for record in table] == [1, 0, 0]
+    batch = collate(table.take([0, 1, 2]), [0, 1, 2])
+    assert batch.positives_P2.tolist() == [[0, 0], [1, 1], [1, 2], [2, 1], [2, 2]]
+    assert batch.listed_P2 is None
+    for value, words in ((2**63, "64 bits"), (0.5, "not the number 0.5"), (True, "not true"), ([1], "not a list")):
+        assert words in refusal(write_jsonl, graded([value], "label"), "class")
+
+
+def test_pair_lists_every_pair_with_its_truth_and_non_pairs_are_no_positives(write_jsonl: WriteJsonl) -> None:
+    table = read(write_jsonl, [*PAIRS, {"query": "plain", "positive": "row"}], "pair")
+    assert [(record.label, record.scores) for record in table] == [(None, (1.0,)), *[(None, (0.0,))] * 2, (None, ())]
+    batch = collate(table.take([0, 1, 2, 3]), [0, 1, 2, 3])
+    assert batch.documents == ("a cat is sitting", "the sun shines", "they dance", "row")
+    assert batch.positives_P2.tolist() == [[0, 0], [3, 3]]
+    assert batch.classes_Q is None
+    assert batch.listed_P2 is not None
+    assert batch.listed_scores_P is not None
+    assert batch.listed_P2.tolist() == [[0, 0], [1, 1], [2, 2]]
+    assert batch.listed_scores_P.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_hard_negatives_of_a_pair_are_non_pairs(write_jsonl: WriteJsonl) -> None:
+    rows = [{"query": "q", "positive": ["a", "b"], "negatives": ["n"], "label": truth} for truth in (True, False)]
+    true, false = read(write_jsonl, rows, "pair")
+    assert (true.positives, true.negatives, true.scores) == (("a", "b"), ("n",), (1.0, 1.0, 0.0))
+    assert (false.positives, false.negatives, false.scores) == ((), ("a", "b", "n"), (0.0, 0.0, 0.0))
+
+
+@pytest.mark.parametrize("value", [2, 0.5, "1", [1], float("inf")])
+def test_the_truth_of_a_pair_is_one_or_zero(write_jsonl: WriteJsonl, value: Any) -> None:
+    message = refusal(write_jsonl, graded([value], "label"), "pair")
+    assert "train.jsonl:1: label: with label_kind: pair it is 1 (the two belong together) or 0" in message
+
+
+def test_grades_keep_their_numbers(write_jsonl: WriteJsonl) -> None:
+    table = read(write_jsonl, graded([4.5, 0, -1.25, None]), "grade")
+    assert [record.scores for record in table] == [(4.5,), (0.0,), (-1.25,), ()]
+    assert [len(record.positives) for record in table] == [1, 0, 0, 1]
+    batch = collate(table.take([0, 2]), [0, 2])
+    assert batch.listed_scores_P is not None
+    assert np.array_equal(batch.listed_scores_P, [4.5, -1.25])
+    assert "it is a number, higher is closer, not 'high'" in refusal(write_jsonl, graded(["high"]), "grade")
+    negatives = [{**graded([1.0])[0], "negatives": ["n"]}]
+    assert "score: a row with a grade has no negatives" in refusal(write_jsonl, negatives, "grade")
+
+
+def test_csv_holds_truth_and_grades_too(write_jsonl: WriteJsonl) -> None:
+    path = write_jsonl(["sentence1,sentence2,label", "a,b, 1 ", "c,d,0", "e,f,"], "rows.csv")
+    assert [record.scores for record in load_records(str(path), options("pair")).table] == [(1.0,), (0.0,), ()]
+    path.write_text(path.read_text().replace("0", "2.5e0"))
+    assert [record.scores for record in load_records(str(path), options("grade")).table] == [(1.0,), (2.5,), ()]
+
+
+def test_only_pairs_that_belong_together_are_relevant(write_jsonl: WriteJsonl) -> None:
+    rows = [*PAIRS, {"sentence1": "it rains", "sentence2": "it pours", "label": 1}]
+    for kind in ("pair", "grade"):
+        task = load_retrieval(str(write_jsonl(rows)), SourceOptions("test", keys=DataKeys(label_kind=kind)))  # type: ignore[arg-type]
+        assert sorted(task.queries.values()) == ["a cat sits", "it rains"]
+        assert sorted(task.documents.values()) == sorted(str(row["sentence2"]) for row in rows)
+        assert sorted(len(grades) for grades in task.qrels.values()) == [1, 1]
+        assert "1 query has no document that belongs to it and isn't searched." in task.notes
+    with pytest.raises(DataError, match="no query has a document that belongs to it"):
+        load_retrieval(str(write_jsonl(PAIRS[1:])), SourceOptions("test", keys=DataKeys(label_kind="pair")))

@@ -1,0 +1,183 @@
+"""Every distinct item of the records once, as an Arrow table: its text, its path, and the number of its bytes.
+
+Equal bytes of pictures are kept once among the blobs. A table of texts alone has no other column and no blobs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from vembed.batch import Composed, Image
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Item
+
+BLOB_BYTES = 16 * 2**20
+"""Bytes of pictures that are Python objects at any one time while a table is written."""
+
+_Cells: TypeAlias = "str | tuple[str | None, str, int | None]"
+"""A text; or of a picture its text (None without), its path, and the number of its bytes (None where it is a file)."""
+
+
+class ItemTable(NamedTuple):
+    """Items by number."""
+
+    columns: Any  # Arrow table of `text`, and of `path` and `bytes` where there are pictures
+    blobs: Any  # chunked Arrow array of what `bytes` counts into
+
+    def at(self, numbers: NDArray[np.int64]) -> list[Item]:
+        """Return the items of some numbers, in that order; numbers may repeat."""
+        import pyarrow as pa
+
+        distinct, places = np.unique(numbers, return_inverse=True)
+        table = self.columns.take(pa.array(distinct))
+        items: list[Item] = table["text"].to_pylist()
+        if "path" in table.column_names:
+            cells = zip(items, table["path"].to_pylist(), table["bytes"].to_pylist(), strict=True)
+            items = [self._item(*parts) for parts in cells]
+        return [items[place] for place in places.tolist()]
+
+    def _item(self, text: Any, path: str | None, number: int | None) -> Item:
+        if path is None:
+            return str(text)
+        image = Image(path) if number is None else Image(path, self.blobs[number].as_py())
+        return image if text is None else Composed(image, text)
+
+
+class ItemWriter:
+    """Number distinct items, and collect them as columns; the bytes of pictures are kept aside, equal ones once."""
+
+    def __init__(self) -> None:
+        self._places: dict[_Cells, int] = {}
+        self._known = _KnownItems()
+        self._has_pictures = False
+        self._chunks: dict[str, list[Any]] = {name: [] for name in _item_types()}
+        self._blob_numbers: dict[bytes, int] = {}
+        self._blobs: list[bytes] = []
+        self._blob_bytes = 0
+        self._blob_chunks: list[Any] = []
+
+    def place(self, item: Item) -> int:
+        """Return the place of an item in the present block."""
+        cells: _Cells
+        if isinstance(item, str):
+            cells = item
+        elif isinstance(item, Composed):
+            self._has_pictures = True
+            cells = (item.text, item.image.path, self._blob_number(item.image))
+        else:
+            self._has_pictures = True
+            cells = (None, item.path, self._blob_number(item))
+        return self._places.setdefault(cells, len(self._places))
+
+    def flush(self) -> NDArray[np.int64]:
+        """Write the items of the block that are new; return the number of each item of the block."""
+        block = list(self._places)
+        numbers, new = self._known.numbers(block)
+        cells = [block[place] for place in new.tolist()]
+        rows = [each if isinstance(each, tuple) else (each, None, None) for each in cells] if self._has_pictures else ()
+        columns = zip(*rows, strict=True) if rows else (cells, *[[None] * len(cells)] * 2)
+        for (name, kind), column in zip(_item_types().items(), columns, strict=True):
+            self._chunks[name].append(filled(column, kind))
+        self._places = {}
+        return numbers
+
+    def finish(self) -> ItemTable:
+        """Return the items; the writer can't be used any more."""
+        import pyarrow as pa
+
+        del self._known  # memory is at its peak while columns are joined
+        self._flush_blobs()
+        columns = {name: joined(self._chunks[name], kind) for name, kind in _item_types().items()}
+        items = pa.table(columns if self._has_pictures else {"text": columns["text"]})
+        return ItemTable(items, pa.chunked_array(self._blob_chunks, type=pa.large_binary()))
+
+    def _blob_number(self, image: Image) -> int | None:
+        if image.data is None:
+            return None
+        digest = hashlib.sha256(image.data).digest()
+        number = self._blob_numbers.get(digest)
+        if number is None:
+            number = self._blob_numbers[digest] = len(self._blob_numbers)
+            self._blobs.append(image.data)
+            self._blob_bytes += len(image.data)
+            if self._blob_bytes >= BLOB_BYTES:
+                self._flush_blobs()
+        return number
+
+    def _flush_blobs(self) -> None:
+        import pyarrow as pa
+
+        self._blob_chunks.append(pa.array(self._blobs, type=pa.large_binary()))
+        self._blobs, self._blob_bytes = [], 0
+
+
+class _KnownItems:
+    """Tell which items were met before, in 16 bytes each instead of a dictionary's 150.
+
+    An item is known by a 64-bit keyed hash: two of 10 million share one with a probability of 3 in a million. Hashes
+    stand in sorted runs; a run joins the one before it when that is less than twice as long, so that runs stay few.
+    """
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # hashes, numbers
+        self._count = 0
+
+    def numbers(self, items: Sequence[_Cells]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the number of each of some distinct items, and the places of the new ones."""
+        hashes = np.fromiter(map(hash, items), np.int64, len(items))
+        order = np.argsort(hashes)  # sorted needles are found ten times as fast
+        hashes = hashes[order]
+        numbers = np.full(len(items), -1, dtype=np.int64)
+        for run_hashes, run_numbers in self._runs:
+            at = np.minimum(np.searchsorted(run_hashes, hashes), len(run_hashes) - 1)
+            same = run_hashes[at] == hashes
+            numbers[order[same]] = run_numbers[at[same]]
+        new = np.flatnonzero(numbers < 0)
+        is_new = numbers[order] < 0
+        numbers[new] = np.arange(self._count, self._count + len(new))
+        self._count += len(new)
+        self._add(hashes[is_new], numbers[order][is_new])
+        return numbers, new
+
+    def _add(self, hashes: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        while self._runs and len(self._runs[-1][0]) < 2 * len(hashes):
+            earlier_hashes, earlier_numbers = self._runs.pop()
+            hashes = np.concatenate([earlier_hashes, hashes])
+            order = np.argsort(hashes, kind="stable")
+            hashes, numbers = hashes[order], np.concatenate([earlier_numbers, numbers])[order]
+        if len(hashes):
+            self._runs.append((hashes, numbers))
+
+
+def _item_types() -> dict[str, Any]:
+    import pyarrow as pa
+
+    return {"text": pa.large_string(), "path": pa.large_string(), "bytes": pa.int64()}
+
+
+def filled(cells: Sequence[Any], kind: Any) -> Any:
+    """Return cells as an Arrow array; nulls, which take no memory, where every cell is None."""
+    import pyarrow as pa
+
+    return pa.nulls(len(cells)) if cells.count(None) == len(cells) else pa.array(cells, type=kind)
+
+
+def joined(chunks: list[Any], kind: Any) -> Any:
+    """Return the chunks of a column as one array, and forget them."""
+    import pyarrow as pa
+
+    if not chunks:
+        return pa.array([], type=kind)
+    if any(not pa.types.is_null(chunk.type) for chunk in chunks):
+        chunks[:] = [pa.nulls(len(chunk), kind) if pa.types.is_null(chunk.type) else chunk for chunk in chunks]
+    joined = pa.concat_arrays(chunks)
+    chunks.clear()
+    return joined

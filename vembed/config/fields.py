@@ -81,17 +81,12 @@ def key(
 
     Args:
         default: The one default, or `...` for a required key.
-        meaning: One line for the reference.
         unit: What the number counts.
-        on_resume: Whether a resumed run may change it.
         choices: The only texts allowed, for a key with more of them than a Literal shows well.
         form: How `choices` are described, instead of listing them.
         more_choices: Whether plugins can add some; then the key's type refuses what nobody added.
         acts_with: Other key -> its values with which this one has an effect, the one to advise first; {"minimum": 2}
             stands for 2 and more.
-
-    Returns:
-        A pydantic field; `Any`, as it stands where a value of the key's type is expected.
     """
     extra: dict[str, Any] = {"on_resume": on_resume}
     if unit is not None:
@@ -124,14 +119,7 @@ RULES: list[Rule] = []
 
 
 def rule(*keys: str) -> Callable[[Callable[[Any], str | None]], Callable[[Any], str | None]]:
-    """Register a check between keys; its docstring is the sentence of the reference.
-
-    Args:
-        *keys: The keys that the check reads, the one to blame first.
-
-    Returns:
-        A decorator that leaves the function as it is.
-    """
+    """Register a check between keys; its docstring is the sentence of the reference."""
 
     def register(check: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
         RULES.append(Rule(keys, (check.__doc__ or "").strip(), check))
@@ -146,7 +134,6 @@ def idle_rules(fields: Mapping[str, FieldInfo], hints: Mapping[str, Callable[[An
     A key that has its default, is false or null asks for nothing, and is never refused.
 
     Args:
-        fields: Name -> field of every key.
         hints: Other key -> function from a Config and the key without effect to the end of its message, often empty.
     """
     return [

@@ -58,7 +58,6 @@ def load_values(base: Path | Mapping[str, object], overrides: Mapping[str, objec
 
     Args:
         base: A file as for `load_config`, or key -> value.
-        overrides: Key -> value; they win over the base.
 
     Raises:
         ConfigError: One line for each problem.

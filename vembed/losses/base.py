@@ -110,12 +110,7 @@ class BatchLoss(nn.Module, ABC):
 
     @classmethod
     def from_keys(cls, keys: Any, common: LossCommon) -> Self:  # noqa: ARG003
-        """Make the loss of a run; here each key is the argument of the same name.
-
-        Args:
-            keys: The loss's section of keys.
-            common: What else of the run it may need.
-        """
+        """Make the loss of a run; here each key is the argument of the same name."""
         return cls(**{name: getattr(keys, name) for name in type(keys).model_fields})
 
     @property
@@ -142,7 +137,6 @@ class ContrastiveLoss(BatchLoss):
         Args:
             q_QE: Query embeddings (Q, E), at least float32.
             d_DE: Document embeddings (D, E), at least float32.
-            structure: Positives and identities.
 
         Returns:
             A scalar, the mean over what the loss averages.
@@ -151,15 +145,10 @@ class ContrastiveLoss(BatchLoss):
 
 @dataclass(frozen=True, slots=True)
 class MultiVectors:
-    """Rows with several embedding vectors each, as encoders of late interaction give them.
+    """Rows with several embedding vectors each, as encoders of late interaction give them."""
 
-    Attributes:
-        values_VE: All vectors (V, E), row after row.
-        counts_R: Vectors of each row, int64, on the CPU.
-    """
-
-    values_VE: Tensor
-    counts_R: Tensor
+    values_VE: Tensor  # all vectors (V, E), row after row
+    counts_R: Tensor  # vectors of each row, int64, on the CPU
 
     def rows(self) -> tuple[Tensor, ...]:
         """Return the vectors of each row, (count, E)."""
@@ -170,13 +159,7 @@ class MultiVectors:
     def sides(
         cls, values_VE: Tensor, counts_N: NDArray[np.int64], num_queries: int
     ) -> tuple[MultiVectors, MultiVectors]:
-        """Cut the vectors of [queries; documents] into both sides.
-
-        Args:
-            values_VE: Vectors of all rows.
-            counts_N: Vectors of each row.
-            num_queries: Rows that are queries.
-        """
+        """Cut the vectors of [queries; documents] into both sides."""
         counts = torch.from_numpy(counts_N)
         first = int(counts_N[:num_queries].sum())
         return cls(values_VE[:first], counts[:num_queries]), cls(values_VE[first:], counts[num_queries:])
@@ -190,10 +173,4 @@ class MultiVectorLoss(BatchLoss):
 
     @abstractmethod
     def forward(self, q: MultiVectors, d: MultiVectors, structure: BatchStructure) -> Tensor:
-        """Return the loss of the batch, a scalar.
-
-        Args:
-            q: Queries.
-            d: Documents.
-            structure: Positives and identities.
-        """
+        """Return the loss of the batch, a scalar."""

@@ -32,21 +32,13 @@ MOST_CELLS_AT_ONCE = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A block of the similarity matrix.
+    """A block of the similarity matrix."""
 
-    Attributes:
-        rows: Its queries, counted from this rank's first.
-        columns: Its documents.
-        pairs: Which positive pairs lie in it, int64.
-        pair_cells: Where: row * width + column within the tile, int64.
-        excluded: Cells that are no negatives, positives included, int64.
-    """
-
-    rows: slice
-    columns: slice
-    pairs: Tensor
-    pair_cells: Tensor
-    excluded: Tensor
+    rows: slice  # its queries, counted from this rank's first
+    columns: slice  # its documents
+    pairs: Tensor  # which positive pairs lie in it, int64
+    pair_cells: Tensor  # where: row * width + column within the tile, int64
+    excluded: Tensor  # cells that are no negatives, positives included, int64
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -109,13 +101,7 @@ class CellMap:
         return slice(int(first), int(last))
 
     def strip(self, start: int, stop: int, width: int) -> Iterator[Tile]:
-        """Cut rows start to stop into tiles, left to right.
-
-        Args:
-            start: First row.
-            stop: One past the last row.
-            width: Columns of a tile; the last may have fewer.
-        """
+        """Cut rows start to stop into tiles, left to right."""
         inside = self.pairs_of(slice(start, stop))
         pair_rows, pair_columns = self._pair_rows[inside] - start, self._pair_columns[inside]
         pairs_of = _split_by_tile(pair_columns, width, self.num_columns)

@@ -56,13 +56,8 @@ class InfoNCE(StreamedLoss):
     """InfoNCE with a fixed or learned temperature.
 
     Args:
-        temperature: Starting (or fixed) temperature.
         learn_temperature: Whether the logit scale is a parameter; it is then kept within [1, 100].
-        bidirectional: Whether the document-to-query direction is averaged in.
-        mask_false_negatives: Whether copies of positives are left out of the negatives.
         dtype: Type of the learned logit scale.
-        prefixes: Prefixes to train, or None for the embeddings as they are.
-        tile_size: Rows and columns of a tile.
     """
 
     def __init__(
@@ -242,12 +237,7 @@ def _direction(logits_RC: Tensor, positive_RC: Tensor) -> Tensor:
 
 
 class _Sums:
-    """The sums of a sweep, as they grow.
-
-    Args:
-        tiles: What is swept.
-        columns: Whether columns are summed as well.
-    """
+    """The sums of a sweep, as they grow."""
 
     def __init__(self, tiles: SimilarityTiles, *, columns: bool) -> None:
         self.tiles, self._cells = tiles, tiles.cells
@@ -287,17 +277,12 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """What one direction comes to. A group is a row, or a column.
+    """What one direction comes to. A group is a row, or a column."""
 
-    Attributes:
-        loss: Its weighted sum.
-        shifts_KG: What to add to a logit so that its exponential is the gradient; -inf where a group doesn't count.
-        pair_gradients_KP: Gradient of each positive pair's logit.
-    """
-
-    loss: Tensor
+    loss: Tensor  # its weighted sum
+    # What to add to a logit so that its exponential is the gradient; -inf where a group doesn't count
     shifts_KG: Tensor
-    pair_gradients_KP: Tensor
+    pair_gradients_KP: Tensor  # gradient of each positive pair's logit
 
 
 def _terms(negatives: LogSumExp, positives: LogSumExp, pairs: tuple[Tensor, Tensor], weights_K1: Tensor) -> _Terms:
@@ -307,7 +292,6 @@ def _terms(negatives: LogSumExp, positives: LogSumExp, pairs: tuple[Tensor, Tens
         negatives: Sums over the negatives of each group, (K, G).
         positives: Sums over its positives, (K, G). A group without any doesn't count.
         pairs: Logits (K, P) and groups (P,) of this rank's positive pairs.
-        weights_K1: What one group counts.
     """
     n_KG, p_KG = negatives.value(), positives.value()
     counts_KG = p_KG != -math.inf  # NaN counts, so that it reaches the loss
@@ -323,26 +307,17 @@ def _terms(negatives: LogSumExp, positives: LogSumExp, pairs: tuple[Tensor, Tens
 
 @dataclass(frozen=True, slots=True)
 class _Slopes:
-    """What turns the logits of one tile into their gradients.
+    """What turns the logits of one tile into their gradients."""
 
-    Attributes:
-        row_shifts_R: Shift of each row.
-        column_shifts_C: Shift of each column; None with one direction.
-        pair_gradients_P: Gradients of the positive cells.
-    """
-
-    row_shifts_R: Tensor
-    column_shifts_C: Tensor | None
-    pair_gradients_P: Tensor
+    row_shifts_R: Tensor  # shift of each row
+    column_shifts_C: Tensor | None  # shift of each column; None with one direction
+    pair_gradients_P: Tensor  # gradients of the positive cells
 
     def apply(self, tiles: SimilarityTiles, tile: Tile, matrix_RC: Tensor, *, exponentials: bool) -> None:
         """Turn a tile into dL/dlogits, in place.
 
         Args:
-            tiles: Lends room.
-            tile: The tile.
             matrix_RC: Its logits, -inf where excluded, or their exponentials.
-            exponentials: Which of the two.
         """
         rows_R1, columns_C = self.row_shifts_R[:, None], self.column_shifts_C
         if exponentials and columns_C is None:

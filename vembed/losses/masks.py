@@ -26,12 +26,7 @@ def positive_mask(structure: BatchStructure) -> Tensor:
 
 
 def false_negative_mask(structure: BatchStructure, positive_QD: Tensor) -> Tensor:
-    """Return which cells must count neither as positive nor as negative, bool (Q, D).
-
-    Args:
-        structure: Positives and identities of the batch.
-        positive_QD: The explicit positives; they are never masked.
-    """
+    """Return which cells must count neither as positive nor as negative, bool (Q, D)."""
     query_groups_Q, document_groups_D = structure.query_groups_Q, structure.document_groups_D
     known = torch.zeros(
         structure.num_queries, structure.num_documents, dtype=torch.bool, device=positive_QD.device

@@ -26,15 +26,10 @@ NORM_EPSILON = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """How many leading numbers of an embedding are trained, and how much each length counts.
+    """How many leading numbers of an embedding are trained, and how much each length counts."""
 
-    Attributes:
-        dims: Lengths, ascending.
-        weights: One for each length; they sum to 1.
-    """
-
-    dims: tuple[int, ...]
-    weights: tuple[float, ...]
+    dims: tuple[int, ...]  # lengths, ascending
+    weights: tuple[float, ...]  # one for each length; they sum to 1
 
     @classmethod
     def of_keys(cls, keys: PrefixKeys) -> Prefixes | None:
@@ -46,7 +41,6 @@ class Prefixes:
         """Sort lengths and turn weights into shares.
 
         Args:
-            dims: Lengths in any order.
             weights: Weight of each, in the same order; None weighs all alike.
 
         Raises:
@@ -66,8 +60,6 @@ def weighted_similarities(q_QE: Tensor, d_DE: Tensor, prefixes: Prefixes | None)
     """Return each prefix's weight and whole similarity matrix (Q, D), for the definition of a loss.
 
     Args:
-        q_QE: Query embeddings (Q, E).
-        d_DE: Document embeddings (D, E).
         prefixes: None takes the embeddings as they are, with weight 1.
     """
     if prefixes is None:

@@ -44,10 +44,6 @@ class SigmoidLoss(StreamedLoss):
     Args:
         init_logit_scale: Starting log of the logit scale; the scale is kept within [1, 100].
         init_logit_bias: Starting bias. Far below 0, as nearly all pairs are negatives.
-        mask_false_negatives: Whether copies of positives are left out of the negatives.
-        dtype: Type of scale and bias.
-        prefixes: Prefixes to train, or None for the embeddings as they are.
-        tile_size: Rows and columns of a tile.
     """
 
     def __init__(

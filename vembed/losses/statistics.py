@@ -22,22 +22,16 @@ class LogSumExp:
 
     An empty one is (-inf, 0). `max` need not be the largest logit, only near it: any value works while neither the
     exponentials nor their sum leave the range of the type.
-
-    Attributes:
-        max: What the logits were lowered by, any shape.
-        sum: Sum of exp(logit - max), same shape.
     """
 
-    max: Tensor
-    sum: Tensor
+    max: Tensor  # what the logits were lowered by, any shape
+    sum: Tensor  # sum of exp(logit - max), same shape
 
     @classmethod
     def empty(cls, *shape: int, like: Tensor, bounded: bool) -> LogSumExp:
         """Return sums of nothing.
 
         Args:
-            *shape: Their shape.
-            like: Gives type and device.
             bounded: Whether the logits are so small that exp() of them can't overflow; they aren't lowered then.
         """
         top = like.new_zeros(shape) if bounded else like.new_full(shape, -math.inf)
@@ -87,10 +81,7 @@ class LogSumExp:
         """Add a tile to some of the sums, in place.
 
         Args:
-            index: Which of the sums.
-            logits_RC: The tile; -inf counts nothing.
             dim: What is summed over: 1 for sums per row, 0 per column.
-            scratch_RC: Room for the exponentials.
         """
         top = torch.maximum(self.max[index], logits_RC.amax(dim))
         shift = _finite(top)
@@ -106,17 +97,12 @@ def _finite(top: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """What a loss must know of all ranks' tiles before it can differentiate one.
+    """What a loss must know of all ranks' tiles before it can differentiate one."""
 
-    Attributes:
-        rows: Sums over each query's negatives (K, Q); K prefixes. Final: a rank sees every document of its queries.
-        columns: Sums over each document's negatives and over its positives (2, K, D), of this rank's queries only:
-            ranks merge it. None where the loss has no document-to-query direction.
-        positive_logits_KP: Logits of this rank's positive pairs, in the order of the tiles' cells.
-        tiles: What was swept, to be swept again.
-    """
-
+    # Sums over each query's negatives (K, Q); K prefixes. Final: a rank sees every document of its queries.
     rows: LogSumExp
+    # Sums over each document's negatives and over its positives (2, K, D), of this rank's queries only: ranks merge it.
+    # None where the loss has no document-to-query direction.
     columns: LogSumExp | None
-    positive_logits_KP: Tensor
-    tiles: SimilarityTiles
+    positive_logits_KP: Tensor  # logits of this rank's positive pairs, in the order of the tiles' cells
+    tiles: SimilarityTiles  # what was swept, to be swept again

@@ -29,46 +29,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StreamedBatch:
-    """What a streamed loss sees.
+    """What a streamed loss sees."""
 
-    Attributes:
-        q_QE: Embeddings of this rank's queries (Q, E).
-        d_DE: Embeddings of the documents of all ranks (D, E).
-        structure: Positives and identities of the whole batch, all ranks; best on the CPU, where they are read.
-        first_query: Number of this rank's first query in `structure`.
-    """
-
-    q_QE: Tensor
-    d_DE: Tensor
+    q_QE: Tensor  # embeddings of this rank's queries (Q, E)
+    d_DE: Tensor  # embeddings of the documents of all ranks (D, E)
+    # Positives and identities of the whole batch, all ranks; best on the CPU, where they are read
     structure: BatchStructure
-    first_query: int = 0
+    first_query: int = 0  # number of this rank's first query in `structure`
 
 
 @dataclass(frozen=True, slots=True)
 class LossGradients:
-    """A rank's share of the loss and of its gradients: summed over ranks they are those of the batch.
+    """A rank's share of the loss and of its gradients: summed over ranks they are those of the batch."""
 
-    Attributes:
-        loss: A scalar.
-        dq_QE: dL/d(queries of this rank), complete.
-        dd_DE: dL/d(documents of all ranks), of this rank's queries.
-        own: Gradients of the loss's own parameters, by name.
-    """
-
-    loss: Tensor
-    dq_QE: Tensor
-    dd_DE: Tensor
-    own: dict[str, Tensor]
+    loss: Tensor  # a scalar
+    dq_QE: Tensor  # dL/d(queries of this rank), complete
+    dd_DE: Tensor  # dL/d(documents of all ranks), of this rank's queries
+    own: dict[str, Tensor]  # gradients of the loss's own parameters, by name
 
 
 class StreamedLoss(ContrastiveLoss):
-    """A loss over the similarity matrix that never holds it.
-
-    Args:
-        mask_false_negatives: Whether copies of positives are left out of the negatives.
-        prefixes: Prefixes to train, or None for the embeddings as they are.
-        tile_size: Rows and columns of a tile.
-    """
+    """A loss over the similarity matrix that never holds it."""
 
     memory = "tiles"
 
@@ -99,7 +80,6 @@ class StreamedLoss(ContrastiveLoss):
         """Return loss and gradients, computed without autograd.
 
         Args:
-            batch: Embeddings and structure.
             statistics: What `statistics` returned, its columns merged over ranks; None where the loss needs none.
             into: Where to write dq (Q, E) and dd (D, E), of the type of the gradients; None makes them.
         """
@@ -108,8 +88,6 @@ class StreamedLoss(ContrastiveLoss):
         """Return the tiles of a batch.
 
         Args:
-            batch: Embeddings and structure.
-            scale: Logit scale.
             longest: Largest |q| times largest |d|, for losses that ask how large a logit can be.
         """
         rows = range(batch.first_query, batch.first_query + len(batch.q_QE))

@@ -45,19 +45,12 @@ BOUNDED_LOGIT = 40.0
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingGradients:
-    """What tiles add up.
+    """What tiles add up."""
 
-    Attributes:
-        dq_QE: dL/dq (Q, E).
-        dd_DE: dL/dd (D, E), this rank's share of it.
-        row_moments_KQ: Sum over each row of G S without bias, where prefixes need it.
-        column_moments_KD: The same over each column.
-    """
-
-    dq_QE: Tensor
-    dd_DE: Tensor
-    row_moments_KQ: Tensor
-    column_moments_KD: Tensor
+    dq_QE: Tensor  # dL/dq (Q, E)
+    dd_DE: Tensor  # dL/dd (D, E), this rank's share of it
+    row_moments_KQ: Tensor  # sum over each row of G S without bias, where prefixes need it
+    column_moments_KD: Tensor  # the same over each column
 
 
 class SimilarityTiles:
@@ -66,11 +59,7 @@ class SimilarityTiles:
     Args:
         q_QE: Queries of this rank (Q, E).
         d_DE: Documents of all ranks (D, E).
-        cells: Positives and masked cells.
-        scale: Logit scale.
         longest: Largest |q| times largest |d|; 1 for prefixes, which have unit length.
-        prefixes: Prefixes to train, or None for the embeddings as they are.
-        tile_size: Rows and columns of a tile.
 
     Attributes:
         num_prefixes: K; 1 without prefixes.
@@ -116,11 +105,7 @@ class SimilarityTiles:
         return self._room[name][:size].view(shape)
 
     def strips(self, height: int | None = None) -> Iterator[Iterator[Tile]]:
-        """Return the tiles row by row.
-
-        Args:
-            height: Rows of a tile instead of the tile size.
-        """
+        """Return the tiles row by row."""
         step = height or self.tile_size
         for start in range(0, self.cells.num_rows, step):
             yield self.cells.strip(start, min(start + step, self.cells.num_rows), self.tile_size)
@@ -150,9 +135,7 @@ class SimilarityTiles:
         """Compute the logits of a tile, have them turned into their gradients, and add those to the embeddings'.
 
         Args:
-            tile: The tile.
             differentiate: Turns the logits (R, C) of a prefix into dL/dlogits in place.
-            out: What is added to.
         """
         if self._prefixes is None:
             matrix_RC = self.plain_logits(tile)

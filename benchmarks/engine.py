@@ -34,13 +34,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measure import Measurement, measure
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.config.keys.model import ModelKeys
 from vembed.config.schema import Config
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.gradcache.replay import RngState
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
 from vembed.training.wiring.planning import plan_elsewhere
 
@@ -214,7 +214,7 @@ def build_workload(arguments: argparse.Namespace, lengths: str, *, dropout: floa
     with tempfile.TemporaryDirectory() as folder:
         _save_model(Path(folder), arguments, dropout)
         peer = SentenceTransformer(folder, device=arguments.device)
-        encoder = load_encoder(ModelOptions(name=folder)).to(device)
+        encoder = load_encoder(ModelKeys(model_name=folder)).to(device)
         # Measured like a step, in a child: the plan's profile runs a backward, after which no child could run one.
         planned = measure(partial(_planned_retention, folder, num_pairs, bf16=arguments.bf16), device).value
     autocast = torch.bfloat16 if arguments.bf16 else None

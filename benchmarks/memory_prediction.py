@@ -26,6 +26,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.config.keys.adapters import AdapterKeys
+from vembed.config.keys.model import ModelKeys
 from vembed.config.load import load_config
 from vembed.distributed.fsdp import ShardingOptions, shard_encoder
 from vembed.distributed.ranks import Ranks
@@ -34,12 +36,12 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.models.adapters.lora import LoraOptions
-from vembed.models.huggingface import ModelOptions
-from vembed.models.profile.inputs import one_picture
+from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.trainable import freeze
+from vembed.models.probe import one_picture
 from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import Trained, profile_model
-from vembed.models.profile.skeleton import blueprint
+from vembed.models.profile.profile import profile_model
+from vembed.models.registry import load_skeleton
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine, cpu_memory_bytes
@@ -100,20 +102,23 @@ class Case:
 
 def build(case: Case, folder: Path, device: str) -> Encoder:
     """Return the case's encoder, on the meta device or with random weights."""
-    encoder = blueprint(options_of(case, folder), device=device).build(None)
-    Trained(case.trainable, LoraOptions() if case.lora else None).apply(encoder)
+    encoder = load_skeleton(keys_of(case, folder), device=device)
+    if case.lora:
+        add_adapters(encoder, AdapterKeys())
+    else:
+        freeze(encoder, case.trainable)
     if case.gradient_checkpointing:
         encoder.enable_gradient_checkpointing()
     return encoder.train()
 
 
-def options_of(case: Case, folder: Path) -> ModelOptions:
+def keys_of(case: Case, folder: Path) -> ModelKeys:
     """Return what names the model; a shape becomes a file."""
     if isinstance(case.model, str):
-        return ModelOptions(name=case.model)
+        return ModelKeys(model_name=case.model)
     path = folder / "shape.json"
     path.write_text(json.dumps(case.model), "utf-8")
-    return ModelOptions(name=str(path))
+    return ModelKeys(model_name=str(path))
 
 
 def measure_step(case: Case, device: torch.device) -> dict[str, int]:
@@ -234,10 +239,10 @@ def predict(case: Case, device: str) -> dict[str, int]:
     config = load_config(None, overrides).config
     machine = Machine(device, "benchmark", cpu_memory_bytes(), 1, fast_bf16=False)
     with tempfile.TemporaryDirectory() as folder:
-        options = options_of(case, Path(folder))
+        keys = keys_of(case, Path(folder))
         target = ProfileTarget(device, torch.bfloat16 if case.bf16 else None)
-        lora = LoraOptions() if case.lora else None
-        model = profile_model(options, target, trainable=case.trainable, lora=lora)
+        lora = AdapterKeys() if case.lora else None
+        model = profile_model(keys, target, trainable=case.trainable, lora=lora)
     data = DataSize(case.pairs, 1.0, pictures_per_record=float(case.pictures))
     devices = Devices.of(machine, case.ranks)
     sizes = make_plan(config, machine, model.limited(case.tokens), data, devices=devices).bytes_per_device

@@ -41,12 +41,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measure import Measurement, measure
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
-from vembed.data.images import ImageLimits
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.models.open_clip_encoder import OpenClipEncoder, OpenClipParts
+from vembed.models.open_clip_encoder import OpenClipEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -183,8 +182,15 @@ def _workload(arguments: argparse.Namespace) -> Workload:
     lengths = np.clip(rng.lognormal(np.log(10), 0.4, arguments.batch), 3, 70).astype(int)
     captions = [" ".join(rng.choice(words, length)) for length in lengths]
     own = copy.deepcopy(model)
-    parts = OpenClipParts(own, tokenizer, _blank_preprocess(side), {**config}, "random")
-    encoder = OpenClipEncoder("benchmark", parts=parts, image_limits=ImageLimits()).to(device).train()
+    encoder = OpenClipEncoder(
+        "benchmark",
+        model=own,
+        tokenizer=tokenizer,
+        preprocess=_blank_preprocess(side),
+        config={**config},
+        weights="random",
+    )
+    encoder.to(device).train()
     ids = tokenizer(captions)
     padded = Ragged.from_rows(list(ids.numpy()))
     return Workload(
@@ -310,7 +316,7 @@ def _whole_batch(workload: Workload) -> dict[str, np.ndarray]:
 
 def _gradients(workload: Workload, step: Callable[[], float], *, ours: bool) -> tuple[dict[str, np.ndarray], int]:
     """Return the gradients that a step leaves, and the floating point operations that it took."""
-    model = workload.encoder.parts.model if ours else workload.model
+    model = workload.encoder.model if ours else workload.model
     _clear(model)
     with FlopCounterMode(display=False) as counter:
         scale_gradient = step()

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
     from vembed.evaluation.metrics import register_metric
     from vembed.losses.registry import register_loss
+    from vembed.models.registry import register_encoder
     from vembed.training.trackers.registry import register_tracker
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __all__ = [
     "load",
     "open_index",
     "register_command",
+    "register_encoder",
     "register_loss",
     "register_metric",
     "register_tracker",
@@ -60,6 +62,7 @@ _MODULES = {
     "vembed.entrypoints.command": ("register_command",),
     "vembed.evaluation.metrics": ("register_metric",),
     "vembed.losses.registry": ("register_loss",),
+    "vembed.models.registry": ("register_encoder",),
     "vembed.training.trackers.registry": ("register_tracker",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

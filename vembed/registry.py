@@ -109,3 +109,17 @@ COMMANDS = Registry(
 
 TRACKERS = Registry("tracker", {"tensorboard": "vembed.training.trackers.tensorboard:TensorBoardTracker"})
 """Names that `report_to` takes -> a `Tracker` class (vembed/training/trackers/base.py)."""
+
+ENCODERS = Registry(
+    "encoder",
+    {
+        "ngram-bag": "vembed.models.ngram_bag:NgramBag",
+        "tiny-clip": "vembed.models.tiny_clip:TinyClip",
+        "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
+        "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
+        "dual": "vembed.models.dual:DualEncoder",
+        "vision": "vembed.models.vision:VisionEncoder",
+        "text": "vembed.models.text:TextEncoder",
+    },
+)
+"""Classes of `Encoder`, in the order in which they are asked for a model; `builtin:NAME` is by these names."""

@@ -9,8 +9,9 @@ import pytest
 import torch
 from ball_cases import make_clip, write_balls
 
+from vembed.config.keys.model import ModelKeys
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.tiny_transformer import build_tiny_transformer
+from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +38,7 @@ def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained transformer in a sentence-transformers folder that has prompts."""
     folder: Path = tmp_path_factory.mktemp("models") / "transformer"
     torch.manual_seed(0)
-    build_tiny_transformer(DOCUMENTS.values(), name="tiny", dtype=torch.float32).save(folder)
+    load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), DOCUMENTS.values()).save(folder)
     path = folder / "config_sentence_transformers.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"prompts": {"query": "ask: ", "document": "doc: "}}))

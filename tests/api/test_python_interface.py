@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import vembed
+from vembed.config.keys.model import ModelKeys
 from vembed.entrypoints import evaluate as evaluate_command
 from vembed.entrypoints import train as train_command
-from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,7 +157,7 @@ def test_vectors_are_those_of_the_encoder_in_the_order_of_the_rows(bag: Path) ->
     assert vectors.dtype == np.float32
     assert vectors.shape == (len(TEXTS), model.dimension) == (5, 64)
     assert model.similarity == "cosine"
-    encoder = load_encoder(ModelOptions(str(bag))).eval()
+    encoder = load_encoder(ModelKeys(model_name=str(bag))).eval()
     for text, vector in zip(TEXTS, vectors, strict=True):
         features = encoder.featurize([text], "document")
         with torch.no_grad():

@@ -22,10 +22,10 @@ import yaml
 from command_cases import ROOT, environment, run_keys
 
 import vembed.training.card
+from vembed.config.keys.model import ModelKeys
 from vembed.entrypoints.export import main, parse_arguments
 from vembed.models.export.samples import picture_bytes
 from vembed.models.export.write import TOLERANCE
-from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
 from vembed.registry import COMMANDS
 
@@ -250,7 +250,7 @@ def test_a_card_that_fails_never_loses_the_model(site: Site, tmp_path: Path, mon
     assert "the model card could not be written; the model is complete" in done.err
     assert "no card today" in (done.folder / "train.log").read_text()
     assert not (done.folder / "model" / "README.md").exists()
-    load_encoder(ModelOptions(str(done.folder / "model")))
+    load_encoder(ModelKeys(model_name=str(done.folder / "model")))
 
 
 @pytest.fixture(scope="module")

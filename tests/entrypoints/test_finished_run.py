@@ -15,12 +15,12 @@ from command_cases import Site, evaluation, run_here, run_keys, steps_saved, wor
 
 import vembed.training.finish
 import vembed.training.wiring.parts
+from vembed.config.keys.model import ModelKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
 from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
@@ -139,13 +139,13 @@ def test_the_log_file_holds_what_was_printed(finished: Outcome) -> None:
 
 
 def test_the_model_reloads_and_gives_the_final_metrics_again(finished: Outcome, site: Site) -> None:
-    encoder = load_encoder(ModelOptions(name=str(finished.folder / "model")))
+    encoder = load_encoder(ModelKeys(model_name=str(finished.folder / "model")))
     task = load_retrieval(str(site.test), SourceOptions(role="test"))
     encode = ItemEncoder(encoder, ChunkBudget(256, 10**6), torch.device("cpu"))
     again = evaluate(encode, task, EvaluationOptions(system="again"))
     assert dict(again.metrics) == evaluation(finished.folder, "final")["metrics"]
     untrained = ItemEncoder(
-        load_encoder(ModelOptions(name=str(site.bert))), ChunkBudget(256, 10**6), torch.device("cpu")
+        load_encoder(ModelKeys(model_name=str(site.bert))), ChunkBudget(256, 10**6), torch.device("cpu")
     )
     assert dict(evaluate(untrained, task, EvaluationOptions(system="untrained")).metrics) != dict(again.metrics)
 
@@ -158,7 +158,7 @@ def test_the_model_is_the_checkpoint_that_the_dev_set_chose(site: Site, tmp_path
     assert best < 12, "the learning rate must be so high that the last step isn't the best"
     assert f"the best checkpoint is of step {best}" in outcome.out
     assert best in steps_saved(outcome.folder)
-    kept = load_encoder(ModelOptions(name=str(outcome.folder / "model")))
+    kept = load_encoder(ModelKeys(model_name=str(outcome.folder / "model")))
     task = load_retrieval(str(site.dev), SourceOptions(role="validation"))
     encode = ItemEncoder(kept, ChunkBudget(256, 10**6), torch.device("cpu"))
     assert evaluate(encode, task, EvaluationOptions(system="kept")).metrics["ndcg@10"] == scores[best]
@@ -222,7 +222,7 @@ def test_a_report_that_fails_leaves_the_model_the_verdict_and_exit_code_0(
     assert "error: the report could not be written; the model is complete" in outcome.err
     assert "no ink" in outcome.err
     assert outcome.last_line.startswith("improved")
-    assert load_encoder(ModelOptions(name=str(outcome.folder / "model"))).dimension == 32
+    assert load_encoder(ModelKeys(model_name=str(outcome.folder / "model"))).dimension == 32
     assert not (outcome.folder / "report").exists()
 
 

@@ -28,11 +28,12 @@ def test_another_models_weights_are_refused(call: Any, index: Path, bag: Path, t
 
 
 def test_the_same_weights_read_otherwise_are_refused(tmp_path: Path, corpus: Path) -> None:
-    from vembed.models.tiny_transformer import build_tiny_transformer
+    from vembed.config.keys.model import ModelKeys
+    from vembed.models.registry import load_encoder
 
     torch.manual_seed(0)
     folder = tmp_path / "tiny"
-    build_tiny_transformer(DOCUMENTS.values(), name="tiny", dtype=torch.float32).save(folder)
+    load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), DOCUMENTS.values()).save(folder)
     vembed.build_index(vembed.load(folder, document_prompt="text: "), corpus, tmp_path / "index")
     assert meta_of(tmp_path / "index")["model_options"] == {"document_prompt": "text: "}
     assert len(vembed.open_index(tmp_path / "index")) == 4, "the option is kept"

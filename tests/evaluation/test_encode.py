@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import PreemptedError
 from vembed.evaluation import encode as encode_module
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.models.encoder import Encoder
-from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
 
 CPU = torch.device("cpu")
@@ -20,7 +20,7 @@ TEXTS = [" ".join(WORDS[: 1 + index % 9]) + f" {index}" for index in range(40)]
 @pytest.fixture(scope="module")
 def encoder() -> Encoder:
     torch.manual_seed(0)
-    return load_encoder(ModelOptions(name="builtin:tiny-transformer"), TEXTS)
+    return load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), TEXTS)
 
 
 def encode(encoder: Encoder, budget: ChunkBudget) -> np.ndarray:

@@ -8,13 +8,13 @@ import torch
 from rank_pool import RankPool
 from torch import Tensor
 
+from vembed.config.keys.model import ModelKeys
 from vembed.distributed.ranks import Ranks
 from vembed.errors import PreemptedError
 from vembed.evaluation import encode as encode_module
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.models.encoder import Encoder
-from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ TEXTS = [" ".join(WORDS[: 1 + index % 5]) + f" {index}" for index in range(23)]
 
 def tiny_encoder() -> Encoder:
     torch.manual_seed(0)
-    return load_encoder(ModelOptions(name="builtin:tiny-transformer"), TEXTS)
+    return load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), TEXTS)
 
 
 def encode_shared(rank: int, num_texts: int, slice_rows: int, even_calls: bool) -> dict[str, Any]:

@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from model_cases import load_any
 from picture_cases import PICTURES, pools_of
 
 from vembed.batch import ContrastiveBatch, content_id
+from vembed.config.keys.adapters import AdapterKeys
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.models.adapters.lora import LoraOptions, add_adapters
+from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
-from vembed.models.huggingface import ModelOptions
-from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,13 +57,13 @@ def text_batch() -> ContrastiveBatch:
 
 def partly_trained(folder: Path, what: str, **options: Any) -> Encoder:
     """Load in float64 and freeze: a value of `trainable`, or "lora", "lora text", "lora dropout"."""
-    encoder = load_encoder(ModelOptions(str(folder), **{"dtype": torch.float64, **options})).train()
+    encoder = load_any(folder, **{"dtype": torch.float64, **options}).train()
     torch.manual_seed(7)
     if not what.startswith("lora"):
         freeze(encoder, what)
         return encoder
     dropout = 0.1 if "dropout" in what else 0.0
-    add_adapters(encoder, LoraOptions(rank=2, dropout=dropout, towers="text" if "text" in what else "all"))
+    add_adapters(encoder, AdapterKeys(lora_r=2, lora_dropout=dropout, lora_towers="text" if "text" in what else "all"))
     return encoder
 
 

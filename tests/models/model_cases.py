@@ -31,7 +31,7 @@ from transformers import (
     XLMRobertaModel,
 )
 
-from vembed.models.huggingface import ModelOptions
+from vembed.config.keys.model import ModelKeys
 from vembed.models.registry import load_encoder
 from vembed.models.text import TextEncoder
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Side
+    from vembed.data.images import ImageLimits
     from vembed.models.encoder import Encoder
 
 POSITIONS = 64
@@ -193,9 +194,27 @@ def write_model(folder: Path, kind: str, *, tokenizer: Any = None) -> Path:
     return folder
 
 
-def load(folder: Path | str, **options: Any) -> TextEncoder:
+def load_any(
+    name: Path | str, texts: Sequence[str] = (), *, image_limits: ImageLimits | None = None, **keys: Any
+) -> Encoder:
+    """Load an encoder.
+
+    Args:
+        name: A folder, or another name.
+        texts: Training texts.
+        image_limits: What a picture may be.
+        keys: Keys of the model; `dtype`, a torch type, and `prompts` by side stand for theirs; or load_in_4bit.
+    """
+    four_bits = keys.pop("load_in_4bit", False)
+    keys["torch_dtype"] = str(keys.pop("dtype", torch.float32)).removeprefix("torch.")
+    keys |= {f"{side}_prompt": prompt for side, prompt in keys.pop("prompts", {}).items()}
+    options = ModelKeys(model_name=str(name), **keys)
+    return load_encoder(options, texts, image_limits=image_limits, load_in_4bit=four_bits)
+
+
+def load(folder: Path | str, **keys: Any) -> TextEncoder:
     """Load a text encoder without dropout."""
-    encoder = load_encoder(ModelOptions(str(folder), **options))
+    encoder = load_any(folder, **keys)
     assert isinstance(encoder, TextEncoder)
     return encoder.eval()
 

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from adapter_cases import partly_trained, trainable_of
-from model_cases import FAMILY_BUILDERS, write_model
+from model_cases import FAMILY_BUILDERS, load_any, write_model
 from picture_cases import DUAL_BUILDERS, TINY, VISION_BUILDERS, write_open_clip, write_picture_model
 
+from vembed.config.keys.adapters import AdapterKeys
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError
-from vembed.models.adapters.lora import LoraOptions, add_adapters
+from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.quantized import four_bit_config
 from vembed.models.adapters.trainable import freeze
-from vembed.models.huggingface import ModelOptions
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip
@@ -53,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path) -> Encoder:
-    return load_encoder(ModelOptions(str(folder)))
+    return load_encoder(ModelKeys(model_name=str(folder)))
 
 
 def in_layers(encoder: Encoder, name: str, place: int) -> bool:
@@ -122,7 +123,7 @@ def test_adapters_stand_beside_every_linear_layer_of_the_layers_and_nothing_else
     folders: dict[str, Path], kind: str
 ) -> None:
     plain, encoder = load(folders[kind]), load(folders[kind])
-    add_adapters(encoder, LoraOptions(rank=3))
+    add_adapters(encoder, AdapterKeys(lora_r=3))
     adapted = {name.split(".lora_")[0] for name in trainable_of(encoder)}
     linear = {
         name
@@ -142,7 +143,12 @@ def test_adapters_stand_beside_every_linear_layer_of_the_layers_and_nothing_else
 
 def test_named_layers_of_one_tower_get_adapters(folders: dict[str, Path]) -> None:
     encoder = load(folders["clip"])
-    options = LoraOptions(rank=2, alpha=5, targets=("q_proj", "layers.1.mlp.fc1", "visual_projection"), towers="vision")
+    options = AdapterKeys(
+        lora_r=2,
+        lora_alpha=5.0,
+        lora_target_modules=["q_proj", "layers.1.mlp.fc1", "visual_projection"],
+        lora_towers="vision",
+    )
     add_adapters(encoder, options)
     assert {name.split(".lora_")[0] for name in trainable_of(encoder)} == {
         "model.vision_model.encoder.layers.0.self_attn.q_proj",
@@ -155,15 +161,15 @@ def test_named_layers_of_one_tower_get_adapters(folders: dict[str, Path]) -> Non
 
 def test_adapters_are_float32_beside_bfloat16_weights_and_double_beside_double_ones(folders: dict[str, Path]) -> None:
     for base, expected in ((torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2):
-        encoder = load_encoder(ModelOptions(str(folders["bert"]), dtype=base))
-        add_adapters(encoder, LoraOptions(rank=2))
+        encoder = load_any(folders["bert"], dtype=base)
+        add_adapters(encoder, AdapterKeys(lora_r=2))
         assert {parameter.dtype for parameter in trainable_of(encoder).values()} == {expected}
         assert {p.dtype for name, p in encoder.named_parameters() if "lora" not in name} == {base}
 
 
 def test_adapters_need_no_memory_on_the_meta_device(folders: dict[str, Path]) -> None:
     encoder = load(folders["bert"]).to("meta")
-    add_adapters(encoder, LoraOptions(rank=2))
+    add_adapters(encoder, AdapterKeys(lora_r=2))
     assert all(parameter.is_meta for parameter in encoder.parameters())
     assert sum(parameter.numel() for parameter in trainable_of(encoder).values()) == 2 * 2 * 448
 
@@ -188,7 +194,7 @@ def test_encoders_from_scratch_have_parts_but_no_layers_for_adapters() -> None:
         with pytest.raises(
             ConfigError, match="has no transformer layers to put adapters beside; set use_lora to false"
         ):
-            add_adapters(encoder, LoraOptions())
+            add_adapters(encoder, AdapterKeys())
         with pytest.raises(
             ConfigError, match=r"tower of .* has no list of layers to count from the end; it has all, text"
         ):
@@ -201,38 +207,46 @@ def test_encoders_from_scratch_have_parts_but_no_layers_for_adapters() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("bert", {"targets": ("querry",)}, r"has no linear layer querry; did you mean query\?"),
-        ("bert", {"targets": ("word_embeddings",)}, r"word_embeddings of .* is Embedding or outside of lora_towers"),
-        ("bert", {"towers": "vision"}, r"lora_towers: .* has no vision tower; it has text: write all"),
-        ("clip", {"towers": "text", "targets": ("visual_projection",)}, r"is Linear or outside of lora_towers"),
-        ("open_clip", {"targets": ("out_proj",)}, r"reads its weights past the layer.*take c_fc, c_proj"),
-        ("open_clip", {"targets": ("attn",)}, r"belongs to torch's MultiheadAttention"),
-        ("siglip", {"targets": ("attention.out_proj",)}, r"belongs to torch's MultiheadAttention"),
+        ("bert", {"lora_target_modules": ["querry"]}, r"has no linear layer querry; did you mean query\?"),
+        (
+            "bert",
+            {"lora_target_modules": ["word_embeddings"]},
+            r"word_embeddings of .* is Embedding or outside of lora_towers",
+        ),
+        ("bert", {"lora_towers": "vision"}, r"lora_towers: .* has no vision tower; it has text: write all"),
+        (
+            "clip",
+            {"lora_towers": "text", "lora_target_modules": ["visual_projection"]},
+            r"is Linear or outside of lora_towers",
+        ),
+        ("open_clip", {"lora_target_modules": ["out_proj"]}, r"reads its weights past the layer.*take c_fc, c_proj"),
+        ("open_clip", {"lora_target_modules": ["attn"]}, r"belongs to torch's MultiheadAttention"),
+        ("siglip", {"lora_target_modules": ["attention.out_proj"]}, r"belongs to torch's MultiheadAttention"),
     ],
 )
 def test_layers_that_can_not_have_adapters_are_refused(
     folders: dict[str, Path], kind: str, options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        add_adapters(load(folders[kind]), LoraOptions(**options))  # type: ignore[arg-type]
-    add_adapters(load(folders[kind]), LoraOptions())
+        add_adapters(load(folders[kind]), AdapterKeys(**options))  # type: ignore[arg-type]
+    add_adapters(load(folders[kind]), AdapterKeys())
 
 
 def test_four_bits_are_refused_without_their_package_or_a_device(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ModelOptions(str(folders["bert"]), load_in_4bit=True)
+    keys = ModelKeys(model_name=str(folders["bert"]))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MachineError, match=r"needs bitsandbytes, which is missing: pip install 'vembed\[qlora\]'"):
-        load_encoder(options)
+        load_encoder(keys, load_in_4bit=True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(MachineError, match="needs a CUDA device, and this machine has none"):
-        load_encoder(options)
+        load_encoder(keys, load_in_4bit=True)
     with pytest.raises(ConfigError, match="has no use for load_in_4bit"):
-        load_encoder(ModelOptions("builtin:ngram-bag", load_in_4bit=True))
+        load_any("builtin:ngram-bag", load_in_4bit=True)
     with pytest.raises(ConfigError, match="has no use for load_in_4bit"):
-        load_encoder(ModelOptions(str(folders["open_clip"]), load_in_4bit=True))
+        load_any(folders["open_clip"], load_in_4bit=True)
 
 
 def test_four_bits_are_normal_floats_whose_constants_have_few_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import torch
 from model_cases import embed, load, wordpiece_tokenizer
 from transformers import BertConfig, BertModel
 
-from vembed.models.adapters.lora import LoraOptions, add_adapters
+from vembed.config.keys.adapters import AdapterKeys
+from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.quantized import four_bit_config
 from vembed.models.adapters.trained import base_fingerprint, changing_names, save_trained
 
@@ -32,7 +33,7 @@ def test_adapters_train_beside_four_bits_and_leave_an_ordinary_model(
     with monkeypatch.context() as patch:
         patch.setattr("torch.cuda.is_available", lambda: True)
         settings = four_bit_config()
-    monkeypatch.setattr("vembed.models.huggingface.four_bit_config", lambda: settings)
+    monkeypatch.setattr("vembed.models.files.four_bit_config", lambda: settings)
     encoder: Any = load(tmp_path / "base", load_in_4bit=True).train()
     weight = encoder.backbone.encoder.layer[0].attention.self.query.weight
     assert weight.dtype == torch.uint8
@@ -40,7 +41,7 @@ def test_adapters_train_beside_four_bits_and_leave_an_ordinary_model(
     difference = (embed(encoder) - embed(load(tmp_path / "base"))).abs().max()
     assert 1e-5 < difference < 0.05, "4 bits round, and not beyond recognition"
 
-    add_adapters(encoder, LoraOptions(rank=4))
+    add_adapters(encoder, AdapterKeys(lora_r=4))
     assert len(changing_names(encoder) or ()) == 2 * 2 * 6
     assert base_fingerprint(encoder)
     total = sum(parameter.numel() for parameter in load(tmp_path / "base").parameters()) + 14_336

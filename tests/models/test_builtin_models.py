@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_cases import TEXTS, embed
+from model_cases import TEXTS, embed, load_any
 
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
-from vembed.models.huggingface import ModelOptions
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.registry import BUILTIN_MODELS, load_encoder
+from vembed.models.registry import encoder_classes, load_encoder
 
 CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in range(60) for text in TEXTS]
 
@@ -29,7 +29,7 @@ print(hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest())
 def tiny_transformer(texts: list[str] = CORPUS) -> Any:
     """Build one after seeding torch."""
     torch.manual_seed(7)
-    return load_encoder(ModelOptions("builtin:tiny-transformer"), texts)
+    return load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), texts)
 
 
 def test_the_same_texts_and_seed_build_the_same_tiny_transformer() -> None:
@@ -56,7 +56,9 @@ def test_the_seed_decides_the_weights() -> None:
     name = "backbone.embeddings.word_embeddings.weight"
     first = tiny_transformer().state_dict()[name]
     torch.manual_seed(8)
-    assert not torch.equal(first, load_encoder(ModelOptions("builtin:tiny-transformer"), CORPUS).state_dict()[name])
+    assert not torch.equal(
+        first, load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), CORPUS).state_dict()[name]
+    )
 
 
 def test_a_tiny_transformer_knows_every_character_and_no_capitals() -> None:
@@ -67,10 +69,10 @@ def test_a_tiny_transformer_knows_every_character_and_no_capitals() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True).split() == ["sea", "日", "本", "😀"]
 
 
-@pytest.mark.parametrize("name", BUILTIN_MODELS)
+@pytest.mark.parametrize("name", [each.builtin for each in encoder_classes() if each.builtin])
 def test_a_text_has_one_vector_alone_and_among_others(name: str) -> None:
     torch.manual_seed(0)
-    encoder = load_encoder(ModelOptions(f"builtin:{name}", dtype=torch.float64), CORPUS).eval()
+    encoder = load_any(f"builtin:{name}", CORPUS, dtype=torch.float64).eval()
     together = embed(encoder)
     assert together.dtype == torch.float64
     assert torch.allclose(together, torch.cat([embed(encoder, [text]) for text in TEXTS]), atol=1e-12)
@@ -113,6 +115,6 @@ def test_a_bag_counts_texts_over_its_words(bag: NgramBag) -> None:
 
 def test_a_bag_refuses_gradient_checkpointing_and_the_transformer_takes_it() -> None:
     with pytest.raises(ConfigError, match=r"builtin:ngram-bag has no gradient checkpointing; set .*: false"):
-        load_encoder(ModelOptions("builtin:ngram-bag", gradient_checkpointing=True))
-    encoder = load_encoder(ModelOptions("builtin:tiny-transformer", gradient_checkpointing=True), CORPUS)
+        load_encoder(ModelKeys(model_name="builtin:ngram-bag", gradient_checkpointing=True))
+    encoder = load_encoder(ModelKeys(model_name="builtin:tiny-transformer", gradient_checkpointing=True), CORPUS)
     assert any(getattr(module, "gradient_checkpointing", False) for module in encoder.modules())

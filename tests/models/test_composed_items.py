@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from model_cases import TEXTS, write_model
+from model_cases import TEXTS, load_any, write_model
 from picture_cases import DUAL_BUILDERS, PICTURES, TINY, picture, vectors, write_open_clip
 from picture_cases import write_picture_model as write
 
@@ -25,8 +25,6 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.composed import join_features
-from vembed.models.huggingface import ModelOptions
-from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
@@ -50,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    return load_encoder(ModelOptions(str(folder), **options)).eval()
+    return load_any(folder, **options).eval()
 
 
 @pytest.mark.parametrize("kind", KINDS)

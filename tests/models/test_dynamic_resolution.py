@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
+from model_cases import load_any
 from picture_cases import picture, write_picture_model
 
 from vembed.batch import Composed
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
-from vembed.models.huggingface import ModelOptions
-from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +24,7 @@ SHAPES = ((64, 64), (96, 64), (100, 30), (40, 100), (64, 50))
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Encoder:
     folder: Path = write_picture_model(tmp_path_factory.mktemp("naflex"), "siglip2")
-    return load_encoder(ModelOptions(str(folder), dtype=torch.float64)).eval()
+    return load_any(folder, dtype=torch.float64).eval()
 
 
 @torch.no_grad()

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from model_cases import FAMILY_BUILDERS, TEXTS, edit_json, load, write_model
+from model_cases import FAMILY_BUILDERS, TEXTS, edit_json, load, load_any, write_model
 from picture_cases import DUAL_BUILDERS, PICTURES, VISION_BUILDERS, opened, vectors, write_picture_model
 from safetensors.torch import load_file
 from test_picture_encoders import write_open_clip
 
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, ExitCode, MachineError, NonFiniteError
 from vembed.models.export import write
-from vembed.models.export.forms import forms_of
 from vembed.models.export.samples import largest_difference, sample_vectors
 from vembed.models.export.write import TOLERANCE, Exported, ExportRequest, export_model, stored_dtype
-from vembed.models.huggingface import ModelOptions
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.registry import load_encoder
-from vembed.models.text import Dense, TextEncoder
+from vembed.models.sentence_transformers_format import Dense
+from vembed.models.text import TextEncoder
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:
@@ -38,12 +38,12 @@ PICTURE_KINDS = (*DUAL_BUILDERS, *VISION_BUILDERS)
 
 
 def export(source: Path, output: Path, **changes: Any) -> Exported:
-    request = ExportRequest(options=ModelOptions(str(source)), output=output, **changes)
+    request = ExportRequest(keys=ModelKeys(model_name=str(source)), output=output, **changes)
     return export_model(request, lambda encoder, form: {"README.md": f"{form}\n"})
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Encoder:
-    return load_encoder(ModelOptions(str(folder), dtype=dtype)).eval()
+    return load_any(folder, dtype=dtype).eval()
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     bag = NgramBag(NgramBagConfig(dimension=16, buckets=512))
     bag.save(root / "ngram-bag")
     TinyClip(TinyClipConfig(dimension=16)).save(root / "tiny-clip")
-    load_encoder(ModelOptions("builtin:tiny-transformer"), TEXTS).save(root / "tiny-transformer")
+    load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), TEXTS).save(root / "tiny-transformer")
     write_open_clip(root / "open_clip")
     return {**made, **{path.name: path for path in root.iterdir()}}
 
@@ -109,7 +109,7 @@ def test_a_folder_of_transformers_says_nothing_of_sentence_transformers_and_load
 
 
 def test_a_shorter_longest_text_survives_in_a_folder_of_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
-    load(folders["bert"], max_length=9).save(tmp_path / "short")
+    load(folders["bert"], max_seq_length=9).save(tmp_path / "short")
     export(tmp_path / "short", tmp_path / "out", form="transformers")
     assert loaded(tmp_path / "out").max_length == 9
 
@@ -156,7 +156,7 @@ def test_a_form_that_would_give_other_vectors_is_refused_with_the_nearest(
         export(folders[kind], tmp_path / "out", form=form)
     assert nearest in str(caught.value)
     assert beside(tmp_path / "out") == []
-    export(folders[kind], tmp_path / "out", form=forms_of(loaded(folders[kind]))[0].replace("vembed", "auto"))
+    export(folders[kind], tmp_path / "out", form=loaded(folders[kind]).export_forms()[0].replace("vembed", "auto"))
 
 
 @pytest.mark.parametrize(
@@ -199,13 +199,13 @@ def test_weights_are_stored_in_the_type_asked_for_and_rounding_is_told(
 
 
 def test_the_stored_type_is_read_from_the_weights(folders: dict[str, Path], tmp_path: Path) -> None:
-    assert stored_dtype(ModelOptions(str(folders["bert"]))) == torch.float32
+    assert stored_dtype(ModelKeys(model_name=str(folders["bert"]))) == torch.float32
     load(folders["bert"], dtype=torch.float64).save(tmp_path / "double")
-    assert stored_dtype(ModelOptions(str(tmp_path / "double"))) == torch.float64
+    assert stored_dtype(ModelKeys(model_name=str(tmp_path / "double"))) == torch.float64
     assert export(tmp_path / "double", tmp_path / "out").dtype == torch.float64
     (tmp_path / "double" / "model.safetensors").write_bytes(b"no header")
     with pytest.raises(ConfigError, match=r"model\.safetensors is broken"):
-        stored_dtype(ModelOptions(str(tmp_path / "double")))
+        stored_dtype(ModelKeys(model_name=str(tmp_path / "double")))
 
 
 def test_weights_that_a_narrower_type_cannot_hold_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_an_error_while_writing_leaves_nothing(folders: dict[str, Path], tmp_pat
     def failing(encoder: Encoder, form: Any) -> dict[str, str]:
         raise OSError(28, "No space left on device")
 
-    request = ExportRequest(options=ModelOptions(str(folders["vit"])), output=tmp_path / "out")
+    request = ExportRequest(keys=ModelKeys(model_name=str(folders["vit"])), output=tmp_path / "out")
     with pytest.raises(MachineError, match="No space left"):
         export_model(request, failing)
     assert beside(tmp_path / "out") == []
@@ -375,10 +375,10 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "sentence_transformers" else find(name, *rest)
 sys.modules["sentence_transformers"] = None
 from vembed.models.export.write import ExportRequest, export_model
-from vembed.models.huggingface import ModelOptions
+from vembed.config.keys.model import ModelKeys
 for name in sys.argv[2:]:
     request = ExportRequest(
-        options=ModelOptions(name), output=Path(sys.argv[1]) / Path(name).name, form="sentence-transformers"
+        keys=ModelKeys(model_name=name), output=Path(sys.argv[1]) / Path(name).name, form="sentence-transformers"
     )
     print(export_model(request, lambda encoder, form: {}).readers)
 """

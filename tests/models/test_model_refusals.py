@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from model_cases import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, write_model
+from model_cases import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file, save_file
 
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, ExitCode, MachineError
-from vembed.models.huggingface import ModelOptions
 from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
@@ -140,8 +140,8 @@ def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path) -> None:
 def test_a_length_over_the_positions_is_refused(tmp_path: Path, kind: str) -> None:
     folder = write_model(tmp_path, kind)
     message = f"max_seq_length {POSITIONS + 1} is over the {POSITIONS} positions"
-    refused(folder, message, max_length=POSITIONS + 1)
-    assert load(folder, max_length=POSITIONS).max_length == POSITIONS
+    refused(folder, message, max_seq_length=POSITIONS + 1)
+    assert load(folder, max_seq_length=POSITIONS).max_length == POSITIONS
 
 
 @pytest.mark.parametrize("name", ["no-owner/no-such-model", "./no/such/folder"])
@@ -160,11 +160,11 @@ def test_a_misspelt_builtin_names_the_closest(name: str, closest: str) -> None:
 
 UNUSED = {
     "attn_implementation": {"attn_implementation": "eager"},
-    "pooling_method": {"pooling": "cls"},
-    "max_seq_length": {"max_length": 32},
+    "pooling_method": {"pooling_method": "cls"},
+    "max_seq_length": {"max_seq_length": 32},
     "query_prompt or document_prompt": {"prompts": {"query": "q: "}},
     "pad_token": {"pad_token": "[PAD]"},
-    "model_revision": {"revision": "main"},
+    "model_revision": {"model_revision": "main"},
 }
 
 
@@ -172,25 +172,25 @@ UNUSED = {
 @pytest.mark.parametrize("name", ["builtin:ngram-bag", "builtin:tiny-transformer"])
 def test_an_option_that_a_builtin_has_no_use_for_is_refused(name: str, key: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} has no use for {key}; leave it out"):
-        load_encoder(ModelOptions(name, **UNUSED[key]), TEXTS)  # type: ignore[arg-type]
+        load_any(name, TEXTS, **UNUSED[key])
 
 
 def test_a_builtin_takes_empty_prompts_and_its_own_folder_refuses_options_too(tmp_path: Path) -> None:
-    load_encoder(ModelOptions("builtin:ngram-bag", prompts={})).save(tmp_path)
-    load_encoder(ModelOptions(str(tmp_path)))
+    load_any("builtin:ngram-bag", prompts={}).save(tmp_path)
+    load_encoder(ModelKeys(model_name=str(tmp_path)))
     with pytest.raises(ConfigError, match="no use for pooling_method"):
-        load_encoder(ModelOptions(str(tmp_path), pooling="cls"))
+        load_any(tmp_path, pooling_method="cls")
 
 
 OFFLINE_SCRIPT = """
 import json, sys, warnings
 from vembed.errors import VembedError
-from vembed.models.huggingface import ModelOptions
+from vembed.config.keys.model import ModelKeys
 from vembed.models.registry import load_encoder
 answers = {}
 for name in sys.argv[1:]:
     try:
-        encoder = load_encoder(ModelOptions(name))
+        encoder = load_encoder(ModelKeys(model_name=name))
         answers[name] = [encoder.describe()["pooling"], encoder.spec.prompts["query"]]
     except VembedError as error:
         answers[name] = [type(error).__name__, int(error.exit_code), str(error)]
@@ -210,7 +210,7 @@ def cache_model(cache: Path, name: str, folder: Path) -> None:
 @pytest.mark.slow
 def test_a_cached_hub_model_works_offline_and_another_is_named(bert_folder: Path, tmp_path: Path) -> None:
     cache = tmp_path / "hub"
-    load(bert_folder, pooling="cls", prompts={"query": "q: "}).save(tmp_path / "described")
+    load(bert_folder, pooling_method="cls", prompts={"query": "q: "}).save(tmp_path / "described")
     cache_model(cache, "owner/described", tmp_path / "described")
     cache_model(cache, "owner/bare", bert_folder)
     names = ["owner/described", "owner/bare", "owner/absent"]

@@ -17,8 +17,9 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.profile import model_size
-from vembed.models.text import Dense, TextEncoder
+from vembed.models.profile.profile import model_size
+from vembed.models.sentence_transformers_format import Dense
+from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -200,7 +201,7 @@ def test_the_size_of_an_encoder_is_counted(folders: dict[str, Path], kind: str) 
 
 def test_activations_grow_with_the_length_of_a_row(folders: dict[str, Path]) -> None:
     short, long = (
-        model_size(load(folders["bert"], max_length=length), compute_dtype=torch.float32).activation_bytes_per_token
+        model_size(load(folders["bert"], max_seq_length=length), compute_dtype=torch.float32).activation_bytes_per_token
         for length in (16, 64)
     )
     assert (

@@ -13,13 +13,12 @@ from picture_cases import OPEN_CLIP_CONFIG, pools_of, vectors
 from picture_cases import picture as picture_of
 
 from vembed.batch import Composed, ContrastiveBatch, content_id
-from vembed.data.images import ImageLimits
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.models.open_clip_encoder import OpenClipEncoder, OpenClipParts
+from vembed.models.open_clip_encoder import OpenClipEncoder
 
 CPU = torch.device("cpu")
 TOKENIZER = open_clip.SimpleTokenizer()
@@ -67,15 +66,23 @@ def build(name: str, dtype: torch.dtype = torch.float64, **further: Any) -> Open
         for key, parameter in model.named_parameters():
             if parameter.ndim > 1 and "logit" not in key:
                 parameter.normal_(std=0.2)
-    parts = OpenClipParts(model.to(dtype), TOKENIZER, lambda _: torch.zeros(3, 32, 32), config, "")
-    return OpenClipEncoder(name, parts=parts, image_limits=ImageLimits()).eval()
+    return encoder_of(name, model.to(dtype), config)
+
+
+def encoder_of(name: str, model: Any, config: dict[str, Any]) -> OpenClipEncoder:
+    def preprocess(_: object) -> torch.Tensor:
+        return torch.zeros(3, 32, 32)
+
+    parts: dict[str, Any] = {"tokenizer": TOKENIZER, "preprocess": preprocess, "config": config}
+    return OpenClipEncoder(name, model=model, weights="", **parts).eval()
 
 
 @torch.no_grad()
 def expected_vectors(encoder: OpenClipEncoder, texts: list[str]) -> torch.Tensor:
     """Run open_clip's own encode_text on what its own tokenizer pads."""
     ids = TOKENIZER([text.strip() for text in texts], context_length=CONTEXT)
-    return F.normalize(encoder.parts.model.encode_text(ids), dim=-1)
+    model: Any = encoder.model
+    return F.normalize(model.encode_text(ids), dim=-1)
 
 
 @pytest.fixture
@@ -149,7 +156,7 @@ def test_padding_matters_to_the_towers_that_keep_it(name: str) -> None:
     ids = cut.collate(cut.featurize(["a dog"], "query"), np.array([0]), 4)["input_ids"]
     assert cut.causal_texts is not None
     assert kept.causal_texts is None
-    model = kept.parts.model
+    model: Any = kept.model
     if model.attn_mask is None:
         model.attn_mask = torch.zeros(CONTEXT, CONTEXT, dtype=torch.float64)
     with torch.no_grad():
@@ -158,9 +165,10 @@ def test_padding_matters_to_the_towers_that_keep_it(name: str) -> None:
 
 
 def test_a_mask_that_lets_a_token_see_later_ones_is_not_taken_for_causal() -> None:
-    parts = build("CLIP").parts
-    parts.model.attn_mask[0, 5] = 0.0
-    encoder = OpenClipEncoder("changed", parts=parts, image_limits=ImageLimits())
+    built = build("CLIP")
+    model: Any = built.model
+    model.attn_mask[0, 5] = 0.0
+    encoder = encoder_of("changed", model, built.config)
     assert "attention isn't causal" in encoder.describe()["texts"]
     assert (vectors(encoder, TEXTS) - expected_vectors(encoder, TEXTS)).abs().max() <= 1e-10
 
@@ -169,9 +177,10 @@ def test_a_text_tower_of_another_class_keeps_the_padding() -> None:
     class Wrapped(open_clip.transformer.TextTransformer):  # type: ignore[misc]  # open_clip isn't typed
         pass
 
-    parts = build("CustomTextCLIP").parts
-    parts.model.text.__class__ = Wrapped
-    encoder = OpenClipEncoder("changed", parts=parts, image_limits=ImageLimits())
+    built = build("CustomTextCLIP")
+    model: Any = built.model
+    model.text.__class__ = Wrapped
+    encoder = encoder_of("changed", model, built.config)
     assert encoder.describe()["texts"] == (
         "padded to 24 tokens (the embedding may depend on all of them: CustomTextCLIP with Wrapped)"
     )
@@ -189,8 +198,7 @@ def test_coca_keeps_the_padding() -> None:
     }
     torch.manual_seed(0)
     model = open_clip.CoCa(**config).double().eval()
-    parts = OpenClipParts(model, TOKENIZER, lambda _: torch.zeros(3, 32, 32), config, "")
-    encoder = OpenClipEncoder("coca", parts=parts, image_limits=ImageLimits()).eval()
+    encoder = encoder_of("coca", model, config)
     assert set(encoder.featurize(TEXTS, "query").lengths) == {CONTEXT}
     assert encoder.describe()["texts"].endswith("may depend on all of them: CoCa with TextTransformer)")
     assert (vectors(encoder, TEXTS) - expected_vectors(encoder, TEXTS)).abs().max() <= 1e-10
@@ -257,7 +265,7 @@ def test_the_engine_on_cut_texts_gives_the_gradients_of_padded_ones(
 
 def test_positions_that_a_chunk_has_not_got_get_no_gradient_and_stay_parameters() -> None:
     encoder = build("CLIP").train()
-    model = encoder.parts.model
+    model: Any = encoder.model
     parameter = model.positional_embedding
     features = encoder.featurize(["a dog", "a small dog"], "query")
     encoder(encoder.collate(features, np.arange(2), 5))[0, 0].backward()
@@ -270,7 +278,7 @@ def test_positions_that_a_chunk_has_not_got_get_no_gradient_and_stay_parameters(
 
 def test_a_failing_call_leaves_the_model_whole() -> None:
     encoder = build("CLIP")
-    model = encoder.parts.model
+    model: Any = encoder.model
     parameter, expected = model.positional_embedding, vectors(encoder, TEXTS)
     with pytest.raises(IndexError):
         encoder({"input_ids": torch.full((1, 3), 10**6)})

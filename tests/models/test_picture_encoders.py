@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from model_cases import TEXTS, edit_json, write_model
+from model_cases import TEXTS, edit_json, load_any, write_model
 from picture_cases import (
     DUAL_BUILDERS,
     PATCH,
@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from vembed.batch import Composed, ContrastiveBatch, content_id
+from vembed.config.keys.model import ModelKeys
 from vembed.data.images import ImageLimits
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.gradcache.chunking import ChunkBudget
@@ -36,8 +37,7 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.dual import DualEncoder
-from vembed.models.huggingface import ModelOptions
-from vembed.models.profile import model_size
+from vembed.models.profile.profile import model_size
 from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip
 from vembed.models.vision import VisionEncoder
@@ -63,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    return load_encoder(ModelOptions(str(folder), **options)).eval()
+    return load_any(folder, **options).eval()
 
 
 @pytest.mark.parametrize("kind", DUAL_BUILDERS)
@@ -303,8 +303,8 @@ def test_a_model_refuses_what_it_has_no_tower_for(folders: dict[str, Path], tmp_
 
 
 UNUSED = {
-    "pooling_method": {"pooling": "cls"},
-    "max_seq_length": {"max_length": 32},
+    "pooling_method": {"pooling_method": "cls"},
+    "max_seq_length": {"max_seq_length": 32},
     "query_prompt or document_prompt": {"prompts": {"query": "q: "}},
     "pad_token": {"pad_token": "[PAD]"},
 }
@@ -369,7 +369,7 @@ def test_a_model_without_its_image_processor_is_refused(tmp_path: Path) -> None:
 )
 def test_a_misspelt_open_clip_name_is_refused_with_what_there_is(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_encoder(ModelOptions(name))
+        load_encoder(ModelKeys(model_name=name))
 
 
 def test_an_open_clip_tokenizer_that_a_saved_folder_would_lose_is_refused(

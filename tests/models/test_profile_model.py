@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 import torch
 
+from vembed.config.keys.adapters import AdapterKeys
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import LoraOptions
-from vembed.models.huggingface import ModelOptions
-from vembed.models.profile import ProfileTarget, profile_model
+from vembed.models.probe import ROWS
 from vembed.models.profile import profile as profiling
-from vembed.models.profile.inputs import tower_inputs
-from vembed.models.profile.live import ROWS, LiveBytes, as_cost
-from vembed.models.profile.skeleton import blueprint
+from vembed.models.profile.live import LiveBytes, as_cost
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
+from vembed.models.registry import load_skeleton
 from vembed.plan.memory import CallCost
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
@@ -65,23 +66,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("shapes")
 
 
-def shape(folder: Path, content: dict[str, Any]) -> ModelOptions:
+def shape(folder: Path, content: dict[str, Any]) -> ModelKeys:
     text = json.dumps(content)
     path = folder / f"{zlib.crc32(text.encode())}.json"
     if not path.exists():
         path.write_text(text, "utf-8")
-    return ModelOptions(name=str(path))
+    return ModelKeys(model_name=str(path))
 
 
-def really_taken(options: ModelOptions, tower: str, rows: int) -> tuple[int, int]:
+def really_taken(options: ModelKeys, tower: str, rows: int) -> tuple[int, int]:
     """Bytes that a call of the model with real weights keeps, and its peak, with gradients there before."""
-    encoder = blueprint(options, device="cpu").build(None).train()
+    encoder = load_skeleton(options, device="cpu").train()
     for parameter in encoder.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     for module in encoder.modules():  # their gradient is counted by itself
         if isinstance(module, torch.nn.Embedding) and module.num_embeddings >= profiling.TABLE_ROWS:
             module.weight.requires_grad_(False)
-    made = next(each for each in tower_inputs(encoder) if each.name == tower).make()
+    made = next(each for each in encoder.profile_inputs() if each.name == tower).make()
     inputs = {name: torch.ones(rows, *each.shape[1:], dtype=each.dtype) for name, each in made.items()}
     known = [*encoder.parameters(), *encoder.buffers(), *inputs.values()]
     live = LiveBytes([*known, *(each.grad for each in encoder.parameters() if each.grad is not None)])
@@ -99,7 +100,7 @@ def really_taken(options: ModelOptions, tower: str, rows: int) -> tuple[int, int
 def test_a_call_takes_what_was_measured_without_the_model(folder: Path, content: dict[str, Any], tower: str) -> None:
     options = shape(folder, content)
     size = next(each for each in profile_model(options, CPU).towers if each.name == tower)
-    inputs = next(each for each in tower_inputs(blueprint(options).build(None)) if each.name == tower)
+    inputs = next(each for each in load_skeleton(options).profile_inputs() if each.name == tower)
     for rows in (11, 37):
         kept, peak = really_taken(options, tower, rows)
         assert size.saved.of(rows, inputs.width) == pytest.approx(kept, rel=0.02)
@@ -108,7 +109,7 @@ def test_a_call_takes_what_was_measured_without_the_model(folder: Path, content:
 
 def test_parameters_are_counted_tower_by_tower(folder: Path) -> None:
     options = shape(folder, CLIP)
-    real = blueprint(options, device="cpu").build(None)
+    real = load_skeleton(options, device="cpu")
     size = profile_model(options, CPU)
     assert not size.estimated
     assert size.num_parameters == sum(each.numel() for each in real.parameters())
@@ -129,7 +130,7 @@ def test_checkpointing_keeps_little_and_takes_the_rest_of_one_layer_again(folder
 
 
 def test_the_bag_of_words_has_no_checkpointing() -> None:
-    assert not profile_model(ModelOptions(name="builtin:ngram-bag"), CPU).checkpointable
+    assert not profile_model(ModelKeys(model_name="builtin:ngram-bag"), CPU).checkpointable
 
 
 @pytest.mark.slow
@@ -147,7 +148,7 @@ def test_only_layers_that_train_keep_activations(folder: Path) -> None:
 
 def test_adapters_train_few_parameters_and_are_counted(folder: Path) -> None:
     options = shape(folder, BERT)
-    adapted = profile_model(options, CPU, lora=LoraOptions(rank=4)).adapted
+    adapted = profile_model(options, CPU, lora=AdapterKeys(lora_r=4)).adapted
     plain = profile_model(options, CPU)
     assert plain.adapted is None
     assert adapted is not None
@@ -157,7 +158,7 @@ def test_adapters_train_few_parameters_and_are_counted(folder: Path) -> None:
 
 
 def test_what_cannot_have_adapters_has_no_adapted_size() -> None:
-    assert profile_model(ModelOptions(name="builtin:ngram-bag"), CPU, lora=LoraOptions()).adapted is None
+    assert profile_model(ModelKeys(model_name="builtin:ngram-bag"), CPU, lora=AdapterKeys()).adapted is None
 
 
 def test_autocast_keeps_a_copy_of_the_weights_in_each_call(folder: Path) -> None:
@@ -218,8 +219,11 @@ def test_a_shape_that_is_none_is_refused(folder: Path) -> None:
 
 
 def test_layers_of_several_kinds_are_taken_by_their_period(folder: Path) -> None:
-    plan = blueprint(shape(folder, GEMMA))
-    assert (plan.period, plan.layers) == (6, {"text": 12})
+    encoder = load_skeleton(shape(folder, GEMMA))
+    [tower] = encoder.towers()
+    assert tower.layers is not None
+    assert (tower.period, len(encoder.get_submodule(tower.layers))) == (6, 12)  # type: ignore[arg-type]
+    assert len(encoder.skeleton(6).get_submodule(tower.layers)) == 6  # type: ignore[arg-type]
 
 
 def test_storages_are_told_apart_by_what_they_grow_with() -> None:
@@ -253,12 +257,13 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(folder: Path) -> No
         """
         import json, resource, sys, time
         import torch
-        from vembed.models.adapters.lora import LoraOptions
-        from vembed.models.huggingface import ModelOptions
-        from vembed.models.profile import ProfileTarget, profile_model
+        from vembed.config.keys.adapters import AdapterKeys
+        from vembed.config.keys.model import ModelKeys
+        from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
         started = time.process_time()
-        options = ModelOptions(name=sys.argv[1])
-        size = profile_model(options, ProfileTarget("cuda", torch.bfloat16), lora=LoraOptions())
+        options = ModelKeys(model_name=sys.argv[1])
+        size = profile_model(options, ProfileTarget("cuda", torch.bfloat16), lora=AdapterKeys())
         taken = time.process_time() - started
         assert not size.estimated and size.adapted is not None
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -290,7 +295,7 @@ def test_adapters_of_a_language_model_with_pictures_are_measured_in_its_language
     content["vision_config"] |= {"depth": 3, "deepstack_visual_indexes": [1]}
     shape = tmp_path / "shape.json"
     shape.write_text(json.dumps(content), "utf-8")
-    size = profile_model(ModelOptions(name=str(shape)), ProfileTarget("cuda", torch.bfloat16), lora=LoraOptions())
+    size = profile_model(ModelKeys(model_name=str(shape)), ProfileTarget("cuda", torch.bfloat16), lora=AdapterKeys())
     assert size.adapted is not None
     plain, adapted = size.towers[0].saved, size.adapted.towers[0].saved
     assert 0.5 * plain.per_token < adapted.per_token < 1.5 * plain.per_token

@@ -170,7 +170,7 @@ def test_each_side_takes_the_prompt_that_is_named_for_it(
 
 def test_the_users_word_comes_before_the_folder(transformers_folder: Path, tmp_path: Path) -> None:
     written(tmp_path / "model", pooled(transformers_folder), prompts=PROMPTS)
-    encoder = load(tmp_path / "model", pooling="cls", max_length=9, prompts={"query": "mine: "})
+    encoder = load(tmp_path / "model", pooling_method="cls", max_seq_length=9, prompts={"query": "mine: "})
     assert encoder.spec.pooling == ("cls",)
     assert encoder.max_length == 9
     assert encoder.spec.prompts == {"query": "mine: ", "document": "text: "}
@@ -241,7 +241,7 @@ def test_a_pooling_that_the_dense_layer_does_not_take_is_refused(transformers_fo
     written(tmp_path / "model", [*pooled(transformers_folder, ("cls", "mean")), Dense(64, 8)])
     load(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"takes 64 values, pooling cls leaves 32; leave pooling_method out"):
-        load(tmp_path / "model", pooling="cls")
+        load(tmp_path / "model", pooling_method="cls")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_only_texts_over_the_maximum_are_counted_as_truncated(bert_folder: Path) -> None:
-    encoder = load(bert_folder, max_length=8)  # 6 tokens between [CLS] and [SEP]
+    encoder = load(bert_folder, max_seq_length=8)  # 6 tokens between [CLS] and [SEP]
     features = encoder.featurize(["abcdef", "abcdefg", "abc", "a" * 90], "query")
     assert features.lengths.tolist() == [8, 8, 5, 8]
     assert features.num_truncated == 2
@@ -34,13 +34,13 @@ def test_only_texts_over_the_maximum_are_counted_as_truncated(bert_folder: Path)
 
 
 def test_a_cut_text_keeps_its_special_tokens_and_its_beginning(bert_folder: Path) -> None:
-    encoder = load(bert_folder, max_length=8)
+    encoder = load(bert_folder, max_seq_length=8)
     assert torch.equal(embed(encoder, ["abcdefghi"]), embed(encoder, ["abcdef"]))
     assert not torch.equal(embed(encoder, ["abcdefghi"]), embed(encoder, ["abcdeg"]))
 
 
 def test_a_prompt_counts_towards_the_length(bert_folder: Path) -> None:
-    encoder = load(bert_folder, max_length=8, prompts={"query": "xy"})
+    encoder = load(bert_folder, max_seq_length=8, prompts={"query": "xy"})
     assert encoder.featurize(["abcde"], "query").num_truncated == 1
     assert encoder.featurize(["abcde"], "document").num_truncated == 0
 
@@ -111,7 +111,7 @@ def test_a_prompt_is_measured_as_it_is_encoded_in_lower_case(tmp_path: Path) -> 
 def test_a_text_that_its_prompt_fills_up_is_pooled_over_all_of_it(bert_folder: Path) -> None:
     from dataclasses import replace
 
-    encoder = load(bert_folder, max_length=8, prompts={"query": "abcdefgh"})
+    encoder = load(bert_folder, max_seq_length=8, prompts={"query": "abcdefgh"})
     pooled = embed(encoder, ["sea"])
     encoder.spec = replace(encoder.spec, include_prompt=False)
     assert torch.equal(embed(encoder, ["sea"]), pooled)

@@ -9,10 +9,11 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from model_cases import TEXTS
+from model_cases import TEXTS, load_any
 from picture_cases import PICTURES, opened, picture, pools_of, vectors
 
 from vembed.batch import ContrastiveBatch, content_id
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -20,8 +21,7 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models import tiny_clip
-from vembed.models.huggingface import ModelOptions
-from vembed.models.profile import model_size
+from vembed.models.profile.profile import model_size
 from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def build(seed: int = 0, **options: Any) -> TinyClip:
     torch.manual_seed(seed)
-    encoder = load_encoder(ModelOptions("builtin:tiny-clip", **options))
+    encoder = load_any("builtin:tiny-clip", **options)
     assert isinstance(encoder, TinyClip)
     return encoder
 
@@ -191,7 +191,7 @@ def test_a_config_with_other_sides_builds_and_reloads(tmp_path: Any) -> None:
     config = TinyClipConfig(dimension=32, image_size=36, patch_size=4, channels=(8, 16, 24), buckets=128)
     encoder = TinyClip(config)
     encoder.save(tmp_path)
-    reloaded = load_encoder(ModelOptions(str(tmp_path)))
+    reloaded = load_encoder(ModelKeys(model_name=str(tmp_path)))
     assert isinstance(reloaded, TinyClip)
     assert reloaded.config == config
     assert torch.equal(vectors(reloaded, [*PICTURES, *TEXTS]), vectors(encoder, [*PICTURES, *TEXTS]))
@@ -199,13 +199,13 @@ def test_a_config_with_other_sides_builds_and_reloads(tmp_path: Any) -> None:
 
 def test_a_folder_of_another_architecture_is_refused(tmp_path: Path) -> None:
     TinyClip(TinyClipConfig(dimension=16, buckets=64)).save(tmp_path)
-    load_encoder(ModelOptions(str(tmp_path)))
+    load_encoder(ModelKeys(model_name=str(tmp_path)))
     file = tmp_path / tiny_clip.CONFIG_FILE
     content = json.loads(file.read_text())
     del content["architecture"]
     file.write_text(json.dumps(content))
     with pytest.raises(ConfigError, match="the model is of architecture 1, and this version of vembed has 2"):
-        load_encoder(ModelOptions(str(tmp_path)))
+        load_encoder(ModelKeys(model_name=str(tmp_path)))
 
 
 def test_it_learns_which_caption_belongs_to_which_picture() -> None:

@@ -19,15 +19,15 @@ import torch
 
 import vembed.training.loading as room
 from vembed.batch import Composed, Image
+from vembed.config.keys.model import ModelKeys
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
-from vembed.data.images import ImageError, ImageLimits
+from vembed.data.images import ImageError
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError, MachineError
-from vembed.models.huggingface import ModelOptions
-from vembed.models.pictures import picture_bytes
+from vembed.models.probe import picture_bytes
 from vembed.models.registry import load_encoder
 from vembed.plan.loading import Loading
 from vembed.training.batches import BatchSource
@@ -75,7 +75,7 @@ def records_of(rows: Path) -> LoadedRecords:
 def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmenter | None = None) -> BatchSource:
     torch.manual_seed(1)
     records = records_of(rows).table
-    encoder = load_encoder(ModelOptions(name=model, image_limits=ImageLimits()), ["noise"])
+    encoder = load_encoder(ModelKeys(model_name=model), ["noise"])
     sampler = GlobalSampler(len(records), batch_size=BATCH, seed=3)
     assert sampler.steps_per_epoch == STEPS_PER_EPOCH
     changes = Augmenter("strong", flip=True, seed=3) if augmenter is None else augmenter
@@ -334,7 +334,7 @@ def test_what_a_picture_takes_is_what_the_encoder_makes_of_it(rows: Path) -> Non
     encoder = source_of(rows).encoder
     features = encoder.featurize([Image("a", drawn(1))], "query")
     assert picture_bytes(encoder) == features.per_row["pixels"].nbytes > 0
-    assert picture_bytes(load_encoder(ModelOptions(name="builtin:ngram-bag"), ["a"])) == 0
+    assert picture_bytes(load_encoder(ModelKeys(model_name="builtin:ngram-bag"), ["a"])) == 0
 
 
 def run_keys(rows: Path, folder: Path, **keys: object) -> Config:

@@ -228,8 +228,8 @@ def test_the_plan_says_what_is_kept_and_how_large_it_is(site: Site) -> None:
 class NoisyVision(TinyClip):
     """Dropout of its own in the image tower, which freezing leaves on."""
 
-    def _embed_pictures(self, pixels_RSS3: torch.Tensor) -> torch.Tensor:
-        return nn.functional.dropout(super()._embed_pictures(pixels_RSS3), 0.1, training=True)
+    def embed_pictures(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return nn.functional.dropout(super().embed_pictures(inputs), 0.1, training=True)
 
 
 def test_what_is_random_changed_or_seen_once_is_encoded_as_it_comes(site: Site) -> None:

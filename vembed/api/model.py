@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from vembed.batch import modality_of
+from vembed.config.keys.model import ModelKeys
+from vembed.config.messages import checked_section
 from vembed.data.images import ImageLimits
 from vembed.data.python_inputs import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.models.huggingface import ModelOptions
 from vembed.models.identity import ModelIdentity, identify
 from vembed.models.registry import is_builtin, load_encoder
 from vembed.training.output import MARKS, OutputFolder
@@ -88,21 +89,9 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
         raise ConfigError(
             "trust_remote_code runs the model's code: set model_revision to the commit (40 hex digits) that you read"
         )
-    given: dict[Side, str | None] = {"query": options.get("query_prompt"), "document": options.get("document_prompt")}
-    encoder = load_encoder(
-        ModelOptions(
-            name=name,
-            revision=revision,
-            trust_remote_code=trusted,
-            allow_pickle=options.get("allow_pickle", False),
-            attn_implementation=options.get("attn_implementation"),
-            pooling=options.get("pooling_method"),
-            max_length=options.get("max_seq_length"),
-            prompts={side: prompt for side, prompt in given.items() if prompt is not None},
-            pad_token=options.get("pad_token"),
-            image_limits=_image_limits(options),
-        )
-    )
+    given = {key: value for key, value in options.items() if key in ModelKeys.model_fields}
+    keys = checked_section(ModelKeys, {"model_name": name, **given})
+    encoder = load_encoder(keys, image_limits=_image_limits(options))
     return EmbeddingModel(encoder, name=name, options=options)
 
 

@@ -5,13 +5,17 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vembed.config.fields import LARGEST_COUNT
+from vembed.config.fields import LARGEST_COUNT, Section
 from vembed.config.redact import redact_value, shown
 from vembed.config.schema import ALIASES, Config, config_class, key_names
+from vembed.errors import ConfigError
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 _NUMBER = re.compile(r"\s*[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?\s*")
 _BOOLEAN_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
@@ -66,6 +70,21 @@ def explain(name: str, errors: Sequence[ErrorDetails], value: object) -> str:
     if len(errors) == 1 and kinds <= {*_BOUND_ERRORS, "value_error", "finite_number"}:
         return f"{_single(errors[0])}, got {show_value(value)}"
     return f"must be {expectation(schema)}, got {show_value(value)}{_fix(schema, value)}"
+
+
+def checked_section(section: type[AnySection], values: Mapping[str, Any]) -> AnySection:
+    """Make a section of keys from a caller's values; None leaves a key at its default.
+
+    Raises:
+        ConfigError: A value isn't one that its key takes.
+    """
+    given = {name: value for name, value in values.items() if value is not None}
+    try:
+        return section(**given)
+    except ValidationError as error:
+        name = str(error.errors()[0]["loc"][0])
+        wrong = [each for each in error.errors() if each["loc"][0] == name]
+        raise ConfigError(f"{name}: {explain(name, wrong, given.get(name))}") from error
 
 
 def _single(error: ErrorDetails) -> str:

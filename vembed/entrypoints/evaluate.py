@@ -10,6 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vembed.config.keys.model import ModelKeys
+from vembed.config.messages import checked_section
 from vembed.config.redact import redact
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments
@@ -21,10 +23,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vembed.batch import Side
     from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry
     from vembed.evaluation.benchmark.variants import Variant
-    from vembed.models.huggingface import ModelOptions
 
 DESCRIPTION = "Evaluate embedding models on retrieval sets: encode, search exactly with FAISS, score with trec_eval."
 BM25_NAMES = ("bm25", "BM25")
@@ -105,7 +105,7 @@ def _run(parsed: argparse.Namespace, *, command: str) -> int:
     runtime = start_runtime(deterministic=False)
     with StopSignal() as stop:
         options = _benchmark_options(parsed, device=runtime.device, variants=variants, k=k, poll=stop.poll)
-        models = [_model_options(parsed, name) for name in parsed.models if name not in BM25_NAMES]
+        models = [_model_keys(parsed, name) for name in parsed.models if name not in BM25_NAMES]
         entries = []
         for entry in run_benchmark(models, parsed.data, parsed.output, options):
             _print_result(entry, parsed.metric)
@@ -172,22 +172,9 @@ def _benchmark_options(
     )
 
 
-def _model_options(parsed: argparse.Namespace, name: str) -> ModelOptions:
-    from vembed.models.huggingface import ModelOptions
-
-    prompts: dict[Side, str] = {}
-    if parsed.query_prompt is not None:
-        prompts["query"] = parsed.query_prompt
-    if parsed.document_prompt is not None:
-        prompts["document"] = parsed.document_prompt
-    return ModelOptions(
-        name=name,
-        revision=parsed.model_revision,
-        trust_remote_code=parsed.trust_remote_code,
-        allow_pickle=parsed.allow_pickle,
-        max_length=parsed.max_seq_length,
-        prompts=prompts,
-    )
+def _model_keys(parsed: argparse.Namespace, name: str) -> ModelKeys:
+    names = ["model_revision", "trust_remote_code", "allow_pickle", "max_seq_length", "query_prompt", "document_prompt"]
+    return checked_section(ModelKeys, {"model_name": name, **{key: getattr(parsed, key) for key in names}})
 
 
 def _print_result(entry: Entry, metric: str) -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from vembed.config.keys.model import ModelKeys
 from vembed.config.load import file_values
+from vembed.config.messages import checked_section
 from vembed.config.plugins import import_plugins
 from vembed.config.redact import redact, redact_value
 from vembed.entrypoints.command import quiet_libraries, run_command
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from vembed.evaluation.card.facts import RunFacts
-    from vembed.models.encoder import Encoder
-    from vembed.models.export.forms import Form
+    from vembed.models.encoder import Encoder, Form
     from vembed.models.export.write import Exported, ExportRequest
     from vembed.training.guards import StopSignal
 
@@ -113,20 +114,13 @@ def _request(parsed: argparse.Namespace, model: str) -> ExportRequest:
 
     from vembed.api.model import COMMIT
     from vembed.models.export.write import ExportRequest
-    from vembed.models.huggingface import ModelOptions
 
     if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
         raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
-    options = ModelOptions(
-        name=model,
-        revision=parsed.model_revision,
-        trust_remote_code=parsed.trust_remote_code,
-        allow_pickle=parsed.allow_pickle,
-    )
+    names = ("model_revision", "trust_remote_code", "allow_pickle")
+    keys = checked_section(ModelKeys, {"model_name": model, **{key: getattr(parsed, key) for key in names}})
     dtype = None if parsed.dtype is None else getattr(torch, parsed.dtype)
-    return ExportRequest(
-        options=options, output=parsed.output, form=parsed.format, dtype=dtype, overwrite=parsed.overwrite
-    )
+    return ExportRequest(keys=keys, output=parsed.output, form=parsed.format, dtype=dtype, overwrite=parsed.overwrite)
 
 
 def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:

@@ -10,139 +10,116 @@ Shape legend: R rows of a chunk, E embedding dim.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
 from transformers import AutoModel
 
-from vembed.batch import Features, Ragged, modality_of, parts_of, texts_of
-from vembed.models.composed import join_features, sum_of_units
-from vembed.models.encoder import Encoder
+from vembed.batch import Features, Ragged
+from vembed.models.composed import TwoTowers
+from vembed.models.encoder import Recipe
+from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     blank_picture,
     own_lengths,
     picture_lengths,
-    pictures_of,
     process_pictures,
-    rows_of,
     run_processor,
-    without_padding,
+)
+from vembed.models.pooling import unit
+from vembed.models.probe import picture_inputs, token_inputs
+from vembed.models.sentence_transformers_pictures import (
+    Pipeline,
+    model_type_of,
+    refuse_other_pipeline,
+    write_picture_pipeline,
 )
 from vembed.models.text import count_truncated
-from vembed.models.towers import find_tower
+from vembed.models.towers import find_tower, layer_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    import numpy as np
-    from numpy.typing import NDArray
-    from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from vembed.batch import Image, Item, Modality, Side
-    from vembed.data.images import ImageLimits
-    from vembed.models.huggingface import ModelFiles, ModelOptions
+    from vembed.batch import Image, Side
+    from vembed.models.encoder import Form
+    from vembed.models.files import ModelFiles
+    from vembed.models.probe import TowerInputs
     from vembed.models.towers import Tower, TowerName
 
 TEMPERATURE_PARAMETERS = ("logit_scale", "logit_bias")
 """Parameters of the model file that belong to the loss that it was trained with; here the loss has its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class DualFamily:
-    """How a family reads texts.
-
-    Attributes:
-        pads_texts: Whether every text is padded to the full length, unmasked.
-    """
-
-    pads_texts: bool
+PADS_TEXTS = {"clip": False, "siglip": True, "siglip2": True}
+"""Whether every text is padded to the full length, unmasked, by the model_type of config.json."""
 
 
-DUAL_FAMILIES = {
-    "clip": DualFamily(pads_texts=False),
-    "siglip": DualFamily(pads_texts=True),
-    "siglip2": DualFamily(pads_texts=True),
-}
-"""Families by the model_type of config.json."""
+class DualEncoder(TwoTowers):
+    """CLIP or SigLIP.
 
-
-@dataclass(frozen=True, slots=True)
-class DualParts:
-    """What a model of two towers consists of.
-
-    Attributes:
+    Args:
+        name: What it was loaded by.
         model: Both towers with their projections.
         tokenizer: Makes the inputs of one.
         image_processor: Makes the inputs of the other.
     """
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    image_processor: Any
+    marker = "config.json"
+    reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})
 
-
-class DualEncoder(Encoder):
-    """A text tower and an image tower that end in one space.
-
-    Args:
-        name: What it was loaded by.
-        parts: Model, tokenizer and image processor.
-        image_limits: What a picture may be.
-    """
-
-    modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
-
-    def __init__(self, name: str, *, parts: DualParts, image_limits: ImageLimits) -> None:
+    def __init__(
+        self, name: str, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, image_processor: Any
+    ) -> None:
         super().__init__()
-        config = parts.model.config
+        config = model.config
         self.name = name
-        self.model = parts.model
-        self.tokenizer = parts.tokenizer
-        self.image_processor = parts.image_processor
-        self.image_limits = image_limits
-        self.family = DUAL_FAMILIES[config.model_type]
-        self.max_length: int = config.text_config.max_position_embeddings
-        self.dimension = _dimension(config)
-        pad_id = self.tokenizer.pad_token_id
+        self.model = model
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.pads_texts = PADS_TEXTS[config.model_type]
+        self.max_length = config.text_config.max_position_embeddings
+        # CLIP projects both towers to E, SigLIP ends in the width of its image tower.
+        is_clip = config.model_type == "clip"
+        self.dimension = int(config.projection_dim if is_clip else config.vision_config.hidden_size)
+        pad_id = tokenizer.pad_token_id
         assert isinstance(pad_id, int)
-        self._pad_id = pad_id
-        blank = run_processor(self.image_processor, [blank_picture()])
+        self.padding_id = pad_id
+        self.patch_size = int(config.vision_config.patch_size)
+        blank = run_processor(image_processor, [blank_picture()])
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], self.patch_size)[0])
         for key in TEMPERATURE_PARAMETERS:
-            if hasattr(self.model, key):
-                getattr(self.model, key).requires_grad_(requires_grad=False)
+            if hasattr(model, key):
+                getattr(model, key).requires_grad_(requires_grad=False)
 
-    @property
-    def patch_size(self) -> int:
-        """Side of a patch, in pixels."""
-        return int(self.model.config.vision_config.patch_size)
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:
+        """Return whether config.json names one of the families."""
+        return model_type_of(files) in PADS_TEXTS
+
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> DualEncoder:  # noqa: ARG003
+        """Load both towers."""
+        model = files.backbone("", files.config(), AutoModel)
+        encoder = cls(files.name, model=model, tokenizer=files.tokenizer(), image_processor=files.image_processor())
+        refuse_other_pipeline(encoder.pipeline(), files)
+        return encoder
 
     @property
     def _towers(self) -> Any:
         return self.model  # every dual family has get_text_features and get_image_features; their base class doesn't
 
-    def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
-        """Tokenize texts, or decode pictures and run the image processor, or both; both sides are read alike."""
-        modality = modality_of(items[0])
-        if modality == "text":
-            return self._tokenized(texts_of(items))
-        if modality == "image":
-            return self._processed(pictures_of(items))
-        images, texts = parts_of(items)
-        return join_features(self._processed(images), self._tokenized(texts))
-
-    def _processed(self, images: Sequence[Image]) -> Features:
+    def featurize_pictures(self, images: Sequence[Image]) -> Features:
+        """Decode pictures and run the image processor."""
         process = partial(run_processor, self.image_processor)
         arrays = process_pictures(images, process, self.image_limits)
         return Features({}, own_lengths(arrays, self.patch_size), arrays)
 
-    def _tokenized(self, texts: list[str]) -> Features:
+    def featurize_texts(self, texts: list[str], side: Side) -> Features:  # noqa: ARG002
+        """Tokenize texts; both sides are read alike."""
         encoded = self.tokenizer(
             [text.strip() for text in texts],
             truncation=True,
@@ -152,40 +129,24 @@ class DualEncoder(Encoder):
             return_token_type_ids=False,
         )
         # A tokenizer without special tokens makes nothing of an empty text; a row needs one token.
-        ids = Ragged.from_rows([row or [self._pad_id] for row in encoded["input_ids"]])
+        ids = Ragged.from_rows([row or [self.padding_id] for row in encoded["input_ids"]])
         num_truncated = count_truncated(encoded, ids.lengths, self.max_length)
-        if self.family.pads_texts:
+        if self.pads_texts:
             ids = Ragged.from_rows([self._to_full_length(row) for row in encoded["input_ids"]])
         return Features({"input_ids": ids}, ids.lengths, num_truncated=num_truncated)
 
     def _to_full_length(self, row: list[int]) -> list[int]:
-        padding = [self._pad_id] * (self.max_length - len(row))
+        padding = [self.padding_id] * (self.max_length - len(row))
         return padding + row if self.tokenizer.padding_side == "left" else row + padding
 
-    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Take the rows of pictures, or pad those of texts at the right, never past the last position, or both.
+    def embed_texts(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the text tower and its projection."""
+        return unit(self._towers.get_text_features(input_ids=inputs["input_ids"]).pooler_output)
 
-        Pictures of unequal numbers of patches are padded to the longest of the chunk.
-        """
-        inputs = without_padding({name: rows_of(values, rows) for name, values in features.per_row.items()})
-        if "input_ids" in features.columns:
-            ids = features.columns["input_ids"].take(rows)
-            # Beside a picture the width is that of both.
-            width = int(ids.lengths.max()) if inputs else min(width, self.max_length)
-            inputs["input_ids"] = torch.from_numpy(ids.padded(width, self._pad_id)).long()
-        return inputs
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return embeddings (R, E) of texts, of pictures or of both, of unit length, at least float32."""
-        pictures = {name: tensor for name, tensor in inputs.items() if name != "input_ids"}
-        if "input_ids" not in inputs:
-            return self._embed_pictures(pictures)
-        text_RE = _unit(self._towers.get_text_features(input_ids=inputs["input_ids"]).pooler_output)
-        return sum_of_units(self._embed_pictures(pictures), text_RE) if pictures else text_RE
-
-    def _embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
+    def embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the image tower and its projection."""
         pixels = inputs["pixel_values"].to(self.model.dtype)
-        return _unit(self._towers.get_image_features(**{**inputs, "pixel_values": pixels}).pooler_output)
+        return unit(self._towers.get_image_features(**{**inputs, "pixel_values": pixels}).pooler_output)
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers and vembed load."""
@@ -199,7 +160,7 @@ class DualEncoder(Encoder):
         scale = getattr(self.model, "logit_scale", None)
         facts = {
             "family": f"{self.model.config.model_type} (config.json)",
-            "texts": f"padded to {self.max_length} tokens, unmasked" if self.family.pads_texts else "padded by chunk",
+            "texts": f"padded to {self.max_length} tokens, unmasked" if self.pads_texts else "padded by chunk",
             "max_seq_length": f"{self.max_length} (config.json)",
             "pictures": f"{type(self.image_processor).__name__} (preprocessor_config.json)",
             "similarity": "cosine",
@@ -213,9 +174,9 @@ class DualEncoder(Encoder):
     def towers(self) -> tuple[Tower, ...]:
         """Return the text tower and the image tower; where a tower has a projection, it is a part of it."""
         config = self.model.config
-        towers: tuple[tuple[TowerName, str, int], ...] = (
-            ("text", "model.text_projection", config.text_config.num_hidden_layers),
-            ("vision", "model.visual_projection", config.vision_config.num_hidden_layers),
+        towers: tuple[tuple[TowerName, str, Any], ...] = (
+            ("text", "model.text_projection", config.text_config),
+            ("vision", "model.visual_projection", config.vision_config),
         )
         return tuple(
             find_tower(
@@ -223,42 +184,67 @@ class DualEncoder(Encoder):
                 name,
                 parts=(f"model.{name}_model", projection),
                 projection=(projection, f"model.{name}_model.head"),  # CLIP's linear one; SigLIP's pooling heads
-                depth=depth,
+                depth=transformer_depth(own),
+                period=transformer_period(own),
             )
-            for name, projection, depth in towers
+            for name, projection, own in towers
         )
 
     def adapter_host(self) -> nn.Module:
         """Return the network of both towers."""
         return self.model
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute each layer of both towers in backward; non-reentrant, as gradient caching needs."""
-        if not self.model.supports_gradient_checkpointing:
-            super().enable_gradient_checkpointing()
-        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    def profile_inputs(self) -> tuple[TowerInputs, ...]:
+        """Return rows of token ids, without a mask, and a picture."""
+        return token_inputs(self.max_length, padded=self.pads_texts), picture_inputs(self)
 
+    def activation_values(self) -> float:
+        """Estimate by the layers of the tower where a token keeps more."""
+        config = self.model.config
+        towers = (config.text_config, self.max_length), (config.vision_config, self.picture_tokens)
+        return max(
+            layer_values(own.num_hidden_layers, own.hidden_size, own.num_attention_heads, length)
+            for own, length in towers
+        )
 
-def _unit(x: Tensor) -> Tensor:
-    """Return x in at least float32, of unit length."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+    def pipeline(self) -> Pipeline:
+        """Return what sentence-transformers does: both towers by their own methods, texts unmasked."""
+        text: dict[str, object] = {"padding_side": "right", "return_attention_mask": False}
+        if self.pads_texts:
+            side = self.tokenizer.padding_side
+            text |= {"padding": "max_length", "max_length": self.max_length, "padding_side": side}
+        processing = {"text": text}
+        # The processor of SigLIP 2 has sizes of its own that would win over those of the image processor's file.
+        sizes = {
+            key: value
+            for key in ("patch_size", "max_num_patches")
+            if (value := getattr(self.image_processor, key, None)) is not None
+        }
+        if sizes:
+            processing["image"] = sizes
+        return Pipeline(
+            modalities={
+                "text": ("get_text_features", "pooler_output"),
+                "image": ("get_image_features", "pooler_output"),
+            },
+            processing=processing,
+            needs_processing=self.pads_texts or bool(sizes),
+            max_length=self.max_length,
+        )
 
+    def export_forms(self) -> tuple[Form, ...]:
+        """Return transformers and sentence-transformers."""
+        return ("transformers", "sentence-transformers")
 
-def _dimension(config: PreTrainedConfig) -> int:
-    """Return E: CLIP projects both towers to it, SigLIP ends in the width of its image tower."""
-    return int(config.projection_dim if config.model_type == "clip" else config.vision_config.hidden_size)
+    def write_form(self, form: Form, folder: Path) -> None:
+        """Write a folder of transformers, with sentence-transformers' description where it is for that."""
+        self.save(folder)
+        if form == "sentence-transformers":
+            write_picture_pipeline(self.pipeline(), self.dimension, folder)
 
-
-def load_dual_encoder(options: ModelOptions, files: ModelFiles, config: PreTrainedConfig) -> DualEncoder:
-    """Load both towers.
-
-    Raises:
-        ConfigError: When the model needs something that isn't allowed, or lacks weights.
-        MachineError: When the hub can't be reached or a package is missing.
-    """
-    parts = DualParts(
-        model=files.backbone("", config, AutoModel),
-        tokenizer=files.tokenizer(""),
-        image_processor=files.image_processor(),
-    )
-    return DualEncoder(options.name, parts=parts, image_limits=options.image_limits)
+    def usage(self) -> Recipe:
+        """Return how transformers alone gives the vectors."""
+        padding: dict[str, object] = {"padding": True, "padding_side": "right"}
+        if self.pads_texts:
+            padding = {"padding": "max_length", "padding_side": self.tokenizer.padding_side}
+        return Recipe("dual", "AutoModel", "", padding)

@@ -1,64 +1,100 @@
 """What every encoder can do; the rest of the program knows no more than this.
 
 An encoder works in three steps, so that each can run where it is cheapest: `featurize` (CPU, once per item: a
-tokenizer), `collate` (CPU, once per chunk: padding) and `forward` (device: the network).
+tokenizer), `collate` (CPU, once per chunk: padding) and `forward` (device: the network). All else that differs between
+families is told by the class too: which model names mean it, how it is loaded and saved, what the plan measures it
+with, which folders it can be written as. A class that states no more than the abstract methods gets sensible answers.
 
-Shape legend: R rows of a chunk, E embedding dim.
+Shape legend: R rows of a chunk, V vectors of those rows (R where each has one), E embedding dim.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Literal, Self, TypeAlias
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast, get_args
 
 import numpy as np
 from torch import Tensor, nn
 
 from vembed.batch import MODALITY_WORDS, modality_of
+from vembed.data.images import ImageLimits
 from vembed.errors import DataError
+from vembed.models.probe import picture_inputs, text_inputs
+from vembed.models.towers import copy_modules
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from vembed.batch import Features, Item, Modality, Side
-    from vembed.data.images import ImageLimits
+    from vembed.models.files import ModelFiles
+    from vembed.models.probe import TowerInputs
     from vembed.models.towers import Tower
+    from vembed.plan.memory import TowerSize
 
 Similarity: TypeAlias = Literal["cosine", "dot"]
 """How two embeddings are compared. Both are inner products: those of cosine models have unit length."""
 
+Form: TypeAlias = Literal["sentence-transformers", "transformers", "open_clip", "vembed"]
+"""The library that a folder is written for. Every one of them is loaded by vembed too."""
+
+FORMS: tuple[Form, ...] = get_args(Form)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What a program that uses transformers alone must do to get an encoder's vectors."""
+
+    kind: Literal["text", "dual", "vision"]
+    auto_class: str  # the class of transformers that loads it
+    pooling: str  # "mean", "cls", "lasttoken" or "head"; "" for both towers' own projection
+    text_padding: Mapping[str, object] = field(default_factory=dict)  # arguments of the tokenizer
+
 
 class Encoder(nn.Module, ABC):
-    """A network that turns items into embeddings, with everything that it needs around it.
+    """A network that turns items into embeddings, with everything that it needs around it."""
 
-    Attributes:
-        name: What the model was loaded by, for people.
-        dimension: E.
-        max_length: Longest text in tokens, special tokens included; None where there is no limit, or no text tower.
-        modalities: What it takes: texts, pictures, and items that are both.
-        eval_only: Modules that run in evaluation mode while the rest trains: what is frozen drops nothing out.
-        keeps_base: Whether some weights stay those of the files that it was loaded from, so that checkpoints leave
-            them out.
-        base: Fingerprint of those weights, taken when the encoder was built; None where there are none.
-        trains: What of it trains, for people; empty until that is decided.
-    """
+    builtin: ClassVar[str] = ""  # `model_name: builtin:NAME` trains one from scratch
+    prefix: ClassVar[str] = ""  # what model names of this class begin with, such as "open_clip:"
+    marker: ClassVar[str] = ""  # a file that `save` writes and that no other class does
+    reads: ClassVar[frozenset[str]] = frozenset()  # keys of the model that only some classes have a use for
 
-    name: str
-    dimension: int
-    max_length: int | None
+    name: str  # what the model was loaded by
+    dimension: int  # E
+    max_length: int | None  # longest text in tokens; None where there is no limit, or no text tower
     modalities: frozenset[Modality] = frozenset({"text"})
-    image_limits: ImageLimits
-    eval_only: tuple[nn.Module, ...] = ()
-    keeps_base: bool = False
-    base: str | None = None
-    trains: str = ""
     multi_vector: bool = False  # whether `forward` gives several vectors for each row
+    image_limits: ImageLimits = ImageLimits()
+    eval_only: tuple[nn.Module, ...] = ()  # run in evaluation mode while the rest trains: what is frozen drops nothing
+    keeps_base: bool = False  # whether some weights stay those of the files, so that checkpoints leave them out
+    base: str | None = None  # fingerprint of those weights
+    trains: str = ""  # what of it trains, for people; empty until that is decided
+
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:
+        """Return whether a model name that isn't `builtin:NAME` means this class."""
+        begins = bool(cls.prefix) and files.name.startswith(cls.prefix)
+        return begins or (bool(cls.marker) and files.in_folder(cls.marker))
+
+    @classmethod
+    @abstractmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> Encoder:
+        """Build an encoder, with the weights of its files where there are any.
+
+        Args:
+            files: The model's name, what the user said about it, and its files.
+            texts: Training texts, for a class that trains a tokenizer. The plan builds encoders without any.
+
+        Raises:
+            ConfigError: The model can't be loaded as the user wants it.
+            MachineError: The hub can't be reached, or a package is missing.
+        """
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all modules but those that rest."""
+        """Set the mode of all modules but those of `eval_only`."""
         super().train(mode)
         for module in self.eval_only:
             module.eval()
@@ -143,14 +179,63 @@ class Encoder(nn.Module, ABC):
     def save(self, folder: Path) -> None:
         """Write the encoder into a folder from which `load_encoder` and the family's own library load it."""
 
-    @abstractmethod
     def describe(self) -> dict[str, str]:
         """Return what was decided about this encoder and from which file, for the plan and the report."""
+        return {"similarity": self.similarity, **self.training_facts()}
 
     def enable_gradient_checkpointing(self) -> None:
-        """Recompute activations in backward instead of keeping them.
+        """Recompute activations in backward instead of keeping them, by the own switch of transformers' models.
+
+        Non-reentrant, which is exact with dropout and with gradient caching.
 
         Raises:
             ValueError: When this encoder can't.
         """
-        raise ValueError(f"{self.name} has no gradient checkpointing; set gradient_checkpointing: false")
+        host: Any = self.adapter_host()
+        if not getattr(host, "supports_gradient_checkpointing", False):
+            raise ValueError(f"{self.name} has no gradient checkpointing; set gradient_checkpointing: false")
+        host.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def skeleton(self, num_layers: int | None = None) -> Self:
+        """Return a copy for the plan to measure, with lists of layers cut to `num_layers`; tokenizers are shared."""
+        towers = self.towers()
+        cut = {tower.layers: num_layers for tower in towers if tower.layers is not None and tower.period}
+        lengths = {name: number for name, number in cut.items() if number is not None}
+        copied = cast("Self", copy_modules(self, lengths))
+        copied.towers = lambda: towers  # type: ignore[method-assign]  # layers are found by a number that isn't theirs
+        return copied
+
+    def profile_inputs(self) -> tuple[TowerInputs, ...]:
+        """Return what each tower is measured with, without data; by default what `collate` makes of sample items."""
+        texts = (text_inputs(self),) if "text" in self.modalities else ()
+        return (*texts, picture_inputs(self)) if "image" in self.modalities else texts
+
+    @property
+    def longest_item(self) -> int | None:
+        """Tokens of the longest item, a text or a picture; None where there is no limit."""
+        return self.max_length
+
+    def activation_values(self) -> float:
+        """Estimate the values that a token keeps for the backward pass, where the plan can't run the encoder."""
+        layers = [module for module in self.modules() if isinstance(module, nn.Linear)]
+        return self.dimension + 2.0 * sum(layer.in_features + layer.out_features for layer in layers)
+
+    def estimated_stacks(self, bytes_per_value: int) -> Mapping[str, TowerSize]:  # noqa: ARG002
+        """Return the size, by module name, of what can't run on fake tensors beside towers that can."""
+        return {}
+
+    def export_forms(self) -> tuple[Form, ...]:
+        """Return the libraries that a folder of the same vectors can be written for, that of `save` first."""
+        return ("vembed",)
+
+    def why_not(self, form: Form) -> str:  # noqa: ARG002
+        """Say why the encoder can't be written in a form that isn't one of `export_forms`."""
+        return f"{self.name} is a model of {self.export_forms()[0]}"
+
+    def write_form(self, form: Form, folder: Path) -> None:  # noqa: ARG002
+        """Write the encoder for one of the libraries of `export_forms`."""
+        self.save(folder)
+
+    def usage(self) -> Recipe | None:
+        """Return how transformers alone gives the encoder's vectors; None where that takes more than a few lines."""
+        return None

@@ -18,25 +18,30 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import safetensors.torch
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
 from vembed.models.encoder import Encoder
+from vembed.models.files import save_weights
+from vembed.models.pooling import unit
+from vembed.models.probe import ROWS, TowerInputs
 from vembed.models.towers import Tower
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
+    from vembed.models.files import ModelFiles
 
 CONFIG_FILE = "vembed_ngram_bag.json"
-WEIGHTS_FILE = "model.safetensors"
+
+SAMPLE_GRAMS = 7
+"""N-grams of each row in the run that the plan measures."""
 
 _WORD = re.compile(r"\w+")
 _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_A-Za-z]+")
@@ -44,30 +49,20 @@ _PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+|[^\W\d_A-Za-z]+")
 
 @dataclass(frozen=True, slots=True)
 class NgramBagConfig:
-    """Shape of a bag.
-
-    Attributes:
-        dimension: Embedding dim.
-        buckets: Rows of the table; hashes collide beyond it.
-        max_words: Words of a text that count; the rest is cut.
-        shortest: Shortest character n-gram.
-        longest: Longest character n-gram.
-    """
+    """Shape of a bag."""
 
     dimension: int = 256
-    buckets: int = 1 << 16
-    max_words: int = 256
-    shortest: int = 3
+    buckets: int = 1 << 16  # rows of the table; hashes collide beyond it
+    max_words: int = 256  # words of a text that count; the rest is cut
+    shortest: int = 3  # characters of the shortest n-gram
     longest: int = 5
 
 
 class NgramBag(Encoder):
-    """The encoder.
+    """The encoder."""
 
-    Args:
-        config: Its shape.
-        name: What it was loaded by.
-    """
+    builtin = "ngram-bag"
+    marker = CONFIG_FILE
 
     def __init__(self, config: NgramBagConfig, *, name: str = "builtin:ngram-bag") -> None:
         super().__init__()
@@ -126,22 +121,24 @@ class NgramBag(Encoder):
         x = F.embedding_bag(
             grams, self.table.weight, offsets, mode="sum", per_sample_weights=(weights / totals[rows]).to(weights.dtype)
         )
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+        return unit(x)
+
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> NgramBag:  # noqa: ARG003
+        """Load what `save` wrote, or build a new one."""
+        config = NgramBagConfig()
+        if files.folder is not None:
+            config = NgramBagConfig(**json.loads((files.folder / CONFIG_FILE).read_text("utf-8")))
+        with files.device:
+            encoder = cls(config, name=files.name).to(files.dtype)
+        files.load_weights(encoder)
+        return encoder
 
     def save(self, folder: Path) -> None:
         """Write shape and weights; only vembed loads this family."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=2) + "\n", "utf-8")
-        weights = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict().items()}
-        safetensors.torch.save_file(weights, folder / WEIGHTS_FILE)
-
-    @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype) -> NgramBag:
-        """Load what `save` wrote."""
-        config = NgramBagConfig(**json.loads((folder / CONFIG_FILE).read_text("utf-8")))
-        encoder = cls(config, name=str(folder)).to(dtype)
-        encoder.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS_FILE))
-        return encoder
+        save_weights(self, folder)
 
     def describe(self) -> dict[str, str]:
         """Return its shape."""
@@ -157,6 +154,19 @@ class NgramBag(Encoder):
         """Return the one tower."""
         return (Tower("text", parts=("table", "weight")),)
 
+    def profile_inputs(self) -> tuple[TowerInputs, ...]:
+        """Return rows of n-grams; there is no limit to them."""
+        return (TowerInputs("text", None, SAMPLE_GRAMS, fixed=False, make=lambda: grams_without_values(SAMPLE_GRAMS)),)
+
+    @property
+    def longest_item(self) -> int | None:
+        """None: what is limited is the number of words."""
+        return None
+
+    def activation_values(self) -> float:
+        """Return what an n-gram keeps in values of 4 bytes: four indices of 8 bytes, a weight and its share."""
+        return 10.0
+
 
 def _words(text: str) -> list[str]:
     """Cut a text into lower-case words, compound identifiers into themselves and their parts."""
@@ -167,3 +177,9 @@ def _words(text: str) -> list[str]:
             words += [part.lower() for part in parts]
         words.append(match.lower())
     return words
+
+
+def grams_without_values(count: int) -> dict[str, Tensor]:
+    """Return the inputs of a call of rows of `count` n-grams each, on the meta device."""
+    grams = torch.empty(ROWS * count, dtype=torch.long, device="meta")
+    return {"grams": grams, "offsets": torch.empty(ROWS, dtype=torch.long, device="meta"), "rows": grams}

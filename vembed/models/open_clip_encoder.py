@@ -4,11 +4,12 @@ open_clip's tokenizers pad every text to the context length. Where attention is 
 token, what stands behind that token can't reach the embedding: such texts are cut there, and a chunk is as wide as its
 longest text. All other towers see their texts as open_clip pads them.
 
-Shape legend: N texts, R rows of a chunk, T tokens, E embedding dim.
+Shape legend: N texts, R rows of a chunk, T tokens.
 """
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 from dataclasses import dataclass
@@ -16,28 +17,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.torch
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from vembed.batch import Features, Ragged, modality_of, parts_of, texts_of
+from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError, MachineError
-from vembed.models.composed import join_features, sum_of_units
-from vembed.models.encoder import Encoder
-from vembed.models.pictures import blank_picture, pictures_of, process_pictures, rows_of
-from vembed.models.towers import Tower, find_layers, find_tower
+from vembed.models.composed import TwoTowers
+from vembed.models.files import PICTURE_SIDE, save_weights, tokenizer_facts
+from vembed.models.pictures import blank_picture, process_pictures
+from vembed.models.pooling import unit
+from vembed.models.probe import picture_inputs, token_inputs
+from vembed.models.towers import Tower, find_layers, find_tower, layer_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import PIL.Image
     from numpy.typing import NDArray
 
-    from vembed.batch import Image, Item, Modality, Side
-    from vembed.data.images import ImageLimits
-    from vembed.models.huggingface import ModelOptions
+    from vembed.batch import Image, Side
+    from vembed.models.encoder import Form
+    from vembed.models.files import ModelFiles
+    from vembed.models.probe import TowerInputs
 
 OPEN_CLIP_PREFIX = "open_clip:"
 CONFIG_FILE = "open_clip_config.json"
@@ -49,35 +51,11 @@ ASSUMED_PATCH_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
-class OpenClipParts:
-    """What open_clip makes of a name.
-
-    Attributes:
-        model: Both towers with their projections.
-        tokenizer: Turns texts into ids of the context length.
-        preprocess: Turns a picture into a tensor (3, side, side).
-        config: The model_cfg that builds the model.
-        weights: Where the weights are from, for the plan.
-    """
-
-    model: Any
-    tokenizer: Any
-    preprocess: Any
-    config: dict[str, Any]
-    weights: str
-
-
-@dataclass(frozen=True, slots=True)
 class CausalTexts:
-    """How to run a text tower on no more than it sees: the tokens up to the one that it pools.
+    """How to run a text tower on no more than it sees: the tokens up to the one that it pools."""
 
-    Attributes:
-        prefix: Where the tower's tensors are in the model.
-        end_id: The id whose first place is pooled; None where the largest id of a text is.
-    """
-
-    prefix: str
-    end_id: int | None
+    prefix: str  # where the tower's tensors are in the model
+    end_id: int | None  # the id whose first place is pooled; None where the largest id of a text is
 
     @property
     def padding_id(self) -> int:
@@ -137,125 +115,153 @@ def _how_texts_are_read(model: Any, max_length: int) -> tuple[CausalTexts | None
     return cut, f"cut to their own length, at most {max_length} tokens (attention is causal up to the end token)"
 
 
-class OpenClipEncoder(Encoder):
+class OpenClipEncoder(TwoTowers):
     """A text tower and an image tower that end in one space.
 
     Args:
         name: What it was loaded by.
-        parts: What open_clip made of it.
-        image_limits: What a picture may be.
+        model: Both towers with their projections.
+        tokenizer: Turns texts into ids of the context length.
+        preprocess: Turns a picture into a tensor (3, side, side).
+        config: The model_cfg that builds the model.
+        weights: Where the weights are from, for the plan.
     """
 
-    modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
+    prefix = OPEN_CLIP_PREFIX
+    marker = CONFIG_FILE
 
-    def __init__(self, name: str, *, parts: OpenClipParts, image_limits: ImageLimits) -> None:
+    def __init__(
+        self, name: str, *, model: nn.Module, tokenizer: Any, preprocess: Any, config: dict[str, Any], weights: str
+    ) -> None:
         super().__init__()
         self.name = name
-        self.parts = parts
-        self.model: nn.Module = parts.model
-        self.image_limits = image_limits
-        self.max_length: int = parts.config.get("text_cfg", {}).get("context_length", 77)
-        self.dimension = int(parts.config["embed_dim"])
-        self.causal_texts, self._texts_are_read = _how_texts_are_read(parts.model, self.max_length)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.preprocess = preprocess
+        self.config = config
+        self.weights = weights
+        self.max_length = config.get("text_cfg", {}).get("context_length", 77)
+        self.dimension = int(config["embed_dim"])
+        self.causal_texts, self._texts_are_read = _how_texts_are_read(model, self.max_length)
+        self.padding_id = 0 if self.causal_texts is None else self.causal_texts.padding_id
         self.picture_tokens = self._count_picture_tokens()
         for key in ("logit_scale", "logit_bias"):
             parameter = getattr(self.model, key, None)
             if parameter is not None:
                 parameter.requires_grad_(requires_grad=False)  # the loss has a temperature of its own
 
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:
+        """Return whether a name has the prefix, or means a folder or a shape of open_clip."""
+        is_shape = "vision_cfg" in files.shape and "model_type" not in files.shape
+        return is_shape or files.name.startswith(OPEN_CLIP_PREFIX) or is_open_clip_folder(files.folder)
+
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> OpenClipEncoder:  # noqa: ARG003
+        """Load a model by its open_clip name, or a folder.
+
+        Raises:
+            ConfigError: There is no such model or tag, or its weights are a pickle that isn't allowed.
+            MachineError: open_clip isn't installed, or the weights can't be fetched.
+        """
+        try:
+            import open_clip
+        except ImportError as error:
+            raise MachineError(
+                f"{files.name} needs open_clip, which is missing: pip install open_clip_torch"
+            ) from error
+        if not files.has_weights:
+            return _without_weights(files)
+        is_folder = is_open_clip_folder(files.folder)
+        name = f"local-dir:{files.folder}" if is_folder else files.name.removeprefix(OPEN_CLIP_PREFIX)
+        tag = ""
+        if not name.startswith(SCHEMES):
+            name, _, tag = name.partition(":")
+            _check_name(open_clip, name, tag, files)
+        elif name.startswith("local-dir:"):
+            _check_folder(Path(name.removeprefix("local-dir:")), files)
+        try:
+            model, _, preprocess = open_clip.create_model_and_transforms(
+                name, pretrained=tag or None, weights_only=True, pretrained_text=False
+            )
+            tokenizer = open_clip.get_tokenizer(name)
+        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            message = str(error).strip().partition("\n")[0]
+            raise MachineError(f"{files.name} could not be loaded by open_clip: {message}") from error
+        random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
+        config = open_clip.get_model_config(name)
+        _check_tokenizer(open_clip, tokenizer, config, files)
+        return cls(
+            files.name,
+            model=model.to(files.dtype),
+            tokenizer=tokenizer,
+            preprocess=preprocess,
+            config=config,
+            weights=random or tag or name,
+        )
+
+    @property
+    def _parts(self) -> Any:
+        return self.model  # encode_text, encode_image and visual belong to every model of open_clip
+
     def _count_picture_tokens(self) -> int:
         size = self._preprocessed([blank_picture()])["pixel_values"].shape[2]
-        patch: int = self.parts.config["vision_cfg"].get("patch_size") or ASSUMED_PATCH_SIZE
+        patch: int = self.config["vision_cfg"].get("patch_size") or ASSUMED_PATCH_SIZE
         return int(size // patch) ** 2 + 1
 
-    def tower_shapes(self) -> list[tuple[int, int, int, int]]:
-        """Return layers, width, heads and tokens of each tower; what its description leaves open is ViT-B's."""
-        text, vision = self.parts.config.get("text_cfg", {}), self.parts.config["vision_cfg"]
-        layers, width = vision.get("layers", 12), vision.get("width", 768)
-        if not isinstance(layers, int):  # a convolutional tower names the blocks of each stage
-            layers = sum(layers)
-        heads = max(1, width // vision.get("head_width", 64))
-        return [
-            (text.get("layers", 12), text.get("width", 512), text.get("heads", 8), self.max_length),
-            (layers, width, heads, self.picture_tokens),
-        ]
-
-    def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
-        """Tokenize texts, or decode and preprocess pictures, or both; both sides are read alike."""
-        modality = modality_of(items[0])
-        if modality == "text":
-            return self._tokenized([text.strip() for text in texts_of(items)])
-        if modality == "image":
-            return self._processed(pictures_of(items))
-        images, texts = parts_of(items)
-        return join_features(self._processed(images), self._tokenized([text.strip() for text in texts]))
-
-    def _processed(self, images: Sequence[Image]) -> Features:
+    def featurize_pictures(self, images: Sequence[Image]) -> Features:
+        """Decode pictures and run open_clip's own preprocessing."""
         arrays = process_pictures(images, self._preprocessed, self.image_limits)
         return Features({}, np.full(len(images), self.picture_tokens, dtype=np.int64), arrays)
 
     def _preprocessed(self, pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
-        return {"pixel_values": np.stack([self.parts.preprocess(picture).numpy() for picture in pictures])}
+        return {"pixel_values": np.stack([self.preprocess(picture).numpy() for picture in pictures])}
 
-    def _tokenized(self, texts: list[str]) -> Features:
-        ids_NT = self.parts.tokenizer(texts, context_length=self.max_length).numpy()
+    def featurize_texts(self, texts: list[str], side: Side) -> Features:  # noqa: ARG002
+        """Tokenize texts; both sides are read alike."""
+        stripped = [text.strip() for text in texts]
+        ids_NT = self.tokenizer(stripped, context_length=self.max_length).numpy()
         ids = Ragged.from_rows(list(ids_NT) if self.causal_texts is None else self.causal_texts.cut(ids_NT))
-        return Features({"input_ids": ids}, ids.lengths, num_truncated=self._count_truncated(texts))
+        return Features({"input_ids": ids}, ids.lengths, num_truncated=self._count_truncated(stripped))
 
     def _count_truncated(self, texts: list[str]) -> int:
         """Count the texts that fill a row that is one token longer: open_clip's tokenizers don't say what they cut."""
-        longer_NT = self.parts.tokenizer(["", *texts], context_length=self.max_length + 1).numpy()
+        longer_NT = self.tokenizer(["", *texts], context_length=self.max_length + 1).numpy()
         padding = longer_NT[0, -1]
         # Where the end of a text looks like padding, the place before it tells.
         place = self.max_length - 1 if longer_NT[0, 0] == padding else self.max_length
         return int((longer_NT[1:, place] != padding).sum())
 
-    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Take the rows of pictures, or pad those of texts, never past the last position, or both."""
-        inputs = {name: rows_of(values, rows) for name, values in features.per_row.items()}
-        if "input_ids" in features.columns:
-            ids = features.columns["input_ids"].take(rows)
-            # Beside a picture the width is that of both.
-            width = int(ids.lengths.max()) if inputs else min(width, self.max_length)
-            padding_id = 0 if self.causal_texts is None else self.causal_texts.padding_id
-            inputs["input_ids"] = torch.from_numpy(ids.padded(width, padding_id)).long()
-        return inputs
-
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return embeddings (R, E) of texts, of pictures or of both, of unit length, at least float32."""
-        found = []
-        if "pixel_values" in inputs:
-            dtype = next(self.parts.model.visual.parameters()).dtype
-            found.append(self.parts.model.encode_image(inputs["pixel_values"].to(dtype)))
-        if "input_ids" in inputs:
-            found.append(self._encode_texts(inputs["input_ids"]))
-        units = [F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1) for x in found]
-        return units[0] if len(units) == 1 else sum_of_units(*units)
-
-    def _encode_texts(self, ids_RT: Tensor) -> Tensor:
+    def embed_texts(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the text tower and its projection."""
+        ids_RT = inputs["input_ids"]
         if self.causal_texts is None:
-            return self.parts.model.encode_text(ids_RT)  # type: ignore[no-any-return]
-        return self.causal_texts.encode(self.model, ids_RT)
+            return unit(self._parts.encode_text(ids_RT))
+        return unit(self.causal_texts.encode(self.model, ids_RT))
+
+    def embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the image tower and its projection."""
+        dtype = next(self._parts.visual.parameters()).dtype
+        return unit(self._parts.encode_image(inputs["pixel_values"].to(dtype)))
 
     def save(self, folder: Path) -> None:
         """Write a folder that open_clip (`local-dir:`) and vembed load."""
         from open_clip.push_to_hf_hub import save_config_for_hf
 
         folder.mkdir(parents=True, exist_ok=True)
-        save_config_for_hf(self.parts.model, folder / CONFIG_FILE, self.parts.config)
-        weights = {key: tensor.detach().cpu().contiguous() for key, tensor in self.model.state_dict().items()}
-        safetensors.torch.save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-        if hasattr(self.parts.tokenizer, "save_pretrained"):  # CLIP's own comes with open_clip
-            self.parts.tokenizer.save_pretrained(folder)
+        save_config_for_hf(self.model, folder / CONFIG_FILE, self.config)
+        save_weights(self.model, folder, WEIGHTS_FILE, {"format": "pt"})
+        if hasattr(self.tokenizer, "save_pretrained"):  # CLIP's own comes with open_clip
+            self.tokenizer.save_pretrained(folder)
 
     def describe(self) -> dict[str, str]:
         """Return where it is from and how it reads its items."""
-        scale = self.parts.model.logit_scale.exp().item()
+        scale = self._parts.logit_scale.exp().item()
         return {
             "family": "open_clip",
-            "weights": self.parts.weights,
+            "weights": self.weights,
             "texts": self._texts_are_read,
-            "pictures": f"{self.parts.model.visual.image_size} pixels, open_clip's own preprocessing for evaluation",
+            "pictures": f"{self._parts.visual.image_size} pixels, open_clip's own preprocessing for evaluation",
             "logit_scale of the model file": f"{scale:.4g}, not used: the loss has its own",
             "similarity": "cosine",
             **self.training_facts(),
@@ -263,16 +269,22 @@ class OpenClipEncoder(Encoder):
 
     def towers(self) -> tuple[Tower, ...]:
         """Return the text tower and the image tower."""
+        # Other libraries' towers don't say how many layers they have, and theirs may all be different.
+        periods = {
+            name: int(isinstance(self.config.get(f"{name}_cfg", {}).get("layers"), int)) for name in ("text", "vision")
+        }
         projection = tuple(f"model.visual.{name}" for name in ("proj", "head", "attnpool.c_proj"))
-        vision = find_tower(self, "vision", parts=("model.visual",), projection=projection)
+        vision = find_tower(self, "vision", parts=("model.visual",), projection=projection, period=periods["vision"])
         if hasattr(self.model, "text"):
             projection = tuple(f"model.text.{name}" for name in ("text_projection", "proj"))
-            return find_tower(self, "text", parts=("model.text",), projection=projection), vision
+            text = find_tower(self, "text", parts=("model.text",), projection=projection, period=periods["text"])
+            return text, vision
         # Its text tower is taken apart, and not registered in the order in which it runs.
         names = ("token_embedding", "positional_embedding", "transformer", "ln_final", "text_projection")
         parts = tuple(f"model.{name}" for name in names)
         layers = find_layers(self, parts, depth=None)
-        return Tower("text", parts, projection=parts[-1:], layers=layers, behind=parts[-2:]), vision
+        text = Tower("text", parts, parts[-1:], layers=layers, behind=parts[-2:], period=periods["text"])
+        return text, vision
 
     def adapter_host(self) -> nn.Module:
         """Return the network of both towers."""
@@ -280,59 +292,94 @@ class OpenClipEncoder(Encoder):
 
     def enable_gradient_checkpointing(self) -> None:
         """Recompute each layer of both towers in backward, by open_clip's own switch."""
-        self.parts.model.set_grad_checkpointing(True)
+        self._parts.set_grad_checkpointing(True)
 
+    def profile_inputs(self) -> tuple[TowerInputs, ...]:
+        """Return rows of token ids, without a mask, and a picture."""
+        return token_inputs(self.max_length, padded=self.causal_texts is None), picture_inputs(self)
 
-def is_open_clip_folder(folder: Path) -> bool:
-    """Return whether a folder is one of open_clip and not of transformers too."""
-    return (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
-
-
-def load_open_clip(options: ModelOptions) -> OpenClipEncoder:
-    """Load a model by its open_clip name, or a folder.
-
-    Raises:
-        ConfigError: When there is no such model or tag, or its weights are a pickle that isn't allowed.
-        MachineError: When open_clip isn't installed or the weights can't be fetched.
-    """
-    try:
-        import open_clip
-    except ImportError as error:
-        raise MachineError(f"{options.name} needs open_clip, which is missing: pip install open_clip_torch") from error
-    folder = Path(options.name)
-    name = f"local-dir:{folder}" if is_open_clip_folder(folder) else options.name.removeprefix(OPEN_CLIP_PREFIX)
-    tag = ""
-    if not name.startswith(SCHEMES):
-        name, _, tag = name.partition(":")
-        _check_name(open_clip, name, tag, options)
-    elif name.startswith("local-dir:"):
-        _check_folder(Path(name.removeprefix("local-dir:")), options)
-    try:
-        model, _, preprocess = open_clip.create_model_and_transforms(
-            name, pretrained=tag or None, weights_only=True, pretrained_text=False
+    def activation_values(self) -> float:
+        """Estimate by the layers of the tower where a token keeps more; what its description omits is ViT-B's."""
+        text, vision = self.config.get("text_cfg", {}), self.config["vision_cfg"]
+        layers, width = vision.get("layers", 12), vision.get("width", 768)
+        if not isinstance(layers, int):  # a convolutional tower names the blocks of each stage
+            layers = sum(layers)
+        heads = max(1, width // vision.get("head_width", 64))
+        return max(
+            layer_values(text.get("layers", 12), text.get("width", 512), text.get("heads", 8), self.max_length),
+            layer_values(layers, width, heads, self.picture_tokens),
         )
-        tokenizer = open_clip.get_tokenizer(name)
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
-        message = str(error).strip().partition("\n")[0]
-        raise MachineError(f"{options.name} could not be loaded by open_clip: {message}") from error
-    random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
-    config = open_clip.get_model_config(name)
-    _check_tokenizer(open_clip, tokenizer, config, options)
-    parts = OpenClipParts(model.to(options.dtype), tokenizer, preprocess, config, random or tag or name)
-    return OpenClipEncoder(options.name, parts=parts, image_limits=options.image_limits)
+
+    def export_forms(self) -> tuple[Form, ...]:
+        """Return open_clip, which alone runs its layers."""
+        return ("open_clip",)
+
+    def why_not(self, form: Form) -> str:
+        """Say whose layers it has."""
+        return f"{self.name} has the layers of open_clip, which {form} doesn't run"
 
 
-def _check_tokenizer(open_clip: Any, tokenizer: Any, config: dict[str, Any], options: ModelOptions) -> None:
+def is_open_clip_folder(folder: Path | None) -> bool:
+    """Return whether a folder is one of open_clip and not of transformers too."""
+    return folder is not None and (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
+
+
+def _without_weights(files: ModelFiles) -> OpenClipEncoder:
+    """Build a model by its description alone."""
+    import open_clip
+
+    config = dict(files.shape) or _config_of(files)
+    shape = copy.deepcopy(config)
+    foreign = "hf_model_name" in shape["text_cfg"]
+    if foreign:
+        shape["text_cfg"]["hf_model_pretrained"] = False
+    kind = open_clip.CLIP
+    if shape.pop("custom_text", False) or foreign:
+        kind = open_clip.CoCa if "multimodal_cfg" in shape else open_clip.CustomTextCLIP
+    with files.device:
+        model = kind(**shape).to(files.dtype)
+    for module in model.modules():
+        mask = module._buffers.get("attn_mask")
+        if mask is not None and mask.is_meta:  # its values say whether texts may be cut
+            module._buffers["attn_mask"] = torch.full(mask.shape, -torch.inf).triu(1)
+    side = shape["vision_cfg"].get("image_size", PICTURE_SIDE)
+    height, width = (side, side) if isinstance(side, int) else side
+    return OpenClipEncoder(
+        files.name,
+        model=model,
+        tokenizer=tokenizer_facts(shape["text_cfg"].get("context_length", 77)),
+        preprocess=lambda _: torch.zeros(3, height, width),
+        config=config,
+        weights="none",
+    )
+
+
+def _config_of(files: ModelFiles) -> dict[str, Any]:
+    """Return the model_cfg that open_clip knows for a name or finds in a folder."""
+    import open_clip
+
+    name = files.name.removeprefix(OPEN_CLIP_PREFIX)
+    if is_open_clip_folder(files.folder):
+        name = f"local-dir:{files.folder}"
+    elif "://" not in name and not name.startswith(SCHEMES):
+        name = name.partition(":")[0]
+    config: dict[str, Any] | None = open_clip.get_model_config(name)
+    if config is None:
+        raise ConfigError(f"open_clip has no model {name!r}")
+    return config
+
+
+def _check_tokenizer(open_clip: Any, tokenizer: Any, config: dict[str, Any], files: ModelFiles) -> None:
     """Refuse a tokenizer that open_clip chose by the model's name: from a saved folder it would choose another one."""
     named = config.get("text_cfg", {}).get("hf_tokenizer_name")
     if not named and not isinstance(tokenizer, open_clip.SimpleTokenizer):
         raise ConfigError(
-            f"{options.name} takes {type(tokenizer).__name__}, which its configuration doesn't name: once saved, it "
+            f"{files.name} takes {type(tokenizer).__name__}, which its configuration doesn't name: once saved, it "
             f"would load with another tokenizer. Use the model's Hugging Face form"
         )
 
 
-def _check_name(open_clip: Any, name: str, tag: str, options: ModelOptions) -> None:
+def _check_name(open_clip: Any, name: str, tag: str, files: ModelFiles) -> None:
     """Refuse a name or a tag that open_clip doesn't know, and weights that are a pickle."""
     known = open_clip.list_models()
     if name not in known:
@@ -347,14 +394,14 @@ def _check_name(open_clip: Any, name: str, tag: str, options: ModelOptions) -> N
             listed = ", ".join(tags) or "none"
             raise ConfigError(f"open_clip has no weights {tag!r} of {name}; it has: {listed}")
         pickled = not open_clip.get_pretrained_cfg(name, tag).get("hf_hub")
-    if pickled and not options.allow_pickle:
+    if pickled and not files.keys.allow_pickle:
         raise ConfigError(
-            f"{options.name} has its weights only as a pickle, which can run code when it is read; set "
+            f"{files.name} has its weights only as a pickle, which can run code when it is read; set "
             f"allow_pickle: true to read it with weights_only"
         )
 
 
-def _check_folder(folder: Path, options: ModelOptions) -> None:
+def _check_folder(folder: Path, files: ModelFiles) -> None:
     """Refuse a folder without a readable description or without weights: open_clip would make random ones."""
     try:
         config = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
@@ -366,7 +413,7 @@ def _check_folder(folder: Path, options: ModelOptions) -> None:
         return
     if not any((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))):
         raise ConfigError(f"{folder} holds no weights; {WEIGHTS_FILE} is missing")
-    if not options.allow_pickle:
+    if not files.keys.allow_pickle:
         raise ConfigError(
             f"{folder} has its weights only as a pickle, which can run code when it is read; set allow_pickle: true "
             f"to read it with weights_only, or convert it to safetensors"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +9,7 @@ import PIL.Image
 import torch
 
 from vembed.batch import Image
-from vembed.data.images import ImageLimits, decode_images
+from vembed.data.images import decode_images
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.batch import Item
-    from vembed.models.encoder import Encoder
+    from vembed.data.images import ImageLimits
 
 PATCH_MASK = "pixel_attention_mask"
 """Which patches of a picture are its own, (n, patches), from processors that keep a picture's shape."""
@@ -114,20 +113,6 @@ def rows_of(values: NDArray[Any], rows: NDArray[np.int64]) -> Tensor:
     if len(rows) and bool((np.diff(rows) == 1).all()):
         return torch.from_numpy(values[int(rows[0]) : int(rows[-1]) + 1])
     return torch.from_numpy(values[rows])
-
-
-def picture_bytes(encoder: Encoder) -> int:
-    """Return the memory that the features of one picture take; 0 for an encoder of texts."""
-    if "image" not in encoder.modalities:
-        return 0
-    encoded = BytesIO()
-    blank_picture().save(encoded, "PNG")
-    allowed, encoder.image_limits = encoder.image_limits, ImageLimits()  # this picture is ours, not the user's
-    try:
-        features = encoder.featurize([Image("blank", encoded.getvalue())], "document")
-    finally:
-        encoder.image_limits = allowed
-    return sum(values.nbytes for values in features.per_row.values())
 
 
 def blank_picture() -> PIL.Image.Image:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 PoolingMode = Literal["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 
 POOLING_MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return vectors of unit length, in at least float32."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
 
 
 def pool(hidden_RTH: Tensor, mask_RT: Tensor, modes: Sequence[PoolingMode]) -> Tensor:

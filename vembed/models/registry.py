@@ -1,40 +1,53 @@
-"""The one way in: an encoder by its name."""
+"""The one way in: an encoder by its name, with its weights or for the plan without them."""
 
 from __future__ import annotations
 
 import difflib
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
-from vembed.models import ngram_bag, tiny_clip
-from vembed.models.dual import DUAL_FAMILIES, load_dual_encoder
-from vembed.models.huggingface import ModelFiles, ModelOptions, load_text_encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.open_clip_encoder import OPEN_CLIP_PREFIX, is_open_clip_folder, load_open_clip
-from vembed.models.sentence_transformers_pictures import names_picture_model, refuse_other_pipeline
-from vembed.models.tiny_clip import TinyClip, TinyClipConfig
-from vembed.models.tiny_transformer import build_tiny_transformer
-from vembed.models.vision import VISION_FAMILIES, load_vision_encoder
+from vembed.models.files import ModelFiles, SkeletonFiles
+from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable, Iterator
 
+    from vembed.data.images import ImageLimits
     from vembed.models.encoder import Encoder
 
 BUILTIN_PREFIX = "builtin:"
 
-BUILTIN_MODELS: dict[str, Callable[[ModelOptions, Iterable[str]], Encoder]] = {
-    "tiny-clip": lambda options, texts: TinyClip(  # noqa: ARG005
-        TinyClipConfig(), name=options.name, image_limits=options.image_limits
-    ).to(options.dtype),
-    "ngram-bag": lambda options, texts: NgramBag(NgramBagConfig(), name=options.name).to(options.dtype),  # noqa: ARG005
-    "tiny-transformer": lambda options, texts: build_tiny_transformer(texts, name=options.name, dtype=options.dtype),
+SOME_READ = {
+    "attn_implementation": "attn_implementation",
+    "pooling_method": "pooling_method",
+    "max_seq_length": "max_seq_length",
+    "query_prompt": "query_prompt or document_prompt",
+    "document_prompt": "query_prompt or document_prompt",
+    "pad_token": "pad_token",
+    "model_revision": "model_revision",
 }
-"""Encoders that are trained from scratch, by the name behind `builtin:`."""
+"""Keys of the model that only some encoders have a use for (`Encoder.reads`), and what a message calls them."""
 
-HUGGING_FACE_OPTIONS = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})
-"""What a model with an image tower takes of the options that are otherwise a text encoder's."""
+AnyEncoder = TypeVar("AnyEncoder", bound="type[Encoder]")
+
+
+def register_encoder(encoder: AnyEncoder) -> AnyEncoder:
+    """Let models be loaded by a class of your own; it is asked before ours. Usable as a decorator.
+
+    Args:
+        encoder: The class. It says itself which model names mean it: by `builtin`, `prefix` or `marker`.
+
+    Raises:
+        ConfigError: It says none of them, or its name is taken.
+    """
+    name = encoder.builtin or encoder.prefix.rstrip(":") or encoder.__name__.lower()
+    if not encoder.builtin and not encoder.prefix and not encoder.marker:
+        raise ConfigError(
+            f"encoder {encoder.__name__}: no model name means it; state builtin, prefix or marker in the class"
+        )
+    ENCODERS.register(name, encoder, module=encoder.__module__)
+    return encoder
 
 
 def is_builtin(name: str) -> bool:
@@ -42,22 +55,36 @@ def is_builtin(name: str) -> bool:
     return name.startswith(BUILTIN_PREFIX)
 
 
-def load_encoder(options: ModelOptions, texts: Iterable[str] = ()) -> Encoder:
-    """Load or build an encoder.
+def encoder_classes() -> Iterator[type[Encoder]]:
+    """Yield all classes in the order in which they are asked for a model: plugins first."""
+    plugins = ENCODERS.plugins()
+    for name in (*plugins, *(name for name in ENCODERS.names() if name not in plugins)):
+        yield ENCODERS.load(name)
+
+
+def load_encoder(
+    keys: ModelKeys,
+    texts: Iterable[str] = (),
+    *,
+    image_limits: ImageLimits | None = None,
+    load_in_4bit: bool = False,
+) -> Encoder:
+    """Load or build an encoder, on the CPU.
 
     Args:
-        options: What the user said about the model.
-        texts: Training texts, read only by built-in models that train a tokenizer.
-
-    Returns:
-        The encoder, on the CPU, in training mode's default state.
+        keys: What the user said about the model.
+        texts: Training texts, read only by models that train a tokenizer.
+        image_limits: What a picture may be.
+        load_in_4bit: Hold the weights of linear layers in 4 bits.
 
     Raises:
-        ConfigError: When there is no such model, or it needs what isn't allowed.
-        MachineError: When it can't be reached.
+        ConfigError: There is no such model, or it needs what isn't allowed.
+        MachineError: It can't be reached.
     """
-    encoder = _load(options, texts)
-    if options.gradient_checkpointing:
+    encoder = _load(ModelFiles(keys, load_in_4bit=load_in_4bit), texts)
+    if image_limits is not None:
+        encoder.image_limits = image_limits
+    if keys.gradient_checkpointing is True:
         try:
             encoder.enable_gradient_checkpointing()
         except ValueError as error:
@@ -65,68 +92,51 @@ def load_encoder(options: ModelOptions, texts: Iterable[str] = ()) -> Encoder:
     return encoder
 
 
-def _load(options: ModelOptions, texts: Iterable[str]) -> Encoder:
-    if is_builtin(options.name):
-        return _build(options, texts)
-    folder = Path(options.name)
-    if (folder / ngram_bag.CONFIG_FILE).is_file():
-        _refuse_text_options(options)
-        return NgramBag.load(folder, dtype=options.dtype)
-    if (folder / tiny_clip.CONFIG_FILE).is_file():
-        _refuse_text_options(options)
-        return TinyClip.load(folder, dtype=options.dtype, image_limits=options.image_limits)
-    if options.name.startswith(OPEN_CLIP_PREFIX) or is_open_clip_folder(folder):
-        _refuse_text_options(options)
-        return load_open_clip(options)
-    return load_from_hugging_face(options, ModelFiles(options))
+def load_skeleton(keys: ModelKeys, *, device: str = "meta") -> Encoder:
+    """Build an encoder without its weights.
 
+    Args:
+        keys: What the user said; the name may also be a JSON file with the shape of a model (`SkeletonFiles`).
+        device: Where its parameters are; on another than "meta" they are random numbers.
 
-def load_from_hugging_face(options: ModelOptions, files: ModelFiles) -> Encoder:
-    """Load by what the files say: sentence-transformers' description first, else the model_type of config.json."""
-    described = files.read("modules.json") is not None
-    if described and not names_picture_model(files):
-        return load_text_encoder(options, files)
-    config = files.config("")
-    if config.model_type not in DUAL_FAMILIES and config.model_type not in VISION_FAMILIES:
-        return load_text_encoder(options, files)
-    _refuse_text_options(options, allowed=HUGGING_FACE_OPTIONS)
-    load = load_dual_encoder if config.model_type in DUAL_FAMILIES else load_vision_encoder
-    encoder = load(options, files, config)
-    if described:
-        refuse_other_pipeline(encoder, files)
+    Raises:
+        ConfigError: There is no such model, or it needs what isn't allowed.
+        MachineError: Its description can't be reached.
+    """
+    encoder = _load(SkeletonFiles(keys, device=device), ())
+    if device == "meta" and not all(parameter.is_meta for parameter in encoder.parameters()):
+        encoder.to("meta")
     return encoder
 
 
-def _build(options: ModelOptions, texts: Iterable[str]) -> Encoder:
-    kind = builtin_kind(options.name)
-    _refuse_text_options(options)
-    return BUILTIN_MODELS[kind](options, texts)
+def _load(files: ModelFiles, texts: Iterable[str]) -> Encoder:
+    if is_builtin(files.name):
+        own = _builtin_class(files.name)
+    else:
+        own = next(each for each in encoder_classes() if each.recognises(files))
+    _refuse_idle_keys(own, files)
+    return own.load(files, texts)
 
 
-def builtin_kind(name: str) -> str:
-    """Return which built-in model a name means, e.g. "tiny-clip".
-
-    Raises:
-        ConfigError: There is none of that name; the message has the nearest one.
-    """
-    kind = name.removeprefix(BUILTIN_PREFIX)
-    if kind not in BUILTIN_MODELS:
-        close = difflib.get_close_matches(kind, BUILTIN_MODELS, n=1, cutoff=0.0)
-        raise ConfigError(f"model_name: no built-in model {name!r}; did you mean {BUILTIN_PREFIX}{close[0]}?")
-    return kind
+def _builtin_class(name: str) -> type[Encoder]:
+    wanted = name.removeprefix(BUILTIN_PREFIX)
+    if wanted in ENCODERS:
+        own: type[Encoder] = ENCODERS.load(wanted)
+        if own.builtin == wanted:
+            return own
+    names = [each.builtin for each in encoder_classes() if each.builtin]
+    close = difflib.get_close_matches(wanted, names, n=1, cutoff=0.0)
+    raise ConfigError(f"model_name: no built-in model {name!r}; did you mean {BUILTIN_PREFIX}{close[0]}?")
 
 
-def _refuse_text_options(options: ModelOptions, *, allowed: frozenset[str] = frozenset()) -> None:
+def _refuse_idle_keys(own: type[Encoder], files: ModelFiles) -> None:
     """Refuse what a model has no use for, instead of ignoring it."""
-    given = {
-        "attn_implementation": options.attn_implementation,
-        "pooling_method": options.pooling,
-        "max_seq_length": options.max_length,
-        "query_prompt or document_prompt": options.prompts or None,
-        "pad_token": options.pad_token,
-        "model_revision": options.revision,
-        "load_in_4bit": options.load_in_4bit or None,
-    }
-    for key, value in given.items():
-        if value is not None and key not in allowed:
-            raise ConfigError(f"{options.name} has no use for {key}; leave it out")
+    given = [words for key, words in SOME_READ.items() if _is_idle(own, key, files.keys)]
+    if files.load_in_4bit and "load_in_4bit" not in own.reads:
+        given.append("load_in_4bit")
+    if given:
+        raise ConfigError(f"{files.name} has no use for {given[0]}; leave it out")
+
+
+def _is_idle(own: type[Encoder], key: str, keys: ModelKeys) -> bool:
+    return key not in own.reads and getattr(keys, key) != ModelKeys.model_fields[key].default

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
-from torch import nn
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
 
 from vembed.errors import ConfigError
+from vembed.models.files import save_weights
 from vembed.models.pooling import POOLING_MODES, PoolingMode
-from vembed.models.text import Dense
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,43 +62,44 @@ TRANSFORMER_DEFAULTS: dict[str, tuple[object, ...]] = {
 """Settings of a Transformer module that would change its vectors, with the values that don't."""
 
 
+class Dense(nn.Module):
+    """A linear layer behind the pooling, with an activation that has no parameters."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool, activation: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return activation(W x + b) in the type of x, which may be wider than that of the weights."""
+        bias = None if self.linear.bias is None else self.linear.bias.to(x.dtype)
+        result: Tensor = self.activation(F.linear(x, self.linear.weight.to(x.dtype), bias))
+        return result
+
+
 @dataclass(frozen=True, slots=True)
 class SentenceTransformersFolder:
-    """What a folder says.
+    """What a folder says."""
 
-    Attributes:
-        transformer_path: Subfolder of the transformer, "" for the folder itself.
-        pooling: Pooling modes.
-        include_prompt: Whether prompt tokens are pooled.
-        dense_paths: Subfolders of the Dense layers, in order.
-        normalize: Whether embeddings have unit length: a Normalize module, or a similarity that isn't the dot product.
-        prompts: Prompt of each side.
-        max_length: Of the folder, None when it leaves it to the tokenizer.
-        lower_case: Whether texts are lower-cased first.
-    """
-
-    transformer_path: str
+    transformer_path: str  # subfolder of the transformer, "" for the folder itself
     pooling: tuple[PoolingMode, ...]
-    include_prompt: bool
-    dense_paths: tuple[str, ...]
-    normalize: bool
+    include_prompt: bool  # whether prompt tokens are pooled
+    dense_paths: tuple[str, ...]  # subfolders of the Dense layers, in order
+    normalize: bool  # a Normalize module, or a similarity that isn't the dot product
     prompts: dict[Side, str]
-    max_length: int | None
-    lower_case: bool
+    max_length: int | None  # None when the folder leaves it to the tokenizer
+    lower_case: bool  # whether texts are lower-cased first
 
 
 def read_sentence_transformers(read: Callable[[str], Path | None], name: str) -> SentenceTransformersFolder | None:
-    """Read the description of a sentence-transformers model.
+    """Read the description of a sentence-transformers model; None when it has no modules.json.
 
     Args:
-        read: Gives the local path of a file of the model by its relative name, or None when the model has no such file.
+        read: Gives the local path of one of the model's files, or None when it has no such file.
         name: The model, for messages.
 
-    Returns:
-        The description, or None when the model has no modules.json.
-
     Raises:
-        ConfigError: When it has a module or a pooling that isn't understood.
+        ConfigError: It has a module or a pooling that isn't understood.
     """
     modules_file = read("modules.json")
     if modules_file is None:
@@ -237,10 +239,10 @@ def write_sentence_transformers(encoder: TextEncoder, folder: Path) -> None:
     spec = encoder.spec
     encoder.backbone.save_pretrained(folder)
     encoder.tokenizer.save_pretrained(folder)
-    _write_json(
+    write_json(
         folder / "sentence_bert_config.json", {"max_seq_length": encoder.max_length, "do_lower_case": spec.lower_case}
     )
-    _write_json(
+    write_json(
         folder / "config_sentence_transformers.json",
         {
             "prompts": dict(spec.prompts),
@@ -250,7 +252,7 @@ def write_sentence_transformers(encoder: TextEncoder, folder: Path) -> None:
     )
     modules = [("Transformer", ""), ("Pooling", "1_Pooling")]
     hidden = encoder.backbone.config.get_text_config().hidden_size
-    _write_json(
+    write_json(
         folder / "1_Pooling" / "config.json",
         {
             "word_embedding_dimension": hidden,
@@ -266,7 +268,7 @@ def write_sentence_transformers(encoder: TextEncoder, folder: Path) -> None:
     if spec.normalize:
         modules.append(("Normalize", f"{len(modules)}_Normalize"))
         (folder / modules[-1][1]).mkdir(exist_ok=True)
-    _write_json(
+    write_json(
         folder / "modules.json",
         [
             {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
@@ -285,7 +287,7 @@ def _pooling_config(modes: tuple[PoolingMode, ...]) -> dict[str, object]:
 def _write_dense(layer: Dense, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     kind = type(layer.activation)
-    _write_json(
+    write_json(
         folder / "config.json",
         {
             "in_features": layer.linear.in_features,
@@ -294,10 +296,10 @@ def _write_dense(layer: Dense, folder: Path) -> None:
             "activation_function": f"{kind.__module__}.{kind.__qualname__}",
         },
     )
-    weights = {key: tensor.detach().cpu().contiguous() for key, tensor in layer.state_dict().items()}
-    safetensors.torch.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(layer, folder, metadata={"format": "pt"})
 
 
-def _write_json(path: Path, content: object) -> None:
+def write_json(path: Path, content: object) -> None:
+    """Write a file of a model's folder, which is made where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")

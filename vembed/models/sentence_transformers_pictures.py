@@ -11,17 +11,16 @@ says anything else than vembed would run is refused.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import ConfigError
-from vembed.models.dual import DUAL_FAMILIES, DualEncoder
-from vembed.models.vision import VISION_FAMILIES, VisionEncoder
+from vembed.models.sentence_transformers_format import write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.models.huggingface import ModelFiles
+    from vembed.models.files import ModelFiles
 
 MODULES_FILE = "modules.json"
 TRANSFORMER_FILE = "sentence_bert_config.json"
@@ -32,29 +31,16 @@ MODULE_PREFIX = "sentence_transformers.models."
 HARMLESS = ("max_seq_length", "do_lower_case", "transformer_task", "modality_config", "module_output_name")
 """Settings of a Transformer module that are compared elsewhere, or that pictures and these tokenizers don't see."""
 
-_SENTENCE = "sentence_embedding"
-_TOKENS = "token_embeddings"
-
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """What sentence-transformers must do to give an encoder's vectors.
+    """What sentence-transformers must do to give an encoder's vectors."""
 
-    Attributes:
-        modalities: Modality -> (method of the model, output of it).
-        output: What the Transformer module calls its result: tokens to be pooled, or the embedding itself.
-        pooling: Mode of the Pooling module, None where there is none.
-        processing: Modality -> arguments for the tokenizer or the image processor.
-        needs_processing: Whether those decide the vectors, rather than say what holds anyway.
-        max_length: Longest text in tokens, None without texts.
-    """
-
-    modalities: dict[str, tuple[str, str]]
-    output: str
-    pooling: str | None
-    processing: dict[str, dict[str, object]]
-    needs_processing: bool
-    max_length: int | None
+    modalities: dict[str, tuple[str, str]]  # modality -> method of the model, and output of it
+    pooling: str | None = None  # mode of the Pooling module; None where the output is the embedding itself
+    processing: dict[str, dict[str, object]] = field(default_factory=dict)  # arguments by modality
+    needs_processing: bool = False  # whether those decide the vectors, rather than say what holds anyway
+    max_length: int | None = None  # longest text in tokens
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -69,106 +55,60 @@ class Pipeline:
             modality: {"method": method, "method_output_name": output}
             for modality, (method, output) in self.modalities.items()
         }
-        config["module_output_name"] = self.output
+        config["module_output_name"] = "token_embeddings" if self.pooling else "sentence_embedding"
         if self.processing:
             config["processing_kwargs"] = self.processing
         return config
 
 
-def pipeline_of(encoder: DualEncoder | VisionEncoder) -> Pipeline:
-    """Return what sentence-transformers must do to give the encoder's vectors."""
-    return _dual_pipeline(encoder) if isinstance(encoder, DualEncoder) else _vision_pipeline(encoder)
-
-
-def _dual_pipeline(encoder: DualEncoder) -> Pipeline:
-    """CLIP and SigLIP: both towers by their own methods; texts unmasked, as `DualEncoder` reads them."""
-    text: dict[str, object] = {"padding_side": "right", "return_attention_mask": False}
-    if encoder.family.pads_texts:
-        side = encoder.tokenizer.padding_side
-        text |= {"padding": "max_length", "max_length": encoder.max_length, "padding_side": side}
-    processing = {"text": text}
-    # The processor of SigLIP 2 has sizes of its own that would win over those of the image processor's file.
-    sizes = {
-        key: value
-        for key in ("patch_size", "max_num_patches")
-        if (value := getattr(encoder.image_processor, key, None)) is not None
-    }
-    if sizes:
-        processing["image"] = sizes
-    return Pipeline(
-        modalities={
-            "text": ("get_text_features", "pooler_output"),
-            "image": ("get_image_features", "pooler_output"),
-        },
-        output=_SENTENCE,
-        pooling=None,
-        processing=processing,
-        needs_processing=encoder.family.pads_texts or bool(sizes),
-        max_length=encoder.max_length,
-    )
-
-
-def _vision_pipeline(encoder: VisionEncoder) -> Pipeline:
-    """ViT, DINO and picture towers: their tokens pooled, or what their head makes of them."""
-    pooling = encoder.family.pooling
-    by_head = pooling == "head"
-    return Pipeline(
-        modalities={"image": ("forward", "pooler_output" if by_head else "last_hidden_state")},
-        output=_SENTENCE if by_head else _TOKENS,
-        pooling=None if by_head else pooling,
-        processing={},
-        needs_processing=False,
-        max_length=None,
-    )
-
-
-def write_picture_pipeline(encoder: DualEncoder | VisionEncoder, folder: Path) -> None:
-    """Write a folder that sentence-transformers (5.4 and later), transformers and vembed load.
+def write_picture_pipeline(pipeline: Pipeline, dimension: int, folder: Path) -> None:
+    """Make a folder of transformers one that sentence-transformers (5.4 and later) loads too.
 
     Args:
-        encoder: The encoder.
-        folder: Where to; made where it is missing.
+        pipeline: What that library must do.
+        dimension: E.
+        folder: The folder.
     """
-    encoder.save(folder)
-    pipeline = pipeline_of(encoder)
-    _write_json(folder / TRANSFORMER_FILE, pipeline.transformer_config())
-    general = {"prompts": dict(encoder.prompts), "default_prompt_name": None, "similarity_fn_name": "cosine"}
-    _write_json(folder / GENERAL_FILE, general)
+    write_json(folder / TRANSFORMER_FILE, pipeline.transformer_config())
+    prompts = {"query": "", "document": ""}
+    general = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    write_json(folder / GENERAL_FILE, general)
     paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(pipeline.modules) if number)]
     for path, kind in zip(paths, pipeline.modules, strict=True):
         if kind == "Pooling":
-            pooling = {"word_embedding_dimension": encoder.dimension, "pooling_mode": pipeline.pooling}
-            _write_json(folder / path / "config.json", pooling)
+            pooling = {"word_embedding_dimension": dimension, "pooling_mode": pipeline.pooling}
+            write_json(folder / path / "config.json", pooling)
         elif kind == "Normalize":
             (folder / path).mkdir(exist_ok=True)
     modules = [
         {"idx": number, "name": str(number), "path": path, "type": f"{MODULE_PREFIX}{kind}"}
         for number, (path, kind) in enumerate(zip(paths, pipeline.modules, strict=True))
     ]
-    _write_json(folder / MODULES_FILE, modules)
+    write_json(folder / MODULES_FILE, modules)
 
 
-def names_picture_model(files: ModelFiles) -> bool:
-    """Return whether a folder of sentence-transformers holds one of the families with an image tower."""
-    modules = _read_json(files, MODULES_FILE)
-    first = modules[0] if isinstance(modules, list) and modules else None
-    if not isinstance(first, dict) or first.get("path") or not str(first.get("type")).endswith(".Transformer"):
-        return False
-    config = _read_json(files, "config.json")
-    return isinstance(config, dict) and config.get("model_type") in {*DUAL_FAMILIES, *VISION_FAMILIES}
+def model_type_of(files: ModelFiles) -> str:
+    """Return the model_type of config.json; "" where sentence-transformers keeps its transformer in a subfolder."""
+    if files.read(MODULES_FILE) is not None:
+        modules = _read_json(files, MODULES_FILE)
+        first = modules[0] if modules else None
+        if not isinstance(first, dict) or first.get("path") or not str(first.get("type")).endswith(".Transformer"):
+            return ""
+    return str(files.config().model_type)
 
 
-def refuse_other_pipeline(encoder: DualEncoder | VisionEncoder, files: ModelFiles) -> None:
-    """Refuse a folder of sentence-transformers that describes other vectors than the encoder gives.
+def refuse_other_pipeline(expected: Pipeline, files: ModelFiles) -> None:
+    """Refuse a folder of sentence-transformers that describes other vectors than vembed gives.
 
     Args:
-        encoder: What was loaded from the folder.
-        files: The folder.
+        expected: What it should describe.
+        files: The folder; any other one is fine.
 
     Raises:
-        ConfigError: It does; the message says where they differ.
+        ConfigError: It describes others; the message says where they differ.
     """
-    expected = pipeline_of(encoder)
+    if files.read(MODULES_FILE) is None:
+        return
     modules = _read_json(files, MODULES_FILE)
     assert isinstance(modules, list)
     kinds = tuple(str(module["type"]).rpartition(".")[2] for module in modules)
@@ -200,7 +140,7 @@ def refuse_other_pipeline(encoder: DualEncoder | VisionEncoder, files: ModelFile
     for what, (there, here) in found.items():
         if there != here:
             raise ConfigError(
-                f"{files.options.name}: {what} say {there!r}, and vembed runs {here!r} for this family. Ignoring that "
+                f"{files.name}: {what} say {there!r}, and vembed runs {here!r} for this family. Ignoring that "
                 f"would give other vectors"
             )
 
@@ -218,8 +158,3 @@ def _read_json(files: ModelFiles, file: str) -> Any:
     if not isinstance(loaded, wanted):
         raise ConfigError(f"{path} must hold a {wanted.__name__}, and holds a {type(loaded).__name__}")
     return loaded
-
-
-def _write_json(path: Path, content: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")

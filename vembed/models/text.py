@@ -1,97 +1,71 @@
 """The text encoder: a Hugging Face transformer, pooling, optional dense layers, normalisation.
 
-Rows of a chunk are always padded at the right, whatever side the tokenizer pads: bidirectional attention masks the
-padding, causal attention never sees it, and absolute positions start at the first real token. A chunk whose rows are
-all equally long carries no mask at all.
+It follows sentence-transformers' description of a model first, else the model's family. Rows of a chunk are always
+padded at the right, whatever side the tokenizer pads: bidirectional attention masks the padding, causal attention never
+sees it, and absolute positions start at the first real token. A chunk whose rows are all equally long carries no mask.
 
 Shape legend: R rows, T tokens, H hidden dim, E embedding dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import json
+import shutil
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from transformers import AutoModelForTextEncoding
 
 from vembed.batch import Features, Ragged, texts_of
-from vembed.models.encoder import Encoder
+from vembed.errors import ConfigError
+from vembed.models.encoder import Encoder, Recipe
+from vembed.models.families import family_of
+from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pooling import pool
-from vembed.models.towers import find_tower
+from vembed.models.probe import token_inputs
+from vembed.models.sentence_transformers_format import (
+    load_dense,
+    read_sentence_transformers,
+    write_sentence_transformers,
+)
+from vembed.models.towers import find_tower, layer_values
+from vembed.plan.memory import CallCost, TowerSize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Item, Side
-    from vembed.models.encoder import Similarity
+    from vembed.config.keys.model import ModelKeys
+    from vembed.models.encoder import Form, Similarity
+    from vembed.models.files import ModelFiles
     from vembed.models.pooling import PoolingMode
+    from vembed.models.probe import TowerInputs
+    from vembed.models.sentence_transformers_format import Dense, SentenceTransformersFolder
     from vembed.models.towers import Tower
+
+FALLBACK_MAX_LENGTH = 512
+"""Where neither the tokenizer nor the config of a model names a longest input."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextSpec:
-    """How texts go through a transformer.
+    """How texts go through a transformer."""
 
-    Attributes:
-        pooling: One mode or several, concatenated.
-        max_length: Longest input in tokens, special tokens included.
-        prompts: Text put before each side's items.
-        include_prompt: Whether the tokens of the prompt are pooled too.
-        normalize: Whether embeddings have unit length.
-        lower_case: Whether texts are lower-cased before the tokenizer.
-        origin: Where each of these was read, for the plan: decision -> source.
-    """
-
-    pooling: tuple[PoolingMode, ...]
-    max_length: int
+    pooling: tuple[PoolingMode, ...]  # several are concatenated
+    max_length: int  # in tokens, special ones included
     prompts: Mapping[Side, str] = field(default_factory=lambda: {"query": "", "document": ""})
-    include_prompt: bool = True
+    include_prompt: bool = True  # whether the tokens of the prompt are pooled too
     normalize: bool = True
     lower_case: bool = False
-    origin: Mapping[str, str] = field(default_factory=dict)
-
-
-def count_truncated(encoded: BatchEncoding, lengths: NDArray[np.int64], max_length: int) -> int:
-    """Return how many texts a tokenizer cut.
-
-    Args:
-        encoded: What it made of n texts, without padding.
-        lengths: Tokens of each text, (n,).
-        max_length: Where it cut.
-    """
-    if encoded.encodings is not None:
-        return sum(bool(encoding.overflowing) for encoding in encoded.encodings)
-    # A tokenizer in Python doesn't say what it cut: texts of just the full length count too.
-    return int((lengths == max_length).sum())
-
-
-class Dense(nn.Module):
-    """A linear layer with an activation behind the pooling, as sentence-transformers' folders describe it.
-
-    Args:
-        in_features: Dim of the pooled embedding.
-        out_features: Dim of the result.
-        bias: Whether the layer has a bias.
-        activation: A parameter-free activation; its class name is what gets written on export.
-    """
-
-    def __init__(self, in_features: int, out_features: int, *, bias: bool, activation: nn.Module) -> None:
-        super().__init__()
-        self.linear = nn.Linear(in_features, out_features, bias=bias)
-        self.activation = activation
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return activation(W x + b) in the type of x, which may be wider than that of the weights."""
-        bias = None if self.linear.bias is None else self.linear.bias.to(x.dtype)
-        result: Tensor = self.activation(F.linear(x, self.linear.weight.to(x.dtype), bias))
-        return result
+    origin: Mapping[str, str] = field(default_factory=dict)  # decision -> file or key that it was read from
 
 
 class TextEncoder(Encoder):
@@ -104,6 +78,12 @@ class TextEncoder(Encoder):
         spec: Pooling, length, prompts.
         dense: Layers behind the pooling.
     """
+
+    marker = "config.json"
+    reads = frozenset(
+        {"attn_implementation", "pooling_method", "max_seq_length", "query_prompt", "document_prompt"}
+        | {"pad_token", "model_revision", "load_in_4bit"}
+    )
 
     def __init__(
         self,
@@ -120,13 +100,35 @@ class TextEncoder(Encoder):
         self.tokenizer = tokenizer
         self.spec = spec
         self.dense = nn.ModuleList(dense)
-        self.max_length = spec.max_length
+        self.max_length: int = spec.max_length
         hidden = int(backbone.config.get_text_config().hidden_size)
         self.dimension = dense[-1].linear.out_features if dense else hidden * len(spec.pooling)
         pad_id = tokenizer.pad_token_id
         assert isinstance(pad_id, int)
         self._pad_id = pad_id
         self._prompt_lengths: dict[str, int] = {}
+
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:  # noqa: ARG003
+        """Return True: what no other class takes is a transformer for texts, by its folder or its hub id."""
+        return True
+
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> TextEncoder:  # noqa: ARG003
+        """Load a transformer and everything around it."""
+        described = read_sentence_transformers(files.read, files.name)
+        subfolder = described.transformer_path if described is not None else ""
+        config = files.config(subfolder)
+        tokenizer = files.tokenizer(subfolder)
+        backbone = files.backbone(subfolder, config, family_of(config).auto_class)
+        spec = _spec(files.keys, described, config, tokenizer)
+        # The backbone has its type from loading; .to would also round the rotary frequencies, which stay float32.
+        dense = [
+            load_dense(files.read, path, files.name).to(files.dtype)
+            for path in (described.dense_paths if described else ())
+        ]
+        _check_dense(dense, backbone, spec, files.name)
+        return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, dense=dense)
 
     @property
     def similarity(self) -> Similarity:
@@ -206,8 +208,6 @@ class TextEncoder(Encoder):
 
     def save(self, folder: Path) -> None:
         """Write a folder that sentence-transformers, transformers and vembed load."""
-        from vembed.models.sentence_transformers_format import write_sentence_transformers
-
         write_sentence_transformers(self, folder)
 
     def describe(self) -> dict[str, str]:
@@ -227,15 +227,210 @@ class TextEncoder(Encoder):
 
     def towers(self) -> tuple[Tower, ...]:
         """Return the one tower; dense layers behind the pooling are its projection."""
-        depth = getattr(self.backbone.config.get_text_config(), "num_hidden_layers", None)
-        return (find_tower(self, "text", parts=("backbone", "dense"), projection=("dense",), depth=depth),)
+        config = self.backbone.config.get_text_config()
+        depth, period = transformer_depth(config), transformer_period(config)
+        parts, projection = ("backbone", "dense"), ("dense",)
+        return (find_tower(self, "text", parts=parts, projection=projection, depth=depth, period=period),)
 
     def adapter_host(self) -> nn.Module:
         """Return the transformer."""
         return self.backbone
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute each layer in backward; non-reentrant, which is exact with dropout and with gradient caching."""
-        if not self.backbone.supports_gradient_checkpointing:
-            super().enable_gradient_checkpointing()
-        self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    def profile_inputs(self) -> tuple[TowerInputs, ...]:
+        """Return rows of token ids with a mask."""
+        return (token_inputs(self.max_length, masked=True),)
+
+    def activation_values(self) -> float:
+        """Estimate by the number and the width of the layers."""
+        config = self.backbone.config.get_text_config()
+        return layer_values(
+            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, self.spec.max_length
+        )
+
+    def estimated_stacks(self, bytes_per_value: int) -> Mapping[str, TowerSize]:
+        """Return the size of the picture stack of a language model that has one.
+
+        It cuts pictures into patches by values that fake tensors don't have, so that its activations are estimated, as
+        those of an attention that doesn't store its weights.
+
+        Source: Korthikanti et al., 2022, equation 2 without the attention's weights.
+        """
+        stack = getattr(self.backbone, "visual", None)
+        if stack is None:
+            return {}
+        config, parameters = stack.config, list(stack.parameters())
+        layers, hidden = int(config.depth), int(config.hidden_size)
+        layer_bytes, boundary_bytes = 17.0 * hidden * bytes_per_value, 1.0 * hidden * bytes_per_value
+        count = sum(each.numel() for each in parameters)
+        trainable = [each.numel() for each in parameters if each.requires_grad]
+        size = TowerSize(
+            name="vision",
+            max_tokens=int(config.num_position_embeddings),
+            num_parameters=count,
+            num_trainable=sum(trainable),
+            largest_block=max(sum(each.numel() for each in layer.parameters()) for layer in stack.blocks),
+            saved=CallCost(layers * layer_bytes),
+            transient=CallCost(4 * boundary_bytes),
+            saved_checkpointed=CallCost(layers * boundary_bytes),
+            transient_checkpointed=CallCost(layer_bytes + 4 * boundary_bytes),
+            forward_flops=CallCost(2.0 * count, 4.0 * hidden * layers),
+            items="pictures",
+            largest_tensor=max(trainable, default=0),
+        )
+        return {"backbone.visual": size}
+
+    def export_forms(self) -> tuple[Form, ...]:
+        """Return sentence-transformers, and transformers alone where its folder says all that counts."""
+        return ("sentence-transformers",) if self._lost_in_transformers() else ("sentence-transformers", "transformers")
+
+    def _lost_in_transformers(self) -> list[str]:
+        """Return what a folder of transformers alone has no place for, in words; nothing where it says it all."""
+        spec, usual = self.spec, family_of(self.backbone.config).pooling
+        facts = {
+            f"{' + '.join(spec.pooling)} pooling (its family's is {usual})": spec.pooling != (usual,),
+            "Dense layers": len(self.dense) > 0,
+            "prompts": any(spec.prompts.values()),
+            "embeddings that aren't of unit length": not spec.normalize,
+            "lower-casing": spec.lower_case,
+        }
+        return [words for words, holds in facts.items() if holds]
+
+    def why_not(self, form: Form) -> str:
+        """Say what a folder of transformers would lose, or that the model is one of sentence-transformers."""
+        if form != "transformers":
+            return super().why_not(form)
+        lost = ", ".join(self._lost_in_transformers())
+        return f"a folder of transformers has no place for what {self.name} needs: {lost}"
+
+    def write_form(self, form: Form, folder: Path) -> None:
+        """Write a folder of sentence-transformers, which is one of transformers too; without its files for the latter.
+
+        The longest text then stands in the tokenizer's settings.
+        """
+        self.save(folder)
+        if form == "sentence-transformers":
+            return
+        for module in json.loads((folder / "modules.json").read_text("utf-8")):
+            if module["path"]:
+                shutil.rmtree(folder / module["path"])
+        for name in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
+            (folder / name).unlink()
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text("utf-8")) | {"model_max_length": self.max_length}
+        path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+    def usage(self) -> Recipe | None:
+        """Return how transformers alone gives the vectors; None with dense layers or an unusual pooling."""
+        spec = self.spec
+        is_plain = len(self.dense) == 0 and spec.include_prompt and not spec.lower_case
+        if not is_plain or len(spec.pooling) != 1 or spec.pooling[0] not in ("mean", "cls", "lasttoken"):
+            return None
+        auto_class = family_of(self.backbone.config).auto_class.__name__
+        return Recipe("text", auto_class, spec.pooling[0], {"padding": True, "padding_side": "right"})
+
+
+def count_truncated(encoded: BatchEncoding, lengths: NDArray[np.int64], max_length: int) -> int:
+    """Return how many of n texts a tokenizer cut.
+
+    Args:
+        encoded: What it made of them, without padding.
+        lengths: Tokens of each, (n,).
+        max_length: Where it cut.
+    """
+    if encoded.encodings is not None:
+        return sum(bool(encoding.overflowing) for encoding in encoded.encodings)
+    # A tokenizer in Python doesn't say what it cut: texts of just the full length count too.
+    return int((lengths == max_length).sum())
+
+
+def _check_dense(dense: list[Dense], backbone: PreTrainedModel, spec: TextSpec, name: str) -> None:
+    """Refuse dense layers that don't take what comes before them: pooling_method may have been overridden."""
+    width = int(backbone.config.get_text_config().hidden_size) * len(spec.pooling)
+    for layer in dense:
+        if layer.linear.in_features != width:
+            raise ConfigError(
+                f"{name}: a Dense layer takes {layer.linear.in_features} values, pooling {' + '.join(spec.pooling)} "
+                f"leaves {width}; leave pooling_method out"
+            )
+        width = layer.linear.out_features
+
+
+def _spec(
+    keys: ModelKeys,
+    described: SentenceTransformersFolder | None,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TextSpec:
+    """Decide pooling, length and prompts: the user's word, else sentence-transformers' files, else the family."""
+    if described is not None:
+        spec = TextSpec(
+            pooling=described.pooling,
+            max_length=0,
+            prompts=described.prompts,
+            include_prompt=described.include_prompt,
+            normalize=described.normalize,
+            lower_case=described.lower_case,
+            origin={"pooling": "modules.json", "similarity": "modules.json"},
+        )
+    else:
+        family = family_of(config)
+        if getattr(config, "is_encoder_decoder", False) and family.auto_class is not AutoModelForTextEncoding:
+            raise ConfigError(
+                f"{keys.model_name} is an encoder-decoder ({config.model_type}) whose encoder half transformers "
+                f"doesn't load alone; its output would be the decoder's. Take an encoder, a decoder or a T5-like model"
+            )
+        spec = TextSpec(pooling=(family.pooling,), max_length=0, origin={"pooling": f"{family.name}: {family.reason}"})
+    max_length, length_origin = _max_length(keys, described, config, tokenizer)
+    origin = {**spec.origin, "max_seq_length": length_origin}
+    given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
+    prompts = {side: prompt for side, prompt in given.items() if prompt is not None}
+    spec = replace(spec, max_length=max_length, prompts={**spec.prompts, **prompts})
+    if keys.pooling_method != "auto":
+        wanted: PoolingMode = "lasttoken" if keys.pooling_method == "last_token" else keys.pooling_method
+        spec = replace(spec, pooling=(wanted,))
+        origin["pooling"] = "pooling_method"
+    return replace(spec, origin=origin)
+
+
+def _max_length(
+    keys: ModelKeys,
+    described: SentenceTransformersFolder | None,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[int, str]:
+    """Return the longest input and where it was read."""
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and positions < 1:
+        positions = None
+    offset = _position_offset(config)
+    limit = None if positions is None else positions - offset
+    if keys.max_seq_length != "auto":
+        if limit is not None and keys.max_seq_length > limit:
+            raise ConfigError(
+                f"max_seq_length {keys.max_seq_length} is over the {limit} positions that {keys.model_name} was built "
+                f"with"
+            )
+        return keys.max_seq_length, "max_seq_length"
+    if described is not None and described.max_length is not None:
+        if limit is not None and offset and described.max_length > limit:
+            return limit, "config.json"  # the file forgot the positions that this family loses
+        return described.max_length, "sentence_bert_config.json"
+    candidates = {"tokenizer_config.json": tokenizer.model_max_length, "config.json": limit}
+    known = {file: length for file, length in candidates.items() if length is not None and length < 1_000_000}
+    if not known:
+        return FALLBACK_MAX_LENGTH, "no file names one"
+    file = min(known, key=lambda name: known[name])
+    return known[file], file
+
+
+def _position_offset(config: PreTrainedConfig) -> int:
+    """Return how many positions RoBERTa-like models lose: theirs start behind the padding id."""
+    roberta_like = {
+        *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod"),
+        *("mpnet", "longformer", "data2vec-text", "ibert", "luke"),
+    }
+    if config.model_type not in roberta_like:
+        return 0
+    pad = getattr(config, "pad_token_id", None)
+    return (pad if isinstance(pad, int) else 1) + 1

@@ -17,30 +17,29 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
-import safetensors.torch
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from vembed.batch import Features, modality_of, parts_of
-from vembed.data.images import ImageLimits
+from vembed.batch import Features
 from vembed.errors import ConfigError
-from vembed.models.composed import join_features, sum_of_units
-from vembed.models.encoder import Encoder
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.pictures import pictures_of, process_pictures, rows_of
+from vembed.models.composed import TwoTowers
+from vembed.models.files import save_weights
+from vembed.models.ngram_bag import SAMPLE_GRAMS, NgramBag, NgramBagConfig, grams_without_values
+from vembed.models.pictures import process_pictures, rows_of
+from vembed.models.pooling import unit
+from vembed.models.probe import TowerInputs, picture_inputs
 from vembed.models.towers import Tower
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Image, Item, Modality, Side
+    from vembed.batch import Image, Side
+    from vembed.models.files import ModelFiles
 
 CONFIG_FILE = "vembed_tiny_clip.json"
-WEIGHTS_FILE = "model.safetensors"
 
 PATCH_SIDE = 8
 """A picture costs one token for each square of so many pixels a side."""
@@ -64,23 +63,14 @@ and what is behind the activation."""
 
 @dataclass(frozen=True, slots=True)
 class TinyClipConfig:
-    """Shape of the encoder.
-
-    Attributes:
-        dimension: Embedding dim.
-        image_size: Side to which pictures are resized, in pixels.
-        patch_size: Side of the squares that become one place each in the first block, in pixels; even.
-        channels: Of each block; the side halves in each but the first.
-        buckets: Rows of the n-gram table.
-        max_words: Words of a text that count; the rest is cut.
-    """
+    """Shape of the encoder."""
 
     dimension: int = 256
-    image_size: int = 64
-    patch_size: int = 4
-    channels: tuple[int, ...] = (32, 96, 192)
-    buckets: int = 1 << 14
-    max_words: int = 64
+    image_size: int = 64  # side to which pictures are resized, in pixels
+    patch_size: int = 4  # side of the squares that become one place each in the first block, in pixels; even
+    channels: tuple[int, ...] = (32, 96, 192)  # of each block; the side halves in each but the first
+    buckets: int = 1 << 14  # rows of the n-gram table
+    max_words: int = 64  # words of a text that count; the rest is cut
 
     def __post_init__(self) -> None:
         if self.patch_size % 2:
@@ -93,56 +83,51 @@ class TinyClipConfig:
         return tuple(math.ceil(first / 2**index) for index in range(len(self.channels)))
 
 
-class TinyClip(Encoder):
-    """The encoder.
+class TinyClip(TwoTowers):
+    """The encoder."""
 
-    Args:
-        config: Its shape.
-        name: What it was loaded by.
-        image_limits: What a picture may be.
-    """
+    builtin = "tiny-clip"
+    marker = CONFIG_FILE
+    text_inputs = frozenset({"grams", "offsets", "rows"})
 
-    modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
-
-    def __init__(
-        self,
-        config: TinyClipConfig,
-        *,
-        name: str = "builtin:tiny-clip",
-        image_limits: ImageLimits | None = None,
-    ) -> None:
+    def __init__(self, config: TinyClipConfig, *, name: str = "builtin:tiny-clip") -> None:
         super().__init__()
         self.config = config
         self.name = name
-        self.image_limits = ImageLimits() if image_limits is None else image_limits
         self.dimension = config.dimension
-        self.max_length: int = config.max_words
+        self.max_length = config.max_words
+        self.picture_tokens = math.ceil(config.image_size / PATCH_SIDE) ** 2
         bag = NgramBagConfig(dimension=config.dimension, buckets=config.buckets, max_words=config.max_words)
         self.text = NgramBag(bag, name=name)
         self.vision = _vision_tower(config)
         self._pixels: OrderedDict[Image, NDArray[np.uint8]] = OrderedDict()
 
-    def featurize(self, items: Sequence[Item], side: Side) -> Features:
-        """Hash the n-grams of texts, or decode and resize pictures, or both; both sides are read alike."""
-        modality = modality_of(items[0])
-        if modality == "image+text":
-            images, texts = parts_of(items)
-            return join_features(self.featurize(images, side), self.featurize(texts, side))
-        if modality == "text":
-            features = self.text.featurize(items, side)
-            tokens = np.ceil(features.lengths / GRAMS_PER_TOKEN).astype(np.int64)
-            return replace(features, lengths=np.minimum(tokens, self.config.max_words))
-        lengths = np.full(len(items), self.picture_tokens, dtype=np.int64)
-        return Features({}, lengths, {"pixels": self._pixels_of(pictures_of(items))})
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> TinyClip:  # noqa: ARG003
+        """Load what `save` wrote, or build a new one.
 
-    @property
-    def picture_tokens(self) -> int:
-        """What a picture costs, in tokens."""
-        return math.ceil(self.config.image_size / PATCH_SIDE) ** 2
+        Raises:
+            ConfigError: Another version of vembed wrote it.
+        """
+        config = TinyClipConfig() if files.folder is None else _read_config(files.folder / CONFIG_FILE)
+        with files.device:
+            encoder = cls(config, name=files.name).to(files.dtype)
+        files.load_weights(encoder)
+        return encoder
 
-    @property
-    def activation_values_per_token(self) -> int:
-        """What backward keeps of a picture, in values, shared out over its tokens. A text's token keeps far less."""
+    def featurize_texts(self, texts: list[str], side: Side) -> Features:
+        """Hash the n-grams of texts; what a word makes costs a token."""
+        features = self.text.featurize(texts, side)
+        tokens = np.ceil(features.lengths / GRAMS_PER_TOKEN).astype(np.int64)
+        return replace(features, lengths=np.minimum(tokens, self.config.max_words))
+
+    def featurize_pictures(self, images: Sequence[Image]) -> Features:
+        """Decode and resize pictures."""
+        lengths = np.full(len(images), self.picture_tokens, dtype=np.int64)
+        return Features({}, lengths, {"pixels": self._pixels_of(images)})
+
+    def activation_values(self) -> float:
+        """Share what backward keeps of a picture out over its tokens. A text's token keeps far less."""
         outputs = sum(
             channels * side**2 for channels, side in zip(self.config.channels, self.config.sides, strict=True)
         )
@@ -175,48 +160,25 @@ class TinyClip(Encoder):
         inputs = {name: rows_of(values, rows) for name, values in features.per_row.items()}
         return inputs | self.text.collate(features, rows, width) if features.columns else inputs
 
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return embeddings (R, E) of texts, of pictures or of both, of unit length."""
-        if "pixels" not in inputs:
-            x: Tensor = self.text(inputs)
-            return x
-        picture_RE = self._embed_pictures(inputs["pixels"])
-        return sum_of_units(picture_RE, self.text(inputs)) if len(inputs) > 1 else picture_RE
+    def embed_texts(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the mean of each row's n-grams."""
+        x: Tensor = self.text(inputs)
+        return x
 
-    def _embed_pictures(self, pixels_RSS3: Tensor) -> Tensor:
-        pixels_RSS3 = pixels_RSS3.to(next(self.vision.parameters()).dtype)
+    def embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what the convolutions make of pixels (R, S, S, 3), 0 to 255."""
+        pixels_RSS3 = inputs["pixels"].to(next(self.vision.parameters()).dtype)
         x = (pixels_RSS3 / 127.5 - 1).permute(0, 3, 1, 2)
         if x.device.type == "cpu" and torch.is_autocast_enabled("cpu"):
             x = x.contiguous()  # channels last is faster in float32 but takes half as long again in bfloat16
-        x = self.vision(x)
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+        return unit(self.vision(x))
 
     def save(self, folder: Path) -> None:
         """Write shape and weights; only vembed loads this family."""
         folder.mkdir(parents=True, exist_ok=True)
         content = {"architecture": ARCHITECTURE, **asdict(self.config)}
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
-        weights = {key: tensor.detach().cpu().contiguous() for key, tensor in self.state_dict().items()}
-        safetensors.torch.save_file(weights, folder / WEIGHTS_FILE)
-
-    @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype, image_limits: ImageLimits | None = None) -> TinyClip:
-        """Load what `save` wrote.
-
-        Raises:
-            ConfigError: Another version of vembed wrote it.
-        """
-        content = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
-        architecture = content.pop("architecture", 1)
-        if architecture != ARCHITECTURE:
-            raise ConfigError(
-                f"{folder / CONFIG_FILE}: the model is of architecture {architecture}, and this version of vembed has "
-                f"{ARCHITECTURE}, which computes otherwise; train it again, or load it with the version that wrote it"
-            )
-        config = TinyClipConfig(**{**content, "channels": tuple(content["channels"])})
-        encoder = cls(config, name=str(folder), image_limits=image_limits).to(dtype)
-        encoder.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS_FILE))
-        return encoder
+        save_weights(self, folder)
 
     def describe(self) -> dict[str, str]:
         """Return its shape."""
@@ -233,6 +195,25 @@ class TinyClip(Encoder):
         """Return the bag of n-grams and the image tower, whose last layer is a projection."""
         projection = f"vision.{len(self.vision) - 1}"
         return Tower("text", parts=("text",)), Tower("vision", parts=("vision",), projection=(projection,))
+
+    def profile_inputs(self) -> tuple[TowerInputs, ...]:
+        """Return rows of n-grams, so many for each token, and a picture."""
+
+        def make() -> dict[str, Tensor]:
+            return grams_without_values(SAMPLE_GRAMS * GRAMS_PER_TOKEN)
+
+        return TowerInputs("text", self.max_length, SAMPLE_GRAMS, fixed=False, make=make), picture_inputs(self)
+
+
+def _read_config(path: Path) -> TinyClipConfig:
+    content = json.loads(path.read_text("utf-8"))
+    architecture = content.pop("architecture", 1)
+    if architecture != ARCHITECTURE:
+        raise ConfigError(
+            f"{path}: the model is of architecture {architecture}, and this version of vembed has "
+            f"{ARCHITECTURE}, which computes otherwise; train it again, or load it with the version that wrote it"
+        )
+    return TinyClipConfig(**{**content, "channels": tuple(content["channels"])})
 
 
 def _vision_tower(config: TinyClipConfig) -> nn.Sequential:

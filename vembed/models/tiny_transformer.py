@@ -7,62 +7,58 @@ pieces inside of words in the order of a randomly seeded hash table, and breaks 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from vembed.models.files import tokenizer_facts
 from vembed.models.text import TextEncoder, TextSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    import torch
+    from vembed.models.files import ModelFiles
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 8192
 MAX_LENGTH = 128
 
 
-def build_tiny_transformer(texts: Iterable[str], *, name: str, dtype: torch.dtype) -> TextEncoder:
-    """Train a tokenizer and initialise a transformer of 4 layers x 256.
+class TinyTransformer(TextEncoder):
+    """How the built-in transformer comes to be; once saved, its folder is that of any text encoder."""
 
-    Args:
-        texts: Training texts; only the tokenizer sees them.
-        name: What it is called.
-        dtype: Type of the weights.
+    builtin = "tiny-transformer"
+    marker = ""
+    reads = frozenset()
 
-    Returns:
-        An untrained encoder; its weights follow torch's global generator.
-    """
-    tokenizer = _train_tokenizer(texts)
-    assert isinstance(tokenizer.pad_token_id, int)
-    config = tiny_config(len(tokenizer), pad_token_id=tokenizer.pad_token_id)
-    backbone = BertModel(config, add_pooling_layer=False)
-    origin = {"pooling": "built in", "max_seq_length": "built in"}
-    spec = TextSpec(pooling=("mean",), max_length=MAX_LENGTH, origin=origin)
-    return TextEncoder(name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(dtype)
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:  # noqa: ARG003
+        """Return False: it has no folders of its own."""
+        return False
 
-
-def tiny_config(vocabulary_size: int = VOCABULARY_SIZE, *, pad_token_id: int = 0) -> BertConfig:
-    """Return the shape of the transformer.
-
-    Args:
-        vocabulary_size: Of its tokenizer; few texts give a smaller one.
-        pad_token_id: Of its tokenizer.
-    """
-    return BertConfig(
-        vocab_size=vocabulary_size,
-        hidden_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=1024,
-        max_position_embeddings=MAX_LENGTH,
-        pad_token_id=pad_token_id,
-    )
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> TextEncoder:
+        """Train a tokenizer on the texts and initialise 4 layers x 256; weights follow torch's global generator."""
+        tokenizer = _train_tokenizer(texts) if files.has_weights else tokenizer_facts(MAX_LENGTH)
+        vocabulary_size = len(tokenizer) if files.has_weights else VOCABULARY_SIZE  # few texts give a smaller one
+        config = BertConfig(
+            vocab_size=vocabulary_size,
+            hidden_size=256,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=1024,
+            max_position_embeddings=MAX_LENGTH,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        with files.device:
+            backbone: Any = BertModel(config, add_pooling_layer=False)
+        origin = {"pooling": "built in", "max_seq_length": "built in"}
+        spec = TextSpec(pooling=("mean",), max_length=MAX_LENGTH, origin=origin)
+        return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(files.dtype)
 
 
-def _train_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def _train_tokenizer(texts: Iterable[str]) -> Any:
     """Train a byte-level BPE on texts, lower-cased, with BERT's special tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -17,21 +18,14 @@ TowerName: TypeAlias = Literal["text", "vision"]
 
 @dataclass(frozen=True, slots=True)
 class Tower:
-    """What encodes one modality. All names are those of modules or parameters within the encoder.
-
-    Attributes:
-        name: Which one.
-        parts: What it consists of.
-        projection: What maps it to the embedding space; empty where nothing does.
-        layers: Its list of transformer layers, None where there is none.
-        behind: What stands behind the layers, `projection` included.
-    """
+    """What encodes one modality. All names are those of modules or parameters within the encoder."""
 
     name: TowerName
     parts: tuple[str, ...]
-    projection: tuple[str, ...] = ()
-    layers: str | None = None
-    behind: tuple[str, ...] = ()
+    projection: tuple[str, ...] = ()  # what maps it to the embedding space; empty where nothing does
+    layers: str | None = None  # its list of transformer layers
+    behind: tuple[str, ...] = ()  # what stands behind the layers, `projection` included
+    period: int = 1  # layers after which their kinds come again, so that few stand for all; 0: no two are alike
 
 
 def is_within(name: str, parts: Iterable[str]) -> bool:
@@ -69,6 +63,7 @@ def find_tower(
     parts: tuple[str, ...],
     projection: tuple[str, ...] = (),
     depth: int | None = None,
+    period: int = 1,
 ) -> Tower:
     """Return a tower whose modules are registered in the order in which they run, as transformers' are.
 
@@ -78,6 +73,7 @@ def find_tower(
         parts: What it consists of.
         projection: What maps it to the embedding space; names that hold no parameter are left out.
         depth: How many layers it has, where the model's files say so.
+        period: Layers after which their kinds come again; 0 where they don't.
     """
     parameters = list(parameters_within(encoder, parts))
     projection = tuple(part for part in projection if any(is_within(each, [part]) for each in parameters))
@@ -86,4 +82,46 @@ def find_tower(
         return Tower(name, parts, projection)
     last = max(place for place, each in enumerate(parameters) if is_within(each, [layers]))
     behind = tuple(each for each in parameters[last + 1 :] if not is_within(each, projection))
-    return Tower(name, parts, projection, layers, (*behind, *projection))
+    return Tower(name, parts, projection, layers, (*behind, *projection), period)
+
+
+def layer_values(num_layers: int, hidden: int, num_heads: int, length: int) -> float:
+    """Return the values that a token keeps for the backward pass in all layers of a transformer.
+
+    A layer with hidden dim h and a heads keeps 17 h + 2.5 a T values of each token of a row of T tokens (dropout masks
+    counted as half a value); the attention's share is that of a kernel that stores its weights.
+
+    Source: Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", equation 2.
+    """
+    return num_layers * (17 * hidden + 2.5 * num_heads * length)
+
+
+def copy_modules(module: nn.Module, lengths: Mapping[str, int]) -> nn.Module:
+    """Copy a tree of modules; values of parameters and all that is no module are shared with the original.
+
+    Args:
+        module: The root.
+        lengths: Lists of modules by name, and how many of their first modules to copy.
+    """
+    made: dict[int, Any] = {}  # what two modules share stays one
+
+    def parameter_of(original: nn.Parameter) -> nn.Parameter:
+        if id(original) not in made:
+            made[id(original)] = nn.Parameter(original.detach(), requires_grad=original.requires_grad)
+        return made[id(original)]  # type: ignore[no-any-return]
+
+    def module_of(original: nn.Module, name: str) -> nn.Module:
+        if id(original) in made:
+            return made[id(original)]  # type: ignore[no-any-return]
+        copied = made[id(original)] = original.__class__.__new__(original.__class__)
+        own = {key: copy.copy(each) if isinstance(each, dict) else each for key, each in vars(original).items()}
+        copied.__dict__ = own
+        own["_parameters"] |= {key: parameter_of(each) for key, each in own["_parameters"].items() if each is not None}
+        children = list(own["_modules"].items())[: lengths.get(name)]
+        own["_modules"] = {
+            key: None if child is None else module_of(child, f"{name}.{key}" if name else key)
+            for key, child in children
+        }
+        return copied
+
+    return module_of(module, "")

@@ -5,17 +5,14 @@ Shape legend: R rows of a chunk, E embedding dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.nn.functional as F  # noqa: N812
-from torch import Tensor
 from transformers import AutoModel
 
 from vembed.batch import Features
-from vembed.models.encoder import Encoder
+from vembed.models.encoder import Encoder, Recipe
+from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     blank_picture,
     picture_lengths,
@@ -24,42 +21,39 @@ from vembed.models.pictures import (
     rows_of,
     run_processor,
 )
-from vembed.models.towers import find_tower
+from vembed.models.pooling import unit
+from vembed.models.sentence_transformers_pictures import (
+    Pipeline,
+    model_type_of,
+    refuse_other_pipeline,
+    write_picture_pipeline,
+)
+from vembed.models.towers import find_tower, layer_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
     from typing import Literal
 
     import numpy as np
     from numpy.typing import NDArray
-    from torch import nn
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from torch import Tensor, nn
+    from transformers import PreTrainedModel
 
     from vembed.batch import Item, Modality, Side
-    from vembed.data.images import ImageLimits
-    from vembed.models.huggingface import ModelFiles, ModelOptions
+    from vembed.models.encoder import Form
+    from vembed.models.files import ModelFiles
     from vembed.models.towers import Tower
 
     VisionPooling = Literal["cls", "head", "mean"]
 
 
-@dataclass(frozen=True, slots=True)
-class VisionFamily:
-    """How a family sums a picture up.
-
-    Attributes:
-        pooling: The first token, the model's own head, or the mean over the patches.
-        reason: Why, for the plan.
-    """
-
-    pooling: VisionPooling
-    reason: str
-
-
-_CLS = VisionFamily("cls", "the first token was trained to sum the picture up")
-_HEAD = VisionFamily("head", "the model's own head sums the picture up")
-_MEAN = VisionFamily("mean", "the model has neither a first token nor a head: all patches are averaged")
+_CLS: tuple[VisionPooling, str] = ("cls", "the first token was trained to sum the picture up")
+_HEAD: tuple[VisionPooling, str] = ("head", "the model's own head sums the picture up")
+_MEAN: tuple[VisionPooling, str] = (
+    "mean",
+    "the model has neither a first token nor a head: all patches are averaged",
+)
 
 VISION_FAMILIES = {
     "vit": _CLS,
@@ -69,7 +63,7 @@ VISION_FAMILIES = {
     "clip_vision_model": _HEAD,
     "siglip_vision_model": _HEAD,
 }
-"""Families by the model_type of config.json."""
+"""How a family sums a picture up, and why, by the model_type of config.json."""
 
 
 class VisionEncoder(Encoder):
@@ -79,28 +73,40 @@ class VisionEncoder(Encoder):
         name: What it was loaded by.
         backbone: The transformer, returning `last_hidden_state` and, where it has a head, `pooler_output`.
         image_processor: Makes its inputs.
-        image_limits: What a picture may be.
     """
 
+    marker = "config.json"
+    reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})
     modalities: frozenset[Modality] = frozenset({"image"})
 
-    def __init__(
-        self, name: str, *, backbone: PreTrainedModel, image_processor: Any, image_limits: ImageLimits
-    ) -> None:
+    def __init__(self, name: str, *, backbone: PreTrainedModel, image_processor: Any) -> None:
         super().__init__()
         config = backbone.config
         self.name = name
         self.backbone = backbone
         self.image_processor = image_processor
-        self.image_limits = image_limits
         self.max_length = None
         self.dimension = int(config.hidden_size)
-        self.family = VISION_FAMILIES[config.model_type] if getattr(config, "vision_use_head", True) else _MEAN
+        has_head = getattr(config, "vision_use_head", True)
+        self.pooling, self._reason = VISION_FAMILIES[config.model_type] if has_head else _MEAN
         blank = run_processor(image_processor, [blank_picture()])
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], int(config.patch_size))[0])
         for name_of, parameter in backbone.named_parameters():
             if name_of.endswith("mask_token"):
                 parameter.requires_grad_(False)  # of pre-training: no picture is masked here
+
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:
+        """Return whether config.json names one of the families."""
+        return model_type_of(files) in VISION_FAMILIES
+
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> VisionEncoder:  # noqa: ARG003
+        """Load a picture encoder."""
+        backbone = files.backbone("", files.config(), AutoModel)
+        encoder = cls(files.name, backbone=backbone, image_processor=files.image_processor())
+        refuse_other_pipeline(encoder.pipeline(), files)
+        return encoder
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
         """Decode pictures and run the image processor; both sides are read alike."""
@@ -116,13 +122,10 @@ class VisionEncoder(Encoder):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return embeddings (R, E) of unit length, at least float32."""
         outputs = self.backbone(pixel_values=inputs["pixel_values"].to(self.backbone.dtype))
-        if self.family.pooling == "head":
-            x = outputs.pooler_output
-        elif self.family.pooling == "cls":
-            x = outputs.last_hidden_state[:, 0]
-        else:
-            x = outputs.last_hidden_state.mean(dim=1)
-        return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1)
+        if self.pooling == "head":
+            return unit(outputs.pooler_output)
+        hidden_RTH = outputs.last_hidden_state
+        return unit(hidden_RTH[:, 0] if self.pooling == "cls" else hidden_RTH.mean(dim=1))
 
     def save(self, folder: Path) -> None:
         """Write a folder that transformers and vembed load."""
@@ -134,7 +137,7 @@ class VisionEncoder(Encoder):
         """Return how pictures are read and summed up."""
         return {
             "family": f"{self.backbone.config.model_type} (config.json)",
-            "pooling": f"{self.family.pooling} ({self.family.reason})",
+            "pooling": f"{self.pooling} ({self._reason})",
             "pictures": f"{type(self.image_processor).__name__} (preprocessor_config.json)",
             "similarity": "cosine",
             "attention": str(self.backbone.config._attn_implementation),
@@ -143,30 +146,44 @@ class VisionEncoder(Encoder):
 
     def towers(self) -> tuple[Tower, ...]:
         """Return the one tower."""
-        depth = getattr(self.backbone.config, "num_hidden_layers", None)
-        return (find_tower(self, "vision", parts=("backbone",), depth=depth),)
+        config = self.backbone.config
+        depth, period = transformer_depth(config), transformer_period(config)
+        return (find_tower(self, "vision", parts=("backbone",), depth=depth, period=period),)
 
     def adapter_host(self) -> nn.Module:
         """Return the transformer."""
         return self.backbone
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Recompute each layer in backward; non-reentrant, as gradient caching needs."""
-        if not self.backbone.supports_gradient_checkpointing:
-            super().enable_gradient_checkpointing()
-        self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    @property
+    def longest_item(self) -> int:
+        """Tokens of a picture."""
+        return self.picture_tokens
 
+    def activation_values(self) -> float:
+        """Estimate by the number and the width of the layers."""
+        config = self.backbone.config
+        return layer_values(
+            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, self.picture_tokens
+        )
 
-def load_vision_encoder(options: ModelOptions, files: ModelFiles, config: PreTrainedConfig) -> VisionEncoder:
-    """Load a picture encoder.
+    def pipeline(self) -> Pipeline:
+        """Return what sentence-transformers does: the tokens pooled, or what the model's head makes of them."""
+        by_head = self.pooling == "head"
+        return Pipeline(
+            modalities={"image": ("forward", "pooler_output" if by_head else "last_hidden_state")},
+            pooling=None if by_head else self.pooling,
+        )
 
-    Raises:
-        ConfigError: When the model needs something that isn't allowed, or lacks weights.
-        MachineError: When the hub can't be reached or a package is missing.
-    """
-    return VisionEncoder(
-        options.name,
-        backbone=files.backbone("", config, AutoModel),
-        image_processor=files.image_processor(),
-        image_limits=options.image_limits,
-    )
+    def export_forms(self) -> tuple[Form, ...]:
+        """Return transformers and sentence-transformers."""
+        return ("transformers", "sentence-transformers")
+
+    def write_form(self, form: Form, folder: Path) -> None:
+        """Write a folder of transformers, with sentence-transformers' description where it is for that."""
+        self.save(folder)
+        if form == "sentence-transformers":
+            write_picture_pipeline(self.pipeline(), self.dimension, folder)
+
+    def usage(self) -> Recipe:
+        """Return how transformers alone gives the vectors."""
+        return Recipe("vision", "AutoModel", self.pooling)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Item, Side
+    from vembed.config.keys.model import ModelKeys
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.benchmark.variants import Variant
     from vembed.evaluation.benchmark.vectors import Facts
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from vembed.evaluation.provenance import Key
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
-    from vembed.models.huggingface import ModelOptions
 
 UNTRAINED_SEED = 0
 """Seed of models without trained weights, so that they too are the same at every run."""
@@ -125,7 +125,7 @@ class _Set:
 
 
 def run_benchmark(
-    models: Sequence[ModelOptions], paths: Sequence[str], output: Path, options: BenchmarkOptions
+    models: Sequence[ModelKeys], paths: Sequence[str], output: Path, options: BenchmarkOptions
 ) -> Iterator[Entry]:
     """Evaluate every model on every set; results are written as they come.
 
@@ -133,7 +133,7 @@ def run_benchmark(
         VembedError: When a set or a model can't be loaded, or an option doesn't fit one; all sets are read and checked
             before the first model is loaded.
     """
-    names = [model.name for model in models]
+    names = [model.model_name for model in models]
     labels, folders = model_labels(names), folder_names(names, taken=(BM25,))
     sets = _load_sets(paths, options)
     if any(variant.dimension for variant in options.variants) and len(models) > 1:
@@ -148,7 +148,7 @@ def run_benchmark(
     for model, label, folder in zip(models, labels, folders, strict=True):
         encoder = _load(model)
         check_model(options.variants, label, encoder)
-        run = _ModelRun(encoder, options, system=model.name, label=label)
+        run = _ModelRun(encoder, options, system=model.model_name, label=label)
         for each in sets:
             yield run.entry(each, output, folder=folder)
         del encoder, run
@@ -186,7 +186,7 @@ def _has_reverse(task: RetrievalData, label: str) -> bool:
     return task.crosses_modalities
 
 
-def _load(model: ModelOptions) -> Encoder:
+def _load(model: ModelKeys) -> Encoder:
     """Load a model; the program's random numbers go on as if nothing had been drawn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(UNTRAINED_SEED)

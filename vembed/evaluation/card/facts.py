@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Literal
-
-from vembed.models.dual import DualEncoder
-from vembed.models.families import family_of
-from vembed.models.text import TextEncoder
-from vembed.models.vision import VisionEncoder
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,22 +13,11 @@ if TYPE_CHECKING:
     from vembed.batch import Side
     from vembed.evaluation.card.names import PublicName
     from vembed.evaluation.significance import Comparison
-    from vembed.models.encoder import Encoder, Similarity
-    from vembed.models.export.forms import Form
+    from vembed.models.encoder import Encoder, Form, Recipe, Similarity
 
 
 # Where an encoder read what it says of itself: another file once it was written again.
 _SOURCE = re.compile(r" \([^()]*\)$")
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a program that uses transformers alone must do to get an encoder's vectors."""
-
-    kind: Literal["text", "dual", "vision"]  # what it encodes
-    auto_class: str  # the class of transformers that loads it
-    pooling: str  # how tokens become a vector: "mean", "cls", "lasttoken", "head"; "" for both towers' own projection
-    text_padding: Mapping[str, object] = field(default_factory=dict)  # arguments of the tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +110,7 @@ def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
         num_parameters=sum(parameter.numel() for parameter in parameters),
         dtype=str(parameters[0].dtype).removeprefix("torch."),
         described=_described(encoder),
-        recipe=_recipe(encoder),
+        recipe=encoder.usage(),
     )
 
 
@@ -135,21 +119,3 @@ def _described(encoder: Encoder) -> dict[str, str]:
     of_training = encoder.training_facts()
     described = {label: value for label, value in encoder.describe().items() if label not in of_training}
     return {label: _SOURCE.sub("", value) for label, value in described.items()}
-
-
-def _recipe(encoder: Encoder) -> Recipe | None:
-    if isinstance(encoder, DualEncoder):
-        padding: dict[str, object] = {"padding": True, "padding_side": "right"}
-        if encoder.family.pads_texts:
-            padding = {"padding": "max_length", "padding_side": encoder.tokenizer.padding_side}
-        return Recipe("dual", "AutoModel", "", padding)
-    if isinstance(encoder, VisionEncoder):
-        return Recipe("vision", "AutoModel", encoder.family.pooling)
-    if not isinstance(encoder, TextEncoder):
-        return None
-    spec = encoder.spec
-    is_plain = len(encoder.dense) == 0 and spec.include_prompt and not spec.lower_case
-    if not is_plain or len(spec.pooling) != 1 or spec.pooling[0] not in ("mean", "cls", "lasttoken"):
-        return None
-    auto_class = family_of(encoder.backbone.config).auto_class.__name__
-    return Recipe("text", auto_class, spec.pooling[0], {"padding": True, "padding_side": "right"})

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import difflib
 from copy import copy
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
+    from vembed.config.keys.adapters import AdapterKeys
     from vembed.models.encoder import Encoder
     from vembed.models.towers import Tower
 
@@ -40,31 +40,12 @@ SAVED_PREFIX = "base_model.model."
 """What peft puts before the name of each tensor in a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoraOptions:
-    """Adapters as the user wants them.
-
-    Attributes:
-        rank: Of each adapter.
-        alpha: An adapter's output is multiplied by alpha / rank; None is twice the rank.
-        dropout: Before each adapter.
-        targets: Names of the layers, None for every linear layer of the transformer layers.
-        towers: Towers that get adapters; the others are frozen as a whole.
-    """
-
-    rank: int = 16
-    alpha: float | None = None
-    dropout: float = 0.0
-    targets: tuple[str, ...] | None = None
-    towers: Literal["all", "text", "vision"] = "all"
-
-
-def add_adapters(encoder: Encoder, options: LoraOptions) -> None:
+def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
     """Freeze an encoder and put adapters beside its linear layers, float32 at least.
 
     Args:
         encoder: On any device, the meta device included; towers without adapters run in evaluation mode from now on.
-        options: Rank, scale, dropout and layers.
+        keys: Rank, scale, dropout and layers.
 
     Raises:
         ConfigError: It has no such tower or layers, or none that can have adapters.
@@ -72,12 +53,12 @@ def add_adapters(encoder: Encoder, options: LoraOptions) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     host, prefix = _host(encoder)
-    towers = _towers(encoder, options)
-    targets = _targets(encoder, host, prefix, towers, options)
+    towers = _towers(encoder, keys)
+    targets = _targets(encoder, host, prefix, towers, keys)
     config = LoraConfig(
-        r=options.rank,
-        lora_alpha=2 * options.rank if options.alpha is None else options.alpha,  # type: ignore[arg-type]
-        lora_dropout=options.dropout,
+        r=keys.lora_r,
+        lora_alpha=2 * keys.lora_r if keys.lora_alpha is None else keys.lora_alpha,  # type: ignore[arg-type]
+        lora_dropout=keys.lora_dropout,
         target_modules=targets,
         fan_in_fan_out=all(isinstance(host.get_submodule(target), Conv1D) for target in targets),
     )
@@ -92,7 +73,7 @@ def add_adapters(encoder: Encoder, options: LoraOptions) -> None:
     encoder.keeps_base = True
     encoder.train(encoder.training)
     leaves = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
-    words = f"rank {options.rank}, scale {config.lora_alpha / options.rank:g}, on {leaves}"
+    words = f"rank {keys.lora_r}, scale {config.lora_alpha / keys.lora_r:g}, on {leaves}"
     encoder.trains = f"LoRA adapters ({words} of {_listed(towers)}): {counts(encoder)}"
 
 
@@ -106,12 +87,12 @@ def _host(encoder: Encoder) -> tuple[nn.Module, str]:
     return host, next(f"{name}." for name, module in encoder.named_modules() if module is host)
 
 
-def _towers(encoder: Encoder, options: LoraOptions) -> list[Tower]:
+def _towers(encoder: Encoder, keys: AdapterKeys) -> list[Tower]:
     """Return the towers that get adapters."""
-    towers = [tower for tower in encoder.towers() if options.towers in ("all", tower.name)]
+    towers = [tower for tower in encoder.towers() if keys.lora_towers in ("all", tower.name)]
     if not towers:
         has = ", ".join(tower.name for tower in encoder.towers())
-        raise ConfigError(f"lora_towers: {encoder.name} has no {options.towers} tower; it has {has}: write all")
+        raise ConfigError(f"lora_towers: {encoder.name} has no {keys.lora_towers} tower; it has {has}: write all")
     return towers
 
 
@@ -119,14 +100,12 @@ def _listed(towers: Sequence[Tower]) -> str:
     return f"the {' and the '.join(tower.name for tower in towers)} tower{'s' * (len(towers) > 1)}"
 
 
-def _targets(
-    encoder: Encoder, host: nn.Module, prefix: str, towers: Sequence[Tower], options: LoraOptions
-) -> list[str]:
+def _targets(encoder: Encoder, host: nn.Module, prefix: str, towers: Sequence[Tower], keys: AdapterKeys) -> list[str]:
     """Return the layers that get adapters, by their full names within the host."""
     inside = [part for tower in towers for part in tower.parts]
     linear = [name for name in _linear_layers(host) if is_within(prefix + name, inside)]
-    if options.targets is not None:
-        return _named(encoder, host, linear, options.targets)
+    if keys.lora_target_modules != "auto":
+        return _named(encoder, host, linear, keys.lora_target_modules)
     for tower in towers:
         if tower.layers is None:
             raise ConfigError(

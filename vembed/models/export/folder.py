@@ -9,19 +9,11 @@ from safetensors import SafetensorError
 
 from vembed.errors import ConfigError, MachineError
 from vembed.files import new_folder
+from vembed.models.registry import encoder_classes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
-
-MODEL_MARKS = (
-    "config.json",
-    "modules.json",
-    "open_clip_config.json",
-    "vembed_ngram_bag.json",
-    "vembed_tiny_clip.json",
-)
-"""A folder that holds one of these is a model's."""
 
 
 def refuse_taken(output: Path, *, overwrite: bool, source: Path | None) -> None:
@@ -50,7 +42,8 @@ def refuse_taken(output: Path, *, overwrite: bool, source: Path | None) -> None:
             f"--output {output} is a Git checkout, which --overwrite would replace as a whole; export beside it and "
             f"copy the files"
         )
-    if not any((output / mark).is_file() for mark in MODEL_MARKS):
+    marks = {"config.json", "modules.json", *(each.marker for each in encoder_classes() if each.marker)}
+    if not any((output / mark).is_file() for mark in marks):
         raise ConfigError(
             f"--output {output} holds no model, and --overwrite replaces nothing but models; choose another folder"
         )

@@ -13,7 +13,7 @@ import importlib.util
 import io
 import json
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from importlib.metadata import version
 from pathlib import Path
@@ -27,26 +27,22 @@ from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.models.export.folder import new_model_folder, refuse_taken
-from vembed.models.export.forms import choose_form, write_form
 from vembed.models.export.samples import TEXTS, largest_difference, num_items, picture_bytes, sample_vectors
-from vembed.models.huggingface import ModelFiles
-from vembed.models.registry import load_encoder
+from vembed.models.files import DTYPES, ModelFiles
+from vembed.models.registry import encoder_classes, load_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from numpy.typing import NDArray
-
-    from vembed.models.encoder import Encoder
-    from vembed.models.export.forms import Form
+    from vembed.config.keys.model import ModelKeys
+    from vembed.models.encoder import Encoder, Form
     from vembed.models.export.samples import Vectors
-    from vembed.models.huggingface import ModelOptions
 
 TOLERANCE = 1e-5
 """Most by which a component of a unit vector may differ when a model is read back; float32 adds up to less."""
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-"""Types that weights are exported in, by name."""
+SOURCE_SETTINGS = ("is_local", "local_files_only", "name_or_path")
+"""What transformers notes in a tokenizer's settings of the place that it was loaded from."""
 
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of floating-point numbers by the name that safetensors has for them."""
@@ -54,42 +50,25 @@ STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportRequest:
-    """What to export, and how.
+    """What to export, and how."""
 
-    Attributes:
-        options: The model; its dtype is not read.
-        output: The folder to write.
-        form: The library to write for, or "auto".
-        dtype: Type of the stored weights, None for that of the source.
-        overwrite: Whether a model at the output may be replaced.
-    """
-
-    options: ModelOptions
+    keys: ModelKeys  # the model; its torch_dtype is not read
     output: Path
     form: Form | Literal["auto"] = "auto"
-    dtype: torch.dtype | None = None
-    overwrite: bool = False
+    dtype: torch.dtype | None = None  # of the stored weights; None for that of the source
+    overwrite: bool = False  # whether a model at the output may be replaced
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-        form: The library that it is for.
-        dtype: Type of the stored weights.
-        difference: Largest difference of a vector, read back against written.
-        rounding: Largest difference that rounding the weights made, 0 where none was rounded.
-        num_items: Sample items that were compared.
-        readers: What read it back, with versions.
-    """
+    """What was written."""
 
     form: Form
-    dtype: torch.dtype
-    difference: float
-    rounding: float
-    num_items: int
-    readers: tuple[str, ...]
+    dtype: torch.dtype  # of the stored weights
+    difference: float  # the largest of a vector, read back against written
+    rounding: float  # the largest difference that rounding the weights made, 0 where none was rounded
+    num_items: int  # sample items that were compared
+    readers: tuple[str, ...]  # what read it back, with versions
 
 
 def export_model(
@@ -111,18 +90,18 @@ def export_model(
         NonFiniteError: The model gives NaN or infinity, or does so once its weights are rounded.
     """
     output = request.output.expanduser().resolve()
-    local = Path(request.options.name)
+    local = Path(request.keys.model_name)
     source = local.resolve() if local.is_dir() else None
     refuse_taken(output, overwrite=request.overwrite, source=source)
-    stored = stored_dtype(request.options)
+    stored = stored_dtype(request.keys)
     dtype = request.dtype or stored
-    computing = torch.float64 if torch.float64 in (dtype, stored) else torch.float32
-    encoder = load_encoder(replace(request.options, dtype=computing)).eval()
+    computing = "float64" if torch.float64 in (dtype, stored) else "float32"
+    encoder = load_encoder(request.keys.model_copy(update={"torch_dtype": computing})).eval()
     form = choose_form(encoder, request.form)
     before = sample_vectors(encoder)
     poll()
     round_weights(encoder, dtype)
-    wanted = sample_vectors(encoder) if dtype != computing else before
+    wanted = sample_vectors(encoder) if dtype != DTYPES[computing] else before
     _refuse_nonfinite(before, wanted, dtype)
     poll()
     with new_model_folder(output) as folder, _quiet_loading():
@@ -132,8 +111,9 @@ def export_model(
             (folder / name).write_text(text, "utf-8")
         del encoder  # of a large model only one copy has room
         poll()
-        again = replace(request.options, name=str(folder), revision=None, dtype=computing)
-        found = {"vembed": sample_vectors(load_encoder(again).eval())}
+        read_back = {"model_name": str(folder), "model_revision": None, "torch_dtype": computing}
+        again = request.keys.model_copy(update=read_back)
+        found: dict[str, Vectors] = {"vembed": sample_vectors(load_encoder(again).eval())}
         poll()
         if form == "sentence-transformers":
             found |= _by_sentence_transformers(folder, wanted, again)
@@ -142,6 +122,35 @@ def export_model(
     readers = tuple(f"{reader} {version(reader)}" for reader in found)
     rounding = largest_difference(before, wanted)
     return Exported(form, dtype, max(differences.values()), rounding, num_items(wanted), readers)
+
+
+def choose_form(encoder: Encoder, wanted: Form | Literal["auto"]) -> Form:
+    """Return the form to write; "auto" is the family's own.
+
+    Another one is offered only where it gives the same vectors: a folder that loads and embeds differently is worse
+    than none.
+
+    Raises:
+        ConfigError: The encoder can't be written so; the message names the nearest form that it can.
+    """
+    possible = encoder.export_forms()
+    if wanted == "auto" or wanted in possible:
+        return possible[0] if wanted == "auto" else wanted
+    if possible[0] == "vembed":
+        raise ConfigError(
+            f"--format {wanted}: no library but vembed runs {encoder.name}; leave --format out for vembed's own form"
+        )
+    raise ConfigError(f"--format {wanted}: {encoder.why_not(wanted)}; write --format {possible[0]}")
+
+
+def write_form(encoder: Encoder, form: Form, folder: Path) -> None:
+    """Write an encoder, its weights as they are to be stored, without a trace of the place that it was loaded from."""
+    encoder.write_form(form, folder)
+    path = folder / "tokenizer_config.json"
+    if path.is_file():
+        settings = json.loads(path.read_text("utf-8"))
+        kept = {key: value for key, value in settings.items() if key not in SOURCE_SETTINGS}
+        path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 @contextmanager
@@ -181,24 +190,23 @@ def round_weights(encoder: Encoder, dtype: torch.dtype) -> None:
             tensor.copy_(tensor.to(dtype).to(tensor.dtype))
 
 
-def stored_dtype(options: ModelOptions) -> torch.dtype:
+def stored_dtype(keys: ModelKeys) -> torch.dtype:
     """Return the type that the weights of a model are stored in, one that holds all where several occur.
 
-    Args:
-        options: The model. What neither its weights nor its config.json say is float32.
+    What neither its weights nor its config.json say is float32.
     """
-    local = Path(options.name)
+    local = Path(keys.model_name)
     if local.is_dir() and (found := _stored_types(local)):
         return reduce(torch.promote_types, found)
-    if options.name.startswith("open_clip:"):
-        return torch.float32
-    path = ModelFiles(options).read("config.json")
+    if any(each.prefix and keys.model_name.startswith(each.prefix) for each in encoder_classes()):
+        return torch.float32  # no folder and no hub id
+    path = ModelFiles(keys).read("config.json")
     try:
         config = {} if path is None else json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is broken: {error}") from error
     named = str(config.get("dtype") or config.get("torch_dtype"))
-    return {"float64": torch.float64, **DTYPES}.get(named.removeprefix("torch."), torch.float32)
+    return DTYPES.get(named.removeprefix("torch."), torch.float32)
 
 
 def _stored_types(folder: Path) -> set[torch.dtype]:
@@ -213,9 +221,7 @@ def _stored_types(folder: Path) -> set[torch.dtype]:
     return {STORED[name] for name in found if name in STORED}
 
 
-def _by_sentence_transformers(
-    folder: Path, wanted: Vectors, options: ModelOptions
-) -> dict[str, dict[str, NDArray[np.float64]]]:
+def _by_sentence_transformers(folder: Path, wanted: Vectors, keys: ModelKeys) -> dict[str, Vectors]:
     """Encode the samples with sentence-transformers itself; nothing where it isn't installed."""
     if importlib.util.find_spec("sentence_transformers") is None:
         return {}
@@ -224,9 +230,9 @@ def _by_sentence_transformers(
     model: Any = SentenceTransformer(
         str(folder),
         device="cpu",
-        trust_remote_code=options.trust_remote_code,
+        trust_remote_code=keys.trust_remote_code,
         local_files_only=True,
-        model_kwargs={"dtype": options.dtype},
+        model_kwargs={"dtype": DTYPES[keys.torch_dtype]},
     )
     encoders = {
         "query texts": lambda: model.encode_query(list(TEXTS), show_progress_bar=False),

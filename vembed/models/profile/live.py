@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-ROWS = 23
-"""Rows of a run: a prime that divides no usual width of a layer."""
-
-WIDTHS = (127, 113, 101, 89, 73, 61, 47, 31, 19, 11, 7, 5, 3, 2)
-"""Tokens of a row in a run: the first that the encoder takes; primes, none of them the number of rows."""
-
 
 class LiveBytes(TorchDispatchMode):
     """Records allocations and releases while it is entered.
@@ -92,8 +86,8 @@ def as_cost(sizes: Counter[int], *, rows: int, width: int, fixed: bool = False) 
 
     Args:
         sizes: Bytes of each storage, with how many there are; negative counts are taken away.
-        rows: Rows of the run.
-        width: Tokens of a row of the run; what grows with the rows alone is shared out over them.
+        rows: Of the run.
+        width: Tokens of a row; what grows with the rows alone is shared out over them.
         fixed: Whether all rows are of that width, as pictures are.
     """
     per_call = per_row = per_token = per_pair = 0.0

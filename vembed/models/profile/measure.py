@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vembed.models.profile.attention import accelerator_attention
-from vembed.models.profile.live import LiveBytes
+from vembed.models.probe import ROWS
+from vembed.models.profile.live import LiveBytes, as_cost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -25,53 +26,58 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.models.encoder import Encoder
+    from vembed.models.probe import TowerInputs
+    from vembed.plan.memory import CallCost
+
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileTarget:
-    """Where and how the encoder will run.
+    """Where and how the encoder will run."""
 
-    Attributes:
-        device: "cpu" or an accelerator's type.
-        autocast_dtype: Type of mixed precision (bfloat16, float16), or None.
-    """
-
-    device: str = "cpu"
-    autocast_dtype: torch.dtype | None = None
+    device: str = "cpu"  # or an accelerator's type
+    autocast_dtype: torch.dtype | None = None  # of mixed precision: bfloat16 or float16
 
 
 @dataclass(frozen=True, slots=True)
-class CallBytes:
-    """Storages of a call, each size in bytes with how many there are.
+class CallCosts:
+    """What a call keeps for its backward pass, and what it takes beyond that at the worst moment."""
 
-    Attributes:
-        saved: Kept from the forward pass for the backward pass, the embeddings included.
-        transient: What is alive beyond that at the worst moment, less what is gone by then (negative counts).
-    """
-
-    saved: Counter[int]
-    transient: Counter[int]
+    saved: CallCost
+    transient: CallCost
 
 
-def measure_call(
-    encoder: Callable[[], Encoder], make: Callable[[], dict[str, Tensor]], target: ProfileTarget
-) -> CallBytes:
+def measure_call(build: Callable[[], Encoder], inputs: TowerInputs, target: ProfileTarget) -> CallCosts:
     """Return what a call keeps and takes.
 
     Args:
-        encoder: Returns it in training mode, on the meta device.
-        make: Returns what `forward` takes, on the meta device but for small tensors whose values count.
+        build: Returns the encoder in training mode, on the meta device.
+        inputs: What it is called with.
         target: Device and precision.
     """
+
+    def cost(sizes: Counter[int]) -> CallCost:
+        return as_cost(sizes, rows=ROWS, width=inputs.width, fixed=inputs.fixed)
+
     if target.device == "cpu":
-        return _run(encoder(), make(), target)
+        saved, transient = _run(build(), inputs.make(), target)
+        return CallCosts(cost(saved), cost(transient))
     with accelerator_attention():
-        saved = _run(encoder(), make(), target, backward=False).saved
+        saved, _ = _run(build(), inputs.make(), target, backward=False)
         # A backward pass on a device that this machine lacks can't even be faked; it is run as a CPU would.
-        return CallBytes(saved, _run(encoder(), make(), replace(target, device="cpu")).transient)
+        _, transient = _run(build(), inputs.make(), replace(target, device="cpu"))
+        return CallCosts(cost(saved), cost(transient))
 
 
-def _run(encoder: Encoder, inputs: Mapping[str, Tensor], target: ProfileTarget, *, backward: bool = True) -> CallBytes:
+def _run(
+    encoder: Encoder, inputs: Mapping[str, Tensor], target: ProfileTarget, *, backward: bool = True
+) -> tuple[Counter[int], Counter[int]]:
+    """Return the sizes of the storages that a call keeps, and of those beyond them at the worst moment.
+
+    What is kept includes the embeddings. What is gone by the worst moment has a negative count there.
+    """
     on_cpu = target.device == "cpu"
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         become_fake(encoder, target.device)
@@ -95,7 +101,7 @@ def _run(encoder: Encoder, inputs: Mapping[str, Tensor], target: ProfileTarget, 
         saved, peak = live.alive_at(forward), live.alive_at(live.worst())
     transient = Counter(peak)
     transient.subtract(saved)
-    return CallBytes(saved, transient)
+    return saved, transient
 
 
 def become_fake(module: nn.Module, device: str) -> None:
@@ -136,3 +142,50 @@ def _autocast(target: ProfileTarget) -> Iterator[None]:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])
+
+
+@contextmanager
+def accelerator_attention() -> Iterator[None]:
+    """Replace torch's attention by an accelerator's operators, none of which stores its weights.
+
+    Without the device, torch would choose another one.
+    """
+    original = F.scaled_dot_product_attention
+    F.scaled_dot_product_attention = _attention
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Call the flash operator where it can be, else the memory-efficient one."""
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (each.to(dtype) for each in (query, key, value))
+    result: Tensor
+    if attn_mask is None and query.dtype in HALF:
+        result = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+        return result
+    if enable_gqa:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        attn_mask = attn_mask.to(query.dtype).expand(*query.shape[:3], key.shape[2])
+    result = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+    return result

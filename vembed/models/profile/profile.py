@@ -19,27 +19,24 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
+from vembed.config.keys.adapters import AdapterKeys
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import LoraOptions, add_adapters
+from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
-from vembed.models.pictures import picture_bytes
-from vembed.models.profile.formula import PICTURE_STACK, model_size, picture_stack
-from vembed.models.profile.inputs import tower_inputs
-from vembed.models.profile.live import ROWS, as_cost
-from vembed.models.profile.measure import ProfileTarget, measure_call
-from vembed.models.profile.skeleton import blueprint
-from vembed.models.registry import load_encoder
+from vembed.models.files import DTYPES
+from vembed.models.probe import picture_bytes
+from vembed.models.profile.measure import CallCosts, ProfileTarget, measure_call
+from vembed.models.registry import load_encoder, load_skeleton
 from vembed.models.towers import is_within, parameters_within
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    import torch
     from torch import Tensor
 
     from vembed.models.encoder import Encoder
-    from vembed.models.huggingface import ModelOptions
-    from vembed.models.profile.skeleton import Blueprint
+    from vembed.models.probe import TowerInputs
     from vembed.models.towers import Tower
 
 _log = logging.getLogger(__name__)
@@ -54,16 +51,11 @@ _known: dict[str, ModelSize] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """What of an encoder trains.
-
-    Attributes:
-        part: "all", "projection", "vision", "text" or "last_N_layers".
-        lora: Adapters beside frozen weights, None without.
-    """
+class _Trained:
+    """What of an encoder trains: a part, or adapters beside frozen weights."""
 
     part: str = "all"
-    lora: LoraOptions | None = None
+    adapters: AdapterKeys | None = None
 
     def apply(self, encoder: Encoder, *, num_layers: int | None = None) -> None:
         """Freeze what doesn't train, and add adapters.
@@ -72,8 +64,8 @@ class Trained:
             encoder: The encoder.
             num_layers: Layers that it was cut to, of which the last that may train all do.
         """
-        if self.lora is not None:
-            add_adapters(encoder, self.lora)
+        if self.adapters is not None:
+            add_adapters(encoder, self.adapters)
         elif num_layers is not None and self.part.startswith("last_"):
             freeze(encoder, f"last_{num_layers}_layers")
         else:
@@ -81,18 +73,18 @@ class Trained:
 
     def depth(self, layers: int) -> int:
         """Return how many layers of a stack keep anything."""
-        if self.lora is not None or not self.part.startswith("last_"):
+        if self.adapters is not None or not self.part.startswith("last_"):
             return layers
         return min(layers, int(self.part.split("_")[1]))
 
 
 def profile_model(
-    options: ModelOptions, target: ProfileTarget, *, trainable: str = "all", lora: LoraOptions | None = None
+    keys: ModelKeys, target: ProfileTarget, *, trainable: str = "all", lora: AdapterKeys | None = None
 ) -> ModelSize:
     """Measure a model without its weights; a second call in this process returns the same.
 
     Args:
-        options: What the user said about the model. Its name may also be a JSON file with the shape of one.
+        keys: What the user said about the model. Its name may also be a JSON file with the shape of one.
         target: Where it will run.
         trainable: What trains: "all", "projection", "vision", "text" or "last_N_layers".
         lora: The adapters of `adapted`; None leaves it out.
@@ -104,109 +96,137 @@ def profile_model(
         ConfigError: There is no such model, or it lacks the part that would train.
         MachineError: Its description can't be reached.
     """
-    path = Path(options.name)
+    path = Path(keys.model_name)
     stamp = path.stat().st_mtime_ns if path.exists() else 0
-    key = repr((options, target, trainable, lora, stamp))
-    if key not in _known:
+    said = [getattr(keys, name) for name in ModelKeys.model_fields]
+    adapters = None if lora is None else [getattr(lora, name) for name in AdapterKeys.model_fields]
+    known = repr((said, target, trainable, adapters, stamp))
+    if known not in _known:
         if lora is None:
-            _known[key] = _profile(options, target, Trained(trainable))
+            _known[known] = _profile(keys, target, _Trained(trainable))
         else:
-            plain = profile_model(options, target, trainable=trainable)
-            _known[key] = replace(plain, adapted=_adapted(options, target, lora))
-    return _known[key]
+            plain = profile_model(keys, target, trainable=trainable)
+            _known[known] = replace(plain, adapted=_adapted(keys, target, lora))
+    return _known[known]
 
 
-def _adapted(options: ModelOptions, target: ProfileTarget, lora: LoraOptions) -> ModelSize | None:
+def _adapted(keys: ModelKeys, target: ProfileTarget, lora: AdapterKeys) -> ModelSize | None:
     """Return the size with adapters, None where the model can't have any."""
     try:
-        return _profile(options, target, Trained(lora=lora))
+        return _profile(keys, target, _Trained(adapters=lora))
     except ConfigError as error:
         _log.debug("%s", error)
         return None
 
 
-def _profile(options: ModelOptions, target: ProfileTarget, trained: Trained) -> ModelSize:
-    plan = blueprint(options)
-    compute_dtype = target.autocast_dtype or options.dtype
+def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> ModelSize:
+    compute_dtype = target.autocast_dtype or DTYPES[keys.torch_dtype]
     try:
-        whole = plan.build(None)
+        bare = load_skeleton(keys)
     except CANNOT_RUN as error:
-        _log.warning(
-            "%s can't be built without memory (%s: %s): its activations are estimated by a formula",
-            options.name,
-            type(error).__name__,
-            error,
-        )
-        return model_size(load_encoder(options), compute_dtype=compute_dtype)
+        return _by_formula(keys, _with_weights(keys), compute_dtype, f"can't be built without memory ({_told(error)})")
+    whole = bare.skeleton()
     trained.apply(whole)
-    anatomy = [_Tower(plan, whole, tower, target, trained) for tower in whole.towers()]
     try:
         with warnings.catch_warnings():  # the encoder that is built later says the same again
             warnings.simplefilter("ignore")
-            measured = [tower.measured() for tower in anatomy]
+            estimated = whole.estimated_stacks(compute_dtype.itemsize)
+            inputs = {each.name: each for each in whole.profile_inputs()}
+            towers = [_Tower(bare, whole, tower, inputs[tower.name], target, trained) for tower in whole.towers()]
+            sizes = tuple(tower.sized(without=tuple(estimated)) for tower in towers)
     except CANNOT_RUN as error:
-        _log.warning(
-            "%s can't be run without memory (%s: %s): its activations are estimated by a formula",
-            options.name,
-            type(error).__name__,
-            error,
-        )
-        return model_size(whole, compute_dtype=compute_dtype)
-    towers = tuple(tower.sized(*costs) for tower, costs in zip(anatomy, measured, strict=True))
-    pictures = picture_stack(whole, compute_dtype.itemsize)
-    towers = towers if pictures is None else (*towers, pictures)
+        return _by_formula(keys, whole, compute_dtype, f"can't be run without memory ({_told(error)})")
     parameters = list(whole.parameters())
     return ModelSize(
         num_parameters=sum(each.numel() for each in parameters),
         num_trainable=sum(each.numel() for each in parameters if each.requires_grad),
-        bytes_per_value=options.dtype.itemsize,
+        bytes_per_value=DTYPES[keys.torch_dtype].itemsize,
         dimension=whole.dimension,
-        towers=towers,
-        estimated=pictures is not None,
+        towers=(*sizes, *estimated.values()),
+        estimated=bool(estimated),
         picture_bytes=picture_bytes(whole),
-        checkpointable=all(tower.saved_checkpointed is not tower.saved for tower in towers),
+        checkpointable=all(size.saved_checkpointed is not size.saved for size in (*sizes, *estimated.values())),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Costs:
-    """What a call keeps, and what it takes beyond that."""
+def _told(error: Exception) -> str:
+    """Return an error with its type, on one line."""
+    return f"{type(error).__name__}: {error}"
 
-    saved: CallCost
-    transient: CallCost
+
+def _with_weights(keys: ModelKeys) -> Encoder:
+    """Load an encoder as training would, without its data."""
+    try:
+        return load_encoder(keys)
+    except CANNOT_RUN as error:
+        raise ConfigError(
+            f"{keys.model_name}: the plan needs the size of the encoder, and its class can't build one without "
+            f"training texts ({_told(error)}); let its load take none"
+        ) from error
+
+
+def _by_formula(keys: ModelKeys, encoder: Encoder, compute_dtype: torch.dtype, reason: str) -> ModelSize:
+    """Return the size without a run, and say why."""
+    _log.warning("%s %s: its activations are estimated by a formula", keys.model_name, reason)
+    return model_size(encoder, compute_dtype=compute_dtype)
+
+
+def model_size(encoder: Encoder, *, compute_dtype: torch.dtype) -> ModelSize:
+    """Return counted parameters and activations by the encoder's own estimate, in the type that it computes in."""
+    parameters = list(encoder.parameters())
+    return ModelSize.by_formula(
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        bytes_per_value=parameters[0].element_size(),
+        dimension=encoder.dimension,
+        max_length=encoder.longest_item,
+        activation_bytes_per_token=int(encoder.activation_values() * compute_dtype.itemsize),
+    )
 
 
 class _Tower:
     """One tower of a model, and its runs.
 
     Args:
-        plan: How it is built with fewer layers.
-        whole: The model on the meta device.
+        bare: The model on the meta device, from which shorter ones are cut.
+        whole: The same with what trains decided.
         tower: Its anatomy.
+        inputs: What it is called with.
         target: Where it will run.
         trained: What of it trains.
     """
 
-    def __init__(self, plan: Blueprint, whole: Encoder, tower: Tower, target: ProfileTarget, trained: Trained) -> None:
-        self._plan, self._whole, self._tower, self._target, self._trained = plan, whole, tower, target, trained
-        self._layers = plan.layers.get(tower.name)
-        self._inputs = next(each for each in tower_inputs(whole) if each.name == tower.name)
+    def __init__(
+        self,
+        bare: Encoder,
+        whole: Encoder,
+        tower: Tower,
+        inputs: TowerInputs,
+        target: ProfileTarget,
+        trained: _Trained,
+    ) -> None:
+        self._bare, self._whole, self._tower, self._inputs = bare, whole, tower, inputs
+        self._target, self._trained = target, trained
 
-    def measured(self) -> tuple[_Costs, _Costs | None]:
+    def _measured(self) -> tuple[CallCosts, CallCosts | None]:
         """Return the costs of a call, and those with gradient checkpointing where there is one."""
-        few = self._plan.period
-        if self._layers is None or self._layers <= 2 * few:
+        few, layers = self._tower.period, len(self._layers())
+        if layers <= 2 * few or not few:
             return self._run(None), self._run_checkpointed(None)
-        depth = self._trained.depth(self._layers)
+        depth = self._trained.depth(layers)
         plain = _deeper(self._run(few), self._run(2 * few), depth / few)
         one, two = self._run_checkpointed(few), self._run_checkpointed(2 * few)
         return plain, None if one is None or two is None else _deeper(one, two, depth / few)
 
-    def _run(self, num_layers: int | None) -> _Costs:
-        """Run the tower with so many layers."""
-        return self._costs(lambda: self._encoder(num_layers))
+    def _layers(self) -> list[nn.Module]:
+        name = self._tower.layers
+        return [] if name is None else list(self._whole.get_submodule(name).children())
 
-    def _run_checkpointed(self, num_layers: int | None) -> _Costs | None:
+    def _run(self, num_layers: int | None) -> CallCosts:
+        """Run the tower with so many layers."""
+        return measure_call(lambda: self._encoder(num_layers), self._inputs, self._target)
+
+    def _run_checkpointed(self, num_layers: int | None) -> CallCosts | None:
         """Run it with gradient checkpointing; None where there is none."""
 
         def build() -> Encoder:
@@ -218,56 +238,47 @@ class _Tower:
             build()
         except ValueError:
             return None
-        return self._costs(build)
+        return measure_call(build, self._inputs, self._target)
 
     def _encoder(self, num_layers: int | None) -> Encoder:
-        encoder = self._plan.build(num_layers)
+        encoder = self._bare.skeleton(num_layers)
         self._trained.apply(encoder, num_layers=num_layers)
-        if self._layers is not None:
+        if encoder.adapter_host() is not None:  # a transformer: its table isn't what its steps are about
             for table in _tables(encoder):
                 table.requires_grad_(False)
         return encoder.train()
 
-    def _costs(self, build: Callable[[], Encoder]) -> _Costs:
-        inputs = self._inputs
-        call = measure_call(build, inputs.make, self._target)
-        saved, transient = (
-            as_cost(each, rows=ROWS, width=inputs.width, fixed=inputs.fixed) for each in (call.saved, call.transient)
-        )
-        return _Costs(saved, transient)
+    def sized(self, *, without: tuple[str, ...]) -> TowerSize:
+        """Run the tower and return its size.
 
-    def sized(self, plain: _Costs, checkpointed: _Costs | None) -> TowerSize:
-        """Return the tower's size with those costs."""
+        Args:
+            without: Modules of it that are counted by themselves.
+        """
+        plain, checkpointed = self._measured()
         checkpointed = checkpointed or plain
-        parameters = self._parameters()
+        found = parameters_within(self._whole, self._tower.parts)
+        parameters = {name: each for name, each in found.items() if not is_within(name, without)}
         trainable = [each.numel() for each in parameters.values() if each.requires_grad]
-        largest_block, outside_blocks = self._blocks()
+        total = sum(each.numel() for each in parameters.values())
+        blocks = [sum(each.numel() for each in layer.parameters()) for layer in self._layers()]
+        # Copies that mixed precision makes of weights that train; of frozen ones none stay.
+        casts = self._target.autocast_dtype is not None and self._trained.adapters is None
         return TowerSize(
             name=self._tower.name,
             items=self._items(),
             max_tokens=self._inputs.max_tokens,
-            num_parameters=sum(each.numel() for each in parameters.values()),
+            num_parameters=total,
             num_trainable=sum(trainable),
-            largest_block=largest_block,
-            outside_blocks=outside_blocks,
+            largest_block=max(blocks, default=total),
+            outside_blocks=total - sum(blocks) if blocks else 0,
             largest_tensor=max(trainable, default=0),
             saved=plain.saved,
             transient=plain.transient,
             saved_checkpointed=checkpointed.saved,
             transient_checkpointed=checkpointed.transient,
-            cast_bytes=self._cast_bytes(plain),
-            forward_flops=self._flops(),
+            cast_bytes=int(plain.saved.per_call) if casts else 0,
+            forward_flops=self._flops(total),
         )
-
-    def _cast_bytes(self, plain: _Costs) -> int:
-        """Return the bytes of the copies that mixed precision makes of weights that train; of frozen ones none stay."""
-        mixed = self._target.autocast_dtype is not None and self._trained.lora is None
-        return int(plain.saved.per_call) if mixed else 0
-
-    def _parameters(self) -> dict[str, Tensor]:
-        """Return the tower's parameters by name, without those of a stack that is counted by itself."""
-        found = parameters_within(self._whole, self._tower.parts)
-        return {name: each for name, each in found.items() if not is_within(name, [PICTURE_STACK])}
 
     def _items(self) -> Literal["all", "texts", "pictures"]:
         """Return which items pass through the tower."""
@@ -275,26 +286,14 @@ class _Tower:
             return "all"
         return "texts" if self._tower.name == "text" else "pictures"
 
-    def _blocks(self) -> tuple[int, int]:
-        """Return the parameters of the largest layer, and of all that stands outside of the layers together."""
-        total = sum(each.numel() for each in self._parameters().values())
-        if self._tower.layers is None:
-            return total, 0
-        layers = self._whole.get_submodule(self._tower.layers).children()
-        sizes = [sum(each.numel() for each in layer.parameters()) for layer in layers]
-        return max(sizes), total - sum(sizes)
-
-    def _flops(self) -> CallCost:
+    def _flops(self, num_parameters: int) -> CallCost:
         """Return two operations for each weight and token, and those of attention: the field's usual count."""
-        parameters = self._parameters()
         tables = sum(each.numel() for each in _tables(self._whole))
-        weights = sum(each.numel() for each in parameters.values())
-        per_pair = 0.0
-        if self._tower.layers is not None:
-            layers = list(self._whole.get_submodule(self._tower.layers).children())
+        layers, per_pair = self._layers(), 0.0
+        if layers:
             hidden = next(each for each in layers[0].parameters() if each.ndim >= 2).shape[-1]
             per_pair = 4.0 * hidden * len(layers)
-        touched = weights - tables * (self._tower.name == "text")
+        touched = num_parameters - tables * (self._tower.name == "text")
         return CallCost(2.0 * max(self._whole.dimension, touched), per_pair)  # a bag of rows adds one row a token
 
 
@@ -304,11 +303,11 @@ def _tables(encoder: Encoder) -> list[Tensor]:
     return [module.weight for module in modules if module.num_embeddings >= TABLE_ROWS]
 
 
-def _deeper(one: _Costs, two: _Costs, times: float) -> _Costs:
+def _deeper(one: CallCosts, two: CallCosts, times: float) -> CallCosts:
     """Return the costs of so many times the layers of the first run, from a second with twice as many."""
 
     def of(attribute: Literal["per_token", "per_pair", "per_call"]) -> float:
         first, second = getattr(one.saved, attribute), getattr(two.saved, attribute)
         return float(first + (times - 1) * (second - first))
 
-    return _Costs(CallCost(of("per_token"), of("per_pair"), of("per_call")), two.transient)
+    return CallCosts(CallCost(of("per_token"), of("per_pair"), of("per_call")), two.transient)

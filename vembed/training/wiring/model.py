@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,24 +9,22 @@ import torch
 from vembed.errors import ConfigError
 from vembed.losses.base import LossCommon
 from vembed.losses.registry import loss_facts
-from vembed.models.adapters.lora import LoraOptions, add_adapters
+from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
-from vembed.models.huggingface import ModelOptions
+from vembed.models.files import DTYPES
 from vembed.models.registry import is_builtin, load_encoder
 from vembed.training.inputs import RunData, record_texts
 from vembed.training.wiring.data import image_limits
 
 if TYPE_CHECKING:
-    from vembed.batch import Side
+    from collections.abc import Iterable
+
     from vembed.config.schema import Config
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.output import OutputFolder
-
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def build_encoder(config: Config, plan: Plan, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
@@ -44,65 +41,29 @@ def build_encoder(config: Config, plan: Plan, output: OutputFolder, data: RunDat
         ConfigError: There is no such model, or it hasn't the part that is to train.
         MachineError: It can't be reached, or needs what this machine hasn't.
     """
-    options = replace(model_options(config), gradient_checkpointing=plan.way.gradient_checkpointing)
-    encoder = _load_encoder(options, output, data, keep=keep)
+    keys = config.model_copy(update={"gradient_checkpointing": plan.way.gradient_checkpointing})
+    encoder = _load_encoder(keys, output, data, keep=keep)
     if plan.way.use_lora:
-        add_adapters(encoder, lora_options(config))
+        add_adapters(encoder, config)
     else:
         freeze(encoder, config.trainable)
     encoder.base = base_fingerprint(encoder)
     return encoder
 
 
-def lora_options(config: Config) -> LoraOptions:
-    """Return the adapters that the user asks for."""
-    return LoraOptions(
-        rank=config.lora_r,
-        alpha=config.lora_alpha,
-        dropout=config.lora_dropout,
-        targets=None if config.lora_target_modules == "auto" else tuple(config.lora_target_modules),
-        towers=config.lora_towers,
-    )
+def load_configured(config: Config, texts: Iterable[str] = ()) -> Encoder:
+    """Load the encoder that a configuration names, all of it trainable yet."""
+    return load_encoder(config, texts, image_limits=image_limits(config), load_in_4bit=config.load_in_4bit)
 
 
-def model_options(config: Config) -> ModelOptions:
-    """Return what the user said about the model."""
-    prompts: dict[Side, str] = {}
-    if config.query_prompt is not None:
-        prompts["query"] = config.query_prompt
-    if config.document_prompt is not None:
-        prompts["document"] = config.document_prompt
-    return ModelOptions(
-        name=config.model_name,
-        revision=config.model_revision,
-        trust_remote_code=config.trust_remote_code,
-        allow_pickle=config.allow_pickle,
-        dtype=DTYPES[config.torch_dtype],
-        attn_implementation=None if config.attn_implementation == "auto" else config.attn_implementation,
-        pooling=None if config.pooling_method == "auto" else config.pooling_method,
-        max_length=None if config.max_seq_length == "auto" else config.max_seq_length,
-        prompts=prompts,
-        pad_token=config.pad_token,
-        gradient_checkpointing=config.gradient_checkpointing is True,
-        image_limits=image_limits(config),
-        load_in_4bit=config.load_in_4bit,
-    )
-
-
-def _load_encoder(options: ModelOptions, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
-    if not is_builtin(options.name):
-        return load_encoder(options)
+def _load_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
+    if not is_builtin(config.model_name):
+        return load_configured(config)
     if keep and output.initial_model.is_dir():
-        kept = ModelOptions(
-            name=str(output.initial_model),
-            dtype=options.dtype,
-            gradient_checkpointing=options.gradient_checkpointing,
-            image_limits=options.image_limits,
-        )
-        encoder = load_encoder(kept)
-        encoder.name = options.name
+        encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
+        encoder.name = config.model_name
         return encoder
-    encoder = load_encoder(options, record_texts(data.records))
+    encoder = load_configured(config, record_texts(data.records))
     if keep:
         encoder.save(output.initial_model)
     return encoder

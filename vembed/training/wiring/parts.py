@@ -14,6 +14,7 @@ from vembed.distributed.fsdp import ShardedEncoder, ShardingOptions
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.models.files import DTYPES
 from vembed.training.batches import BatchSource
 from vembed.training.evaluations import Evaluations
 from vembed.training.frozen import FrozenOptions, find_frozen
@@ -22,7 +23,6 @@ from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
 from vembed.training.saving import RunCheckpoints
 from vembed.training.trackers.registry import open_trackers
 from vembed.training.wiring.data import measures_both_directions
-from vembed.training.wiring.model import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

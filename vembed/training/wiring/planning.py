@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.config.schema import default_of
 from vembed.distributed.runtime import start_runtime
-from vembed.models.profile import ProfileTarget, profile_model
+from vembed.models.files import DTYPES
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import cpu_cores
 from vembed.plan.plan import Plan, compute_dtype, make_plan
 from vembed.plan.problem import DataSize
 from vembed.plan.strategy import DECIDING_KEYS
 from vembed.training.wiring.data import measures_both_directions
-from vembed.training.wiring.model import DTYPES, lora_options, model_options
 
 if TYPE_CHECKING:
     from vembed.checkpoint.format import LoadedCheckpoint
@@ -83,15 +84,13 @@ def measured_model(config: Config, machine: Machine, *, name: str | None = None)
         machine: Where it will run.
         name: Another model or a file with its shape, to be measured in its place.
     """
-    options = model_options(config)
-    if name is not None:
-        options = replace(options, name=name)
+    keys = config if name is None else config.model_copy(update={"model_name": name})
     dtype, _ = compute_dtype(config, config.torch_dtype, machine)
     target = ProfileTarget(machine.device, DTYPES[dtype] if dtype in ("bfloat16", "float16") else None)
-    size = profile_model(options, target, trainable=config.trainable)
+    size = profile_model(keys, target, trainable=config.trainable)
     may_adapt = config.use_lora == "auto" and config.trainable == "all" and size.num_parameters >= ADAPTERS_FROM
     if config.use_lora is True or may_adapt:
-        return profile_model(options, target, trainable=config.trainable, lora=lora_options(config))
+        return profile_model(keys, target, trainable=config.trainable, lora=config)
     return size
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vembed.checkpoint.folder import steps_in
@@ -13,10 +12,10 @@ from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint, save_trained
-from vembed.models.registry import is_builtin, load_encoder
+from vembed.models.registry import is_builtin
 from vembed.training.output import OutputFolder
 from vembed.training.saving import load_module
-from vembed.training.wiring.model import lora_options, model_options
+from vembed.training.wiring.model import load_configured
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,12 +63,11 @@ def _encoder(output: OutputFolder, stamp: Any) -> Encoder:
     """Build the encoder that a run trained, on the CPU and as it was before training."""
     settings: dict[str, JSON] = stamp["config"]
     config = Config.model_validate(settings)
-    options = model_options(config)
     if is_builtin(config.model_name):
-        options = replace(options, name=str(output.initial_model))
-    encoder = load_encoder(options)
+        config = config.model_copy(update={"model_name": str(output.initial_model)})
+    encoder = load_configured(config)
     if stamp["plan"].get("use_lora"):
-        add_adapters(encoder, lora_options(config))
+        add_adapters(encoder, config)
     else:
         freeze(encoder, config.trainable)
     encoder.base = base_fingerprint(encoder)

@@ -1,0 +1,326 @@
+"""The model that a name means, and its files: a folder, a model of the hub, or a description without weights.
+
+Nothing runs that a model's files bring along unless the user says so: remote code needs `trust_remote_code` and a
+pinned revision, pickled weights need `allow_pickle` (and are then read with weights_only).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+from pathlib import Path
+from pickle import UnpicklingError
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+
+from vembed.errors import ConfigError, MachineError
+from vembed.models.adapters.quantized import four_bit_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from vembed.config.keys.model import ModelKeys
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types of weights by the names of the configuration."""
+
+WEIGHTS_FILE = "model.safetensors"
+"""Where families of our own keep their weights."""
+
+PICTURE_SIDE = 224
+"""In pixels, where the config of an image tower names none."""
+
+
+class ModelFiles:
+    """A model by its name: what the user said about it, and its files.
+
+    Args:
+        keys: What the user said.
+        load_in_4bit: Hold the weights of linear layers in 4 bits.
+
+    Attributes:
+        name: Hub id, folder, or another name that a family of models takes.
+        folder: The folder of that name, None where there is none.
+        dtype: Type of the weights.
+        device: Where parameters are made.
+        has_weights: Whether weights are read; else parameters stay as they are made.
+        shape: Config of the model, of a name that is a JSON file with nothing else.
+    """
+
+    def __init__(self, keys: ModelKeys, *, load_in_4bit: bool = False) -> None:
+        self.keys = keys
+        self.load_in_4bit = load_in_4bit
+        self.name = keys.model_name
+        self.folder = Path(self.name) if Path(self.name).is_dir() else None
+        self.dtype = DTYPES[keys.torch_dtype]
+        self.device = torch.device("cpu")
+        self.has_weights = True
+        self.shape: Mapping[str, Any] = {}
+        self._once: dict[str, Any] = {}
+
+    def in_folder(self, file: str) -> bool:
+        """Return whether the model is a folder with such a file."""
+        return self.folder is not None and (self.folder / file).is_file()
+
+    def read(self, file: str) -> Path | None:
+        """Return the local path of one of the model's files, or None when it has no such file.
+
+        Raises:
+            MachineError: The model is no folder, and the hub can't be reached.
+        """
+        if self.shape:
+            return None
+        if self.folder is not None:
+            return self.folder / file if self.in_folder(file) else None
+        from transformers.utils.hub import cached_file
+
+        try:
+            found = cached_file(
+                self.name, file, revision=self.keys.model_revision, _raise_exceptions_for_missing_entries=False
+            )
+        except (OSError, ValueError) as error:
+            raise self._unreachable(error) from error
+        return None if found is None else Path(found)
+
+    def load_weights(self, module: nn.Module, file: str = WEIGHTS_FILE) -> None:
+        """Load what `save_weights` wrote; nothing where the model starts from scratch or no weights are wanted."""
+        if self.has_weights and self.folder is not None:
+            module.load_state_dict(safetensors.torch.load_file(self.folder / file))
+
+    def _unreachable(self, error: Exception) -> MachineError:
+        return MachineError(
+            f"model_name {self.name!r} is no folder here and could not be read from the hub: "
+            f"{_first_line(error)}. Check the spelling, log in for a private model, or name a local folder; "
+            f"a model that was loaded once works offline with HF_HUB_OFFLINE=1."
+        )
+
+    def config(self, subfolder: str = "") -> PreTrainedConfig:
+        """Load config.json, once."""
+        from transformers import AutoConfig
+
+        return self._kept(f"config {subfolder}", lambda: self._load(AutoConfig, subfolder))  # type: ignore[no-any-return]
+
+    def _kept(self, name: str, read: Callable[[], Any]) -> Any:
+        if name not in self._once:
+            self._once[name] = read()
+        return self._once[name]
+
+    def tokenizer(self, subfolder: str = "") -> PreTrainedTokenizerBase:
+        """Load the tokenizer; it must be able to pad."""
+        from transformers import AutoTokenizer
+
+        tokenizer: PreTrainedTokenizerBase = self._load(AutoTokenizer, subfolder)
+        self._refuse_empty(tokenizer, f"{subfolder}/" if subfolder else "")
+        pad_token = self.keys.pad_token
+        if pad_token is not None:
+            if pad_token not in tokenizer.get_vocab():
+                raise ConfigError(f"pad_token {pad_token!r} is not in the vocabulary of {self.name}")
+            tokenizer.pad_token = pad_token
+        if tokenizer.pad_token_id is None:
+            named = tokenizer.eos_token or tokenizer.unk_token or tokenizer.bos_token
+            suggestion = named or tokenizer.convert_ids_to_tokens(0)
+            raise ConfigError(
+                f"the tokenizer of {self.name} has no pad token; set pad_token: {suggestion!r} (padding is "
+                f"masked, so any token of its vocabulary will do)"
+            )
+        return tokenizer
+
+    def _refuse_empty(self, tokenizer: PreTrainedTokenizerBase, prefix: str) -> None:
+        """Refuse a tokenizer that no file describes: transformers makes one that knows special tokens only."""
+        own = tuple(tokenizer.vocab_files_names.values())  # empty where there is no vocabulary, as with bytes
+        usual = ("tokenizer.json", "tokenizer.model", "tekken.json")
+        if own and not any(self.read(prefix + file) for file in (*usual, *own)):
+            raise ConfigError(
+                f"{self.name} has no tokenizer: none of {', '.join(dict.fromkeys((*own, *usual)))} is there. "
+                f"Copy the tokenizer's files beside its config.json"
+            )
+
+    def image_processor(self) -> Any:
+        """Load the image processor: the sizes, crops and means that the model was trained with."""
+        from transformers import AutoImageProcessor
+
+        return self._load(AutoImageProcessor, "")
+
+    def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
+        """Load the transformer in the wanted type and attention."""
+        self._refuse_pickle(f"{subfolder}/" if subfolder else "")
+        extra: dict[str, Any] = {"dtype": self.dtype, "use_safetensors": not self.keys.allow_pickle}
+        if self.keys.allow_pickle:
+            extra["use_safetensors"] = None  # prefer safetensors, take pickled weights with weights_only otherwise
+        if self.load_in_4bit:
+            extra["quantization_config"] = four_bit_config()
+        backbone: PreTrainedModel
+        backbone, loading = self._load(
+            auto_class, subfolder, config=config, output_loading_info=True, **extra, **self._attention()
+        )
+        prepare_backbone(backbone)
+        self._refuse_missing(backbone, sorted(loading["missing_keys"]))
+        return backbone
+
+    def _attention(self) -> dict[str, str]:
+        wanted = self.keys.attn_implementation
+        return {} if wanted == "auto" else {"attn_implementation": wanted}
+
+    def _refuse_missing(self, backbone: PreTrainedModel, missing: list[str]) -> None:
+        """Refuse weights that no file holds and that would be random; a pooler alone is left out."""
+        needed = [key for key in missing if not key.startswith("pooler.")]
+        if needed:
+            raise ConfigError(
+                f"{self.name}: {len(needed)} weights of {type(backbone).__name__} are in none of its files, "
+                f"first {needed[0]}; they would be random"
+            )
+        if missing and "add_pooling_layer" in inspect.signature(type(backbone)).parameters:
+            # As add_pooling_layer=False: otherwise random numbers would be saved with the model.
+            backbone.pooler = None  # type: ignore[assignment]
+
+    def _refuse_pickle(self, prefix: str) -> None:
+        if self.keys.allow_pickle:
+            return
+        safe = (f"{prefix}model.safetensors", f"{prefix}model.safetensors.index.json")
+        pickled = (f"{prefix}pytorch_model.bin", f"{prefix}pytorch_model.bin.index.json")
+        if not any(self.read(file) for file in safe) and any(self.read(file) for file in pickled):
+            raise ConfigError(
+                f"{self.name} has its weights only as a pickle, which can run code when it is read; set "
+                f"allow_pickle: true to read it with weights_only, or convert it to safetensors"
+            )
+
+    def _load(self, auto_class: Any, subfolder: str, **extra: Any) -> Any:
+        try:
+            return auto_class.from_pretrained(
+                self.name,
+                subfolder=subfolder,
+                revision=self.keys.model_revision,
+                trust_remote_code=self.keys.trust_remote_code,
+                **extra,
+            )
+        except ImportError as error:
+            raise MachineError(f"{self.name}: {_first_line(error)}") from error
+        except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
+            raise self._explain(error) from error
+
+    def _explain(self, error: Exception) -> Exception:
+        """Turn the library's error into one that names our key."""
+        if "trust_remote_code" in str(error):
+            return ConfigError(
+                f"{self.name} brings code of its own that would run on this machine; read it, then set "
+                f"trust_remote_code: true and model_revision to the commit that you read"
+            )
+        if isinstance(error, UnpicklingError):  # the library's own text advises to switch the protection off
+            return ConfigError(
+                f"{self.name}: its pickled weights hold something else than tensors, which could run code; "
+                f"convert them to safetensors"
+            )
+        if self.folder is None and isinstance(error, OSError):
+            return self._unreachable(error)
+        return ConfigError(f"{self.name} could not be loaded: {_first_line(error)}")
+
+
+class SkeletonFiles(ModelFiles):
+    """A model whose weights are left where they are: its parameters are made on the meta device, which takes no memory.
+
+    Args:
+        keys: What the user said. The name may also be a JSON file with the shape of a model: the config.json of
+            transformers, or the model_cfg of open_clip.
+        device: Another one gives the same model with random weights, which is what a prediction is compared with.
+    """
+
+    def __init__(self, keys: ModelKeys, *, device: str = "meta") -> None:
+        super().__init__(keys)
+        self.device = torch.device(device)
+        self.has_weights = False
+        path = Path(self.name)
+        if path.suffix == ".json" and path.is_file():
+            self.shape = json.loads(path.read_text("utf-8"))
+
+    def config(self, subfolder: str = "") -> PreTrainedConfig:
+        """Load config.json, or make the config that the shape is."""
+        if not self.shape:
+            return super().config(subfolder)
+        from transformers import AutoConfig
+
+        content = dict(self.shape)
+        if "model_type" not in content:
+            raise ConfigError(
+                f"{self.name} is no shape of a model: it has neither model_type (transformers) nor vision_cfg "
+                f"(open_clip)"
+            )
+        try:
+            config: PreTrainedConfig = AutoConfig.for_model(content.pop("model_type"), **content)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(f"{self.name} is no config of transformers: {error}") from error
+        return config
+
+    def tokenizer(self, subfolder: str = "") -> Any:
+        """Load the tokenizer; of a shape, return what encoders read of one."""
+        return tokenizer_facts(int(1e30)) if self.shape else super().tokenizer(subfolder)
+
+    def image_processor(self) -> Any:
+        """Load the image processor; of a shape, return what makes pictures of the size that the config names."""
+        if not self.shape:
+            return super().image_processor()
+        config = self.config()
+        side = getattr(getattr(config, "vision_config", config), "image_size", PICTURE_SIDE)
+
+        def process(images: list[Any], return_tensors: str) -> dict[str, torch.Tensor]:  # noqa: ARG001
+            return {"pixel_values": torch.zeros(len(images), 3, side, side)}
+
+        return process
+
+    def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:  # noqa: ARG002
+        """Make the transformer by its config alone."""
+        with self.device:
+            backbone: PreTrainedModel = auto_class.from_config(
+                copy.deepcopy(config),
+                dtype=self.dtype,
+                trust_remote_code=self.keys.trust_remote_code,
+                **self._attention(),
+            )
+        prepare_backbone(backbone)
+        return backbone
+
+
+def tokenizer_facts(max_length: int) -> Any:
+    """Return what encoders read of a tokenizer that tokenizes nothing."""
+    return SimpleNamespace(pad_token_id=0, model_max_length=max_length, padding_side="right")
+
+
+def save_weights(
+    module: nn.Module, folder: Path, file: str = WEIGHTS_FILE, metadata: dict[str, str] | None = None
+) -> None:
+    """Write the weights of a module as safetensors into a folder, which is made where it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
+    safetensors.torch.save_file(weights, folder / file, metadata=metadata)
+
+
+def transformer_depth(config: Any) -> int | None:
+    """Return the number of layers of a stack of transformers by its config, None where that doesn't say."""
+    return getattr(config, "num_hidden_layers", None)
+
+
+def transformer_period(config: Any) -> int:
+    """Return after how many layers the kinds of a stack's layers come again."""
+    kinds = list(getattr(config, "layer_types", None) or [])
+    return next((period for period in range(1, len(kinds)) if kinds[period:] == kinds[:-period]), max(1, len(kinds)))
+
+
+def prepare_backbone(backbone: PreTrainedModel) -> None:
+    """Switch off what an embedding has no use for."""
+    pooler = getattr(backbone, "pooler", None)
+    if isinstance(pooler, torch.nn.Module):
+        pooler.requires_grad_(requires_grad=False)  # a head of pre-training: no part of the embedding
+    for config in (backbone.config, backbone.config.get_text_config()):
+        if getattr(config, "use_cache", False):
+            config.use_cache = False  # keys and values of past tokens: nothing here generates text
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")

@@ -127,6 +127,17 @@ def test_forms_that_are_none_are_refused_with_a_sentence(picture_page: Page) -> 
         assert message in text
 
 
+@pytest.mark.parametrize("length", ["", "Content-Length: x\r\n", "Transfer-Encoding: chunked\r\n"])
+def test_a_form_of_unknown_length_is_refused(picture_page: Page, length: str) -> None:
+    with socket.create_connection(("127.0.0.1", picture_page.port), timeout=30) as connection:
+        head = "POST / HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+        connection.sendall(f"{head}{length}\r\n".encode())
+        connection.shutdown(socket.SHUT_WR)
+        answer = b"".join(iter(lambda: connection.recv(65_536), b""))
+    assert answer.startswith(b"HTTP/1.0 411 ")
+    assert b"A form says how long it is." in answer
+
+
 def test_a_picture_over_the_limit_of_bytes_is_refused_once_it_was_sent(picture_page: Page) -> None:
     with socket.create_connection(("127.0.0.1", picture_page.port), timeout=30) as connection:
         head = "POST / HTTP/1.0\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"

@@ -84,7 +84,6 @@ class SearchServer(ThreadedWSGIServer):
     """The server; a thread for each connection, searches one after the other.
 
     Args:
-        searcher: What is asked.
         port: 0 takes a free one.
 
     Raises:
@@ -141,7 +140,7 @@ class SearchServer(ThreadedWSGIServer):
         """Read the form of a picture."""
         if request.headers.get("Sec-Fetch-Site") not in OWN_SITES:
             abort(HTTPStatus.FORBIDDEN, "Another site's page can't search here.")
-        if request.content_length is None:
+        if request.content_length is None or not request.headers["Content-Length"].isdigit():
             abort(HTTPStatus.LENGTH_REQUIRED, "A form says how long it is.")
         limit = self._searcher.limits.max_bytes
         if request.content_length > limit + FORM_BYTES:

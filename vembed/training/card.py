@@ -32,10 +32,8 @@ def write_model_card(
 
     Args:
         output: Its evaluations and, where it could be written, its report are read.
-        encoder: The kept model.
         config: Without secrets.
         data_facts: (label, value) of the data, for a run without a report.
-        environment: For the same case.
     """
     try:
         reported = read_report(output.path)

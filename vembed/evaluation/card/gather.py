@@ -53,10 +53,7 @@ def gather_run(
     """Return what a card tells of a run.
 
     Args:
-        folder: The output folder of the run.
         config: Without secrets.
-        data_facts: (label, value).
-        environment: Versions and machine.
     """
     bases = _started_from(folder, config)
     given = [str(config[key]) for key in PATH_KEYS if config.get(key)]

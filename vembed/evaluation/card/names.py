@@ -70,7 +70,6 @@ def without_paths(text: str, known: Iterable[str] = ()) -> str:
     """Return a text in which the last part stands for every path and every address.
 
     Args:
-        text: A sentence of a run.
         known: Paths that the run was given: they are found even where they hold spaces.
     """
     for path in sorted({path for path in known if "/" in path or "\\" in path}, key=len, reverse=True):

@@ -45,11 +45,8 @@ def draw_cost(
     """Draw quality against one kind of cost, as an `svg` element as wide as what it stands in.
 
     Args:
-        series: The forms of each model.
         cost: Above 0.
-        axis: Words under the horizontal axis.
         name: Prefix of the ids in the drawing: a word of ours, another one for each drawing of a page.
-        label: What a screen reader says in place of the drawing.
     """
     with chart_axes(INCHES) as (figure, axes):
         for position, rows in enumerate(series):

@@ -135,8 +135,6 @@ def build_board(
 
     Args:
         entries: Systems on sets; one that can't take a set, such as word matching on pictures, isn't on it.
-        metric: What to compare by.
-        facts: (label, value) about where it ran.
         command: Without secrets.
 
     Raises:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vembed.checkpoint.format import LoadedCheckpoint
+    from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.checkpoint.manager import CheckpointManager, SaveOutcome
 
 STAMP: dict[str, Any] = {"config_hash": "c0ffee", "strategy": "single", "world_size": 1, "model": "tiny"}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from vembed.checkpoint.format import LoadedCheckpoint
+    from vembed.checkpoint.contents import LoadedCheckpoint
 
 Kind = Literal["whole", "sharded", "replicated shards"]
 

@@ -25,7 +25,7 @@ def main(what: str, folder: Path, timeout_seconds: int, watchdog: Watchdog) -> i
     runtime = start_runtime(deterministic=False, timeout_seconds=timeout_seconds, watchdog=watchdog)
     ranks = runtime.ranks
     folder.mkdir(exist_ok=True)
-    watchdog.exit_files.own(folder, is_main=runtime.is_main)
+    watchdog.exit_files.own(folder, is_main=ranks.is_first)
     threads = os.environ["OMP_NUM_THREADS"]
     print(f"rank {ranks.rank} of {ranks.world_size}, {runtime.local_rank} here, {threads} threads", flush=True)
     ranks.require_equal({"batch_size": "8" if what != "differ" or ranks.rank == 0 else "16"})

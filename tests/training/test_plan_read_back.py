@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vembed.checkpoint.format import LoadedCheckpoint
+from vembed.checkpoint.contents import LoadedCheckpoint
 from vembed.config.dump import plain_values
 from vembed.config.load import load_config
 from vembed.plan.devices import Devices

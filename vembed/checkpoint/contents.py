@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -13,7 +14,6 @@ from vembed.checkpoint.format import (
     Checkpoint,
     FileEntry,
     InvalidCheckpointError,
-    LoadedCheckpoint,
     read_manifest,
     write_manifest,
 )
@@ -26,11 +26,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
     from pathlib import Path
 
-    from vembed.checkpoint.format import Manifest
+    from vembed.checkpoint.format import JSON, Manifest
+    from vembed.checkpoint.tensors import Saved
 
 ALONE: Final = Ranks()
 
 _WEIGHT_PARTS: Final = ("model", "loss")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """A checkpoint whose every byte was checked; tensors are on the CPU."""
+
+    path: Path
+    step: int
+    # Part -> name -> tensor, or the blocks that it was saved in (`whole` and `load_into` of tensors.py read both).
+    # Memory-mapped: what is never read costs no memory.
+    tensors: Mapping[str, Mapping[str, Saved]]
+    state: Mapping[str, JSON]
+    stamp: Mapping[str, JSON]
+    packages: Mapping[str, str]
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks, *, prepare: Callable[[int], None]) -> int:

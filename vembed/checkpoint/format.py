@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vembed.checkpoint.tensors import Saved
-
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 """What state and stamps are made of."""
 
@@ -99,20 +97,6 @@ class Manifest:
     stamp: Mapping[str, JSON]
     packages: Mapping[str, str]  # package -> version that wrote it
     files: Mapping[str, FileEntry]  # every file but the manifest
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedCheckpoint:
-    """A checkpoint whose every byte was checked; tensors are on the CPU."""
-
-    path: Path
-    step: int
-    # Part -> name -> tensor, or the blocks that it was saved in (`tensors.whole` and `tensors.load_into` read both).
-    # Memory-mapped: what is never read costs no memory.
-    tensors: Mapping[str, Mapping[str, Saved]]
-    state: Mapping[str, JSON]
-    stamp: Mapping[str, JSON]
-    packages: Mapping[str, str]
 
 
 def step_name(step: int) -> str:

@@ -17,14 +17,13 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from vembed.checkpoint.contents import ALONE, read_checkpoint, validate, write_checkpoint
+from vembed.checkpoint.contents import ALONE, LoadedCheckpoint, read_checkpoint, validate, write_checkpoint
 from vembed.checkpoint.folder import CheckpointFolder, free_disk_bytes, steps_in
 from vembed.checkpoint.format import (
     JSON,
     MANIFEST,
     Checkpoint,
     InvalidCheckpointError,
-    LoadedCheckpoint,
     Manifest,
     parse_step,
     step_name,

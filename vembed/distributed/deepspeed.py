@@ -37,12 +37,7 @@ def is_deepspeed(content: object) -> bool:
 
 
 def deepspeed_refusal(content: Mapping[str, Any], *, where: str) -> str:
-    """Return what to tell the user of a DeepSpeed configuration.
-
-    Args:
-        content: The configuration.
-        where: Where it came from, for people.
-    """
+    """Return what to tell the user of a DeepSpeed configuration."""
     lines = "".join(f"\n  {line}" for line in _equal_keys(content))
     return (
         f"{where} is a configuration for DeepSpeed, which is not used here: its stages are built in. The same in keys "

@@ -128,12 +128,7 @@ def _is_free(folder: Path) -> bool:
 
 
 def write_for_the_dead(failure: Failure, folder: Path) -> None:
-    """Write the output folder's exit.json in the launching process, for processes that can't.
-
-    Args:
-        failure: What ended them.
-        folder: Where they tell the launcher.
-    """
+    """Write the output folder's exit.json for processes that can't: they wrote to the launching one's `folder`."""
     owned = folder / _OWNED
     if owned.is_file():
         files = ExitFiles()
@@ -235,12 +230,7 @@ class Whereabouts:
 
 
 def look(before: Whereabouts | None = None, *, num_collectives: int = 0) -> Whereabouts:
-    """Return where the main thread is now.
-
-    Args:
-        before: Where it was when it was last looked at.
-        num_collectives: How many it has entered.
-    """
+    """Return where the main thread is now; `before` is where it was when it was last looked at."""
     frames = _frames(sys._current_frames().get(threading.main_thread().ident or 0))
     ours = [frame for frame in frames if _is_ours(frame)]
     spot = (num_collectives, *((frame.f_code.co_qualname, frame.f_lasti) for frame in ours))

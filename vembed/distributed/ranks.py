@@ -166,12 +166,7 @@ class Ranks:
             dist.broadcast(tensor.detach(), group_src=0, group=self.group)
 
     def rows_at_first(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the rows of all ranks on the first one, those of rank 0 first; the others get none.
-
-        Args:
-            x_RE: This rank's rows (R, E); R may differ between ranks and may be 0.
-            counts: Rows of each rank.
-        """
+        """Return what `gather_rows` returns on the first rank alone; the others get no rows."""
         if self.is_one:
             return x_RE
         self._count()
@@ -241,20 +236,14 @@ class Ranks:
         return bool(self.max_(torch.tensor([int(flag)], device=device)).item())
 
     def agreement(self, device: torch.device) -> Callable[[bool], bool]:
-        """Return what tells whether every rank says True; all must call it at the same points.
-
-        Args:
-            device: Where the flags are exchanged.
-        """
+        """Return what tells whether every rank says True; all must call it at the same points."""
         return lambda ok: not self.any(not ok, device)
 
     def sum_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Add the gradients of parameters up over the ranks, in at least float32.
 
-        What a rank's rows didn't touch counts as zero there, so that no rank waits for another.
-
-        Args:
-            parameters: The trainable parameters, in the same order on every rank.
+        What a rank's rows didn't touch counts as zero there, so that no rank waits for another. Their order is the same
+        on every rank.
         """
         if self.is_one:
             return

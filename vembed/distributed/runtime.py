@@ -46,11 +46,6 @@ class Runtime:
         """Processes of the run: of the one that is planned, in a process that only plans."""
         return max(self.ranks.world_size, self.local_world_size)
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which alone writes what there is one of."""
-        return self.ranks.rank == 0
-
 
 def start_runtime(
     *,
@@ -67,7 +62,6 @@ def start_runtime(
 
     Args:
         deterministic: Use only kernels whose result doesn't depend on scheduling.
-        timeout_seconds: Longest wait for another process.
         num_processes: Processes of this machine that the user asks for.
         plans_only: Whether this process stands for those that a run would start.
         watchdog: Of whoever reports how this process ends; it watches the other processes from now on.
@@ -177,12 +171,7 @@ def _refuse_shared_devices(process: ProcessEnv, num_devices: int) -> None:
 
 
 def describe_machine(device: torch.device, *, num_processes: int = 1) -> Machine:
-    """Return what the device of this process offers.
-
-    Args:
-        device: Of this process.
-        num_processes: Training processes on this machine, among which its cores and a CPU's memory are divided.
-    """
+    """Return what a device offers to one of several training processes, which share cores and a CPU's memory."""
     cores = max(1, cpu_cores() // num_processes)
     if device.type == "cpu":
         threads = min(torch.get_num_threads(), cores)

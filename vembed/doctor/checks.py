@@ -130,13 +130,7 @@ def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def odd_variables(environment: Mapping[str, str], *, num_cores: int, num_gpus: int) -> tuple[Check, ...]:
-    """Return the variables whose values slow a run down, break it, or contradict each other.
-
-    Args:
-        environment: Of the process.
-        num_cores: Cores that it may use.
-        num_gpus: GPUs that it sees.
-    """
+    """Return the variables whose values slow a run down, break it, or contradict each other."""
     found = []
 
     def odd(name: str, sentence: str) -> None:

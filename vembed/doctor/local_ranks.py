@@ -41,16 +41,11 @@ def run_on_local_ranks(
     backend: Backend,
     timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> list[Answer]:
-    """Call a function on every rank of a fresh process group.
+    """Call a function on every rank of a fresh process group, and return what each rank returned, in their order.
 
     Args:
         function: Of a module, so that a new process can import it; gets the device of its rank.
-        world_size: Processes.
         backend: "gloo" on the CPU, "nccl" with a GPU for each.
-        timeout_seconds: Longest wait.
-
-    Returns:
-        What each rank returned, in their order.
 
     Raises:
         MachineError: A process failed or said nothing in time.

@@ -95,10 +95,6 @@ def self_tests(num_gpus: int) -> dict[str, SelfTest | MachineError]:
 def self_test(*, world_size: int, backend: Backend) -> SelfTest:
     """Test several fresh processes of this machine.
 
-    Args:
-        world_size: Processes.
-        backend: "gloo" on the CPU, "nccl" with a GPU for each.
-
     Raises:
         MachineError: The processes can't work together at all.
     """
@@ -113,11 +109,7 @@ def self_test(*, world_size: int, backend: Backend) -> SelfTest:
 
 
 def check_this_rank(device: torch.device) -> SelfTest:
-    """Test this process together with the others of its process group; alone where there is none.
-
-    Args:
-        device: Where it computes.
-    """
+    """Test this process together with the others of its process group; alone where there is none."""
     ranks = Ranks.of_this_process()
     collective_error = _collective_error(ranks, device)
     batch = _batch()

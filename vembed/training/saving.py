@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from vembed.checkpoint.format import JSON, LoadedCheckpoint
+    from vembed.checkpoint.contents import LoadedCheckpoint
+    from vembed.checkpoint.format import JSON
     from vembed.checkpoint.manager import CheckpointManager
     from vembed.checkpoint.tensors import Saved
     from vembed.distributed.ranks import Ranks

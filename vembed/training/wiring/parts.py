@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from vembed.checkpoint.format import LoadedCheckpoint
+    from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.data.sampler import GlobalSampler
     from vembed.distributed.runtime import Runtime

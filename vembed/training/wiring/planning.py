@@ -19,7 +19,7 @@ from vembed.plan.strategy import DECIDING_KEYS
 from vembed.training.wiring.data import measures_both_directions
 
 if TYPE_CHECKING:
-    from vembed.checkpoint.format import LoadedCheckpoint
+    from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.distributed.runtime import Runtime
     from vembed.plan.hardware import Machine

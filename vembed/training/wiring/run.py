@@ -50,7 +50,7 @@ from vembed.training.wiring.planning import build_plan, read_back
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from vembed.checkpoint.format import LoadedCheckpoint
+    from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.distributed.runtime import Runtime
     from vembed.models.encoder import Encoder
@@ -105,7 +105,7 @@ def run_from_config(
         data = load_data(config)
         runtime.ranks.from_first(lambda: _claim(config, output, mode, is_fresh=checkpoint is None))
         if mode == "train":
-            watchdog.exit_files.own(output.path, is_main=runtime.is_main)
+            watchdog.exit_files.own(output.path, is_main=runtime.ranks.is_first)
         if mode == "train" and runtime.ranks.is_first:
             stack.enter_context(output.log_file())
         run = _assemble(config, runtime, output, data, checkpoint, mode)

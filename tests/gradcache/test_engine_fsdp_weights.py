@@ -12,8 +12,9 @@ from test_engine import assert_same_gradients
 from test_engine_fsdp import expected_of
 from test_engine_losses import make
 
-from vembed.distributed.fsdp import ShardingOptions, full_tensors, shard_encoder, transformer_blocks
+from vembed.distributed.fsdp import ShardingOptions, shard_encoder, transformer_blocks
 from vembed.distributed.ranks import Ranks
+from vembed.distributed.shards import full_tensors
 from vembed.errors import MachineError
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.training.optimizer import OptimizerOptions, Schedule, Updater

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vembed.distributed.shards import whole_tensor
+from vembed.distributed.shards import reshard
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
@@ -270,26 +270,3 @@ def _offload(options: ShardingOptions) -> OffloadPolicy:
     if options.device.type == "cpu":
         raise MachineError("cpu_offload keeps weights off an accelerator, and this run has none; set it to false")
     return CPUOffloadPolicy()
-
-
-def reshard(encoder: nn.Module) -> None:
-    """Make the shards an encoder's parameters again, after an evaluation that left whole weights in their places."""
-    for unit in encoder.modules():
-        if isinstance(unit, FSDPModule):
-            unit.reshard()
-
-
-def full_tensors(encoder: nn.Module, ranks: Ranks) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield name and value of every entry of an encoder's state, one whole tensor at a time.
-
-    All ranks must go through it to its end, side by side.
-
-    Yields:
-        Names in the order of `state_dict`; the tensor, on the CPU, on rank 0 and None elsewhere.
-    """
-    reshard(encoder)
-    for name, value in encoder.state_dict().items():
-        whole = value
-        if isinstance(value, DTensor):
-            whole = whole_tensor(value)
-        yield name, whole.detach().cpu() if ranks.rank == 0 else None

@@ -5,18 +5,22 @@ The only file that looks into a DTensor's layout: everything above works with bl
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+    from vembed.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +42,10 @@ class Block:
         return prod(self.sizes)
 
 
-def is_shared(tensor: Tensor) -> bool:
+def is_shared(tensor: Tensor) -> TypeIs[DTensor]:
     """Return whether several processes hold a tensor together."""
-    return isinstance(tensor, DTensor)
+    made_by = sys.modules.get("torch.distributed.tensor")  # half a second to import, and before that there is none
+    return made_by is not None and isinstance(tensor, made_by.DTensor)
 
 
 def block_of(tensor: Tensor) -> Block:
@@ -49,8 +54,10 @@ def block_of(tensor: Tensor) -> Block:
     Raises:
         ValueError: The tensor is spread in a way that isn't a block per process.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_shared(tensor):
         return Block.whole(tuple(tensor.shape))
+    from torch.distributed.tensor import Replicate, Shard
+
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return Block(tuple(tensor.shape), (0,) * tensor.ndim, (0,) * tensor.ndim)
@@ -69,8 +76,10 @@ def block_of(tensor: Tensor) -> Block:
 
 def is_first_copy(tensor: Tensor) -> bool:
     """Return whether this process has the first of the equal copies of its block; for ordinary tensors it has."""
-    if not isinstance(tensor, DTensor):
+    if not is_shared(tensor):
         return True
+    from torch.distributed.tensor import Replicate
+
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False
@@ -82,7 +91,7 @@ def is_first_copy(tensor: Tensor) -> bool:
 @torch.no_grad()
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, in the tensor's own memory and without a graph."""
-    if not isinstance(tensor, DTensor):
+    if not is_shared(tensor):
         return tensor.detach()
     return tensor.to_local()
 
@@ -98,8 +107,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
     Where there are shards, every process must call it; without any this is exactly torch's own arithmetic.
     """
-    shards = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
-    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    shards = [gradient for gradient in gradients if is_shared(gradient)]
+    whole = [gradient for gradient in gradients if not is_shared(gradient)]
     if not shards:
         return nn.utils.get_total_norm(whole)
     norm = whole_tensor(cast("DTensor", nn.utils.get_total_norm(shards)))
@@ -117,12 +126,38 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) 
         max_norm: The limit.
         norm: Their present norm, as `total_norm` returns it.
     """
-    whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+    whole = [parameter for parameter in parameters if not is_shared(parameter)]
     nn.utils.clip_grads_with_norm_(whole, max_norm, norm)
     if len(whole) == len(parameters):
         return
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
     for parameter in parameters:
-        if isinstance(parameter, DTensor) and parameter.grad is not None:
+        if is_shared(parameter) and parameter.grad is not None:
             local = cast("DTensor", parameter.grad).to_local()
             local.mul_(factor.to(local.device, local.dtype))
+
+
+def reshard(encoder: nn.Module) -> None:
+    """Make the shards an encoder's parameters again, after an evaluation that left whole weights in their places."""
+    sharding = sys.modules.get("torch.distributed.fsdp")
+    if sharding is None:
+        return  # nothing was sharded yet
+    for unit in encoder.modules():
+        if isinstance(unit, sharding.FSDPModule):
+            unit.reshard()
+
+
+def full_tensors(encoder: nn.Module, ranks: Ranks) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield name and value of every entry of an encoder's state, one whole tensor at a time.
+
+    All ranks must go through it to its end, side by side.
+
+    Yields:
+        Names in the order of `state_dict`; the tensor, on the CPU, on rank 0 and None elsewhere.
+    """
+    reshard(encoder)
+    for name, value in encoder.state_dict().items():
+        whole = value
+        if is_shared(value):
+            whole = whole_tensor(value)
+        yield name, whole.detach().cpu() if ranks.rank == 0 else None

@@ -172,19 +172,20 @@ def _say(first: Failure, is_ours: bool, message: str, prefix: str) -> int:
     return first.code
 
 
-def quiet_libraries(*, with_datasets: bool = True) -> None:
+def quiet_libraries() -> None:
     """Silence the progress bars of the libraries underneath; their warnings stay, once for all processes.
 
-    Args:
-        with_datasets: Whether the command reads hub sets; one that doesn't is spared a second of imports.
+    They read the environment when they are imported, which not every command does; one that is there already is told.
     """
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    if process_env().rank > 0:
-        transformers.utils.logging.set_verbosity_error()
-        warnings.simplefilter("ignore")
-    if with_datasets:
-        import datasets
-
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers follows it as well
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    transformers, datasets = sys.modules.get("transformers"), sys.modules.get("datasets")
+    if transformers is not None:
+        transformers.utils.logging.disable_progress_bar()
+    if datasets is not None:
         datasets.disable_progress_bars()
+    if process_env().rank > 0:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        if transformers is not None:
+            transformers.utils.logging.set_verbosity_error()
+        warnings.simplefilter("ignore")

@@ -68,7 +68,7 @@ def _run(parsed: argparse.Namespace) -> int:
     from vembed.training.guards import StopSignal
 
     refuse_taken(parsed.output.expanduser(), overwrite=parsed.overwrite)  # before a model is loaded
-    quiet_libraries(with_datasets=False)
+    quiet_libraries()
     with StopSignal() as stop:
         meta = build_index(
             load(parsed.model, **load_options(parsed)),

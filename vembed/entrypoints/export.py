@@ -76,7 +76,7 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
     from vembed.models.export.write import export_model
     from vembed.training.guards import StopSignal
 
-    quiet_libraries(with_datasets=False)
+    quiet_libraries()
     licenses = [
         None if given is None else check_license(redact(given)) for given in (parsed.license, parsed.base_model_license)
     ]

@@ -63,7 +63,7 @@ def _run(parsed: argparse.Namespace) -> int:
     read_meta(parsed.index.expanduser())  # a missing index is said before a model is loaded
     from vembed.api.retrieval import open_index
 
-    quiet_libraries(with_datasets=False)
+    quiet_libraries()
     searcher = open_index(parsed.index, model=parsed.model, **load_options(parsed))
     if parsed.serve:
         return _serve(searcher, 8000 if parsed.port is None else parsed.port)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vembed.checkpoint.tensors import load_into
-from vembed.distributed.fsdp import full_tensors, reshard
-from vembed.distributed.shards import is_shared
+from vembed.distributed.shards import full_tensors, is_shared, reshard
 from vembed.errors import ConfigError
 from vembed.models.adapters.trained import changing_names
 from vembed.training.state import RunState

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, plain_values
 from vembed.data.augment import Augmenter
-from vembed.distributed.fsdp import ShardedEncoder, ShardingOptions
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.data.sampler import GlobalSampler
+    from vembed.distributed.fsdp import ShardedEncoder, ShardingOptions
     from vembed.distributed.runtime import Runtime
     from vembed.gradcache.memory import StepLimits
     from vembed.losses.base import BatchLoss
@@ -109,6 +109,8 @@ def sharding_of(plan: Plan, runtime: Runtime) -> ShardingOptions | None:
     """Return how the encoder is sharded; None where every process holds it whole, or one process only plans."""
     if plan.way.mode is None or runtime.ranks.is_one:
         return None
+    from vembed.distributed.fsdp import ShardingOptions
+
     return ShardingOptions(
         device=runtime.device,
         mode=plan.way.mode,

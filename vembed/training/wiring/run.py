@@ -15,7 +15,6 @@ from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.config.resume import resume_differences
 from vembed.data.sampler import GlobalSampler
-from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError
@@ -192,7 +191,11 @@ def _assemble(
     frozen = frozen_items(config, output, data, encoder, plan)
     if frozen is not None:
         plan = replace(plan, reasons=(*plan.reasons, *frozen.notes))
-    sharded = None if sharding is None else shard_encoder(encoder, sharding, runtime.ranks)
+    sharded = None
+    if sharding is not None:
+        from vembed.distributed.fsdp import shard_encoder  # a replicated run is spared a second of imports
+
+        sharded = shard_encoder(encoder, sharding, runtime.ranks)
     return Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, frozen, sharded)
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
     from vembed.api.training import RunResult, train
     from vembed.config.schema import Config
+    from vembed.data.builtin import register_dataset
     from vembed.entrypoints.command import register_command
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
     from vembed.evaluation.metrics import register_metric
@@ -41,6 +42,7 @@ __all__ = [
     "load",
     "open_index",
     "register_command",
+    "register_dataset",
     "register_encoder",
     "register_loss",
     "register_metric",
@@ -59,6 +61,7 @@ _MODULES = {
     "vembed.errors": (
         *("ConfigError", "DataError", "MachineError", "NonFiniteError", "PreemptedError", "VembedError"),
     ),
+    "vembed.data.builtin": ("register_dataset",),
     "vembed.entrypoints.command": ("register_command",),
     "vembed.evaluation.metrics": ("register_metric",),
     "vembed.losses.registry": ("register_loss",),

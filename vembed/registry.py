@@ -123,3 +123,9 @@ ENCODERS = Registry(
     },
 )
 """Classes of `Encoder`, in the order in which they are asked for a model; `builtin:NAME` is by these names."""
+
+DATASETS = Registry(
+    "data set",
+    {"shapes": "vembed.data.builtin.shapes:SET", "stdlib-code": "vembed.data.builtin.stdlib_code:SET"},
+)
+"""Name after `builtin:` in data_path -> a `BuiltinSet` (vembed/data/builtin/__init__.py)."""

@@ -13,7 +13,6 @@ import yaml
 from vembed.batch import Composed, Image, modality_of
 from vembed.config.keys.data import DataKeys
 from vembed.config.schema import Config
-from vembed.data.builtin import BUILTIN_SETS
 from vembed.data.columns import COLUMNS
 from vembed.data.presets import PRESETS
 from vembed.data.retrieval_sources import load_retrieval
@@ -21,6 +20,7 @@ from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.data.validate import LabelKind
 from vembed.errors import DataError
+from vembed.registry import DATASETS
 
 if TYPE_CHECKING:
     from conftest import WritePicture
@@ -96,4 +96,4 @@ def test_every_column_name_and_every_set_is_listed() -> None:
         assert line.split(" | ")[1].partition(";")[0].split(", ") == list(aliases)
     for name in PRESETS:
         assert f"\n### {name}\n" in DOCUMENT
-    assert all(f"`builtin:{name}`" in DOCUMENT for name in BUILTIN_SETS)
+    assert all(f"`builtin:{name}`" in DOCUMENT for name in DATASETS.names())

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from vembed.data.builtin import BUILTIN_SETS, load_builtin, stdlib_code
+from vembed.data.builtin import load_builtin, stdlib_code
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
+from vembed.registry import DATASETS
 
 SPLITS = ("train", "dev", "test")
 
@@ -125,4 +126,4 @@ def test_an_unknown_set_or_split_is_refused_with_the_nearest() -> None:
         load_records("builtin:stdlib_code", SourceOptions("train"))
     with pytest.raises(DataError, match="it has: train, dev, test"):
         load_records("builtin:stdlib-code", SourceOptions("train", split="trian"))
-    assert list(BUILTIN_SETS) == ["shapes", "stdlib-code"]
+    assert list(DATASETS.names()) == ["shapes", "stdlib-code"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import glob
 import re
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,14 +24,15 @@ from vembed.data.files import ROW_SUFFIXES, RawRow, holds_text_cells, iter_rows,
 from vembed.data.hub import HUB_ID, hub_rows, hub_split
 from vembed.data.presets import preset_hint, preset_path
 from vembed.data.problems import plural
-from vembed.data.records import LoadedRecords, RecordWriter
+from vembed.data.records import LoadedRecords, Record, RecordWriter
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, SourceOptions, split_for
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
+    from vembed.data.builtin import Rows
     from vembed.data.columns import LossNeeds
     from vembed.data.image_root import ImageRoot
     from vembed.data.records import RecordTable
@@ -61,7 +63,8 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
     loader = _Loader(options)
     if path.startswith(BUILTIN_PREFIX):
         split = options.split or SPLIT_NAMES[options.role][0]
-        loaded = loader.complete(load_builtin(path.removeprefix(BUILTIN_PREFIX), split), path, "a built-in set")
+        name = path.removeprefix(BUILTIN_PREFIX)
+        loaded = loader.read_set(load_builtin(name, split), path, name=f"{name}/{split}")
     elif preset := preset_path(path):
         loaded = loader.complete(preset.records(options, options.log()), path, "a published set")
     elif folder := beir_folder(path):
@@ -175,6 +178,41 @@ class _Loader:
             verb = "has no relevant document and is" if irrelevant == 1 else "have no relevant document and are"
             notes.append(f"{plural(irrelevant, 'query', 'queries')} {verb} left out.")
         return self.finish(f"{folder} ({part.data.name})", notes)
+
+    def read_set(self, rows: Rows, path: str, *, name: str) -> LoadedRecords:
+        """Return the records of a set that code makes; dictionaries are checked as rows of a file called `name`."""
+        if isinstance(rows, LoadedRecords):
+            return self.complete(rows, path, "a built-in set")
+        self.read(self._rows_of(rows), self._options.images(None), file=name)
+        return self.finish(path, ())
+
+    def _rows_of(self, rows: Iterable[object]) -> Iterator[RawRow]:
+        """Yield dictionaries with their numbers, and keep records as they are."""
+        for number, row in enumerate(rows, start=1):
+            if isinstance(row, Record):
+                self._keep(row)
+            elif isinstance(row, Mapping):
+                yield number, dict(row)
+            else:
+                yield number, f"expected a dictionary or a Record, got {type(row).__name__}"
+
+    def _keep(self, record: Record) -> None:
+        for column in self.extra:
+            if column.required and column.name not in record.columns and self.loss is not None:
+                needed = f"loss_type {self.loss.name} needs it: {column.meaning}"
+                raise DataError(f"{record.location}: {column.name}: missing; {needed}")
+        file, _, line = record.location.rpartition(":")
+        self._num_rows += 1
+        self._writer.add(
+            record.query,
+            positives=record.positives,
+            negatives=record.negatives,
+            label=record.label,
+            scores=record.scores,
+            columns={each.name: each.typed(record.columns.get(each.name, each.default)) for each in self.extra},
+            file=file,
+            line=int(line),
+        )
 
     def complete(self, loaded: LoadedRecords, path: str, kind: str) -> LoadedRecords:
         """Return the records of a set whose columns are fixed, with what the loss asks for where that may be left out.

@@ -1,69 +1,91 @@
-"""Built-in data sets, made from what is installed: nothing is downloaded.
+"""Data sets that code makes: our own, made from what is installed without any download, and those of plugins.
 
-Here: one file per set, and their registry. Not here: how records are checked or batched.
+Here: one file per set of our own, and `register_dataset`. Not here: how records are checked or batched.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
-from vembed.data.builtin import shapes, stdlib_code
 from vembed.data.columns import closest
 from vembed.data.splits import role_of
 from vembed.errors import DataError
+from vembed.registry import DATASETS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-    from vembed.data.records import LoadedRecords
+    from vembed.data.records import LoadedRecords, Record
     from vembed.data.retrieval import RetrievalData
     from vembed.data.splits import Role
 
-BUILTIN_SETS: Mapping[str, Callable[[Role], LoadedRecords]] = {
-    "shapes": shapes.load,
-    "stdlib-code": stdlib_code.load,
-}
-"""Name after `builtin:` -> the function that returns one split's records."""
-
-BUILTIN_RETRIEVAL: Mapping[str, Callable[[Role], RetrievalData]] = {"shapes": shapes.load_retrieval}
-"""The sets that have judgements of their own, because a record names only some of what is relevant."""
+    Rows: TypeAlias = LoadedRecords | Iterable[Mapping[str, Any] | Record]
+    MakeRows: TypeAlias = Callable[[Role], Rows]
 
 
-def load_builtin(name: str, split: str) -> LoadedRecords:
-    """Return one split of a built-in set.
+class BuiltinSet(NamedTuple):
+    """What stands behind `builtin:NAME`."""
+
+    rows: MakeRows  # of one split; dictionaries are checked as rows of a file are
+    retrieval: Callable[[Role], RetrievalData] | None = None  # where a row names only some of what is relevant
+
+
+@overload
+def register_dataset(rows: MakeRows) -> MakeRows: ...
+@overload
+def register_dataset(*, retrieval: Callable[[Role], RetrievalData]) -> Callable[[MakeRows], MakeRows]: ...
+def register_dataset(
+    rows: MakeRows | None = None, *, retrieval: Callable[[Role], RetrievalData] | None = None
+) -> MakeRows | Callable[[MakeRows], MakeRows]:
+    """Add a data set as `builtin:NAME` under the name of its function, "_" as "-"; also a decorator.
 
     Args:
-        name: A key of `BUILTIN_SETS`.
-        split: train, dev (or val, validation) or test.
+        rows: Gets a split's name (train, validation or test) and returns or yields its rows: dictionaries with the
+            columns of docs/data.md, or checked `Record`s.
+        retrieval: Returns a split as `RetrievalData` where a row names only some of what is relevant. Without it, the
+            documents of a retrieval task are those of the rows, and a query's positives are relevant to it.
+
+    Raises:
+        ConfigError: The name is taken.
+    """
+    if rows is None:
+        return lambda function: _registered(function, retrieval)
+    return _registered(rows, retrieval)
+
+
+def _registered(rows: MakeRows, retrieval: Callable[[Role], RetrievalData] | None) -> MakeRows:
+    DATASETS.register(rows.__name__.replace("_", "-"), BuiltinSet(rows, retrieval), module=rows.__module__)
+    return rows
+
+
+def load_builtin(name: str, split: str) -> Rows:
+    """Return one split of a built-in set: train, dev (or val, validation) or test.
 
     Raises:
         DataError: There is no such set or split.
         MachineError: What the set is made from is not installed.
     """
-    role = _role(name, split)
-    return BUILTIN_SETS[name](role)
+    made, role = _find(name, split)
+    return made.rows(role)
 
 
 def load_builtin_retrieval(name: str, split: str) -> RetrievalData | None:
-    """Return one split of a built-in set as a retrieval task, or None when the set's records say all.
-
-    Args:
-        name: A key of `BUILTIN_SETS`.
-        split: train, dev (or val, validation) or test.
+    """Return one split of a built-in set as a retrieval task, or None when the set's rows say all.
 
     Raises:
         DataError: There is no such set or split.
     """
-    role = _role(name, split)
-    return BUILTIN_RETRIEVAL[name](role) if name in BUILTIN_RETRIEVAL else None
+    made, role = _find(name, split)
+    return None if made.retrieval is None else made.retrieval(role)
 
 
-def _role(name: str, split: str) -> Role:
-    if name not in BUILTIN_SETS:
-        msg = f"no built-in data set {name!r}{closest(name, BUILTIN_SETS)}; there are: {', '.join(BUILTIN_SETS)}"
+def _find(name: str, split: str) -> tuple[BuiltinSet, Role]:
+    if name not in DATASETS:
+        names = DATASETS.names()
+        msg = f"no built-in data set {name!r}{closest(name, names)}; there are: {', '.join(names)}"
         raise DataError(msg)
     role = role_of(split)
     if role is None:
         msg = f"builtin:{name} has no split {split!r}; it has: train, dev, test"
         raise DataError(msg)
-    return role
+    return DATASETS.load(name), role

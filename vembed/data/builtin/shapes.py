@@ -23,6 +23,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from vembed.batch import Image
+from vembed.data.builtin import BuiltinSet
 from vembed.data.builtin.drawing import BACKGROUNDS, COLOURS, SHAPES, SIZES, Spot, draw
 from vembed.data.images import content_name
 from vembed.data.problems import plural
@@ -259,3 +260,6 @@ def _caption(scene: Scene, choice: int) -> Caption:
 def _name(thing: Thing) -> str:
     words = f"{thing.size} {thing.colour}" if thing.size else thing.colour
     return f"{'an' if words[0] in 'aeiou' else 'a'} {words} {thing.shape}"
+
+
+SET = BuiltinSet(load, load_retrieval)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.batch import content_id
+from vembed.data.builtin import BuiltinSet
 from vembed.data.problems import plural
 from vembed.data.records import LoadedRecords, RecordWriter
 from vembed.data.splits import SPLIT_NAMES
@@ -168,3 +169,6 @@ def _role_of_file(file: str) -> Role:
     if bucket < 8:
         return "train"
     return "validation" if bucket == 8 else "test"
+
+
+SET = BuiltinSet(load)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vembed.gradcache.chunking import Chunk, ChunkBudget, plan_chunks
+from vembed.losses.base import MultiVectorLoss, MultiVectors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 def reference_step(
     pools: Sequence[Pool],
     structure: BatchStructure,
-    loss: ContrastiveLoss,
+    loss: ContrastiveLoss | MultiVectorLoss,
     *,
     budget: ChunkBudget | None = None,
 ) -> Tensor:
@@ -47,9 +49,15 @@ def reference_step(
         )
         for chunk in chunks:
             z = pool.encode(pool.collate(pool.features, chunk.rows, chunk.width))
-            for row, slot in enumerate(pool.slots[chunk.rows]):
-                rows[slot] = z[row]
-    z_NE = torch.stack([row for row in rows if row is not None])
-    value: Tensor = loss(z_NE[: structure.num_queries], z_NE[structure.num_queries :], structure)
+            counts = np.ones(len(chunk.rows), int) if pool.num_vectors is None else pool.num_vectors[chunk.rows]
+            for slot, own in zip(pool.slots[chunk.rows], z.split(counts.tolist()), strict=True):
+                rows[slot] = own
+    known = [row for row in rows if row is not None]
+    z_VE = torch.cat(known)
+    if isinstance(loss, MultiVectorLoss):
+        counts_N = np.array([len(row) for row in known])
+        value: Tensor = loss(*MultiVectors.sides(z_VE, counts_N, structure.num_queries), structure)
+    else:
+        value = loss(z_VE[: structure.num_queries], z_VE[structure.num_queries :], structure)
     value.backward()
     return value.detach()

@@ -1,0 +1,241 @@
+"""A stranger's encoders in one file: the one that CONTRIBUTING.md prints, and one of two vectors for each row."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+import vembed
+from vembed.batch import ContrastiveBatch, Features
+from vembed.config.keys.adapters import AdapterKeys
+from vembed.config.keys.model import ModelKeys
+from vembed.config.load import load_config
+from vembed.entrypoints.export import main as export
+from vembed.errors import ConfigError
+from vembed.gradcache.calls import Pool
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure, LossCommon
+from vembed.losses.registry import loss_facts
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
+from vembed.models.registry import load_encoder
+from vembed.registry import ENCODERS, LOSSES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vembed.models.encoder import Encoder
+
+ROOT = Path(vembed.__file__).parents[1]
+RECIPE = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Add a model")[2].partition("\n## ")[0]
+(CODE,) = re.findall(r"```python\n(.*?)```", RECIPE, flags=re.DOTALL)
+(SETTINGS,) = re.findall(r"```yaml\n(.*?)```", RECIPE, flags=re.DOTALL)
+
+SEVERAL = '''
+
+import numpy as np
+
+from vembed.losses.base import MultiVectorLoss
+
+
+@vembed.register_encoder
+class Pairs(Letters):
+    """Two vectors for each text."""
+
+    builtin = "pairs"
+    marker = "pairs.txt"
+    multi_vector = True
+
+    def __init__(self, name):
+        super().__init__(name)
+        self.table = nn.Embedding(256, 2 * self.dimension)
+
+    def num_vectors(self, features):
+        return np.full(len(features), 2)
+
+    def forward(self, inputs):
+        return unit(super().forward(inputs).view(-1, self.dimension))
+
+
+@vembed.register_loss
+class BestPair(MultiVectorLoss):
+    """Softmax over late-interaction scores."""
+
+    name = "best-pair"
+
+    def forward(self, q, d, structure):
+        """For each vector of the query the nearest of the document, summed."""
+        scores_QD = torch.stack(
+            [torch.stack([(one @ other.T).amax(dim=1).sum() for other in d.rows()]) for one in q.rows()]
+        )
+        queries_P, positives_P = structure.positives_P2.unbind(dim=1)
+        return (scores_QD.logsumexp(dim=1)[queries_P] - scores_QD[queries_P, positives_P]).mean()
+'''
+
+KINDS = {"letters": "infonce", "pairs": "best-pair"}
+"""The encoders, each with a loss."""
+
+TINY = {
+    "plugins": ["letters"], "data_path": "train.jsonl", "val_data_path": "train.jsonl", "torch_dtype": "float64",
+    "global_batch_size": 8, "gradient_cache_chunk_size": 3, "retain": 0, "epochs": 2, "learning_rate": 0.05,
+    "logging_steps": 1, "bm25": False, "report_to": "none",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with the plugin in it; what it registers is forgotten with it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for registry in (ENCODERS, LOSSES):
+        for table in ("_entries", "_plugins"):
+            monkeypatch.setattr(registry, table, dict(getattr(registry, table)))
+    (tmp_path / "letters.py").write_text(CODE + SEVERAL, "utf-8")
+    rows = [{"query": f"colour {number}", "positive": f"farbe {number} {'x' * (number % 5)}"} for number in range(32)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    yield tmp_path
+    sys.modules.pop("letters", None)
+
+
+def built(kind: str, **keys: Any) -> Encoder:
+    load_config(None, ["model_name=m", "plugins=[letters]"])
+    torch.manual_seed(0)
+    return load_encoder(ModelKeys(model_name=f"builtin:{kind}", **keys))
+
+
+def test_the_recipe_s_settings_are_valid_and_a_wrong_name_is_told_the_nearest(folder: Path) -> None:
+    (folder / "config.yaml").write_text(SETTINGS)
+    assert load_config(folder / "config.yaml").config.model_name == "builtin:letters"
+    with pytest.raises(ConfigError, match="no built-in model 'builtin:leters'; did you mean builtin:letters"):
+        load_encoder(ModelKeys(model_name="builtin:leters"))
+    with pytest.raises(ConfigError, match="builtin:letters has no use for max_seq_length; leave it out"):
+        built("letters", max_seq_length=32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_measured_without_data_on_fake_tensors(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    encoder = built(kind)
+    for target in (ProfileTarget("cpu"), ProfileTarget("cuda", torch.bfloat16)):
+        keys = ModelKeys(model_name=f"builtin:{kind}")
+        size = profile_model(keys, target, lora=AdapterKeys())
+        assert not size.estimated
+        assert size.num_parameters == sum(each.numel() for each in encoder.parameters())
+        assert (size.max_length, size.adapted) == (64, None)
+        [tower] = size.towers
+        assert tower.peak(8, 61, checkpointed=False) > 8 * 61 * encoder.dimension * 4
+    assert not caplog.records
+
+
+def test_one_that_reads_values_is_estimated_and_the_plan_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    letters = type(built("letters"))
+
+    @vembed.register_encoder
+    class Peeking(letters):  # type: ignore[valid-type, misc]
+        builtin = "peeking"
+
+        def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            assert inputs["lengths"].max().item() > 0
+            result: torch.Tensor = super().forward(inputs)
+            return result
+
+    assert profile_model(ModelKeys(model_name="builtin:peeking"), ProfileTarget("cpu")).estimated
+    assert "can't be run without memory (DataDependentOutputException" in caplog.text
+
+
+def test_a_class_that_no_name_means_is_refused() -> None:
+    letters = type(built("letters"))
+    nameless = type("Nameless", (letters,), {"builtin": "", "marker": ""})
+    with pytest.raises(ConfigError, match="encoder Nameless: no model name means it; state builtin, prefix or marker"):
+        vembed.register_encoder(nameless)
+
+
+def batch() -> ContrastiveBatch:
+    texts = [f"{'ab' * number} {number}" for number in range(6)]
+    return ContrastiveBatch(
+        queries=tuple(texts),
+        documents=tuple(text.upper() for text in texts),
+        positives_P2=np.array([(number, number) for number in range(6)]),
+        query_ids_Q=np.arange(6),
+        document_ids_D=np.arange(6) + 100,
+        record_ids=tuple(range(6)),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_gives_the_gradients_of_the_plain_step(kind: str) -> None:
+    whole, found = batch(), []
+    config = load_config(None, ["model_name=m", "plugins=[letters]", f"loss_type={KINDS[kind]}"]).config
+    for plain in (True, False):
+        encoder = built(kind, torch_dtype="float64")
+        loss: Any = loss_facts(KINDS[kind]).build(config.loss_keys(), LossCommon(torch.float64, 16, 64))
+        parts = encoder.featurize(whole.queries, "query"), encoder.featurize(whole.documents, "document")
+        features = Features.concat(parts)
+        pool = Pool(encoder, encoder.collate, features, np.arange(12), encoder.num_vectors(features))
+        structure = BatchStructure.of(whole)
+        if plain:
+            value = reference_step([pool], structure, loss).item()
+        else:
+            value = GradCacheEngine(loss, EngineOptions(ChunkBudget(3, 10**6), torch.device("cpu"))).step(
+                [pool], structure
+            ).loss  # fmt: skip
+        [gradient] = [each.grad for each in encoder.parameters()]
+        assert gradient is not None
+        found.append((value, gradient))
+    (expected, wanted), (value, gradient) = found
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert wanted.abs().max() > 1e-3
+    torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_it_trains_is_loaded_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    vembed.train({**TINY, "model_name": "builtin:letters", "output_dir": "out", "num_processes": 1})
+    losses = [json.loads(line)["loss"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    plan = json.loads((folder / "out" / "plan.json").read_text())
+    [line] = [reason for reason in plan["reasons"] if reason.startswith(f"plugins: letters ({folder / 'letters.py'})")]
+    assert "encoder letters" in line
+    assert "encoder pairs" in line
+    model = vembed.load("out")
+    assert model.encode(["colour 3"], side="query").shape == (1, 16)
+    assert export(["out", "--output", "exported"], program="vembed export") == 0
+    assert "vembed folder" in capsys.readouterr().out
+    again = vembed.load("exported")
+    np.testing.assert_array_equal(again.encode(["a"], side="query"), model.encode(["a"], side="query"))
+    assert export(["out", "--output", "other", "--format", "transformers"], program="vembed export") == 2
+    assert "no library but vembed runs" in capsys.readouterr().err
+
+
+def test_one_of_two_vectors_trains_alike_in_one_process_and_in_two(folder: Path) -> None:
+    keys = {**TINY, "model_name": "builtin:pairs", "loss_type": "best-pair"}
+    vembed.train({**keys, "output_dir": "out-1", "num_processes": 1})
+    (folder / "config.yaml").write_text(json.dumps({**keys, "output_dir": "out-2", "num_processes": 2}))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "run.py"), "config.yaml"]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses, scores = [], []
+    for output in (folder / "out-1", folder / "out-2"):
+        losses.append([json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()])
+        scores.append(json.loads((output / "evaluation" / "final" / "metrics.json").read_text())["metrics"]["ndcg@10"])
+    assert losses[0][-1] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-10)
+    assert scores[1] == pytest.approx(scores[0])
+    assert export(["out-1", "--output", "exported"], program="vembed export") == 0
+    assert (folder / "exported" / "pairs.txt").is_file()
+    with pytest.raises(ConfigError, match="several vectors"):
+        vembed.load("out-1").encode(["a"], side="query")
+    with pytest.raises(ConfigError, match="the model takes several vectors for each row and the loss takes one"):
+        vembed.train({**keys, "loss_type": "infonce", "output_dir": "out-3", "num_processes": 1})

@@ -33,15 +33,23 @@ def leaderboard(tree: Path, folder: Path) -> dict[str, Any]:
     for name, options in (("plain", []), ("variants", more)):
         printed = run_command(tree, folder, "vembed", *words, *options)
         board = folder / "board"
-        page = page_lines((board / "leaderboard.html").read_text("utf-8"), places)
+        page = page_lines(without_latency((board / "leaderboard.html").read_text("utf-8")), places)
         found[name] = {
-            "printed": text_lines(printed, places),
-            "markdown": text_lines((board / "leaderboard.md").read_text("utf-8"), places),
+            "printed": text_lines(without_latency(printed), places),
+            "markdown": text_lines(without_latency((board / "leaderboard.md").read_text("utf-8")), places),
             "json": without_measures(json.loads((board / "leaderboard.json").read_text("utf-8")), places),
             "page": page,
             "files": sorted(str(path.relative_to(board)) for path in board.rglob("*") if path.is_file()),
         }
     return found
+
+
+def without_latency(text: str) -> str:
+    """Return a leaderboard without the time of a query: the last cell of a row about a form of the vectors."""
+    text = re.sub(r'(data-label="ms per query"[^>]*>)[^<]*', r"\1#", text)
+    text = re.sub(r"^(\| \d+ \| .* \| )[\d.,e\u2212]+ \|$", r"\1# |", text, flags=re.MULTILINE)
+    before, head, rows = text.partition("ms/query")
+    return before + head + re.sub(r" +[\d.,e\u2212]+$", " #", rows, flags=re.MULTILINE)
 
 
 def search(tree: Path, folder: Path) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from test_report_samples import METRIC, STEPS, STYLE, VALUES, Page, page, result
 
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.markup import Html, element, escape, join
 from vembed.evaluation.report.write import render_html
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.evaluation.text import MINUS
@@ -97,26 +96,6 @@ def test_text_of_users_is_shown_literally_and_never_becomes_markup(text: str) ->
 def test_the_parser_of_these_tests_would_see_an_injected_element() -> None:
     shown = Page("<p>" + HOSTILE[1] + "</p>")
     assert shown.named("img") == [{"src": "x", "onerror": "alert(1)"}]
-
-
-def test_plain_text_is_escaped_wherever_it_meets_markup() -> None:
-    bold = element("b", "<i>")
-    assert bold == "<b>&lt;i&gt;</b>"
-    assert join([bold, "<i>"]) == "<b>&lt;i&gt;</b>&lt;i&gt;"
-    assert escape(bold + "<i>") == "<b>&lt;i&gt;</b>&lt;i&gt;"
-    assert element("p", "x", title='"><script>') == '<p title="&quot;&gt;&lt;script&gt;">x</p>'
-    assert isinstance(element("p", Html("&amp;")), Html)
-    assert element("p", Html("&amp;")) == "<p>&amp;</p>"
-
-
-def test_scripts_and_handlers_cant_be_built() -> None:
-    for attributes in ({"onclick": "x"}, {"style": "x"}, {"a b": "x"}):
-        with pytest.raises(ValueError, match="attribute"):
-            element("p", **attributes)
-    for name in ("script", "SCRIPT", "p onclick=x"):
-        with pytest.raises(ValueError, match="element"):
-            element(name)
-    assert element("p", aria_label="x", hidden=True, title=None) == '<p aria-label="x" hidden></p>'
 
 
 def test_control_characters_reordering_marks_and_lone_surrogates_are_shown_as_escapes() -> None:

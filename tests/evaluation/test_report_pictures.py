@@ -19,7 +19,6 @@ from vembed.data.images import ImageLimits
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.report import pictures
 from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.markup import element
 from vembed.evaluation.report.pictures import Thumbnails, picture_name
 from vembed.evaluation.report.write import render_html, render_markdown, write_report
 from vembed.evaluation.significance import verdict
@@ -291,13 +290,6 @@ def test_what_a_picture_is_relevant_to_stays_inert_in_its_alternative_text(
     for attributes in shown.named("img"):
         assert attributes.keys() == {"src", "alt", "width", "height"}
         assert (attributes["alt"] or "").endswith(f", relevant to: {' '.join(text.split())}")
-
-
-def test_only_a_picture_itself_can_be_a_source() -> None:
-    for source in ("https://x.example/a.png", "a.png", "data:image/svg+xml;base64,AAAA", f"{URI}AAAA x", "", True):
-        with pytest.raises(ValueError, match="not an address"):
-            element("img", src=source)
-    assert element("img", src=f"{URI}AAAA", alt="<b>") == f'<img src="{URI}AAAA" alt="&lt;b&gt;">'
 
 
 def test_the_page_may_load_pictures_from_nowhere_but_itself(plain: Page) -> None:

@@ -65,7 +65,6 @@ def draw_cost(
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.margins(x=0.08, y=0.12)
-        axes.grid(axis="y")
         return inline_svg(figure, name=name, label=label)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
 from vembed.evaluation.text import number_text, signed_text
 
@@ -67,6 +67,8 @@ SETTINGS: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.left": False,
     "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
     "xtick.color": LINE,
     "ytick.color": LINE,
     "xtick.labelcolor": INK,
@@ -76,6 +78,8 @@ SETTINGS: dict[Any, Any] = {
     "ytick.minor.size": 0.0,
     "grid.color": LINE,
     "grid.linewidth": 0.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9.0,
     "figure.facecolor": "none",
     "lines.linewidth": 1.6,
 }
@@ -126,7 +130,6 @@ def draw_curve(
         else:
             _scale(axes, values_N)
         _step_axis(axes)
-        axes.grid(axis="y")
         return inline_svg(figure, name=name, label=label)
 
 
@@ -174,13 +177,10 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Markup:
         axes.bar(edges[:half], counts[:half], width * 0.86, align="edge", color=WORSE, linewidth=0)
         axes.bar(edges[half:-1] + width * 0.14, counts[half:], width * 0.86, align="edge", color=BETTER, linewidth=0)
         axes.axvline(0.0, color=INK, linewidth=0.8)
-        axes.set_xlim(-reach * 1.03, reach * 1.03)
-        axes.set_xlabel("final minus baseline")
-        axes.set_ylabel("queries")
+        axes.set(xlim=(-reach * 1.03, reach * 1.03), xlabel="final minus baseline", ylabel="queries")
         axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed_text(value, 2)))
         _ticks(axes.yaxis, MaxNLocator(4, integer=True))
-        axes.grid(axis="y")
         return inline_svg(figure, name="histogram", label=label)
 
 
@@ -191,23 +191,15 @@ def draw_recall(recalls_K: Mapping[str, NDArray[np.float64]], *, name: str, labe
         count = max(map(len, recalls_K.values()))
         for system in sorted(recalls_K, key=list(looks).index):
             colour, dashes, width = looks[system]
-            look: dict[str, Any] = {
-                "color": colour,
-                "linestyle": dashes,
-                "linewidth": width,
-                "marker": "o" if count == 1 else "",
-            }
-            axes.plot(np.arange(1, count + 1), recalls_K[system], label=system, **look)
+            (line,) = axes.plot(np.arange(1, count + 1), recalls_K[system], dashes, label=system)
+            line.set(color=colour, linewidth=width, marker="o" if count == 1 else "")
         axes.set_xscale("log")
         axes.set_xticks([cut for cut in RECALL_TICKS if cut <= count])
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
-        axes.set_ylim(0.0, 1.03)
-        axes.set_yticks([0.0, 0.25, 0.5, 0.75, 1.0])
-        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
-        axes.set_xlabel("k, documents looked at")
-        axes.grid(axis="y")
-        axes.legend(frameon=False, fontsize=9.0, loc="best")
+        axes.set(ylim=(0.0, 1.03), xlabel="k, documents looked at")
+        _ticks(axes.yaxis, FixedLocator([0.0, 0.25, 0.5, 0.75, 1.0]))
+        axes.legend(loc="best")
         return inline_svg(figure, name=name, label=label)
 
 
@@ -230,14 +222,11 @@ def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) ->
                 axes.stairs(shares, edges, fill=True, color=BETTER, alpha=0.75, label=name)
             else:
                 axes.stairs(shares, edges, color=WORSE, linewidth=1.6, linestyle="-", label=name)
-        axes.set_xlim(low, high)
         axes.set_ylim(bottom=0.0)
-        axes.set_xlabel("score")
-        axes.set_ylabel("% of the group")
+        axes.set(xlim=(low, high), xlabel="score", ylabel="% of the group")
         _ticks(axes.xaxis, MaxNLocator(6))
         _ticks(axes.yaxis, MaxNLocator(4))
-        axes.grid(axis="y")
-        axes.legend(frameon=False, fontsize=9.0, loc="best")
+        axes.legend(loc="best")
         return inline_svg(figure, name=f"scores-{split.label}", label=label)
 
 
@@ -261,16 +250,15 @@ def draw_time_split(split: TimeSplit, *, label: str) -> Markup:
         below_N = np.zeros(len(steps_N))
         for part in split.parts:
             colour, alpha = PART_LOOKS[part.key]
-            look: dict[str, Any] = {"color": colour, "alpha": alpha, "linewidth": 0, "label": part.name}
-            axes.bar(steps_N, part.course_N, width, bottom=below_N, **look)
+            bars = axes.bar(steps_N, part.course_N, width, bottom=below_N, color=colour, linewidth=0, label=part.name)
+            for bar in bars:
+                bar.set_alpha(alpha)
             below_N = below_N + part.course_N
-        axes.set_xlim(float(steps_N[0]) - width / 2, float(steps_N[-1]) + width / 2)
+        axes.set(xlim=(float(steps_N[0]) - width / 2, float(steps_N[-1]) + width / 2), ylabel="seconds")
         _step_axis(axes)
-        axes.set_ylabel("seconds")
         _ticks(axes.yaxis, MaxNLocator(4))
-        axes.grid(axis="y")
         handles, names = axes.get_legend_handles_labels()
-        figure.legend(handles[::-1], names[::-1], frameon=False, fontsize=9.0, loc="outside lower center", ncols=2)
+        figure.legend(handles[::-1], names[::-1], loc="outside lower center", ncols=2)
         return inline_svg(figure, name="time", label=label)
 
 

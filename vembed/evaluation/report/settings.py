@@ -9,8 +9,6 @@ from vembed.evaluation.pages import Table
 from vembed.evaluation.text import clip, one_line, value_text
 
 Record: TypeAlias = Mapping[str, str]
-
-
 PlanParts: TypeAlias = tuple[tuple[str, ...], tuple[tuple[str, str], ...], tuple[tuple[str, tuple[Record, ...]], ...]]
 
 
@@ -22,13 +20,14 @@ def plan_parts(plan: Mapping[str, object]) -> PlanParts:
     reasons: tuple[str, ...] = ()
     settings, tables = [], []
     for key, value in plan.items():
+        listed = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
+        entries = [value] if listed is None else list(listed)
+        records = [_flat(entry) for entry in entries if isinstance(entry, Mapping)]
+        texts = [{key: entry} for entry in entries if isinstance(entry, str)]
         if key == "reasons":
-            reasons = (value,) if isinstance(value, str) else _texts(value)
-        elif _is_records(value):
-            assert isinstance(value, Sequence)
-            tables.append((key, tuple(_flat(record) for record in value)))
-        elif _is_texts(value):
-            tables.append((key, tuple({key: text} for text in _texts(value))))
+            reasons = tuple(value_text("", entry) for entry in entries)
+        elif listed and len(entries) in {len(records), len(texts)}:
+            tables.append((key, tuple(records or texts)))
         else:
             settings.append((key, value_text(key, value)))
     return reasons, tuple(settings), tuple(tables)
@@ -60,30 +59,6 @@ def records_table(records: Sequence[Record], *, characters: int, chosen: str | N
     )
 
 
-def _texts(value: object) -> tuple[str, ...]:
-    """Return the entries of a list as texts."""
-    if isinstance(value, Sequence):
-        return tuple(value_text("", entry) for entry in value)
-    return (value_text("", value),)
-
-
-def _is_records(value: object) -> bool:
-    """Return whether a value is a list of mappings."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
-    return is_list and all(isinstance(entry, Mapping) for entry in value)  # type: ignore[attr-defined]
-
-
-def _is_texts(value: object) -> bool:
-    """Return whether a value is a list of texts."""
-    is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
-    return is_list and all(isinstance(entry, str) for entry in value)  # type: ignore[attr-defined]
-
-
-def _cell(key: str, value: object) -> str:
-    """Return a value of a record; in a table of many, a yes is easier to find than a true."""
-    return ("yes" if value else "no") if isinstance(value, bool) else value_text(key, value)
-
-
 def _flat(record: Mapping[str, object]) -> Record:
     """Return a record with nested mappings spread over columns; parts of a "bytes..." mapping are bytes."""
     cells: dict[str, str] = {}
@@ -92,6 +67,8 @@ def _flat(record: Mapping[str, object]) -> Record:
             is_bytes = "bytes" in str(key)
             for inner, entry in value.items():
                 cells[str(inner)] = value_text("bytes" if is_bytes else str(inner), entry)
+        elif isinstance(value, bool):
+            cells[str(key)] = "yes" if value else "no"  # in a table of many easier to find than a true
         else:
-            cells[str(key)] = _cell(str(key), value)
+            cells[str(key)] = value_text(str(key), value)
     return cells

@@ -99,7 +99,6 @@ def draw_curve(
     """Draw one curve over the steps.
 
     Args:
-        curve: What to draw.
         name: Prefix of the ids in the drawing: a word of ours, another one for each drawing of a page.
         label: What a screen reader says in place of the drawing.
         marked_step: Step of a point that gets a large mark and a line down to its step.
@@ -209,7 +208,6 @@ def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) ->
     Args:
         split: The scores, at least one of them.
         reach: Lowest and highest score of the axis, the same for every drawing that is compared.
-        label: What a screen reader says in place of the drawing.
     """
     low, high = reach if reach[1] > reach[0] else (reach[0] - 0.5, reach[1] + 0.5)
     edges = np.linspace(low, high, BARS + 1)

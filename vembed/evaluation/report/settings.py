@@ -37,7 +37,6 @@ def records_table(records: Sequence[Record], *, characters: int, chosen: str | N
     """Return records as a table whose columns stand in the order in which they first appear.
 
     Args:
-        records: What to show.
         characters: At which length a value is cut.
         chosen: Marks the records that have it as their "strategy", by a word and a class.
     """

@@ -20,7 +20,7 @@ from vembed.data.python_inputs import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.models.identity import ModelIdentity, identify
+from vembed.models.fingerprint import ModelIdentity, identify
 from vembed.models.registry import is_builtin, load_encoder
 from vembed.training.output import MARKS, OutputFolder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
@@ -178,3 +179,13 @@ def value_text(key: str, value: object) -> str:
     if isinstance(simple, list) and simple and not any(isinstance(entry, (dict, list)) for entry in simple):
         return ", ".join(value_text(key, entry) for entry in simple)
     return simple if isinstance(simple, str) else json.dumps(simple, ensure_ascii=False)
+
+
+def columns_of(text: str) -> int:
+    """Return the columns that a terminal gives a text: East Asian characters take two, combining ones none."""
+    return sum(
+        0
+        if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf")
+        else 1 + (unicodedata.east_asian_width(character) in "WF")
+        for character in text
+    )

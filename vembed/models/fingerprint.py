@@ -1,16 +1,44 @@
-"""Hash weights: what tells one model from another, whatever file it was read from."""
+"""What tells one model from another: a hash of its weights, and what else its vectors depend on."""
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor
+
+    from vembed.batch import Side
+    from vembed.models.encoder import Encoder, Similarity
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """A model as an index of its vectors remembers it."""
+
+    name: str  # what it was loaded by: a hub id, or the absolute path of a folder
+    weights_sha256: str  # `tensors_sha256` of its encoder's state, in the order of the names
+    dimension: int
+    similarity: Similarity
+    prompts: Mapping[Side, str]
+    max_length: int | None  # longest input in tokens, None where there is no limit
+
+
+def identify(encoder: Encoder, *, name: str) -> ModelIdentity:
+    """Return the identity of an encoder, on any device; its weights are read once."""
+    return ModelIdentity(
+        name=name,
+        weights_sha256=tensors_sha256(sorted(encoder.state_dict().items())),
+        dimension=encoder.dimension,
+        similarity=encoder.similarity,
+        prompts=encoder.prompts,
+        max_length=encoder.max_length,
+    )
 
 
 def tensors_sha256(tensors: Iterable[tuple[str, Tensor]], *, sampled_values: int | None = None) -> str:

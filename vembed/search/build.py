@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Side
     from vembed.data.corpus import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder
-    from vembed.models.identity import ModelIdentity
+    from vembed.models.fingerprint import ModelIdentity
 
 _log = logging.getLogger(__name__)
 

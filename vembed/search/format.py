@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import vembed
 from vembed.errors import DataError
-from vembed.models.identity import ModelIdentity
+from vembed.models.fingerprint import ModelIdentity
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

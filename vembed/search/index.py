@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.models.identity import ModelIdentity
+    from vembed.models.fingerprint import ModelIdentity
 
 BLOCK_BYTES = 1 << 24
 LEAST_AGREEMENT = 0.98

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import unicodedata
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.text import one_line
+from vembed.evaluation.text import columns_of, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,15 +38,9 @@ def clip_to_width(text: str, width: int) -> str:
     columns = 0
     fits = 0
     for number, character in enumerate(text):
-        columns += _columns(character)
+        columns += columns_of(character)
         if columns > width:
             return text[:fits].rstrip() + ELLIPSIS
         if columns <= width - 1:
             fits = number + 1
     return text
-
-
-def _columns(character: str) -> int:
-    if unicodedata.combining(character) or unicodedata.category(character) in ("Mn", "Me", "Cf"):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import unicodedata
 from typing import TYPE_CHECKING
 
 from vembed.evaluation.leaderboard.text import LEGEND, cell_text, mean_cells, milliseconds, size, sum_cells
-from vembed.evaluation.text import clip, metric_text
+from vembed.evaluation.text import clip, columns_of, metric_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,20 +55,12 @@ def render_terminal(board: Board) -> str:
 
 def _aligned(rows: Sequence[Sequence[str]], *, left: set[int]) -> str:
     """Return rows as lines of columns, two spaces apart, numbers at the right."""
-    widths = [max(_width(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(columns_of(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:
         cells = []
         for column, (text, width) in enumerate(zip(row, widths, strict=True)):
-            room = " " * (width - _width(text))
+            room = " " * (width - columns_of(text))
             cells.append(text + room if column in left else room + text)
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def _width(text: str) -> int:
-    """Return the columns that a terminal gives a text: wide characters take two, combining ones none."""
-    return sum(
-        0 if unicodedata.combining(character) else 1 + (unicodedata.east_asian_width(character) in "WF")
-        for character in text
-    )

@@ -59,14 +59,7 @@ PADS_TEXTS = {"clip": False, "siglip": True, "siglip2": True}
 
 
 class DualEncoder(TwoTowers):
-    """CLIP or SigLIP.
-
-    Args:
-        name: What it was loaded by.
-        model: Both towers with their projections.
-        tokenizer: Makes the inputs of one.
-        image_processor: Makes the inputs of the other.
-    """
+    """CLIP or SigLIP."""
 
     marker = "config.json"
     reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})

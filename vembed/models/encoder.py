@@ -85,7 +85,6 @@ class Encoder(nn.Module, ABC):
         """Build an encoder, with the weights of its files where there are any.
 
         Args:
-            files: The model's name, what the user said about it, and its files.
             texts: Training texts, for a class that trains a tokenizer. The plan builds encoders without any.
 
         Raises:
@@ -143,12 +142,7 @@ class Encoder(nn.Module, ABC):
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts (prompts added, over-long ones cut and counted) or decode and resize pictures.
 
-        Args:
-            items: n items of one modality.
-            side: Whether they are queries or documents.
-
-        Returns:
-            Ragged features of n rows.
+        All items are of one modality; each becomes a row.
         """
 
     @abstractmethod

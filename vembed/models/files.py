@@ -40,30 +40,17 @@ PICTURE_SIDE = 224
 
 
 class ModelFiles:
-    """A model by its name: what the user said about it, and its files.
-
-    Args:
-        keys: What the user said.
-        load_in_4bit: Hold the weights of linear layers in 4 bits.
-
-    Attributes:
-        name: Hub id, folder, or another name that a family of models takes.
-        folder: The folder of that name, None where there is none.
-        dtype: Type of the weights.
-        device: Where parameters are made.
-        has_weights: Whether weights are read; else parameters stay as they are made.
-        shape: Config of the model, of a name that is a JSON file with nothing else.
-    """
+    """A model by its name: what the user said about it, and its files."""
 
     def __init__(self, keys: ModelKeys, *, load_in_4bit: bool = False) -> None:
         self.keys = keys
-        self.load_in_4bit = load_in_4bit
-        self.name = keys.model_name
+        self.load_in_4bit = load_in_4bit  # the weights of linear layers
+        self.name = keys.model_name  # hub id, folder, or another name that a family of models takes
         self.folder = Path(self.name) if Path(self.name).is_dir() else None
         self.dtype = DTYPES[keys.torch_dtype]
-        self.device = torch.device("cpu")
-        self.has_weights = True
-        self.shape: Mapping[str, Any] = {}
+        self.device = torch.device("cpu")  # where parameters are made
+        self.has_weights = True  # whether weights are read; else parameters stay as they are made
+        self.shape: Mapping[str, Any] = {}  # the config of a model of which there is nothing else
         self._once: dict[str, Any] = {}
 
     def in_folder(self, file: str) -> bool:
@@ -89,6 +76,24 @@ class ModelFiles:
         except (OSError, ValueError) as error:
             raise self._unreachable(error) from error
         return None if found is None else Path(found)
+
+    def read_json(self, file: str, kind: type[dict[str, Any]] | type[list[Any]] = dict) -> Any:
+        """Return what one of the model's JSON files holds; an empty object or list where there is no such file.
+
+        Raises:
+            ConfigError: It is broken, or holds something else.
+        """
+        path = self.read(file)
+        if path is None:
+            return kind()
+        try:
+            loaded = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is broken: {error}") from error
+        if not isinstance(loaded, kind):
+            wanted = "an object" if kind is dict else "a list"
+            raise ConfigError(f"{path} must hold {wanted}, and holds a {type(loaded).__name__}")
+        return loaded
 
     def load_weights(self, module: nn.Module, file: str = WEIGHTS_FILE) -> None:
         """Load what `save_weights` wrote; nothing where the model starts from scratch or no weights are wanted."""

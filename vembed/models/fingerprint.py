@@ -45,7 +45,6 @@ def tensors_sha256(tensors: Iterable[tuple[str, Tensor]], *, sampled_values: int
     """Return the SHA-256 (hex) over name, type, shape and bytes of tensors, the same on every device.
 
     Args:
-        tensors: Name and tensor, in an order that means the same every time.
         sampled_values: Hash an even sample of about so many values of each tensor instead of all of them.
     """
     digest = hashlib.sha256()

@@ -119,8 +119,6 @@ class OpenClipEncoder(TwoTowers):
     """A text tower and an image tower that end in one space.
 
     Args:
-        name: What it was loaded by.
-        model: Both towers with their projections.
         tokenizer: Turns texts into ids of the context length.
         preprocess: Turns a picture into a tensor (3, side, side).
         config: The model_cfg that builds the model.

@@ -47,9 +47,7 @@ def process_pictures(
     """Decode pictures and process them, block by block.
 
     Args:
-        images: n pictures, at least one.
         process: Turns decoded pictures, in RGB, into arrays by name, each (number of pictures, ...).
-        limits: What a picture may be.
 
     Returns:
         The arrays of all pictures, (n, ...), in the order given.
@@ -75,7 +73,6 @@ def picture_lengths(pixel_values: NDArray[Any], patch_size: int) -> NDArray[np.i
 
     Args:
         pixel_values: Pictures (n, 3, height, width), or already cut into patches (n, patches, values).
-        patch_size: Side of a patch, in pixels.
     """
     if pixel_values.ndim == 3:
         patches = pixel_values.shape[1]
@@ -89,7 +86,6 @@ def own_lengths(arrays: Mapping[str, NDArray[Any]], patch_size: int) -> NDArray[
 
     Args:
         arrays: What the processor made of n pictures; with a mask of patches where it padded them to one number.
-        patch_size: Side of a patch, in pixels.
     """
     if PATCH_MASK not in arrays:
         return picture_lengths(arrays["pixel_values"], patch_size)

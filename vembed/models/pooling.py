@@ -31,9 +31,7 @@ def pool(hidden_RTH: Tensor, mask_RT: Tensor, modes: Sequence[PoolingMode]) -> T
     """Pool the tokens that the mask names; several modes are concatenated.
 
     Args:
-        hidden_RTH: Token embeddings, in any floating type.
         mask_RT: True for the tokens that count. They may be padded left or right; every row has at least one.
-        modes: One mode or several.
 
     Returns:
         (R, len(modes) * H), at least float32.

@@ -62,7 +62,6 @@ def token_inputs(longest: int, *, padded: bool = False, masked: bool = False) ->
     """Return rows of token ids, as most text towers take them.
 
     Args:
-        longest: Most tokens of a text.
         padded: Whether every text is padded to that length.
         masked: Whether a mask goes with them: rows of a chunk are seldom all of one length.
     """

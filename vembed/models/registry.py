@@ -72,10 +72,7 @@ def load_encoder(
     """Load or build an encoder, on the CPU.
 
     Args:
-        keys: What the user said about the model.
         texts: Training texts, read only by models that train a tokenizer.
-        image_limits: What a picture may be.
-        load_in_4bit: Hold the weights of linear layers in 4 bits.
 
     Raises:
         ConfigError: There is no such model, or it needs what isn't allowed.

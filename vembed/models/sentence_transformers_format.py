@@ -16,15 +16,17 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from vembed.errors import ConfigError
-from vembed.models.files import save_weights
+from vembed.models.files import WEIGHTS_FILE, save_weights
 from vembed.models.pooling import POOLING_MODES, PoolingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from vembed.batch import Side
+    from vembed.models.files import ModelFiles
     from vembed.models.text import TextEncoder
+
+MODULES_FILE = "modules.json"
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {
     "torch.nn.modules.activation.Tanh": nn.Tanh,
@@ -91,25 +93,21 @@ class SentenceTransformersFolder:
     lower_case: bool  # whether texts are lower-cased first
 
 
-def read_sentence_transformers(read: Callable[[str], Path | None], name: str) -> SentenceTransformersFolder | None:
+def read_sentence_transformers(files: ModelFiles) -> SentenceTransformersFolder | None:
     """Read the description of a sentence-transformers model; None when it has no modules.json.
-
-    Args:
-        read: Gives the local path of one of the model's files, or None when it has no such file.
-        name: The model, for messages.
 
     Raises:
         ConfigError: It has a module or a pooling that isn't understood.
     """
-    modules_file = read("modules.json")
-    if modules_file is None:
+    if files.read(MODULES_FILE) is None:
         return None
-    paths = _module_paths(_parse_json(modules_file), name)
+    name = files.name
+    paths = _module_paths(files.read_json(MODULES_FILE, list), name)
     transformer_path = paths["Transformer"][0]
-    pooling, include_prompt = _read_pooling(_read_json(read, f"{paths['Pooling'][0]}/config.json"), name)
+    pooling, include_prompt = _read_pooling(files.read_json(f"{paths['Pooling'][0]}/config.json"), name)
     prefix = f"{transformer_path}/" if transformer_path else ""
-    transformer = _read_transformer(read, prefix, name)
-    general = _read_json(read, "config_sentence_transformers.json")
+    transformer = _read_transformer(files, prefix)
+    general = files.read_json("config_sentence_transformers.json")
     return SentenceTransformersFolder(
         transformer_path=transformer_path,
         pooling=pooling,
@@ -122,21 +120,6 @@ def read_sentence_transformers(read: Callable[[str], Path | None], name: str) ->
     )
 
 
-def _read_json(read: Callable[[str], Path | None], file: str) -> dict[str, Any]:
-    path = read(file)
-    loaded = {} if path is None else _parse_json(path)
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{path} must hold an object, and holds a {type(loaded).__name__}")
-    return loaded
-
-
-def _parse_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is broken: {error}") from error
-
-
 def _is_cosine(config: dict[str, Any], name: str) -> bool:
     """Return whether embeddings that no Normalize module normalises are compared by their angle."""
     similarity = config.get("similarity_fn_name") or "cosine"
@@ -147,15 +130,15 @@ def _is_cosine(config: dict[str, Any], name: str) -> bool:
     raise ConfigError(f"{name} is compared by {similarity} distance; vembed knows cosine and the dot product")
 
 
-def _read_transformer(read: Callable[[str], Path | None], prefix: str, name: str) -> dict[str, Any]:
+def _read_transformer(files: ModelFiles, prefix: str) -> dict[str, Any]:
     """Return the settings of the Transformer module; refuse those that vembed doesn't follow."""
-    file = next((file for file in TRANSFORMER_FILES if read(prefix + file) is not None), TRANSFORMER_FILES[0])
-    config = _read_json(read, prefix + file)
+    file = next((file for file in TRANSFORMER_FILES if files.read(prefix + file) is not None), TRANSFORMER_FILES[0])
+    config: dict[str, Any] = files.read_json(prefix + file)
     for key, harmless in TRANSFORMER_DEFAULTS.items():
         if config.get(key) not in harmless:
             raise ConfigError(
-                f"{name}: {prefix}{file} sets {key} to {config[key]!r}, which vembed doesn't follow. Leaving it out "
-                f"would give other vectors."
+                f"{files.name}: {prefix}{file} sets {key} to {config[key]!r}, which vembed doesn't follow. Leaving it "
+                f"out would give other vectors."
             )
     return config
 
@@ -211,23 +194,25 @@ def _side_prompt(prompts: dict[str, str], names: tuple[str, ...], default: str) 
     return next((prompt for prompt in named if prompt), "" if named else default)
 
 
-def load_dense(read: Callable[[str], Path | None], path: str, name: str) -> Dense:
+def load_dense(files: ModelFiles, path: str) -> Dense:
     """Load a Dense layer with its weights.
 
     Raises:
         ConfigError: When its activation or form isn't known, or its weights aren't safetensors.
     """
-    config = _read_json(read, f"{path}/config.json")
+    config = files.read_json(f"{path}/config.json")
     activation = ACTIVATIONS.get(str(config.get("activation_function")))
     names = (config.get("module_input_name"), config.get("module_output_name"))
     if not {*names} <= {None, "sentence_embedding"}:
-        raise ConfigError(f"{name}: {path} maps {names[0]} to {names[1]}; only sentence_embedding to itself is known")
+        raise ConfigError(
+            f"{files.name}: {path} maps {names[0]} to {names[1]}; only sentence_embedding to itself is known"
+        )
     if activation is None or config.get("use_residual"):
         form = "a residual connection" if config.get("use_residual") else f"{config.get('activation_function')}"
-        raise ConfigError(f"{name}: {path} uses {form}; known activations: {', '.join(ACTIVATIONS)}")
-    weights = read(f"{path}/model.safetensors")
+        raise ConfigError(f"{files.name}: {path} uses {form}; known activations: {', '.join(ACTIVATIONS)}")
+    weights = files.read(f"{path}/{WEIGHTS_FILE}")
     if weights is None:
-        raise ConfigError(f"{name}: {path} has no model.safetensors; convert its pickled weights first")
+        raise ConfigError(f"{files.name}: {path} has no model.safetensors; convert its pickled weights first")
     layer = Dense(config["in_features"], config["out_features"], bias=config.get("bias", True), activation=activation())
     layer.load_state_dict(safetensors.torch.load_file(weights))
     return layer

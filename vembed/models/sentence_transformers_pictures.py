@@ -10,19 +10,17 @@ says anything else than vembed would run is refused.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
-from vembed.models.sentence_transformers_format import write_json
+from vembed.models.sentence_transformers_format import MODULES_FILE, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.models.files import ModelFiles
 
-MODULES_FILE = "modules.json"
 TRANSFORMER_FILE = "sentence_bert_config.json"
 GENERAL_FILE = "config_sentence_transformers.json"
 MODULE_PREFIX = "sentence_transformers.models."
@@ -62,13 +60,7 @@ class Pipeline:
 
 
 def write_picture_pipeline(pipeline: Pipeline, dimension: int, folder: Path) -> None:
-    """Make a folder of transformers one that sentence-transformers (5.4 and later) loads too.
-
-    Args:
-        pipeline: What that library must do.
-        dimension: E.
-        folder: The folder.
-    """
+    """Make a folder of transformers one that sentence-transformers (5.4 and later) loads too."""
     write_json(folder / TRANSFORMER_FILE, pipeline.transformer_config())
     prompts = {"query": "", "document": ""}
     general = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
@@ -90,7 +82,7 @@ def write_picture_pipeline(pipeline: Pipeline, dimension: int, folder: Path) -> 
 def model_type_of(files: ModelFiles) -> str:
     """Return the model_type of config.json; "" where sentence-transformers keeps its transformer in a subfolder."""
     if files.read(MODULES_FILE) is not None:
-        modules = _read_json(files, MODULES_FILE)
+        modules = files.read_json(MODULES_FILE, list)
         first = modules[0] if modules else None
         if not isinstance(first, dict) or first.get("path") or not str(first.get("type")).endswith(".Transformer"):
             return ""
@@ -101,7 +93,6 @@ def refuse_other_pipeline(expected: Pipeline, files: ModelFiles) -> None:
     """Refuse a folder of sentence-transformers that describes other vectors than vembed gives.
 
     Args:
-        expected: What it should describe.
         files: The folder; any other one is fine.
 
     Raises:
@@ -109,13 +100,10 @@ def refuse_other_pipeline(expected: Pipeline, files: ModelFiles) -> None:
     """
     if files.read(MODULES_FILE) is None:
         return
-    modules = _read_json(files, MODULES_FILE)
-    assert isinstance(modules, list)
+    modules = files.read_json(MODULES_FILE, list)
     kinds = tuple(str(module["type"]).rpartition(".")[2] for module in modules)
-    transformer = _read_json(files, TRANSFORMER_FILE)
-    general = _read_json(files, GENERAL_FILE)
-    assert isinstance(transformer, dict)
-    assert isinstance(general, dict)
+    transformer = files.read_json(TRANSFORMER_FILE)
+    general = files.read_json(GENERAL_FILE)
     found: dict[str, tuple[object, object]] = {}
     # Without a Normalize, vectors that are compared by their angle are the same.
     is_cosine = general.get("similarity_fn_name") in (None, "cosine")
@@ -123,8 +111,7 @@ def refuse_other_pipeline(expected: Pipeline, files: ModelFiles) -> None:
     found[f"the modules of {MODULES_FILE}"] = (kinds, wanted)
     if expected.pooling:
         path = next((module["path"] for module in modules if str(module["type"]).endswith(".Pooling")), "")
-        pooling = _read_json(files, f"{path}/config.json")
-        assert isinstance(pooling, dict)
+        pooling = files.read_json(f"{path}/config.json")
         found["pooling_mode"] = (pooling.get("pooling_mode"), expected.pooling)
     own = expected.transformer_config()
     for key in ("modality_config", "module_output_name"):
@@ -143,18 +130,3 @@ def refuse_other_pipeline(expected: Pipeline, files: ModelFiles) -> None:
                 f"{files.name}: {what} say {there!r}, and vembed runs {here!r} for this family. Ignoring that "
                 f"would give other vectors"
             )
-
-
-def _read_json(files: ModelFiles, file: str) -> Any:
-    """Return what a file of a model holds, an empty object where there is no such file."""
-    path = files.read(file)
-    if path is None:
-        return {}
-    try:
-        loaded = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is broken: {error}") from error
-    wanted = list if file == MODULES_FILE else dict
-    if not isinstance(loaded, wanted):
-        raise ConfigError(f"{path} must hold a {wanted.__name__}, and holds a {type(loaded).__name__}")
-    return loaded

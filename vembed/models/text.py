@@ -72,11 +72,7 @@ class TextEncoder(Encoder):
     """A transformer for texts.
 
     Args:
-        name: What it was loaded by.
         backbone: The transformer, returning `last_hidden_state`.
-        tokenizer: Its tokenizer; it must have a pad token.
-        spec: Pooling, length, prompts.
-        dense: Layers behind the pooling.
     """
 
     marker = "config.json"
@@ -116,17 +112,14 @@ class TextEncoder(Encoder):
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> TextEncoder:  # noqa: ARG003
         """Load a transformer and everything around it."""
-        described = read_sentence_transformers(files.read, files.name)
+        described = read_sentence_transformers(files)
         subfolder = described.transformer_path if described is not None else ""
         config = files.config(subfolder)
         tokenizer = files.tokenizer(subfolder)
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
         spec = _spec(files.keys, described, config, tokenizer)
         # The backbone has its type from loading; .to would also round the rotary frequencies, which stay float32.
-        dense = [
-            load_dense(files.read, path, files.name).to(files.dtype)
-            for path in (described.dense_paths if described else ())
-        ]
+        dense = [load_dense(files, path).to(files.dtype) for path in (described.dense_paths if described else ())]
         _check_dense(dense, backbone, spec, files.name)
         return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, dense=dense)
 
@@ -330,13 +323,7 @@ class TextEncoder(Encoder):
 
 
 def count_truncated(encoded: BatchEncoding, lengths: NDArray[np.int64], max_length: int) -> int:
-    """Return how many of n texts a tokenizer cut.
-
-    Args:
-        encoded: What it made of them, without padding.
-        lengths: Tokens of each, (n,).
-        max_length: Where it cut.
-    """
+    """Return how many of n texts a tokenizer cut."""
     if encoded.encodings is not None:
         return sum(bool(encoding.overflowing) for encoding in encoded.encodings)
     # A tokenizer in Python doesn't say what it cut: texts of just the full length count too.

@@ -42,8 +42,6 @@ def find_layers(encoder: nn.Module, parts: Sequence[str], *, depth: int | None) 
     """Return the name of the list of layers among some parts: the longest list of modules of one class.
 
     Args:
-        encoder: What holds the parts.
-        parts: Where to look.
         depth: How many layers there are, where the model's files say so; a list of another length is none of layers.
     """
     longest, found = 0, None
@@ -68,9 +66,6 @@ def find_tower(
     """Return a tower whose modules are registered in the order in which they run, as transformers' are.
 
     Args:
-        encoder: What holds the tower.
-        name: Which one it is.
-        parts: What it consists of.
         projection: What maps it to the embedding space; names that hold no parameter are left out.
         depth: How many layers it has, where the model's files say so.
         period: Layers after which their kinds come again; 0 where they don't.
@@ -100,7 +95,6 @@ def copy_modules(module: nn.Module, lengths: Mapping[str, int]) -> nn.Module:
     """Copy a tree of modules; values of parameters and all that is no module are shared with the original.
 
     Args:
-        module: The root.
         lengths: Lists of modules by name, and how many of their first modules to copy.
     """
     made: dict[int, Any] = {}  # what two modules share stays one

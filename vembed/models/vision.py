@@ -70,9 +70,7 @@ class VisionEncoder(Encoder):
     """A transformer for pictures.
 
     Args:
-        name: What it was loaded by.
         backbone: The transformer, returning `last_hidden_state` and, where it has a head, `pooler_output`.
-        image_processor: Makes its inputs.
     """
 
     marker = "config.json"

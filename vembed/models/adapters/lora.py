@@ -45,7 +45,6 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
 
     Args:
         encoder: On any device, the meta device included; towers without adapters run in evaluation mode from now on.
-        keys: Rank, scale, dropout and layers.
 
     Raises:
         ConfigError: It has no such tower or layers, or none that can have adapters.
@@ -170,12 +169,7 @@ def has_adapters(encoder: nn.Module) -> bool:
 
 
 def save_adapter(encoder: Encoder, folder: Path) -> None:
-    """Write the adapters alone, as `peft.PeftModel.from_pretrained` reads them.
-
-    Args:
-        encoder: With adapters.
-        folder: Where to.
-    """
+    """Write the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
     host, _ = _host(encoder)
     config: Any = copy(host.peft_config[ADAPTER])  # type: ignore[index]
     config.base_model_name_or_path = encoder.name

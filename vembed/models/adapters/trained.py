@@ -22,9 +22,6 @@ SAMPLED_VALUES = 1024
 def changing_names(module: nn.Module) -> frozenset[str] | None:
     """Return the tensors that training changes; None where a checkpoint should hold everything.
 
-    Args:
-        module: An encoder, or anything else, of which everything is held.
-
     Returns:
         Names of the parameters that train and of the buffers of modules that do, as in its state_dict.
     """
@@ -43,9 +40,6 @@ def base_fingerprint(encoder: Encoder) -> str | None:
 
     It covers the name, type and shape of each and an even sample of its values, so that it costs well under a second
     where hashing every byte would take as long as reading the model.
-
-    Args:
-        encoder: On any device.
     """
     held = changing_names(encoder)
     if held is None:
@@ -59,7 +53,6 @@ def save_trained(encoder: Encoder, model: Path, adapter: Path) -> None:
 
     Args:
         encoder: At the end of its training: it can't go on afterwards.
-        model: Folder of the model, as it would be without adapters.
         adapter: Folder of the adapters alone, in peft's format; written where there are any.
     """
     if has_adapters(encoder):

@@ -20,8 +20,6 @@ def refuse_taken(output: Path, *, overwrite: bool, source: Path | None) -> None:
     """Refuse an output folder that holds something which an export must not replace.
 
     Args:
-        output: The folder, resolved.
-        overwrite: Whether a model may stand there.
         source: Folder that the model is read from, resolved; None for a hub id.
 
     Raises:
@@ -52,9 +50,6 @@ def refuse_taken(output: Path, *, overwrite: bool, source: Path | None) -> None:
 @contextmanager
 def new_model_folder(output: Path) -> Iterator[Path]:
     """Give a hidden folder to write a model into, which takes the output's name whole or not at all.
-
-    Args:
-        output: The folder, resolved; its parents are made.
 
     Raises:
         MachineError: The disk refuses.

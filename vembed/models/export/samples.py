@@ -40,9 +40,6 @@ PICTURE_SIZES = ((96, 64), (64, 96), (33, 47))
 def sample_vectors(encoder: Encoder) -> dict[str, NDArray[np.float64]]:
     """Encode the samples that an encoder takes, each kind in one call.
 
-    Args:
-        encoder: On the CPU, without dropout.
-
     Returns:
         What was encoded -> (n, E): texts as queries and as documents, and pictures.
     """
@@ -80,10 +77,6 @@ def largest_difference(one: Vectors, other: Vectors) -> float:
     """Return the largest difference of two sets of vectors, infinite where a number isn't finite.
 
     Vectors that aren't of unit length are measured in units of their largest component, where that is above 1.
-
-    Args:
-        one: What was encoded -> (n, E).
-        other: The same items of another encoder.
     """
     assert one.keys() == other.keys()
     worst = 0.0

@@ -80,7 +80,6 @@ def export_model(
     """Write a model as a folder that its library loads.
 
     Args:
-        request: What to export, and how.
         extra_files: Given the encoder as it is stored and its form, returns further files (name -> text), e.g. a card.
         poll: Called between the steps; may raise to stop.
 

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Records allocations and releases while it is entered.
-
-    Args:
-        known: Tensors that count for nothing: what was there before.
-    """
+    """Records allocations and releases while it is entered."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +82,6 @@ def as_cost(sizes: Counter[int], *, rows: int, width: int, fixed: bool = False) 
 
     Args:
         sizes: Bytes of each storage, with how many there are; negative counts are taken away.
-        rows: Of the run.
         width: Tokens of a row; what grows with the rows alone is shared out over them.
         fixed: Whether all rows are of that width, as pictures are.
     """

@@ -50,13 +50,7 @@ class CallCosts:
 
 
 def measure_call(build: Callable[[], Encoder], inputs: TowerInputs, target: ProfileTarget) -> CallCosts:
-    """Return what a call keeps and takes.
-
-    Args:
-        build: Returns the encoder in training mode, on the meta device.
-        inputs: What it is called with.
-        target: Device and precision.
-    """
+    """Return what a call keeps and takes."""
 
     def cost(sizes: Counter[int]) -> CallCost:
         return as_cost(sizes, rows=ROWS, width=inputs.width, fixed=inputs.fixed)

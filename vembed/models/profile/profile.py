@@ -61,7 +61,6 @@ class _Trained:
         """Freeze what doesn't train, and add adapters.
 
         Args:
-            encoder: The encoder.
             num_layers: Layers that it was cut to, of which the last that may train all do.
         """
         if self.adapters is not None:
@@ -85,7 +84,6 @@ def profile_model(
 
     Args:
         keys: What the user said about the model. Its name may also be a JSON file with the shape of one.
-        target: Where it will run.
         trainable: What trains: "all", "projection", "vision", "text" or "last_N_layers".
         lora: The adapters of `adapted`; None leaves it out.
 
@@ -190,10 +188,6 @@ class _Tower:
     Args:
         bare: The model on the meta device, from which shorter ones are cut.
         whole: The same with what trains decided.
-        tower: Its anatomy.
-        inputs: What it is called with.
-        target: Where it will run.
-        trained: What of it trains.
     """
 
     def __init__(

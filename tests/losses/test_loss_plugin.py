@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +23,11 @@ from vembed.config.dump import config_hash, dump_config, plain_values
 from vembed.config.load import load_config, load_values
 from vembed.config.resume import resume_differences
 from vembed.config.schema import Config, config_class
-from vembed.errors import ConfigError
+from vembed.errors import ConfigError, DataError
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
-from vembed.losses.base import ContrastiveLoss, LossCommon, MultiVectorLoss
+from vembed.losses.base import BatchStructure, ContrastiveLoss, LossCommon, MultiVectorLoss
 from vembed.losses.registry import loss_facts
 from vembed.plan.memory import BatchRows, LossTiles, ModelSize, loss_bytes
 from vembed.registry import LOSSES
@@ -145,17 +146,24 @@ def built(dtype: torch.dtype = torch.float64) -> Any:
     return loss_facts("margin").build(config.loss_keys(), LossCommon(dtype, dimension=5, tile_size=7))
 
 
+def weighted(structure: BatchStructure) -> BatchStructure:
+    """Give the queries of a batch the weights 1, 2, 3, ..."""
+    weights_Q = torch.arange(1, structure.num_queries + 1, dtype=torch.float64)
+    return replace(structure, columns={"weight": weights_Q})
+
+
 def test_its_value_is_that_of_a_double_loop(recipe: Path) -> None:
     for case in CASES.values():
         q_QE, d_DE = case.embeddings()
         similarity_QD = (q_QE @ d_DE.T).tolist()
         terms = [
-            max(0.0, 0.3 - similarity_QD[i][j] + similarity_QD[i][k])
+            (i + 1, max(0.0, 0.3 - similarity_QD[i][j] + similarity_QD[i][k]))
             for i, j in case.positives
             for k in range(len(case.documents))
             if (i, k) not in case.positives
         ]
-        assert built()(q_QE, d_DE, case.structure).item() == pytest.approx(sum(terms) / len(terms), rel=1e-12)
+        expected = sum(weight * term for weight, term in terms) / sum(weight for weight, _ in terms)
+        assert built()(q_QE, d_DE, weighted(case.structure)).item() == pytest.approx(expected, rel=1e-12)
 
 
 def gradients_of(folder: str, rank: int | None = None) -> tuple[float, list[torch.Tensor]]:
@@ -168,12 +176,13 @@ def gradients_of(folder: str, rank: int | None = None) -> tuple[float, list[torc
     case, loss = make_case(dropout=0.0, negatives=2, towers=2), built()
     options = EngineOptions(ChunkBudget(4, 10**6), torch.device("cpu"), retain=0.3)
     if rank is None:
-        result = GradCacheEngine(loss, options).step(case.pools, case.structure)
+        result = GradCacheEngine(loss, options).step(case.pools, weighted(case.structure))
     else:
         assignment = assignment_of(case.structure.num_queries + case.structure.num_documents, "uneven")
         options = EngineOptions(ChunkBudget(4, 10**6), torch.device("cpu"), retain=0.3, ranks=Ranks.of_this_process())
         engine = GradCacheEngine(loss, options, list(case.encoder.parameters()))
-        result = engine.step(pools_of(case, assignment.slots[rank]), case.structure, assignment=assignment)
+        structure = weighted(case.structure)
+        result = engine.step(pools_of(case, assignment.slots[rank]), structure, assignment=assignment)
     return result.loss, [parameter.grad for parameter in case.encoder.parameters() if parameter.grad is not None]
 
 
@@ -181,7 +190,7 @@ def test_the_engine_gives_the_gradients_of_the_plain_step_on_one_rank_and_on_two
     recipe: Path, two_ranks: RankPool
 ) -> None:
     case = make_case(dropout=0.0, negatives=2, towers=2)
-    value = reference_step(case.pools, case.structure, built()).item()
+    value = reference_step(case.pools, weighted(case.structure), built()).item()
     expected = [parameter.grad for parameter in case.encoder.parameters() if parameter.grad is not None]
     assert value > 0.1
     assert max(gradient.abs().max().item() for gradient in expected) > 1e-3
@@ -215,8 +224,8 @@ TINY = {
     "global_batch_size": 8,
     "gradient_cache_chunk_size": 3,
     "retain": 0,
-    "epochs": 2,
-    "learning_rate": 0.05,
+    "epochs": 5,
+    "learning_rate": 0.02,
     "logging_steps": 1,
     "bm25": False,
     "report_to": "none",
@@ -225,8 +234,7 @@ TINY = {
 
 def test_it_trains_from_another_folder_in_one_process_and_in_two(recipe: Path) -> None:
     folder = recipe.parent
-    rows = [{"query": f"colour {number}", "positive": f"farbe {number} {'x' * (number % 5)}"} for number in range(32)]
-    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_pairs(folder, weight=lambda number: number % 3)
     done = run(folder, TINY | {"num_processes": 2, "output_dir": "out-2"})
     assert done.returncode == 0, done.stdout + done.stderr
     vembed.train("config.yaml", num_processes=1, output_dir="out-1")
@@ -236,16 +244,43 @@ def test_it_trains_from_another_folder_in_one_process_and_in_two(recipe: Path) -
         losses.append([json.loads(line)["loss"] for line in lines])
         plan = json.loads((output / "plan.json").read_text())
         assert f"plugins: margin_loss ({recipe}) registers loss margin" in plan["reasons"]
-    assert losses[0][-1] < losses[0][0]
+    assert sum(losses[0][-4:]) < 0.8 * sum(losses[0][:4]), "the last epoch is better than the first"
     assert losses[1] == pytest.approx(losses[0], abs=1e-10)
     kept = yaml.safe_load((output / "config.yaml").read_text())
     assert (kept["plugins"], kept["loss_type"], kept["margin"]) == (["margin_loss"], "margin", 0.3)
     report = json.loads((output / "report" / "report.json").read_text())
     assert (report["config"]["plugins"], report["config"]["margin"]) == (["margin_loss"], 0.3)
+    assert losses[0][:2] != [json.loads(line)["loss"] for line in unweighted(folder)], "the column changes nothing"
     card = (output / "model" / "README.md").read_text()
     assert "loss_type | margin" in card
     assert "max(0, margin" in card
     assert "Schroff et al., 2015" in card
+
+
+def write_pairs(folder: Path, **columns: Callable[[int], object]) -> None:
+    """Write 32 pairs with further columns, each from the number of the row."""
+    rows: list[dict[str, object]] = [
+        {"query": f"colour {number}", "positive": f"farbe {number} {'x' * (number % 5)}"} for number in range(32)
+    ]
+    for number, row in enumerate(rows):
+        row |= {name: value(number) for name, value in columns.items()}
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def unweighted(folder: Path) -> list[str]:
+    """Return metrics.jsonl of the same run without the column: each query counts 1."""
+    write_pairs(folder)
+    vembed.train("config.yaml", num_processes=1, output_dir="out-0", max_steps=2)
+    return (folder / "out-0" / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_wrong_value_in_its_column_is_named_with_its_line(recipe: Path) -> None:
+    write_pairs(recipe.parent, importance=lambda number: -1 if number == 6 else 1)
+    keys = yaml.safe_load(SETTINGS) | TINY | {"column_mapping": {"importance": "weight"}, "output_dir": "out"}
+    with pytest.raises(DataError, match=r"train.jsonl:7: importance: loss_type margin needs a number of at least 0.0"):
+        vembed.train(keys)
+    with pytest.raises(ConfigError, match="did you mean weight"):
+        vembed.train(keys, column_mapping={"importance": "weigth"})
 
 
 def test_a_wrong_key_of_it_ends_with_exit_code_2(recipe: Path) -> None:

@@ -41,35 +41,20 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class LoadOptions(TypedDict, total=False):
-    """What may be said about a model, under the names of the configuration; what is left out its own files say.
+    """What may be said about a model, under the names of the configuration; what is left out its own files say."""
 
-    Attributes:
-        model_revision: Branch, tag or commit of a hub model.
-        trust_remote_code: Run code that the model brings along; needs `model_revision` to be a commit.
-        allow_pickle: Read pickled weights, with weights_only.
-        attn_implementation: "sdpa", "eager" or "flash_attention_2".
-        pooling_method: "mean", "cls" or "last_token".
-        max_seq_length: Longest input in tokens.
-        query_prompt: Text before each query.
-        document_prompt: Text before each document.
-        pad_token: Padding token, for tokenizers without one.
-        max_image_pixels: A picture whose header says more is refused before it is decoded.
-        device: "cpu", "cuda", "cuda:1"; the default is the one that training would take.
-        bf16: Encode in bfloat16 mixed precision.
-    """
-
-    model_revision: str | None
-    trust_remote_code: bool
-    allow_pickle: bool
-    attn_implementation: str | None
-    pooling_method: str | None
-    max_seq_length: int | None
-    query_prompt: str | None
-    document_prompt: str | None
-    pad_token: str | None
-    max_image_pixels: int | None
-    device: str | None
-    bf16: bool
+    model_revision: str | None  # branch, tag or commit of a hub model
+    trust_remote_code: bool  # run code that the model brings along; needs `model_revision` to be a commit
+    allow_pickle: bool  # read pickled weights, with weights_only
+    attn_implementation: str | None  # "sdpa", "eager" or "flash_attention_2"
+    pooling_method: str | None  # "mean", "cls" or "last_token"
+    max_seq_length: int | None  # longest input in tokens
+    query_prompt: str | None  # text before each query
+    document_prompt: str | None  # text before each document
+    pad_token: str | None  # padding token, for tokenizers without one
+    max_image_pixels: int | None  # a picture whose header says more is refused before it is decoded
+    device: str | None  # "cpu", "cuda", "cuda:1"; the default is the one that training would take
+    bf16: bool  # encode in bfloat16 mixed precision
 
 
 def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> EmbeddingModel:
@@ -96,13 +81,7 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
 
 
 class EmbeddingModel:
-    """A model that turns texts, pictures or both into vectors; made by `load`.
-
-    Attributes:
-        name: The same.
-        options: The same.
-        image_limits: What a picture may be.
-    """
+    """A model that turns texts, pictures or both into vectors; made by `load`."""
 
     def __init__(self, encoder: Encoder, *, name: str, options: LoadOptions) -> None:
         self.name = name

@@ -35,30 +35,19 @@ VECTOR_OPTIONS = ("model_revision", "pooling_method", "max_seq_length", "query_p
 
 
 class IndexOptions(TypedDict, total=False):
-    """How an index is built.
+    """How an index is built."""
 
-    Attributes:
-        side: Which prompt the documents get; "document" unless they are queries.
-        index: FAISS index string; "Flat" is exact, "HNSW32" or "IVF1024,Flat" are faster and may miss documents.
-        batch_size: Most documents of one encoder call.
-        overwrite: Whether an index that is there may be replaced.
-        id_column: Column of the ids; default: _id, id, docid or doc_id.
-        text_column: Column of the texts; default: text, document, passage, contents or content.
-        image_column: Column of the pictures; default: image, positive_image or image_path, and none where only
-            `text_column` is given.
-        image_root: Folder that pictures' paths start from and must stay in; default: the corpus file's own.
-        poll: Called between encoder calls; may raise to stop.
-    """
-
-    side: Side
-    index: str
-    batch_size: int
-    overwrite: bool
-    id_column: str | None
-    text_column: str | None
+    side: Side  # which prompt the documents get; "document" unless they are queries
+    index: str  # FAISS index string; "Flat" is exact, "HNSW32" or "IVF1024,Flat" are faster and may miss documents
+    batch_size: int  # most documents of one encoder call
+    overwrite: bool  # whether an index that is there may be replaced
+    id_column: str | None  # column of the ids; default: _id, id, docid or doc_id
+    text_column: str | None  # column of the texts; default: text, document, passage, contents or content
+    # column of the pictures; default: image, positive_image or image_path, and none where only `text_column` is given
     image_column: str | None
+    # folder that pictures' paths start from and must stay in; default: the corpus file's own
     image_root: str | Path | None
-    poll: Callable[[], None]
+    poll: Callable[[], None]  # called between encoder calls; may raise to stop
 
 
 def evaluate(

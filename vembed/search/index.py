@@ -58,24 +58,15 @@ class Hit:
 
 
 class StoredDocument(NamedTuple):
-    """What an index keeps of a document beside its vector.
+    """What an index keeps of a document beside its vector."""
 
-    Attributes:
-        id: The document's id.
-        text: As in `Hit`.
-        image: As in `Hit`.
-    """
-
-    id: str
-    text: str
-    image: str | None
+    id: str  # the document's id
+    text: str  # as in `Hit`
+    image: str | None  # as in `Hit`
 
 
 class SearchIndex:
     """An index in memory, its texts and thumbnails on disk. Several threads may ask it.
-
-    Attributes:
-        meta: What it is.
 
     Raises:
         DataError: A file is missing or broken.

@@ -24,12 +24,7 @@ EXAMPLE_CHARACTERS = 60
 
 
 class Searcher:
-    """An index with the model for its queries. Several threads may ask it.
-
-    Attributes:
-        index: The documents.
-        limits: The same.
-    """
+    """An index with the model for its queries. Several threads may ask it."""
 
     def __init__(self, index: SearchIndex, encode: ItemEncoder, limits: ImageLimits) -> None:
         self.index = index

@@ -40,11 +40,7 @@ class Facts:
 
 
 class SideVectors:
-    """The vectors of one side of a set: read where they are still true, else encoded, once.
-
-    Attributes:
-        key: What the vectors are made of.
-    """
+    """The vectors of one side of a set: read where they are still true, else encoded, once."""
 
     def __init__(
         self, encode: ItemEncoder, texts: Sequence[Item], side: Side, key: Key, *, folder: Path, keep: bool
@@ -104,9 +100,6 @@ class SharedVectors:
 
     Args:
         rows: Which of them, in order; None is all.
-
-    Attributes:
-        key: What the vectors are made of.
     """
 
     def __init__(

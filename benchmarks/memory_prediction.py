@@ -28,8 +28,9 @@ from torch.distributed.tensor import DTensor
 from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
+from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.load import load_config
-from vembed.distributed.fsdp import ShardingOptions, shard_encoder
+from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
@@ -46,8 +47,8 @@ from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine, cpu_memory_bytes
 from vembed.plan.plan import make_plan
-from vembed.plan.problem import DataSize
-from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+from vembed.plan.problem import DataSize, Way
+from vembed.training.optimizer import Schedule, Updater
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,10 +131,11 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
     compute_dtype = torch.bfloat16 if case.bf16 else None
     sharded = None
     if case.fsdp_mode is not None:
-        sharded = shard_encoder(encoder, ShardingOptions(device, case.fsdp_mode, compute_dtype=compute_dtype), ranks)
+        way = Way("fsdp", mode=case.fsdp_mode, sharding_factor=ranks.world_size)
+        sharded = shard_encoder(encoder, way, ranks, device=device, compute_dtype=compute_dtype)
     loss = InfoNCE(temperature=0.05, tile_size=TILE_SIZE).to(device)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
-    updater = Updater(encoder, loss, schedule, OptimizerOptions(0.01, (0.9, 0.999), 1e-8, 1.0, loss_scaling=False))
+    updater = Updater(encoder, loss, OptimisationKeys(), schedule, loss_scaling=False)
     options = EngineOptions(
         budget=ChunkBudget(MOST_ROWS, case.chunk_tokens),
         device=device,

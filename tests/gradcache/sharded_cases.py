@@ -14,7 +14,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import CLIPConfig, CLIPModel
 
 from vembed.batch import Features
-from vembed.distributed.fsdp import ShardedEncoder, ShardingOptions, shard_encoder
+from vembed.distributed.fsdp import ShardedEncoder, shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
@@ -22,6 +22,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.open_clip_encoder import CausalTexts
+from vembed.plan.problem import Way
 
 SIDE = 8
 
@@ -191,8 +192,9 @@ def sharded(case: Case, setting: Sharded) -> ShardedEncoder | None:
     if setting.mode is None:
         return None
     compute_dtype = torch.bfloat16 if setting.mixed else None
-    options = ShardingOptions(CPU, setting.mode, setting.factor, compute_dtype)
-    return shard_encoder(case.encoder, options, Ranks.of_this_process())
+    ranks = Ranks.of_this_process()
+    way = Way("fsdp", mode=setting.mode, sharding_factor=setting.factor or ranks.world_size)
+    return shard_encoder(case.encoder, way, ranks, device=CPU, compute_dtype=compute_dtype)
 
 
 def engine_of(case: Case, setting: Sharded, loss: Any) -> GradCacheEngine:

@@ -18,10 +18,11 @@ from test_engine_ranks import LOSSES, Setting, assignment_of, expected_of, pools
 from test_engine_vectors import step as vectors_step
 from torch.distributed.tensor.debug import CommDebugMode
 
+from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
-from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+from vembed.training.optimizer import Schedule, Updater
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -136,8 +137,9 @@ def test_beside_a_frozen_tower_the_other_has_the_gradients_of_the_plain_step(los
 @pytest.mark.parametrize("loss", LOSSES)
 def test_clipping_sees_the_norm_of_the_whole_batch(loss: str) -> None:
     case, own = make_case(dropout=0.0, negatives=NEGATIVES), make(loss, 3)
-    options = OptimizerOptions(0.0, (0.9, 0.999), 1e-8, max_grad_norm=0.01, loss_scaling=False)
-    updater = Updater(case.encoder, own, Schedule(1e-3, "constant", 0, 3), options)  # type: ignore[arg-type]
+    keys = OptimisationKeys(weight_decay=0.0, max_grad_norm=0.01)
+    schedule = Schedule(1e-3, "constant", 0, 3)
+    updater = Updater(case.encoder, own, keys, schedule, loss_scaling=False)  # type: ignore[arg-type]
     clipped = []
     for step in (
         lambda: reference_step(case.pools, case.structure, own),

@@ -12,12 +12,14 @@ from test_engine import assert_same_gradients
 from test_engine_fsdp import expected_of
 from test_engine_losses import make
 
-from vembed.distributed.fsdp import ShardingOptions, shard_encoder, transformer_blocks
+from vembed.config.keys.optimisation import OptimisationKeys
+from vembed.distributed.fsdp import shard_encoder, transformer_blocks
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import full_tensors
 from vembed.errors import MachineError
 from vembed.gradcache.row_assignment import RowAssignment
-from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+from vembed.plan.problem import Way
+from vembed.training.optimizer import Schedule, Updater
 
 CPU = torch.device("cpu")
 
@@ -39,9 +41,10 @@ def test_blocks_are_the_layers_of_the_towers() -> None:
 def refusals() -> list[str]:
     ranks = Ranks(rank=0, world_size=6)
     messages = []
-    for options in (ShardingOptions(CPU, "fast", sharding_factor=4), ShardingOptions(CPU, "fast", cpu_offload=True)):
+    for changes in ({"sharding_factor": 4}, {"cpu_offload": True}):
+        way = replace(Way("fsdp", mode="fast", sharding_factor=6), **changes)
         with pytest.raises(MachineError) as caught:
-            shard_encoder(torch.nn.Linear(2, 2), options, ranks)
+            shard_encoder(torch.nn.Linear(2, 2), way, ranks, device=CPU)
         messages.append(str(caught.value))
     return messages
 
@@ -53,9 +56,9 @@ def test_what_cannot_be_sharded_is_refused_with_the_nearest_that_can(monkeypatch
     assert "cpu_offload" in offload
     narrow = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     with pytest.raises(MachineError, match=r"bfloat16.*fsdp_mode: lean"):
-        shard_encoder(narrow, ShardingOptions(CPU, "sharded"), Ranks(rank=0, world_size=6))
+        shard_encoder(narrow, Way("fsdp", mode="sharded"), Ranks(rank=0, world_size=6), device=CPU)
     with pytest.raises(ValueError, match="process group"):
-        shard_encoder(narrow, ShardingOptions(CPU, "lean"), Ranks())
+        shard_encoder(narrow, Way("fsdp", mode="lean"), Ranks(), device=CPU)
 
 
 def weights_on(rank: int, setting: Sharded) -> Any:
@@ -100,8 +103,9 @@ def train_on(rank: int, settings: list[Sharded], loss_scaling: bool) -> list[Any
         case = case_of(setting)
         loss = make("both directions", 3)
         engine = engine_of(case, setting, loss)
-        options = OptimizerOptions(0.1, (0.9, 0.99), 1e-8, max_grad_norm=0.05, loss_scaling=loss_scaling)
-        updater = Updater(case.encoder, loss, Schedule(0.01, "constant", 0, 10), options)
+        keys = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99, max_grad_norm=0.05)
+        schedule = Schedule(0.01, "constant", 0, 10)
+        updater = Updater(case.encoder, loss, keys, schedule, loss_scaling=loss_scaling)
         assignment = assignment_of(case, setting.assignment)
         pools = pools_of(case, assignment.slots[rank], spare=True)
         norms = []
@@ -139,8 +143,8 @@ def overflow_on(rank: int) -> tuple[float, bool, float, float]:
     case = case_of(setting)
     loss = make("both directions", 3)
     engine = engine_of(case, setting, loss)
-    options = OptimizerOptions(0.1, (0.9, 0.99), 1e-8, max_grad_norm=1.0, loss_scaling=True)
-    updater = Updater(case.encoder, loss, Schedule(0.01, "constant", 0, 10), options)
+    keys = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99)
+    updater = Updater(case.encoder, loss, keys, Schedule(0.01, "constant", 0, 10), loss_scaling=True)
     assignment = assignment_of(case, setting.assignment)
     before = updater.gradient_scale
     pools = pools_of(case, assignment.slots[rank], spare=False)

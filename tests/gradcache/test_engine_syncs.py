@@ -19,6 +19,7 @@ from test_engine_losses import make
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -27,7 +28,7 @@ from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses import cells
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+from vembed.training.optimizer import Schedule, Updater
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,8 +167,8 @@ def test_a_step_waits_twice_whatever_its_chunks(monkeypatch: pytest.MonkeyPatch,
 def test_updating_the_weights_waits_once_more_for_the_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(dropout=0.0, negatives=1)
     loss = InfoNCE(temperature=0.1)
-    options = OptimizerOptions(0.01, (0.9, 0.999), 1e-8, max_grad_norm=1.0, loss_scaling=False)
-    updater = Updater(case.encoder, loss, Schedule(1e-3, "constant", 0, 3), options)  # type: ignore[arg-type]
+    schedule = Schedule(1e-3, "constant", 0, 3)
+    updater = Updater(case.encoder, loss, OptimisationKeys(), schedule, loss_scaling=False)  # type: ignore[arg-type]
     GradCacheEngine(loss, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, case.structure)
     with counted_reads(monkeypatch) as counts:
         assert updater.gradient_scale == 1.0

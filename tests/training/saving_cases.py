@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from vembed.checkpoint.manager import CheckpointManager
+from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, VembedError
 from vembed.losses.infonce import InfoNCE
-from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+from vembed.training.optimizer import Schedule, Updater
 from vembed.training.saving import RunCheckpoints, gather_encoder, refuse_other_run
 from vembed.training.state import RunState
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-OPTIONS = OptimizerOptions(weight_decay=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_grad_norm=None, loss_scaling=False)
+KEYS = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99, max_grad_norm=None)
 SCHEDULE = Schedule(0.01, "constant", 0, 100)
 
 
@@ -49,7 +50,7 @@ class Run:
             fully_shard(self.network, reshard_after_forward=False)
         self.loss = InfoNCE(temperature=0.1, learn_temperature=True)
         encoder: Any = self.network
-        self.updater = Updater(encoder, self.loss, SCHEDULE, OPTIONS)
+        self.updater = Updater(encoder, self.loss, KEYS, SCHEDULE, loss_scaling=False)
         manager = CheckpointManager(folder, ranks=Ranks.of_this_process())
         stamp = {"config_hash": "c0ffee", **identity}
         self.checkpoints = RunCheckpoints(manager, encoder, self.loss, self.updater, stamp)

@@ -31,7 +31,7 @@ from vembed.models.adapters.trainable import freeze
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 from vembed.training import frozen
 from vembed.training.batches import BatchSource
-from vembed.training.frozen import FrozenItems, FrozenOptions, find_frozen
+from vembed.training.frozen import FrozenItems, find_frozen
 from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
@@ -87,12 +87,9 @@ class Site:
     records: RecordTable
     folder: Path
 
-    def options(self, **changes: Any) -> FrozenOptions:
-        plain = FrozenOptions(self.folder, is_shared=False, epochs=2.0, augments=False, precision="float32")
-        return replace(plain, **changes)
-
-    def find(self, encoder: TinyClip, **changes: Any) -> FrozenItems:
-        return find_frozen(encoder, self.records, self.options(**changes))
+    def find(self, encoder: TinyClip, folder: Path | None = None, **changes: Any) -> FrozenItems:
+        plain = {"is_shared": False, "epochs": 2.0, "augments": False, "precision": "float32"}
+        return find_frozen(encoder, self.records, folder or self.folder, **{**plain, **changes})
 
 
 @pytest.fixture

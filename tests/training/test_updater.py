@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import pytest
@@ -12,10 +11,11 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
+from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.losses.infonce import InfoNCE
-from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+from vembed.training.optimizer import Schedule, Updater
 
-OPTIONS = OptimizerOptions(weight_decay=0.1, betas=(0.9, 0.99), epsilon=1e-8, max_grad_norm=None, loss_scaling=False)
+KEYS = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99, max_grad_norm=None)
 CONSTANT = Schedule(0.01, "constant", 0, 100)
 
 
@@ -31,11 +31,11 @@ class Network(nn.Module):
 
 
 def make(
-    options: OptimizerOptions = OPTIONS, schedule: Schedule = CONSTANT, *, learn_temperature: bool = True
+    schedule: Schedule = CONSTANT, *, learn_temperature: bool = True, loss_scaling: bool = False, **keys: Any
 ) -> tuple[Network, InfoNCE, Updater]:
     network, loss = Network(), InfoNCE(temperature=0.1, learn_temperature=learn_temperature)
     encoder: Any = network
-    return network, loss, Updater(encoder, loss, schedule, options)
+    return network, loss, Updater(encoder, loss, KEYS.model_copy(update=keys), schedule, loss_scaling=loss_scaling)
 
 
 def give_gradients(updater: Updater, value: float = 1.0) -> None:
@@ -100,7 +100,7 @@ def test_the_temperature_is_trained_when_it_is_learned_and_kept_within_bounds() 
 
 @pytest.mark.parametrize("limit", [0.5, 1e6, None])
 def test_clipping_brings_the_global_norm_down_and_returns_that_before(limit: float | None) -> None:
-    _, _, updater = make(replace(OPTIONS, max_grad_norm=limit))
+    _, _, updater = make(max_grad_norm=limit)
     give_gradients(updater, 2.0)
     count = sum(parameter.numel() for parameter in updater.parameters)
     norm = updater.gradient_norm()
@@ -110,7 +110,7 @@ def test_clipping_brings_the_global_norm_down_and_returns_that_before(limit: flo
 
 
 def test_clipping_is_that_of_torch_bit_for_bit() -> None:
-    network, loss, updater = make(replace(OPTIONS, max_grad_norm=0.7))
+    network, loss, updater = make(max_grad_norm=0.7)
     twin, other_loss, _ = make()
     torch.manual_seed(3)
     for parameter, other in zip(
@@ -138,7 +138,7 @@ def test_module_norms_are_of_each_module_and_of_the_loss() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_one_bad_gradient_is_still_seen_in_its_own_module_after_the_norm_was_taken(bad: float) -> None:
-    network, _, updater = make(replace(OPTIONS, max_grad_norm=1.0))
+    network, _, updater = make(max_grad_norm=1.0)
     give_gradients(updater, 1.0)
     assert network.norm.weight.grad is not None
     network.norm.weight.grad[1] = bad
@@ -155,8 +155,8 @@ def test_without_loss_scaling_there_is_no_scale_and_no_overflow() -> None:
 
 
 def test_with_loss_scaling_the_step_is_that_of_unscaled_gradients() -> None:
-    plain, _, updater = make(replace(OPTIONS, max_grad_norm=0.3))
-    scaled, _, scaling = make(replace(OPTIONS, max_grad_norm=0.3, loss_scaling=True))
+    plain, _, updater = make(max_grad_norm=0.3)
+    scaled, _, scaling = make(max_grad_norm=0.3, loss_scaling=True)
     assert scaling.gradient_scale == 2.0**16
     give_gradients(updater, 0.25)
     give_gradients(scaling, 0.25 * scaling.gradient_scale)
@@ -167,7 +167,7 @@ def test_with_loss_scaling_the_step_is_that_of_unscaled_gradients() -> None:
 
 
 def test_an_overflow_halves_the_scale_until_it_is_no_longer_the_scales_fault() -> None:
-    network, _, updater = make(replace(OPTIONS, loss_scaling=True))
+    network, _, updater = make(loss_scaling=True)
     before = network.layer.weight.clone()
     scales = []
     for _ in range(40):
@@ -187,7 +187,7 @@ def test_an_overflow_halves_the_scale_until_it_is_no_longer_the_scales_fault() -
 
 @pytest.mark.parametrize("loss_scaling", [False, True])
 def test_restored_state_goes_on_bit_for_bit(loss_scaling: bool) -> None:
-    options = replace(OPTIONS, loss_scaling=loss_scaling, max_grad_norm=0.5)
+    options: dict[str, Any] = {"loss_scaling": loss_scaling, "max_grad_norm": 0.5}
     schedule = Schedule(0.05, "cosine", 2, 12)
 
     def train(network: Network, updater: Updater, steps: range) -> None:
@@ -201,16 +201,16 @@ def test_restored_state_goes_on_bit_for_bit(loss_scaling: bool) -> None:
             else:
                 updater.update(step)
 
-    whole, whole_loss, updater = make(options, schedule)
+    whole, whole_loss, updater = make(schedule, **options)
     train(whole, updater, range(12))
 
-    first, first_loss, updater = make(options, schedule)
+    first, first_loss, updater = make(schedule, **options)
     train(first, updater, range(6))
     tensors, packed = updater.state()
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     packed = json.loads(json.dumps(packed))
 
-    second, second_loss, resumed = make(options, schedule)
+    second, second_loss, resumed = make(schedule, **options)
     second.load_state_dict(first.state_dict())
     second_loss.load_state_dict(first_loss.state_dict())
     resumed.restore(tensors, packed)
@@ -222,7 +222,7 @@ def test_restored_state_goes_on_bit_for_bit(loss_scaling: bool) -> None:
     for name, tensor in updater.state()[0].items():
         assert resumed.state()[0][name].shape == tensor.shape
 
-    forgotten, forgotten_loss, fresh = make(options, schedule)
+    forgotten, forgotten_loss, fresh = make(schedule, **options)
     forgotten.load_state_dict(first.state_dict())
     forgotten_loss.load_state_dict(first_loss.state_dict())
     train(forgotten, fresh, range(6, 12))

@@ -19,7 +19,7 @@ torch's own recipe finalises each backward; here the caller does, once a step, a
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
@@ -38,22 +38,12 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from vembed.distributed.ranks import Ranks
+    from vembed.plan.problem import Way
 
 ShardingMode: TypeAlias = Literal["fast", "lean", "sharded"]
 
 LEAST_TORCH = "2.15"
 """The first torch whose caller may finalise a backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class ShardingOptions:
-    """How an encoder is sharded."""
-
-    device: torch.device
-    mode: ShardingMode  # what is whole during a step
-    sharding_factor: int | None = None  # ranks that share one copy; copies replicate each other. None is all ranks
-    compute_dtype: torch.dtype | None = None  # that the matrices of blocks are gathered in; None is their own
-    cpu_offload: bool = False  # whether shards and optimizer state live in the host's memory; needs an accelerator
 
 
 class ShardedEncoder:
@@ -64,9 +54,9 @@ class ShardedEncoder:
         parameters: Its trainable parameters: shards (DTensor), and scalars, which stay whole.
     """
 
-    def __init__(self, encoder: nn.Module, options: ShardingOptions, ranks: Ranks) -> None:
+    def __init__(self, encoder: nn.Module, mode: ShardingMode, ranks: Ranks) -> None:
         self.encoder = encoder
-        self.mode = options.mode
+        self.mode = mode
         self.ranks = ranks
         self.parameters: list[Tensor] = [each for each in encoder.parameters() if each.requires_grad]
         self._root = cast("FSDPModule", encoder)
@@ -118,11 +108,20 @@ class ShardedEncoder:
             yield from unit._get_fsdp_state()._fsdp_param_groups
 
 
-def shard_encoder(encoder: nn.Module, options: ShardingOptions, ranks: Ranks) -> ShardedEncoder:
+def shard_encoder(
+    encoder: nn.Module, way: Way, ranks: Ranks, *, device: torch.device, compute_dtype: torch.dtype | None = None
+) -> ShardedEncoder:
     """Shard an encoder in place over all ranks, each of which holds the same whole encoder now.
 
     It may be on the CPU: units move to the device one by one. From now on it must be called through its `forward`
     alone, on all ranks equally often unless the mode is fast. The optimizer must be made afterwards.
+
+    Args:
+        encoder: The encoder.
+        way: What is whole during a step, how many ranks share a copy, and whether shards live in the host's memory.
+        ranks: All of them.
+        device: Where this rank computes.
+        compute_dtype: Type that the matrices of blocks are gathered in; None is their own.
 
     Raises:
         MachineError: torch is too old, the number of ranks isn't a multiple of the factor, or gradients would be lost
@@ -135,30 +134,31 @@ def shard_encoder(encoder: nn.Module, options: ShardingOptions, ranks: Ranks) ->
         )
     if ranks.is_one or ranks.group is not None:
         raise ValueError("an encoder is sharded over the default process group")
-    if options.mode == "sharded":
+    assert way.mode is not None
+    if way.mode == "sharded":
         _refuse_narrow_sums(encoder)
     # Nothing here changes the output of a layer in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     settings: dict[str, Any] = {
-        "mesh": _mesh(options, ranks),
-        "offload_policy": _offload(options),
+        "mesh": _mesh(device, way.sharding_factor, ranks.world_size),
+        "offload_policy": _offload(device, way),
         "ignored_params": {parameter for parameter in encoder.parameters() if parameter.ndim == 0},
     }
     for parameter in settings["ignored_params"]:
-        parameter.data = parameter.data.to(options.device)
-    precision = _precision(encoder, options.compute_dtype)
+        parameter.data = parameter.data.to(device)
+    precision = _precision(encoder, compute_dtype)
     for block in transformer_blocks(encoder):
         _fix_asked_dtype(block)
-        fully_shard(block, **settings, mp_policy=precision, reshard_after_forward=options.mode != "fast")
+        fully_shard(block, **settings, mp_policy=precision, reshard_after_forward=way.mode != "fast")
     # What the blocks leave over is in use from the first layer to the last: it stays whole from forward to backward.
     root = fully_shard(
         encoder,
         **settings,
         mp_policy=replace(precision, param_dtype=None, param_dtype_override_fn=None),
-        reshard_after_forward=False if options.mode == "fast" else None,
+        reshard_after_forward=False if way.mode == "fast" else None,
     )
-    handle = ShardedEncoder(encoder, options, ranks)
-    _configure(root, options.mode)
+    handle = ShardedEncoder(encoder, way.mode, ranks)
+    _configure(root, way.mode)
     _allocate(root)
     return handle
 
@@ -235,15 +235,14 @@ def _equal_layers(module: nn.Module) -> list[nn.Module]:
     return layers if is_alike and any(True for _ in layers[0].children()) else []
 
 
-def _mesh(options: ShardingOptions, ranks: Ranks) -> DeviceMesh:
-    world, factor = ranks.world_size, options.sharding_factor or ranks.world_size
+def _mesh(device: torch.device, factor: int, world: int) -> DeviceMesh:
     if world % factor != 0:
         divisors = [each for each in range(1, world + 1) if world % each == 0]
         nearest = min(divisors, key=lambda each: abs(each - factor))
         raise MachineError(f"sharding_factor {factor} doesn't divide the {world} processes; set it to {nearest}")
     if factor == world:
-        return init_device_mesh(options.device.type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(options.device.type, (world // factor, factor), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (world // factor, factor), mesh_dim_names=("replicate", "shard"))
 
 
 def _precision(encoder: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
@@ -264,9 +263,9 @@ def _precision(encoder: nn.Module, compute_dtype: torch.dtype | None) -> MixedPr
     )
 
 
-def _offload(options: ShardingOptions) -> OffloadPolicy:
-    if not options.cpu_offload:
+def _offload(device: torch.device, way: Way) -> OffloadPolicy:
+    if not way.cpu_offload:
         return OffloadPolicy()
-    if options.device.type == "cpu":
+    if device.type == "cpu":
         raise MachineError("cpu_offload keeps weights off an accelerator, and this run has none; set it to false")
     return CPUOffloadPolicy()

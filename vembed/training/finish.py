@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from vembed.data.images import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.evaluation.directions import Directions, recall_sums
 from vembed.evaluation.report.data import Reverse, RunReport
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from vembed.data.images import ImageLimits
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
     from vembed.plan.hardware import Machine
     from vembed.plan.plan import Plan
     from vembed.training.evaluations import Evaluations
+    from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
     from vembed.training.saving import RunCheckpoints
     from vembed.training.state import RunState
@@ -78,8 +79,8 @@ class FinishParts:
         ranks: Who takes part; the first one writes.
         plan: For the report.
         config: Key -> value, for the report.
-        data_facts: (label, value) of the data, for the report.
-        image_limits: Which pictures may be decoded for the report.
+        data: What it was trained and judged on, for the report.
+        max_image_pixels: Of a picture that may be decoded for the report.
         machine: Where the run happens.
         command: The command that repeats the run.
     """
@@ -91,8 +92,8 @@ class FinishParts:
     ranks: Ranks
     plan: Plan
     config: Mapping[str, object]
-    data_facts: Sequence[tuple[str, str]]
-    image_limits: ImageLimits
+    data: RunData
+    max_image_pixels: int
     machine: Machine
     command: str
 
@@ -165,7 +166,7 @@ def _conclude(
         parts.output,
         parts.checkpoints.encoder,
         config=parts.config,
-        data_facts=parts.data_facts,
+        data_facts=parts.data.facts(),
         environment=environment(parts.machine.device_name, parts.plan),
     )
     _log.info("model   %s", parts.output.model)
@@ -247,9 +248,9 @@ def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step
         plan=parts.plan.to_json(),
         config=parts.config,
         environment=environment(parts.machine.device_name, parts.plan),
-        data_facts=[*parts.data_facts, *_training_facts(state, rows)],
+        data_facts=[*parts.data.facts(), *_training_facts(state, rows)],
         command=parts.command,
-        image_limits=parts.image_limits,
+        image_limits=ImageLimits(max_pixels=parts.max_image_pixels),
         dev_task=dev.name if dev is not None and parts.evaluations.test is not None else "",
         findings=findings,
         performance=performance(rows, setup, **facts),

@@ -65,25 +65,6 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class FrozenOptions:
-    """When and where embeddings are kept.
-
-    Attributes:
-        folder: Where.
-        is_shared: Whether the user named the folder: runs share it, so that everything frozen is kept there.
-        epochs: How often this run sees its records.
-        augments: Whether pictures are changed at random.
-        precision: What the encoder computes in.
-    """
-
-    folder: Path
-    is_shared: bool
-    epochs: float
-    augments: bool
-    precision: str
-
-
-@dataclass(frozen=True, slots=True)
 class FrozenSide:
     """The distinct items of one kind and side.
 
@@ -240,17 +221,30 @@ def _refuse_unseen(file: ArrayFile, ranks: Ranks) -> None:
         )
 
 
-def find_frozen(encoder: Encoder, records: RecordTable, options: FrozenOptions) -> FrozenItems:
+def find_frozen(
+    encoder: Encoder,
+    records: RecordTable,
+    folder: Path,
+    *,
+    is_shared: bool,
+    epochs: float,
+    augments: bool,
+    precision: str,
+) -> FrozenItems:
     """Return what of the training records is encoded once.
 
     Args:
         encoder: As it will be trained; whole, on any device. Later it may be moved or sharded.
         records: Training records.
-        options: When and where embeddings are kept.
+        folder: Where embeddings are kept.
+        is_shared: Whether the user named the folder: runs share it, so that everything frozen is kept there.
+        epochs: How often this run sees its records.
+        augments: Whether pictures are changed at random.
+        precision: What the encoder computes in.
     """
     reasons = _unfit(encoder)
     if reasons:
-        return FrozenItems((), reasons if options.is_shared else (), records, options.folder)
+        return FrozenItems((), reasons if is_shared else (), records, folder)
     items = _Items()
     for row, record in enumerate(records):
         items.add(row, record)
@@ -263,17 +257,17 @@ def find_frozen(encoder: Encoder, records: RecordTable, options: FrozenOptions) 
         is_frozen, is_random = _probe(encoder, samples)
         if not is_frozen:
             continue
-        reason = _why_not(items, modality, options, is_random=is_random)
+        reason = _why_not(items, modality, is_random=is_random, augments=augments, epochs=epochs, is_shared=is_shared)
         if reason:
             notes.append(f"embedding_cache: no weight behind the {MODALITY_WORDS[modality][1]} trains, but {reason}")
             continue
         model = model or model_key(encoder, frozen_only=True)
-        key = {**model, "precision": options.precision}
+        key = {**model, "precision": precision}
         sides += [_side(encoder, records, items, (modality, side), key) for side in own]
-    if not sides and not notes and options.is_shared:
+    if not sides and not notes and is_shared:
         notes.append("embedding_cache has no effect: every tower of the model trains")
-    sides, room = _with_room(sides, options)
-    return FrozenItems(tuple(sides), (*notes, *room), records, options.folder)
+    sides, room = _with_room(sides, folder, is_shared=is_shared)
+    return FrozenItems(tuple(sides), (*notes, *room), records, folder)
 
 
 def _unfit(encoder: Encoder) -> tuple[str, ...]:
@@ -311,15 +305,17 @@ def _probe(encoder: Encoder, samples: Mapping[Side, Item]) -> tuple[bool, bool]:
     return not any(needs_gradient), not before.equals(after)
 
 
-def _why_not(items: _Items, modality: Modality, options: FrozenOptions, *, is_random: bool) -> str:
+def _why_not(
+    items: _Items, modality: Modality, *, is_random: bool, augments: bool, epochs: float, is_shared: bool
+) -> str:
     """Say why items of a frozen tower are encoded in every step nevertheless; empty where they aren't."""
     if is_random:
         return "their tower draws random numbers (dropout): they are encoded in every step"
-    if options.augments and modality != "text":
+    if augments and modality != "text":
         return "image_augmentation or image_flip changes the pictures: they are encoded in every step"
-    uses = options.epochs * sum(count for (kind, _), count in items.uses.items() if kind == modality)
+    uses = epochs * sum(count for (kind, _), count in items.uses.items() if kind == modality)
     distinct = sum(len(places) for (kind, _), places in items.first.items() if kind == modality)
-    if uses <= distinct and not options.is_shared:
+    if uses <= distinct and not is_shared:
         return f"this run sees each of the {distinct} only once: they are encoded as they come"
     return ""
 
@@ -338,19 +334,19 @@ def _side(encoder: Encoder, records: RecordTable, items: _Items, kind: tuple[Mod
     return FrozenSide(modality, side, ids_U, places_U2, encoder.dimension, own)
 
 
-def _with_room(sides: list[FrozenSide], options: FrozenOptions) -> tuple[list[FrozenSide], list[str]]:
+def _with_room(sides: list[FrozenSide], folder: Path, *, is_shared: bool) -> tuple[list[FrozenSide], list[str]]:
     """Return what the disk has room for, and say so; a folder that the user named must have it."""
     if not sides:
         return [], []
-    folder = next(path for path in (options.folder, *options.folder.resolve().parents) if path.exists())
-    wanted, free = sum(side.num_bytes for side in sides), shutil.disk_usage(folder).free
-    missing = [side for side in sides if not side.file(options.folder).array.exists()]
-    if FREE_SHARE * sum(side.num_bytes for side in missing) > free and not options.is_shared:
-        return [], [f"embedding_cache: not used, as {folder} has {free} bytes free and {wanted} are wanted"]
+    there = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    wanted, free = sum(side.num_bytes for side in sides), shutil.disk_usage(there).free
+    missing = [side for side in sides if not side.file(folder).array.exists()]
+    if FREE_SHARE * sum(side.num_bytes for side in missing) > free and not is_shared:
+        return [], [f"embedding_cache: not used, as {there} has {free} bytes free and {wanted} are wanted"]
     counts = " and ".join(f"{len(side.ids_U)} {MODALITY_WORDS[side.modality][1]} ({side.side})" for side in sides)
     note = (
         f"embedding_cache: {counts} of a frozen tower are encoded once, before the first step, and read from "
-        f"{options.folder} in every step: {wanted} bytes"
+        f"{folder} in every step: {wanted} bytes"
     )
     return sides, [note]
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from vembed.checkpoint.format import JSON
     from vembed.checkpoint.tensors import Saved
+    from vembed.config.keys.optimisation import OptimisationKeys
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
 
@@ -55,38 +56,23 @@ class Schedule:
         return self.peak * (1 + math.cos(math.pi * progress)) / 2
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerOptions:
-    """AdamW and what stands around it.
-
-    Attributes:
-        weight_decay: Decoupled decay of matrices; biases, norms and the logit scale don't decay.
-        betas: Decay of the two moments.
-        epsilon: Added to the denominator.
-        max_grad_norm: Global norm that gradients are clipped to, or None.
-        loss_scaling: Whether float16 training scales its gradients.
-    """
-
-    weight_decay: float
-    betas: tuple[float, float]
-    epsilon: float
-    max_grad_norm: float | None
-    loss_scaling: bool
-
-
 class Updater:
     """Owns the optimizer of an encoder and a loss.
 
     Args:
         encoder: Its trainable parameters are optimized.
         loss: Its own parameters too.
+        keys: AdamW's settings. Matrices decay; biases, norms and the logit scale don't.
         schedule: The learning rate.
-        options: AdamW's settings.
+        loss_scaling: Whether float16 training scales its gradients.
     """
 
-    def __init__(self, encoder: Encoder, loss: BatchLoss, schedule: Schedule, options: OptimizerOptions) -> None:
+    def __init__(
+        self, encoder: Encoder, loss: BatchLoss, keys: OptimisationKeys, schedule: Schedule, *, loss_scaling: bool
+    ) -> None:
         self.schedule = schedule
-        self.options = options
+        self.loss_scaling = loss_scaling
+        self._max_grad_norm = keys.max_grad_norm
         self._loss = loss
         self._names: dict[Tensor, str] = {
             **{parameter: f"encoder.{name}" for name, parameter in encoder.named_parameters()},
@@ -100,16 +86,16 @@ class Updater:
         self.parameters = trainable
         self.optimizer = torch.optim.AdamW(
             [
-                {"params": decayed, "weight_decay": options.weight_decay},
+                {"params": decayed, "weight_decay": keys.weight_decay},
                 {"params": plain, "weight_decay": 0.0},
                 {"params": scalars, "weight_decay": 0.0},
             ],
             lr=schedule.peak,
-            betas=options.betas,
-            eps=options.epsilon,
+            betas=(keys.adam_beta1, keys.adam_beta2),
+            eps=keys.adam_epsilon,
             fused=True,
         )
-        self._scale = LossScale(enabled=options.loss_scaling)
+        self._scale = LossScale(enabled=loss_scaling)
         self._overflowed = False
 
     @property
@@ -125,18 +111,18 @@ class Updater:
         module was at fault.
         """
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        if self.options.loss_scaling:
+        if self.loss_scaling:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], 1 / self.gradient_scale)
         norm = total_norm(gradients)
         value = norm.item()
-        self._overflowed = self.options.loss_scaling and not math.isfinite(value)
-        if self.options.max_grad_norm is not None and math.isfinite(value):
-            clip_gradients(self.parameters, self.options.max_grad_norm, norm)
+        self._overflowed = self.loss_scaling and not math.isfinite(value)
+        if self._max_grad_norm is not None and math.isfinite(value):
+            clip_gradients(self.parameters, self._max_grad_norm, norm)
         return value
 
     def overflowed(self, grad_norm: float) -> bool:
         """Return whether a non-finite norm is float16's overflow at the present scale, which halving it cures."""
-        return self.options.loss_scaling and not math.isfinite(grad_norm) and self.gradient_scale > LEAST_SCALE
+        return self.loss_scaling and not math.isfinite(grad_norm) and self.gradient_scale > LEAST_SCALE
 
     def update(self, step: int) -> None:
         """Change the weights (unless float16 overflowed), and let go of the gradients.

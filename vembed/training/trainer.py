@@ -21,6 +21,8 @@ from vembed.training.totals import StepTotals
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from vembed.config.keys.evaluation import EvaluationKeys
+    from vembed.config.keys.output import OutputKeys
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.result import EvaluationResult
     from vembed.gradcache.engine import GradCacheEngine
@@ -54,33 +56,11 @@ def batch_seed(seed: int, number: int, *, rank: int) -> int:
     return seed * SEED_STRIDE + number + rank * RANK_STRIDE
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerOptions:
-    """What the loop itself must know.
+@dataclass(kw_only=True)
+class Trainer:
+    """Runs the steps of a plan, from where the run stands."""
 
-    Attributes:
-        seed: Seed of the run.
-        metric: Dev metric that chooses the best checkpoint.
-        patience: Evaluations without improvement before the run stops early, or None.
-        save_steps: Steps from one checkpoint to the next, or None.
-        save_seconds: Seconds from one checkpoint to the next, or None.
-        logging_steps: Steps from one log line to the next.
-        counts_masked: Whether the loss masks false negatives, so that they are counted.
-    """
-
-    seed: int
-    metric: str
-    patience: int | None
-    save_steps: int | None
-    save_seconds: float | None
-    logging_steps: int
-    counts_masked: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerParts:
-    """What the loop works with; `build` puts them together."""
-
+    state: RunState
     plan: Plan
     source: Batches
     engine: GradCacheEngine
@@ -91,22 +71,13 @@ class TrainerParts:
     guard: NonFiniteGuard
     stop: StopSignal
     ranks: Ranks
+    output_keys: OutputKeys  # when it logs and saves
+    evaluation_keys: EvaluationKeys  # what chooses the best checkpoint, and when to stop early
+    seed: int
+    counts_masked: bool  # the loss masks false negatives
 
-
-class Trainer:
-    """Runs the steps of a plan.
-
-    Args:
-        parts: What it works with.
-        state: Where the run stands.
-        options: Intervals and the seed.
-    """
-
-    def __init__(self, parts: TrainerParts, state: RunState, options: TrainerOptions) -> None:
-        self.parts = parts
-        self.state = state
-        self.options = options
-        self._meter = RankMeter(parts.ranks, parts.source.device)
+    def __post_init__(self) -> None:
+        self._meter = RankMeter(self.ranks, self.source.device)
         self._last_save = time.monotonic()
 
     def run(self) -> EvaluationResult:
@@ -119,9 +90,9 @@ class Trainer:
             PreemptedError: A signal came; a checkpoint of the present step is saved.
             NonFiniteError: The numbers went bad, and the policy is to stop.
         """
-        parts, state = self.parts, self.state
+        state = self.state
         try:
-            baseline = parts.evaluations.baseline()
+            baseline = self.evaluations.baseline()
             if self._evaluate_if_due():  # the one that the run was stopped in
                 self._save(best=True)
             for step in self._steps():
@@ -129,7 +100,7 @@ class Trainer:
                 is_best = self._evaluate_if_due()
                 if self._saves_at(state.step) or is_best:
                     self._save(best=is_best)
-                parts.stop.poll()
+                self.stop.poll()
                 if self._stops_early():
                     break
         except PreemptedError:
@@ -140,32 +111,32 @@ class Trainer:
 
     def _steps(self) -> tqdm[int]:
         """Return the steps still to do, counted from 0, with a progress bar on a terminal."""
-        first = self.state.step if not self._stops_early() else self.parts.plan.steps.total
-        steps = range(first, self.parts.plan.steps.total)
-        total = self.parts.plan.steps.total
-        hidden = not (self.parts.ranks.is_first and sys.stderr.isatty())
+        first = self.state.step if not self._stops_early() else self.plan.steps.total
+        steps = range(first, self.plan.steps.total)
+        total = self.plan.steps.total
+        hidden = not (self.ranks.is_first and sys.stderr.isatty())
         return tqdm(steps, initial=first, total=total, unit="step", disable=hidden)
 
     def _train_step(self, step: int) -> Mapping[str, float]:
         """Do one step, tokenizing included, whatever becomes of its gradients, and return what it measured."""
         started = time.perf_counter()
-        parts, state = self.parts, self.state
+        state = self.state
         totals = self._accumulate(step)
-        with parts.engine.stopwatch.part("update"):
-            grad_norm = parts.updater.gradient_norm()
-        learning_rate = parts.updater.schedule.learning_rate(step)
-        temperature = parts.engine.loss.temperature
-        facts = StepFacts(step + 1, totals.loss, grad_norm, totals.record_ids, temperature, parts.updater.module_norms)
-        if math.isfinite(totals.loss) and parts.updater.overflowed(grad_norm):
-            _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, parts.updater.gradient_scale)
-            parts.updater.discard()
-        elif parts.guard.accepts(facts):
-            with parts.engine.stopwatch.part("update"):
-                parts.updater.update(step)
+        with self.engine.stopwatch.part("update"):
+            grad_norm = self.updater.gradient_norm()
+        learning_rate = self.updater.schedule.learning_rate(step)
+        temperature = self.engine.loss.temperature
+        facts = StepFacts(step + 1, totals.loss, grad_norm, totals.record_ids, temperature, self.updater.module_norms)
+        if math.isfinite(totals.loss) and self.updater.overflowed(grad_norm):
+            _log.info("step %d: float16 overflow at scale %g; skipped", step + 1, self.updater.gradient_scale)
+            self.updater.discard()
+        elif self.guard.accepts(facts):
+            with self.engine.stopwatch.part("update"):
+                self.updater.update(step)
         else:
-            parts.updater.discard()
+            self.updater.discard()
         state.step = step + 1
-        state.skipped_steps = parts.guard.skipped
+        state.skipped_steps = self.guard.skipped
         state.num_truncated += totals.num_truncated
         measured = self._measured(totals, seconds=time.perf_counter() - started)
         own = {} if temperature is None else {"temperature": temperature}
@@ -173,49 +144,47 @@ class Trainer:
 
     def _accumulate(self, step: int) -> StepTotals:
         """Add up the gradients of the batches of a step, each with negatives of its own; their mean is left."""
-        parts, state = self.parts, self.state
-        count = parts.plan.batch.accumulated
+        state = self.state
+        count = self.plan.batch.accumulated
         totals = StepTotals()
         for number in range(step * count, (step + 1) * count):
             asked = time.perf_counter()
-            batch = parts.source.batch(number)
+            batch = self.source.batch(number)
             totals.data_seconds += time.perf_counter() - asked
-            torch.manual_seed(batch_seed(self.options.seed, number, rank=parts.ranks.rank))
-            scale = parts.updater.gradient_scale / count
-            result = parts.engine.step(batch.pools, batch.structure, assignment=batch.assignment, gradient_scale=scale)
+            torch.manual_seed(batch_seed(self.seed, number, rank=self.ranks.rank))
+            scale = self.updater.gradient_scale / count
+            result = self.engine.step(batch.pools, batch.structure, assignment=batch.assignment, gradient_scale=scale)
             if result.num_repairs:
-                state.step_limits = parts.engine.limits
-            totals.add(batch, result, counts_masked=self.options.counts_masked)
-        totals.add_ranks(parts.ranks, parts.source.device)
+                state.step_limits = self.engine.limits
+            totals.add(batch, result, counts_masked=self.counts_masked)
+        totals.add_ranks(self.ranks, self.source.device)
         return totals
 
     def _measured(self, totals: StepTotals, *, seconds: float) -> Mapping[str, float]:
         """Return the row of metrics.jsonl."""
-        parts = self.parts.engine.stopwatch.read()
-        times = seconds_of_parts(
-            parts, step_seconds=seconds, data_seconds=totals.data_seconds, alone=self.parts.ranks.is_one
-        )
+        parts = self.engine.stopwatch.read()
+        times = seconds_of_parts(parts, step_seconds=seconds, data_seconds=totals.data_seconds, alone=self.ranks.is_one)
         self._meter.add(times, tokens=totals.rank_tokens, loss=totals.rank_loss)
         return {
-            "epoch": self.state.step / self.parts.plan.steps.per_epoch,
+            "epoch": self.state.step / self.plan.steps.per_epoch,
             "loss": totals.loss,
             "samples_per_second": totals.num_queries / seconds,
             "tokens_per_second": totals.tokens / seconds,
-            "peak_memory_bytes": peak_memory_bytes(self.parts.source.device),
+            "peak_memory_bytes": peak_memory_bytes(self.source.device),
             "padding_ratio": totals.padding_ratio,
             "replay_drift": totals.replay_drift,
             "num_chunks": totals.num_chunks,
             "oom_repairs": totals.num_repairs,
             **times,
-            **({"masked_negatives": totals.num_masked} if self.options.counts_masked else {}),
+            **({"masked_negatives": totals.num_masked} if self.counts_masked else {}),
         }
 
     def _log(self, metrics: Mapping[str, float]) -> None:
         """Send the numbers of the present step to the trackers and, now and then, to the log."""
         step = self.state.step
-        is_shown = step % self.options.logging_steps == 0 or step in (1, self.parts.plan.steps.total)
+        is_shown = step % self.output_keys.logging_steps == 0 or step in (1, self.plan.steps.total)
         reading = self._meter.read() if is_shown else None
-        for tracker in self.parts.trackers:
+        for tracker in self.trackers:
             tracker.log(step, metrics if reading is None else {**metrics, **reading.summary})
             if reading is not None:
                 tracker.log_ranks(step, reading.by_rank)
@@ -223,7 +192,7 @@ class Trainer:
             _log.info(
                 "step %d/%d  epoch %.2f  loss %.4f  grad norm %.3g  lr %.3g  %.1f samples/s",
                 step,
-                self.parts.plan.steps.total,
+                self.plan.steps.total,
                 metrics["epoch"],
                 metrics["loss"],
                 metrics["grad_norm"],
@@ -233,39 +202,39 @@ class Trainer:
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate on the dev set when the plan says so and it isn't done; return whether it was the best so far."""
-        state, every = self.state, self.parts.plan.steps.eval_every
+        state, every = self.state, self.plan.steps.eval_every
         if every is None or state.evaluated_step == state.step:
             return False
-        if state.step % every != 0 and state.step != self.parts.plan.steps.total:
+        if state.step % every != 0 and state.step != self.plan.steps.total:
             return False
-        result = self.parts.evaluations.at_step(state.step)
-        for tracker in self.parts.trackers:
+        result = self.evaluations.at_step(state.step)
+        for tracker in self.trackers:
             tracker.log_evaluation(state.step, result.metrics)
-        return state.record(result.metrics, self.options.metric)
+        return state.record(result.metrics, self.evaluation_keys.metric_for_best_model)
 
     def _stops_early(self) -> bool:
         """Return whether the dev metric has stood still for as long as the user would wait."""
-        patience = self.options.patience
+        patience = self.evaluation_keys.early_stopping_patience
         if patience is None or self.state.stale_evaluations < patience:
             return False
         _log.info(
             "stopped early: %d evaluations without a better %s than %.4f at step %d",
             patience,
-            self.options.metric,
+            self.evaluation_keys.metric_for_best_model,
             self.state.best_metric,
             self.state.best_step,
         )
         return True
 
     def _saves_at(self, step: int) -> bool:
-        every, seconds = self.options.save_steps, self.options.save_seconds
+        every, minutes = self.output_keys.save_steps, self.output_keys.save_minutes
         if every is not None and step % every == 0:
             return True
-        if seconds is None:
+        if minutes is None:
             return False
-        due = time.monotonic() - self._last_save >= seconds  # the clocks of the ranks may differ
-        return self.parts.ranks.any(due, self.parts.source.device)
+        due = time.monotonic() - self._last_save >= 60 * minutes  # the clocks of the ranks may differ
+        return self.ranks.any(due, self.source.device)
 
     def _save(self, *, best: bool) -> None:
-        self.parts.checkpoints.save(self.state, best=best)
+        self.checkpoints.save(self.state, best=best)
         self._last_save = time.monotonic()

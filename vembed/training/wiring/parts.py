@@ -16,9 +16,9 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.models.files import DTYPES
 from vembed.training.batches import BatchSource
 from vembed.training.evaluations import Evaluations
-from vembed.training.frozen import FrozenOptions, find_frozen
+from vembed.training.frozen import find_frozen
 from vembed.training.loading import BatchLoader
-from vembed.training.optimizer import OptimizerOptions, Schedule, Updater
+from vembed.training.optimizer import Schedule, Updater
 from vembed.training.saving import RunCheckpoints
 from vembed.training.trackers.registry import open_trackers
 from vembed.training.wiring.data import measures_both_directions
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.data.sampler import GlobalSampler
-    from vembed.distributed.fsdp import ShardedEncoder, ShardingOptions
+    from vembed.distributed.fsdp import ShardedEncoder
     from vembed.distributed.runtime import Runtime
     from vembed.gradcache.memory import StepLimits
     from vembed.losses.base import BatchLoss
@@ -78,14 +78,15 @@ def frozen_items(
         return None
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
     is_shared = config.embedding_cache != "auto"
-    options = FrozenOptions(
-        folder=Path(config.embedding_cache) if is_shared else output.frozen_embeddings,
+    return find_frozen(
+        encoder,
+        data.records,
+        Path(config.embedding_cache) if is_shared else output.frozen_embeddings,
         is_shared=is_shared,
         epochs=plan.steps.total / plan.steps.per_epoch,
         augments=augmenter.acts,
         precision=plan.dtype,
     )
-    return find_frozen(encoder, data.records, options)
 
 
 def batch_source(run: Run, stored: StoredEmbeddings | None = None) -> BatchSource:
@@ -102,21 +103,6 @@ def batch_source(run: Run, stored: StoredEmbeddings | None = None) -> BatchSourc
         rank=ranks.rank,
         world_size=ranks.world_size,
         stored=stored,
-    )
-
-
-def sharding_of(plan: Plan, runtime: Runtime) -> ShardingOptions | None:
-    """Return how the encoder is sharded; None where every process holds it whole, or one process only plans."""
-    if plan.way.mode is None or runtime.ranks.is_one:
-        return None
-    from vembed.distributed.fsdp import ShardingOptions
-
-    return ShardingOptions(
-        device=runtime.device,
-        mode=plan.way.mode,
-        sharding_factor=plan.way.sharding_factor,
-        compute_dtype=autocast_dtype(plan),
-        cpu_offload=plan.way.cpu_offload,
     )
 
 
@@ -188,14 +174,7 @@ def build_updater(run: Run) -> Updater:
     """Return the optimizer with its schedule."""
     config, plan = run.config, run.plan
     schedule = Schedule(plan.batch.learning_rate, config.scheduler_type, plan.steps.warmup, plan.steps.total)
-    options = OptimizerOptions(
-        weight_decay=config.weight_decay,
-        betas=(config.adam_beta1, config.adam_beta2),
-        epsilon=config.adam_epsilon,
-        max_grad_norm=config.max_grad_norm,
-        loss_scaling=plan.dtype == "float16",
-    )
-    return Updater(run.encoder, run.loss, schedule, options)
+    return Updater(run.encoder, run.loss, config, schedule, loss_scaling=plan.dtype == "float16")
 
 
 def run_identity(run: Run) -> dict[str, Any]:

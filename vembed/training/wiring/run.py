@@ -26,12 +26,13 @@ from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.output import OutputFolder
 from vembed.training.saving import PARTS, refuse_other_run
 from vembed.training.state import RunState
-from vembed.training.trainer import Trainer, TrainerOptions, TrainerParts
-from vembed.training.wiring.data import image_limits, load_data
+from vembed.training.trainer import Trainer
+from vembed.training.wiring.data import load_data
 from vembed.training.wiring.launcher import under_launcher
 from vembed.training.wiring.model import build_encoder, build_loss
 from vembed.training.wiring.parts import (
     Run,
+    autocast_dtype,
     batch_source,
     batches,
     build_checkpoints,
@@ -41,7 +42,6 @@ from vembed.training.wiring.parts import (
     build_updater,
     frozen_items,
     run_identity,
-    sharding_of,
     start_alike,
 )
 from vembed.training.wiring.planning import build_plan, read_back
@@ -176,8 +176,8 @@ def _assemble(
     refuse_nonfinite_weights(encoder)
     if config.use_gradient_cache is not False:
         refuse_batch_norm(encoder)
-    sharding = sharding_of(plan, runtime)
-    if sharding is None:  # else its parts go to their devices one by one
+    shards = plan.way.mode is not None and not runtime.ranks.is_one
+    if not shards:  # else its parts go to their devices one by one
         encoder.to(runtime.device)
     num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
     runtime.ranks.require_equal({"training data": data.fingerprint, "parameters": str(num_parameters)})
@@ -192,10 +192,11 @@ def _assemble(
     if frozen is not None:
         plan = replace(plan, reasons=(*plan.reasons, *frozen.notes))
     sharded = None
-    if sharding is not None:
+    if shards:
         from vembed.distributed.fsdp import shard_encoder  # a replicated run is spared a second of imports
 
-        sharded = shard_encoder(encoder, sharding, runtime.ranks)
+        dtype = autocast_dtype(plan)
+        sharded = shard_encoder(encoder, plan.way, runtime.ranks, device=runtime.device, compute_dtype=dtype)
     return Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, frozen, sharded)
 
 
@@ -248,15 +249,6 @@ def _train(run: Run, command: str) -> RunResult:
         skipped=state.skipped_steps,
         agree=agree,
     )
-    options = TrainerOptions(
-        seed=config.seed,
-        metric=config.metric_for_best_model,
-        patience=config.early_stopping_patience,
-        save_steps=config.save_steps,
-        save_seconds=None if config.save_minutes is None else 60 * config.save_minutes,
-        logging_steps=config.logging_steps,
-        counts_masked=getattr(config.loss_keys(), "mask_false_negatives", False),
-    )
     with StopSignal(agree=agree) as stop:
         evaluations = build_evaluations(run, stop)
         if state.step > 0:
@@ -265,10 +257,24 @@ def _train(run: Run, command: str) -> RunResult:
             stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
             with batches(run, stored) as source:
                 engine = build_engine(run, state.step_limits)
-                parts = TrainerParts(
-                    run.plan, source, engine, updater, evaluations, checkpoints, trackers, guard, stop, ranks
+                trainer = Trainer(
+                    state=state,
+                    plan=run.plan,
+                    source=source,
+                    engine=engine,
+                    updater=updater,
+                    evaluations=evaluations,
+                    checkpoints=checkpoints,
+                    trackers=trackers,
+                    guard=guard,
+                    stop=stop,
+                    ranks=ranks,
+                    output_keys=config,
+                    evaluation_keys=config,
+                    seed=config.seed,
+                    counts_masked=getattr(config.loss_keys(), "mask_false_negatives", False),
                 )
-                baseline = Trainer(parts, state, options).run()
+                baseline = trainer.run()
         finally:
             for tracker in trackers:
                 tracker.close()
@@ -280,8 +286,8 @@ def _train(run: Run, command: str) -> RunResult:
             ranks=ranks,
             plan=run.plan,
             config=plain_values(config),
-            data_facts=run.data.facts(),
-            image_limits=image_limits(config),
+            data=run.data,
+            max_image_pixels=config.max_image_pixels,
             machine=run.runtime.machine,
             command=command,
         )

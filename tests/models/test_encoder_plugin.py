@@ -153,6 +153,16 @@ def test_one_that_reads_values_is_estimated_and_the_plan_says_why(caplog: pytest
     assert "can't be run without memory (DataDependentOutputException" in caplog.text
 
 
+def test_without_its_plugin_a_folder_is_told_to_need_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built("letters").save(folder / "model")
+    keys = ModelKeys(model_name=str(folder / "model"))
+    with monkeypatch.context() as without:
+        without.setattr(ENCODERS, "_plugins", {})
+        with pytest.raises(ConfigError, match=r"A model of a plugin needs the plugin: plugins: \[MODULE\], or vembed"):
+            load_encoder(keys)
+    assert load_encoder(keys).dimension == 16
+
+
 def test_a_class_that_no_name_means_is_refused() -> None:
     letters = type(built("letters"))
     nameless = type("Nameless", (letters,), {"builtin": "", "marker": ""})

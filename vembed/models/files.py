@@ -225,7 +225,10 @@ class ModelFiles:
             )
         if self.folder is None and isinstance(error, OSError):
             return self._unreachable(error)
-        return ConfigError(f"{self.name} could not be loaded: {_first_line(error)}")
+        hint = ""
+        if self.folder is not None and not self.in_folder("config.json") and self.read("modules.json") is None:
+            hint = ". A model of a plugin needs the plugin: plugins: [MODULE], or vembed --plugins MODULE"
+        return ConfigError(f"{self.name} could not be loaded: {_first_line(error)}{hint}")
 
 
 class SkeletonFiles(ModelFiles):

@@ -78,15 +78,13 @@ def picture_inputs(encoder: Encoder) -> TowerInputs:
     """Return what a picture tower is measured with, by what `featurize` and `collate` make of a blank picture."""
     features = one_picture(encoder)
     tokens = int(features.lengths[0])
-    one = encoder.collate(features, np.zeros(1, dtype=np.int64), tokens)
 
     def make() -> dict[str, Tensor]:
+        made = encoder.collate(features, np.zeros(ROWS, dtype=np.int64), tokens)
         # What isn't pixels says how they lie, and is read by value.
         return {
-            name: torch.empty(ROWS, *each.shape[1:], dtype=each.dtype, device="meta")
-            if each.is_floating_point() or each.dtype == torch.uint8
-            else each.expand(ROWS, *each.shape[1:]).contiguous()
-            for name, each in one.items()
+            name: each.to("meta") if each.is_floating_point() or each.dtype == torch.uint8 else each
+            for name, each in made.items()
         }
 
     return TowerInputs("vision", tokens, tokens, True, make)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from vembed.models.files import tokenizer_facts
+from vembed.models.files import prepare_backbone, tokenizer_facts
 from vembed.models.text import TextEncoder, TextSpec
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class TinyTransformer(TextEncoder):
         )
         with files.device:
             backbone: Any = BertModel(config, add_pooling_layer=False)
+        if not files.has_weights:
+            prepare_backbone(backbone)  # or transformers warns of what no encoder does
         origin = {"pooling": "built in", "max_seq_length": "built in"}
         spec = TextSpec(pooling=("mean",), max_length=MAX_LENGTH, origin=origin)
         return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(files.dtype)

@@ -16,7 +16,7 @@ import pytest
 
 from vembed.batch import Image, content_id
 from vembed.data.builtin import load_builtin, load_builtin_retrieval, shapes
-from vembed.data.builtin.drawing import BACKGROUNDS, COLOURS
+from vembed.data.builtin.shapes import BACKGROUNDS, COLOURS
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Modality, Side
-    from vembed.data.python_inputs import PythonInputs
+    from vembed.data.python_inputs import ItemInput
     from vembed.models.encoder import Encoder, Similarity
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class EmbeddingModel:
         return identify(self._encoder, name=self.name)
 
     def encode(
-        self, rows: Iterable[PythonInputs], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE
+        self, rows: Iterable[ItemInput], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE
     ) -> NDArray[np.float32]:
         """Turn texts and pictures into vectors.
 

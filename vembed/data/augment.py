@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -40,33 +40,19 @@ _QUARTER_TURN = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.7
 """Turns the hue by 90 degrees, once the luminance is taken away."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranges:
-    """What an augmentation draws from, each value evenly.
+class _Ranges(NamedTuple):
+    """What an augmentation draws from, each value evenly."""
 
-    Attributes:
-        area: Least and most area of the window, in areas of the picture.
-        overhang: Most that the window stands over an edge, in sides of the window.
-        degrees: Most that it is turned, to either side.
-        brightness: Most that the factor of brightness differs from 1.
-        contrast: The same of contrast.
-        saturation: The same of saturation.
-        hue: Most that the hue is turned, to either side, in parts of the circle.
-        grey: Share of pictures that lose all colour.
-        blur: Share of pictures that are blurred.
-        blur_radius: Most standard deviation of the blur, in shorter sides of the window.
-    """
-
-    area: tuple[float, float] = (1.0, 1.0)
-    overhang: float = 0.0
-    degrees: float = 0.0
-    brightness: float = 0.0
-    contrast: float = 0.0
-    saturation: float = 0.0
-    hue: float = 0.0
-    grey: float = 0.0
-    blur: float = 0.0
-    blur_radius: float = 0.0
+    area: tuple[float, float] = (1.0, 1.0)  # least and most area of the window, in areas of the picture
+    overhang: float = 0.0  # most that the window stands over an edge, in sides of the window
+    degrees: float = 0.0  # most that it is turned, to either side
+    brightness: float = 0.0  # most that the factor of brightness differs from 1
+    contrast: float = 0.0  # the same of contrast
+    saturation: float = 0.0  # the same of saturation
+    hue: float = 0.0  # most that the hue is turned, to either side, in parts of the circle
+    grey: float = 0.0  # share of pictures that lose all colour
+    blur: float = 0.0  # share of pictures that are blurred
+    blur_radius: float = 0.0  # most standard deviation of the blur, in shorter sides of the window
 
     @property
     def recolours(self) -> bool:
@@ -93,16 +79,10 @@ _RANGES: dict[Strength, _Ranges] = {
 
 @dataclass(frozen=True, slots=True)
 class Augmenter:
-    """Says how each picture of the training records is changed in an epoch.
+    """Says how each picture of the training records is changed in an epoch."""
 
-    Attributes:
-        strength: How much; "none" leaves the pixels alone.
-        flip: Whether half of the pictures are mirrored, left to right.
-        seed: Seed of the run.
-    """
-
-    strength: Strength
-    flip: bool
+    strength: Strength  # how much; "none" leaves the pixels alone
+    flip: bool  # whether half of the pictures are mirrored, left to right
     seed: int
 
     @property
@@ -114,9 +94,7 @@ class Augmenter:
         """Return a record whose pictures say how they are changed when they are decoded.
 
         Args:
-            record: The record.
             row: Its number in the training records.
-            epoch: Counted from 0.
         """
         if not self.acts:
             return record
@@ -144,10 +122,6 @@ class Augmenter:
 
 def augmented(picture: PIL.Image.Image, augmentation: Augmentation) -> PIL.Image.Image:
     """Return a picture, changed.
-
-    Args:
-        picture: In RGB.
-        augmentation: How; equal values change equal pictures alike.
 
     Returns:
         An RGB picture, whose size may be another.

@@ -8,7 +8,7 @@ Source: Thakur et al. 2021, "BEIR: A Heterogeneous Benchmark for Zero-shot Evalu
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed
 from vembed.data.columns import closest, listing
@@ -32,8 +32,7 @@ HEADER_CELLS = frozenset({"query-id", "query_id", "qid", "query"})
 MAX_ID_LIST = 3
 
 
-@dataclass(frozen=True, slots=True)
-class BeirSplit:
+class BeirSplit(NamedTuple):
     """One split of a BEIR folder, with what records of its queries need."""
 
     data: RetrievalData
@@ -60,7 +59,6 @@ def read_beir(folder: Path, split: str | None, role: Role, images: ImageRoot | N
     Args:
         folder: Holds corpus.jsonl, queries.jsonl and qrels/, the first two possibly as .gz.
         split: The qrels file, by name without `.tsv`; None chooses by role.
-        role: What the task is for.
         images: What checks the pictures; None takes their paths from the folder, with the default limits.
 
     Returns:
@@ -107,11 +105,6 @@ def find_split(folder: Path, split: str | None, role: Role) -> tuple[str, tuple[
 
     A split that the user names must exist. Otherwise the role decides: train; dev, val or validation; test. A folder's
     only qrels file serves any role, except that evaluation judgements are never taken for training unasked.
-
-    Args:
-        folder: The BEIR folder.
-        split: The user's choice, or None.
-        role: What the data is for.
 
     Raises:
         DataError: There is no such split; the message lists those that exist.

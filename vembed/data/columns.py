@@ -127,7 +127,6 @@ class ColumnResolver:
 
     Args:
         column_mapping: Source column -> our name or one of its aliases; None drops the column.
-        extra: The columns of numbers that the loss asks for.
 
     Raises:
         ConfigError: The mapping names a target that records don't have, or one target twice.
@@ -152,7 +151,6 @@ class ColumnResolver:
         """Return which of a row's columns is what.
 
         Args:
-            names: The row's column names.
             where: `file:line` of the row, for the error.
 
         Raises:
@@ -198,7 +196,6 @@ class ColumnResolver:
 
         Args:
             column: Our name of the missing column, or that of one that the loss asks for.
-            names: The row's column names.
         """
         names = [name for name in names if name not in self._mapping]
         aliases = self._extra[column].aliases if column in self._extra else COLUMNS[column]

@@ -23,14 +23,13 @@ from vembed.data.columns import closest, listing
 from vembed.data.files import ROW_SUFFIXES, RawRow, iter_rows, suffix_of, text_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits, content_name
-from vembed.data.picture_folder import find_pictures
 from vembed.data.presets import preset_path
 from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import BUILTIN_PREFIX
 from vembed.data.splits import SourceOptions
 from vembed.data.validate import encoding_fault
-from vembed.errors import DataError
+from vembed.errors import DataError, MachineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -52,20 +51,17 @@ CORPUS_FILES = ("corpus.jsonl", "corpus.jsonl.gz")
 """What a folder's corpus is called, as in BEIR."""
 
 
+PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+"""How a file that is taken for a picture ends, in any case; what it holds is told by its first bytes."""
+
+
 class Document(NamedTuple):
-    """One document.
+    """One document."""
 
-    Attributes:
-        id: Different from that of any other.
-        item: Title, one space, text (may be empty); or a picture, alone or with such a text.
-        path: Of a picture, as the corpus names it; "" of a text, and of bytes without a path.
-        caption: What the corpus says that a picture shows; "" where it says nothing.
-    """
-
-    id: str
-    item: Item
-    path: str = ""
-    caption: str = ""
+    id: str  # different from that of any other
+    item: Item  # title, one space, text (may be empty); or a picture, alone or with such a text
+    path: str = ""  # of a picture, as the corpus names it; "" of a text, and of bytes without a path
+    caption: str = ""  # what the corpus says that a picture shows; "" where it says nothing
 
     @property
     def text(self) -> str:
@@ -77,20 +73,12 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CorpusOptions:
-    """How to read a corpus. None takes the first of the usual names that a row has.
-
-    Attributes:
-        id: Column of the ids.
-        text: Column of the texts; where it is given and `image` isn't, pictures in the rows are left alone.
-        image: Column of the pictures.
-        image_root: Folder that pictures' paths start from and must stay in; None: the corpus file's own.
-        image_limits: Caps on each picture.
-    """
+    """How to read a corpus. None takes the first of the usual names that a row has."""
 
     id: str | None = None
-    text: str | None = None
+    text: str | None = None  # of the texts; given without `image`, it leaves pictures in the rows alone
     image: str | None = None
-    image_root: Path | None = None
+    image_root: Path | None = None  # what pictures' paths start from and stay in; None: the corpus file's folder
     image_limits: ImageLimits = field(default_factory=ImageLimits)
 
     @property
@@ -198,9 +186,8 @@ class Corpus:
         if self._options.image_root is not None:
             raise DataError(f"{self._path} is a folder of pictures: it is its own image_root; leave that out")
         images = ImageRoot(folder, self.limits)
-        found = find_pictures(folder)
-        self._num_others = found.num_others
-        for path in found.paths:
+        paths, self._num_others = _find_pictures(folder)
+        for path in paths:
             try:
                 yield Document(path, images.image(f"./{path}", name=path), path)  # ./: a colon in a name is no scheme
             except PictureFault as fault:
@@ -290,7 +277,7 @@ def _corpus_source(path: str) -> Path:
         found = next((local / name for name in CORPUS_FILES if (local / name).is_file()), None)
         if found is not None:
             return found
-        if find_pictures(local).paths:
+        if _find_pictures(local)[0]:
             return local
         raise DataError(
             f"{path} has no {CORPUS_FILES[0]} and no pictures; name a BEIR folder, a folder of pictures, or the file "
@@ -304,6 +291,30 @@ def _corpus_source(path: str) -> Path:
     if suffix_of(local) is None and not local.name.lower().endswith(TEXT_FILES):
         raise DataError(f"{path}: unknown kind of file; expected {', '.join((*ROW_SUFFIXES, *TEXT_FILES))}")
     return local
+
+
+def _find_pictures(folder: Path) -> tuple[list[str], int]:
+    """Return the pictures in a folder and below it, relative and in the order of their names; and how many other files.
+
+    Links to folders and hidden folders aren't entered.
+
+    Raises:
+        MachineError: A folder can't be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise MachineError(f"{error.filename}: the folder can't be listed: {error.strerror}") from error
+
+    paths = []
+    num_others = 0
+    for place, folders, files in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            if name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith("."):
+                paths.append((Path(place) / name).relative_to(folder).as_posix())
+            else:
+                num_others += 1
+    return sorted(paths), num_others
 
 
 def _wanted(names: Sequence[str], *, options: CorpusOptions, where: str) -> list[str]:

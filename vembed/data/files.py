@@ -49,7 +49,6 @@ def iter_rows(path: Path, wanted: Callable[[Sequence[str]], Sequence[str]]) -> I
     """Yield the rows of one file, in order.
 
     Args:
-        path: A file with one of `ROW_SUFFIXES`.
         wanted: Given the columns of a columnar file, says which to read.
 
     Raises:
@@ -85,9 +84,6 @@ def jsonl_rows(path: Path) -> Iterator[RawRow]:
 def text_rows(path: Path) -> Iterator[RawRow]:
     """Yield the lines of a text file (possibly .gz) as rows of one column `text`, without white space at their ends.
 
-    Args:
-        path: The file.
-
     Raises:
         DataError: The file can't be read on.
         MachineError: The operating system refuses to read it.
@@ -102,9 +98,6 @@ def text_rows(path: Path) -> Iterator[RawRow]:
 
 def json_object(path: Path) -> dict[str, Any]:
     """Return the one JSON object that a file holds, read as a whole.
-
-    Args:
-        path: The file.
 
     Raises:
         DataError: It is no JSON, or no object.
@@ -253,8 +246,11 @@ def _parquet_rows(path: Path, wanted: Callable[[Sequence[str]], Sequence[str]]) 
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            names = list(wanted(file.schema_arrow.names))
-            for batch in file.iter_batches(batch_size=4096, columns=names):
+            schema = file.schema_arrow
+            names = list(wanted(schema.names))
+            has_bytes = any(_holds_bytes(schema.field(name).type) for name in names)
+            size = PARQUET_PICTURE_ROWS if has_bytes else PARQUET_ROWS
+            for batch in file.iter_batches(batch_size=size, columns=names):
                 columns = [column.to_pylist() for column in batch.columns]
                 for cells in zip(*columns, strict=True) if columns else [()] * batch.num_rows:
                     number += 1

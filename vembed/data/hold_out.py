@@ -8,8 +8,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -26,19 +25,12 @@ MIN_TRAIN_ROWS = 2
 FIX = "give val_data_path, or set eval_strategy: no"
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """A split of a table's rows.
+class HeldOut(NamedTuple):
+    """A split of a table's rows."""
 
-    Attributes:
-        train_rows: Rows to train on, int64, ascending.
-        held_out_rows: Rows to validate on, int64, ascending.
-        notes: What was held out, one plain sentence each.
-    """
-
-    train_rows: NDArray[np.int64]
-    held_out_rows: NDArray[np.int64]
-    notes: tuple[str, ...]
+    train_rows: NDArray[np.int64]  # ascending
+    held_out_rows: NDArray[np.int64]  # to validate on, ascending
+    notes: tuple[str, ...]  # what was held out, one plain sentence each
 
 
 def hold_out(table: RecordTable, *, fraction: float = 0.05, limit: int = 1000) -> HeldOut:
@@ -47,9 +39,7 @@ def hold_out(table: RecordTable, *, fraction: float = 0.05, limit: int = 1000) -
     No text or picture that is a query or a positive on one side is a query or a positive on the other.
 
     Args:
-        table: All rows.
         fraction: Largest share of the rows to hold out, above 0 and below 1.
-        limit: Most rows to hold out.
 
     Raises:
         DataError: Nothing can be held out, or too little would be left to train on.

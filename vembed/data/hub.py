@@ -25,8 +25,6 @@ def hub_split(hub_id: str, split: str | None, role: Role) -> tuple[str, Any]:
 
     Args:
         hub_id: `owner/name` or `owner/name:config`.
-        split: The user's choice, or None to choose by role.
-        role: What the data is for.
 
     Returns:
         The split's name and a `datasets.Dataset`.
@@ -53,7 +51,6 @@ def hub_rows(dataset: Any, wanted: Callable[[Sequence[str]], Sequence[str]]) -> 
     """Yield the rows of a `datasets.Dataset`, counted from 1; columns that nobody wants are not read.
 
     Args:
-        dataset: One split.
         wanted: Given its columns, says which to read.
     """
     names = list(wanted(dataset.column_names))

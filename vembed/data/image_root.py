@@ -43,7 +43,6 @@ class ImageRoot:
 
     Args:
         folder: The folder; None for a source that has none, whose pictures must be bytes.
-        limits: Caps on each picture.
 
     Raises:
         DataError: The folder doesn't exist.

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -107,41 +107,23 @@ class ImageError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class ImageLimits:
-    """What a picture may cost.
+    """What a picture may cost."""
 
-    Attributes:
-        max_pixels: Most width x height; decoding takes 3 to 8 bytes each. Pillow has a ceiling of its own for GIF,
-            TIFF and WEBP, twice the default.
-        max_bytes: Most bytes of the encoded file.
-    """
-
-    max_pixels: int = 89_478_485
-    max_bytes: int = 64 * 2**20
+    max_pixels: int = 89_478_485  # width x height, 3 to 8 bytes each; Pillow caps GIF, TIFF and WEBP at twice that
+    max_bytes: int = 64 * 2**20  # most bytes of the encoded file
 
 
-@dataclass(frozen=True, slots=True)
-class ImageHeader:
-    """What a picture's header says.
+class ImageHeader(NamedTuple):
+    """What a picture's header says."""
 
-    Attributes:
-        format: A key of `FORMATS`.
-        width: Pixels, as stored: before EXIF turns it.
-        height: Pixels, as stored.
-        mode: Pillow's name of the pixels' kind ("RGB", "P", "I;16", ...).
-    """
-
-    format: str
-    width: int
-    height: int
-    mode: str
+    format: str  # a key of `FORMATS`
+    width: int  # pixels, as stored: before EXIF turns it
+    height: int  # pixels, as stored
+    mode: str  # Pillow's name of the pixels' kind ("RGB", "P", "I;16", ...)
 
 
 def check_image(image: Image, limits: ImageLimits) -> ImageHeader:
     """Check a picture by its header; its pixels are not decoded.
-
-    Args:
-        image: A file or bytes.
-        limits: Caps on pixels and bytes.
 
     Raises:
         ImageError: It is missing, empty, no picture of a known format, over a cap, or its header is broken.
@@ -155,10 +137,6 @@ def decode_image(image: Image, limits: ImageLimits) -> PIL.Image.Image:
 
     The first frame of an animation; turned upright by EXIF; transparency put on white; grey of 16 bits scaled to 8.
     Colour profiles are not applied. An `Image` with an augmentation is changed by it.
-
-    Args:
-        image: A file or bytes.
-        limits: As for `check_image`, which is done first.
 
     Raises:
         ImageError: As `check_image`, or the pixels are truncated or broken.
@@ -180,11 +158,6 @@ def decode_image(image: Image, limits: ImageLimits) -> PIL.Image.Image:
 
 def decode_images(images: Sequence[Image], limits: ImageLimits, num_threads: int = 1) -> list[PIL.Image.Image]:
     """Decode pictures in threads: Pillow's decoders release Python's lock.
-
-    Args:
-        images: n pictures.
-        limits: As for `decode_image`.
-        num_threads: Pictures decoded at a time, at least 1.
 
     Returns:
         n RGB pictures in the order of `images`.

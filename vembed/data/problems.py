@@ -35,7 +35,6 @@ class ProblemLog:
 
         Args:
             where: `file:line`.
-            reason: Why it is invalid.
             column: The column at fault, None for the row as a whole.
             may_drop: Whether it may be dropped; False refuses the source.
         """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Modality
     from vembed.data.images import ImageLimits
 
-PythonInputs: TypeAlias = "str | Path | bytes | PIL.Image.Image | Image | Composed"
+ItemInput: TypeAlias = "str | Path | bytes | PIL.Image.Image | Image | Composed"
 """A text; or a picture as a file, its encoded bytes, a picture of Pillow, or an `Image`; or a picture with a text."""
 
 PICTURE_FORMS = "a pathlib.Path, bytes, or a PIL.Image.Image"
@@ -37,12 +37,8 @@ _SAVED_AS = {
 """Mode of a picture of Pillow -> the mode that a PNG keeps it in; of any other mode the range is not known."""
 
 
-def items_of(rows: Iterable[PythonInputs], limits: ImageLimits) -> list[Item]:
+def items_of(rows: Iterable[ItemInput], limits: ImageLimits) -> list[Item]:
     """Return rows as items; pictures are checked by their headers.
-
-    Args:
-        rows: n rows.
-        limits: What a picture may be.
 
     Raises:
         TypeError: The rows are a single text, picture or file, or a row is none of them.
@@ -56,11 +52,6 @@ def items_of(rows: Iterable[PythonInputs], limits: ImageLimits) -> list[Item]:
 
 def refuse_other_modalities(items: Iterable[Item], taken: frozenset[Modality], name: str) -> None:
     """Refuse items that a model has no tower for.
-
-    Args:
-        items: n items.
-        taken: The modalities that the model takes.
-        name: The model, for people.
 
     Raises:
         DataError: With the first such row.

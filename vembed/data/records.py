@@ -200,10 +200,6 @@ class RecordWriter:
         """Append one row, its values as in `Record`; the caller has checked it.
 
         Args:
-            query: What searches.
-            positives: What answers it.
-            negatives: What doesn't.
-            label: Class of the row.
             scores: Of the positives, then of the negatives.
             columns: One number for each column that the writer was made with.
             file: Name for people, without a line.

@@ -18,27 +18,16 @@ REVERSED = "reversed"
 
 @dataclass(frozen=True, slots=True)
 class RetrievalData:
-    """One retrieval task.
+    """One retrieval task."""
 
-    Attributes:
-        name: For people, e.g. "scifact/test".
-        queries: Query id -> text, picture, or both in one.
-        documents: Document id -> text (title, one space, text), picture, or both in one.
-        qrels: Query id -> document id -> graded relevance (0 is judged and not relevant).
-        notes: What was left out or is unusual, one plain sentence each.
-        excluded: Query id -> documents that are never ranked for it, such as the picture that it is made of.
-        candidates: Query id -> the only documents that are ranked for it; a query that isn't named ranks all.
-        cutoffs: Cut-offs that the literature reports the set at, beside the usual ones.
-    """
-
-    name: str
-    queries: Mapping[str, Item]
-    documents: Mapping[str, Item]
-    qrels: Mapping[str, Mapping[str, int]]
-    notes: tuple[str, ...] = ()
-    excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    candidates: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    cutoffs: tuple[int, ...] = ()
+    name: str  # for people, e.g. "scifact/test"
+    queries: Mapping[str, Item]  # query id -> text, picture, or both in one
+    documents: Mapping[str, Item]  # document id -> text (title, one space, text), picture, or both in one
+    qrels: Mapping[str, Mapping[str, int]]  # query id -> document id -> graded relevance (0 is judged and not relevant)
+    notes: tuple[str, ...] = ()  # what was left out or is unusual, one plain sentence each
+    excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)  # query id -> never ranked for it
+    candidates: Mapping[str, frozenset[str]] = field(default_factory=dict)  # query id -> all that it ranks
+    cutoffs: tuple[int, ...] = ()  # cut-offs that the literature reports the set at, beside the usual ones
 
     @property
     def crosses_modalities(self) -> bool:

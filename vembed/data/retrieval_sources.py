@@ -30,31 +30,28 @@ def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
 
     Args:
         path: Any form that `load_records` takes.
-        options: Role, split, columns and what to do with invalid rows.
 
     Raises:
         ConfigError: As `load_records`.
         DataError: As `load_records` and `read_beir`.
         MachineError: As `load_records`.
     """
+    judged: RetrievalData | None = None
+    kind = ""
     if folder := beir_folder(path):
-        task = read_beir(folder, options.split, options.role, options.images(folder))
-        notes = ("column_mapping has no effect on a BEIR folder.",) if options.keys.column_mapping else ()
-        return replace(task, notes=(*task.notes, *notes))
-    if preset := preset_path(path):
+        judged, kind = read_beir(folder, options.split, options.role, options.images(folder)), "a BEIR folder"
+    elif preset := preset_path(path):
         # A set with rows left out would no longer be the set that others report.
-        task = preset.retrieval(options, ProblemLog())
-        notes = ("column_mapping has no effect on a published set.",) if options.keys.column_mapping else ()
-        return replace(task, notes=(*task.notes, *notes))
-    if path.startswith(BUILTIN_PREFIX):
+        judged, kind = preset.retrieval(options, ProblemLog()), "a published set"
+    elif path.startswith(BUILTIN_PREFIX):
         name, split = path.removeprefix(BUILTIN_PREFIX), options.split or SPLIT_NAMES[options.role][0]
-        judged = load_builtin_retrieval(name, split)
-        if judged is not None:
-            notes = ("column_mapping has no effect on a built-in set.",) if options.keys.column_mapping else ()
-            return replace(judged, notes=(*judged.notes, *notes))
-    loaded = load_records(path, options)
-    task = retrieval_from_records(loaded.table, _task_name(path, options))
-    return replace(task, notes=(*loaded.notes, *task.notes))
+        judged, kind = load_builtin_retrieval(name, split), "a built-in set"
+    if judged is None:
+        loaded = load_records(path, options)
+        task = retrieval_from_records(loaded.table, _task_name(path, options))
+        return replace(task, notes=(*loaded.notes, *task.notes))
+    notes = (f"column_mapping has no effect on {kind}.",) if options.keys.column_mapping else ()
+    return replace(judged, notes=(*judged.notes, *notes))
 
 
 def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
@@ -63,10 +60,6 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
     Queries of equal content are one query with the positives of all its records; hard negatives are documents without
     a judgement. Ids are 16 hexadecimal digits of the content hash, so that they don't depend on the order of the rows.
     Classes are not used: rows of one class keep their own positives.
-
-    Args:
-        table: The records.
-        name: Name of the task, for people.
 
     Raises:
         DataError: No record has a positive.

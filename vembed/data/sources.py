@@ -49,7 +49,6 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
         path: A .jsonl, .json, .csv, .tsv (each possibly .gz) or .parquet file; a folder or glob of such files, read in
             order of their names; a BEIR folder; `builtin:NAME`; a published set `NAME:FOLDER` of `presets/`; or a hub
             id `owner/name[:config]`.
-        options: Role, split, columns and what to do with invalid rows.
 
     Returns:
         At least one record, and notes on what was skipped or ignored.

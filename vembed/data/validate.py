@@ -61,10 +61,8 @@ class RowChecker:
     """Check the rows of one file.
 
     Args:
-        images: What pictures are checked by.
         cells_are_text: The file is CSV or TSV: an empty cell of pictures, negatives, label or a number means none; a
             cell of negatives that holds a JSON list is that list; and a number is written as a text.
-        label_kind: What a number in the label's column says.
         loss: What the rows are trained with, None where they aren't.
         unclear: Gets the numbers among the labels that may say several things.
     """
@@ -89,8 +87,6 @@ class RowChecker:
 
         Args:
             row: Column name -> value. Where a text is expected, an item with a picture, checked before, may stand.
-            shape: Which column is what.
-            where: `file:line`.
 
         Raises:
             Fault: A column is missing, of the wrong type, empty, or contradicts another.

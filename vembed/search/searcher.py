@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Modality
     from vembed.data.images import ImageLimits
-    from vembed.data.python_inputs import PythonInputs
+    from vembed.data.python_inputs import ItemInput
     from vembed.evaluation.encode import ItemEncoder
     from vembed.search.index import Hit, SearchIndex
 
@@ -41,7 +41,7 @@ class Searcher:
         """What may be searched with: texts, pictures, or a picture with a text."""
         return self._encode.encoder.modalities
 
-    def search(self, queries: Iterable[PythonInputs], k: int = 10) -> list[list[Hit]]:
+    def search(self, queries: Iterable[ItemInput], k: int = 10) -> list[list[Hit]]:
         """Return the best documents of each query, best first.
 
         Args:

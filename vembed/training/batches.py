@@ -54,34 +54,23 @@ class Batches(Protocol):
 class FeaturedBatch:
     """A batch as features, without an encoder and without a device.
 
-    Attributes:
-        batch: The rows of all ranks.
-        assignment: Which of them are whose.
-        parts: Features of this rank's rows of one modality each, and where those belong in [queries; documents], int64;
-            -1 for a spare row.
+    `parts` are this rank's rows of one modality each, and where those belong in [queries; documents], int64; -1 for a
+    spare row.
     """
 
-    batch: ContrastiveBatch
-    assignment: RowAssignment
+    batch: ContrastiveBatch  # the rows of all ranks
+    assignment: RowAssignment  # which of them are whose
     parts: tuple[tuple[Features, NDArray[np.int64]], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """Everything that a step needs.
+    """Everything that a step needs."""
 
-    Attributes:
-        batch: The rows of all ranks.
-        assignment: Which of them are whose.
-        pools: This rank's, as features; what goes through one tower shares a pool, so that it packs tighter.
-        structure: Positives and identities of the batch, on the CPU: losses that stream list cells there, and read
-            nothing back.
-    """
-
-    batch: ContrastiveBatch
-    assignment: RowAssignment
-    pools: tuple[Pool, ...]
-    structure: BatchStructure
+    batch: ContrastiveBatch  # the rows of all ranks
+    assignment: RowAssignment  # which of them are whose
+    pools: tuple[Pool, ...]  # this rank's; what goes through one tower shares a pool, so that it packs tighter
+    structure: BatchStructure  # on the CPU: losses that stream list cells there, and read nothing back
 
     @property
     def num_truncated(self) -> int:
@@ -91,27 +80,16 @@ class PreparedBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchSource:
-    """Makes the batch of any step from nothing but the step's number.
-
-    Attributes:
-        records: Training records.
-        sampler: Which records make up which step.
-        encoder: Tokenizes them.
-        device: Where the encoder is.
-        augmenter: Says how their pictures are changed.
-        rank: This process among those that share a batch.
-        world_size: How many there are.
-        stored: Embeddings of what a frozen tower would encode, or None.
-    """
+    """Makes the batch of any step from nothing but the step's number."""
 
     records: RecordTable
-    sampler: GlobalSampler
+    sampler: GlobalSampler  # which records make up which step
     encoder: Encoder
     device: torch.device
     augmenter: Augmenter
-    rank: int = 0
+    rank: int = 0  # this process among those that share a batch
     world_size: int = 1
-    stored: StoredEmbeddings | None = None
+    stored: StoredEmbeddings | None = None  # embeddings of what a frozen tower would encode, or None
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.

@@ -25,15 +25,11 @@ KINDS = {letter: MODALITY_WORDS[modality][1] for letter, modality in MODALITIES.
 
 @dataclass(slots=True)
 class ItemCounts:
-    """Items of one set by kind and side; the same item counts each time that it is added.
-
-    Attributes:
-        counts: How many items of each kind of `KINDS` a side holds.
-    """
+    """Items of one set by kind and side; the same item counts each time that it is added."""
 
     counts: dict[str, dict[Side, int]] = field(
         default_factory=lambda: {kind: {"query": 0, "document": 0} for kind in KINDS.values()}
-    )
+    )  # how many items of each kind of `KINDS` a side holds
 
     @classmethod
     def of(cls, task: RetrievalData) -> ItemCounts:
@@ -98,15 +94,10 @@ class ItemCounts:
 
 @dataclass(frozen=True, slots=True)
 class PictureSizes:
-    """The distinct pictures of a set.
-
-    Attributes:
-        count: How many.
-        sizes: (width, height) of each as stored, smallest area first.
-    """
+    """The distinct pictures of a set."""
 
     count: int
-    sizes: tuple[tuple[int, int], ...]
+    sizes: tuple[tuple[int, int], ...]  # (width, height) of each as stored, smallest area first
 
     @property
     def text(self) -> str:

@@ -16,15 +16,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from io import BytesIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import PIL.Image
+import PIL.ImageDraw
 
 from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet
-from vembed.data.builtin.drawing import BACKGROUNDS, COLOURS, SHAPES, SIZES, Spot, draw
 from vembed.data.images import content_name
 from vembed.data.problems import plural
 from vembed.data.records import LoadedRecords, RecordWriter
@@ -32,9 +35,30 @@ from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import SPLIT_NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from vembed.data.splits import Role
+
+SIDE = 64
+"""Width and height of a picture, in pixels."""
+
+OVERSAMPLING = 2
+"""Pixels drawn for each pixel of a side: edges come out smooth."""
+
+SHAPES = ("circle", "square", "triangle", "star", "ring", "cross")
+COLOURS = {
+    "red": (214, 39, 40),
+    "orange": (255, 140, 0),
+    "yellow": (240, 210, 20),
+    "green": (44, 150, 50),
+    "blue": (30, 90, 220),
+    "purple": (130, 50, 170),
+    "pink": (245, 130, 190),
+    "black": (20, 20, 20),
+}
+BACKGROUNDS = {"white": (255, 255, 255), "grey": (190, 190, 190), "beige": (238, 222, 190), "mint": (190, 240, 215)}
+SIZES = {"small": 7, "large": 12}
+"""Radius in pixels of the circle around a shape."""
 
 NUM_SCENES: dict[Role, int] = {"train": 3000, "validation": 500, "test": 1000}
 NUM_CAPTIONS: dict[Role, int] = {"train": 2, "validation": 1, "test": 1}
@@ -74,17 +98,11 @@ class Thing:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What a picture shows, or what a caption says that it shows.
+    """What a picture shows, or what a caption says that it shows."""
 
-    Attributes:
-        things: One object, or two: the left one or the upper one first.
-        place: A key of `PLACES` for one object, of `RELATIONS` for two.
-        background: A key of `BACKGROUNDS`; None, in a caption, is any background.
-    """
-
-    things: tuple[Thing, ...]
-    place: str
-    background: str | None
+    things: tuple[Thing, ...]  # one object, or two: the left one or the upper one first
+    place: str  # a key of `PLACES` for one object, of `RELATIONS` for two
+    background: str | None  # a key of `BACKGROUNDS`; None, in a caption, is any background
 
     def described_by(self) -> Iterator[Scene]:
         """Yield every description that is true of this scene: with and without sizes, with and without background."""
@@ -93,20 +111,25 @@ class Scene:
             yield Scene(things, self.place, background)
 
 
-@dataclass(frozen=True, slots=True)
-class Caption:
+class Caption(NamedTuple):
     """A caption and the description that it puts into words."""
 
     text: str
     says: Scene
 
 
-def load(role: Role) -> LoadedRecords:
-    """Return one split: caption -> picture, with a picture that differs in one thing as the hard negative.
+class Spot(NamedTuple):
+    """One shape to draw: its centre and radius in pixels."""
 
-    Args:
-        role: Which split.
-    """
+    shape: str
+    colour: str
+    x: int
+    y: int
+    radius: int
+
+
+def load(role: Role) -> LoadedRecords:
+    """Return one split: caption -> picture, with a picture that differs in one thing as the hard negative."""
     split = SPLIT_NAMES[role][0]
     scenes = scenes_of(role)
     writer = RecordWriter()
@@ -121,11 +144,7 @@ def load(role: Role) -> LoadedRecords:
 
 
 def load_retrieval(role: Role) -> RetrievalData:
-    """Return one split as a retrieval task: each caption searches all pictures; all that it describes are relevant.
-
-    Args:
-        role: Which split.
-    """
+    """Return one split as a retrieval task: each caption searches all pictures; all that it describes are relevant."""
     split = SPLIT_NAMES[role][0]
     documents: dict[str, Image] = {}
     shown: defaultdict[Scene, list[str]] = defaultdict(list)
@@ -156,7 +175,6 @@ def captions_of(scene: Scene, count: int) -> list[Caption]:
     """Return different captions of a scene, chosen by its hash.
 
     Args:
-        scene: Every attribute is known.
         count: How many, at most 8.
     """
     captions: dict[str, Caption] = {}
@@ -197,6 +215,51 @@ def draw_scene(scene: Scene) -> bytes:
     buffer = BytesIO()
     draw(spots, scene.background).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
+
+
+def draw(spots: Iterable[Spot], background: str) -> PIL.Image.Image:
+    """Return an RGB picture of `SIDE` x `SIDE` pixels.
+
+    Args:
+        background: A key of `BACKGROUNDS`.
+    """
+    side = SIDE * OVERSAMPLING
+    canvas = PIL.Image.new("RGB", (side, side), BACKGROUNDS[background])
+    pen = PIL.ImageDraw.Draw(canvas)
+    for spot in spots:
+        _draw_shape(pen, spot, BACKGROUNDS[background])
+    return canvas.reduce(OVERSAMPLING)
+
+
+def _draw_shape(pen: PIL.ImageDraw.ImageDraw, spot: Spot, behind: tuple[int, int, int]) -> None:
+    x, y, radius = (value * OVERSAMPLING for value in (spot.x, spot.y, spot.radius))
+    fill = COLOURS[spot.colour]
+    if spot.shape in {"circle", "ring"}:
+        pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill)
+        if spot.shape == "ring":
+            hole = radius // 2
+            pen.ellipse((x - hole, y - hole, x + hole, y + hole), fill=behind)
+    elif spot.shape == "square":
+        half = round(radius * 0.85)
+        pen.rectangle((x - half, y - half, x + half, y + half), fill=fill)
+    elif spot.shape == "cross":
+        arm = radius // 3
+        pen.rectangle((x - radius, y - arm, x + radius, y + arm), fill=fill)
+        pen.rectangle((x - arm, y - radius, x + arm, y + radius), fill=fill)
+    elif spot.shape == "triangle":
+        pen.polygon(_corners(x, y, [radius] * 3), fill=fill)
+    else:
+        assert spot.shape == "star", spot.shape
+        pen.polygon(_corners(x, y, [radius, round(radius * 0.4)] * 5), fill=fill)
+
+
+def _corners(x: int, y: int, radii: list[int]) -> list[tuple[float, float]]:
+    """Return corners at equal angles, the first one on top."""
+    angles = (2 * math.pi * corner / len(radii) for corner in range(len(radii)))
+    return [
+        (x + radius * math.sin(angle), y - radius * math.cos(angle))
+        for angle, radius in zip(angles, radii, strict=True)
+    ]
 
 
 def _alone() -> Iterator[Scene]:

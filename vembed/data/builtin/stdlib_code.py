@@ -16,10 +16,9 @@ import sys
 import sysconfig
 import textwrap
 import warnings
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.batch import content_id
 from vembed.data.builtin import BuiltinSet
@@ -41,8 +40,7 @@ MIN_BODY_LINES = 2
 MASK = "FUNC"
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+class _Pair(NamedTuple):
     """One function: what describes it, its source, and where it stands."""
 
     query: str
@@ -51,8 +49,7 @@ class _Pair:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Library:
+class _Library(NamedTuple):
     """All pairs of the installed library, and what was left out."""
 
     pairs: tuple[_Pair, ...]
@@ -62,9 +59,6 @@ class _Library:
 
 def load(role: Role) -> LoadedRecords:
     """Return one split of the set.
-
-    Args:
-        role: Which split.
 
     Raises:
         MachineError: This Python has no sources of its standard library.

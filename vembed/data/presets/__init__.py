@@ -6,9 +6,8 @@ batched. A file or folder whose own name begins with a preset's is named with it
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.columns import closest
 from vembed.data.presets import cirr, flickr30k, sop
@@ -25,23 +24,14 @@ if TYPE_CHECKING:
     from vembed.data.splits import SourceOptions
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """How one set is read.
-
-    Attributes:
-        splits: The splits that it has.
-        load: Returns the records of a split.
-        load_retrieval: Returns a split as a task.
-        fallbacks: Role -> the split that serves it where the set has none of that role's names.
-        refused: Split, or role that has none -> why it can't be had.
-    """
+class Preset(NamedTuple):
+    """How one set is read."""
 
     splits: tuple[str, ...]
     load: Callable[[PresetSource, str], LoadedRecords]
     load_retrieval: Callable[[PresetSource, str], RetrievalData]
-    fallbacks: Mapping[Role, str]
-    refused: Mapping[str, str]
+    fallbacks: Mapping[Role, str]  # role -> the split that serves it where the set has none of that role's names
+    refused: Mapping[str, str]  # split, or role that has none -> why it can't be had
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -58,26 +48,15 @@ PRESETS: Mapping[str, Preset] = {
 """Name before the colon -> the set."""
 
 
-@dataclass(frozen=True, slots=True)
-class PresetPath:
-    """A preset and the folder that a user named.
+class PresetPath(NamedTuple):
+    """A preset and the folder that a user named."""
 
-    Attributes:
-        label: What the user wrote.
-        name: A key of `PRESETS`.
-        folder: The folder.
-    """
-
-    label: str
-    name: str
+    label: str  # what the user wrote
+    name: str  # a key of `PRESETS`
     folder: Path
 
     def records(self, options: SourceOptions, log: ProblemLog) -> LoadedRecords:
         """Return the records of the split that the options ask for.
-
-        Args:
-            options: Role, split and pictures' root.
-            log: What happens to invalid rows.
 
         Raises:
             DataError: Something is missing or broken, or there is no such split.
@@ -87,10 +66,6 @@ class PresetPath:
 
     def retrieval(self, options: SourceOptions, log: ProblemLog) -> RetrievalData:
         """Return the split that the options ask for as a task.
-
-        Args:
-            options: Role, split and pictures' root.
-            log: What happens to invalid rows.
 
         Raises:
             DataError: Something is missing or broken, or there is no such split.
@@ -109,9 +84,6 @@ class PresetPath:
 
 def preset_path(path: str) -> PresetPath | None:
     """Return the preset that a path names, or None when it names something else.
-
-    Args:
-        path: What the user wrote, `NAME:FOLDER` for a preset.
 
     Raises:
         DataError: It names a preset and no folder.

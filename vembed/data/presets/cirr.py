@@ -59,7 +59,6 @@ class _Pictures:
     """The pictures of a split by name; each is checked when it is first asked for, and once.
 
     Args:
-        source: The set.
         file: Names their paths.
         folder: What to put before each path.
     """
@@ -94,10 +93,6 @@ class _Pictures:
 def load(source: PresetSource, split: str) -> LoadedRecords:
     """Return a record for each query of a split.
 
-    Args:
-        source: The set.
-        split: One of `SPLITS`.
-
     Raises:
         DataError: A file is missing or broken.
     """
@@ -110,10 +105,6 @@ def load(source: PresetSource, split: str) -> LoadedRecords:
 
 def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
     """Return a split as a task: a picture with a text searches the pictures of the split.
-
-    Args:
-        source: The set.
-        split: One of `SPLITS`.
 
     Raises:
         DataError: A file is missing or broken.

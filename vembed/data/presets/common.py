@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.image_root import PictureFault
 from vembed.errors import DataError
@@ -17,30 +16,19 @@ if TYPE_CHECKING:
     from vembed.data.problems import ProblemLog
 
 
-@dataclass(frozen=True, slots=True)
-class PresetSource:
-    """A set in a folder, and how to check it.
+class PresetSource(NamedTuple):
+    """A set in a folder, and how to check it."""
 
-    Attributes:
-        label: What the user wrote, e.g. "sop:data/Stanford_Online_Products".
-        folder: The folder.
-        images: What checks the pictures.
-        image_folder: Where their paths start from: the folder, or `image_root`.
-        log: Where its problems are noted.
-    """
-
-    label: str
+    label: str  # what the user wrote, e.g. "sop:data/Stanford_Online_Products"
     folder: Path
     images: ImageRoot
-    image_folder: Path
+    image_folder: Path  # where their paths start from: the folder, or `image_root`
     log: ProblemLog
 
     def picture(self, path: str, *, where: str, column: str) -> Image | None:
         """Return the picture of a row, or note why there is none.
 
         Args:
-            path: Relative to `image_folder`.
-            where: The row, for the message.
             column: What the row calls its picture.
         """
         try:
@@ -60,7 +48,6 @@ def find_parts(
     """Return where the parts of a set lie.
 
     Args:
-        source: The set.
         files: The names that each file may have, relative to the set's folder, the published one first.
         pictures: The names that the folder of pictures may have, relative to the image folder, the published one first.
 

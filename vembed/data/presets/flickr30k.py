@@ -55,10 +55,6 @@ class _Photo(NamedTuple):
 def load(source: PresetSource, split: str) -> LoadedRecords:
     """Return a record for each caption of a split.
 
-    Args:
-        source: The set.
-        split: One of `SPLITS`.
-
     Raises:
         DataError: A file is missing or broken, or the split holds nothing.
     """
@@ -71,10 +67,6 @@ def load(source: PresetSource, split: str) -> LoadedRecords:
 
 def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
     """Return a split as a task: captions search pictures. Ids are the file names, and `NAME#0` to `NAME#4`.
-
-    Args:
-        source: The set.
-        split: One of `SPLITS`.
 
     Raises:
         DataError: A file is missing or broken, or the split holds nothing.

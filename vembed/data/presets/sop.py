@@ -48,10 +48,6 @@ class _Picture(NamedTuple):
 def load(source: PresetSource, split: str) -> LoadedRecords:
     """Return a record for each picture of a product that has two or more.
 
-    Args:
-        source: The set.
-        split: One of `SPLITS`.
-
     Raises:
         DataError: A file is missing or broken, or no product has two pictures.
     """
@@ -77,10 +73,6 @@ def load(source: PresetSource, split: str) -> LoadedRecords:
 
 def load_retrieval(source: PresetSource, split: str) -> RetrievalData:
     """Return a split as a task: every picture searches all others.
-
-    Args:
-        source: The set.
-        split: One of `SPLITS`.
 
     Raises:
         DataError: A file is missing or broken.

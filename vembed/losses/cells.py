@@ -8,8 +8,7 @@ for each query.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +29,7 @@ MOST_CELLS_AT_ONCE = 1 << 19
 """Masked cells of one strip that are listed together; more are listed tile by tile (16 MB of indices each time)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """A block of the similarity matrix."""
 
     rows: slice  # its queries, counted from this rank's first

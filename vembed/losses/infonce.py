@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -275,8 +275,7 @@ class _Sums:
         return Statistics(self.rows, columns, self.positive_logits_KP, self.tiles)
 
 
-@dataclass(frozen=True, slots=True)
-class _Terms:
+class _Terms(NamedTuple):
     """What one direction comes to. A group is a row, or a column."""
 
     loss: Tensor  # its weighted sum

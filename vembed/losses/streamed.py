@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -27,8 +26,7 @@ if TYPE_CHECKING:
     from vembed.losses.statistics import Statistics
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedBatch:
+class StreamedBatch(NamedTuple):
     """What a streamed loss sees."""
 
     q_QE: Tensor  # embeddings of this rank's queries (Q, E)
@@ -38,8 +36,7 @@ class StreamedBatch:
     first_query: int = 0  # number of this rank's first query in `structure`
 
 
-@dataclass(frozen=True, slots=True)
-class LossGradients:
+class LossGradients(NamedTuple):
     """A rank's share of the loss and of its gradients: summed over ranks they are those of the batch."""
 
     loss: Tensor  # a scalar

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.linalg import vector_norm
@@ -43,8 +42,7 @@ BOUNDED_LOGIT = 40.0
 """Largest |logit| at which exp(logit) and sums of 2^31 of them stay within float32, so that no maximum is needed."""
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingGradients:
+class EmbeddingGradients(NamedTuple):
     """What tiles add up."""
 
     dq_QE: Tensor  # dL/dq (Q, E)

@@ -14,13 +14,11 @@ from vembed.data.images import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.evaluation.directions import Directions, recall_sums
 from vembed.evaluation.report.data import Reverse, RunReport
-from vembed.evaluation.report.write import write_report
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.files import share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
 from vembed.models.adapters.trained import save_trained
 from vembed.plan.hardware import cpu_cores
-from vembed.training.card import write_model_card
 from vembed.training.diagnosis import diagnose, diagnosis_text, performance, setup_of
 from vembed.training.saving import gather_encoder
 
@@ -162,6 +160,8 @@ def _conclude(
         last=None if found.last is None else found.last.forward,
     )
     _write_report(parts, state, result, kept_step=kept_step)
+    from vembed.training.card import write_model_card  # with huggingface_hub, and drawings above: not for --plan
+
     write_model_card(
         parts.output,
         parts.checkpoints.encoder,
@@ -212,6 +212,8 @@ def _training_facts(state: RunState, rows: Sequence[Mapping[str, float]]) -> lis
 
 def _write_report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> None:
     """Write the report. The model is saved by now: a report that fails must not make the run look lost."""
+    from vembed.evaluation.report.write import write_report
+
     try:
         write_report(parts.output.path / "report", _report(parts, state, result, kept_step=kept_step))
     except Exception:  # noqa: BLE001 - whatever it is, the model stands; the log has the traceback

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from vembed.errors import ConfigError
 from vembed.models.adapters.quantized import forget_quantization, plain_layer, weight_dtype
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from vembed.config.keys.adapters import AdapterKeys
     from vembed.models.encoder import Encoder
     from vembed.models.towers import Tower
-
-LINEAR = (nn.Linear, Conv1D)
-"""Layers that get adapters. Conv1D is GPT-2's linear layer, its weight the other way round."""
 
 ADAPTER = "default"
 """peft's name for the one adapter."""
@@ -50,6 +46,7 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
         ConfigError: It has no such tower or layers, or none that can have adapters.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from transformers.pytorch_utils import Conv1D
 
     host, prefix = _host(encoder)
     towers = _towers(encoder, keys)
@@ -117,9 +114,11 @@ def _targets(encoder: Encoder, host: nn.Module, prefix: str, towers: Sequence[To
 
 def _linear_layers(host: nn.Module) -> Iterator[str]:
     """Yield the linear layers that a forward pass calls: torch's own attention reads its weights past its layers."""
+    from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its weight the other way round
+
     attentions = [name for name, module in host.named_modules() if isinstance(module, nn.MultiheadAttention)]
     for name, module in host.named_modules():
-        if isinstance(module, LINEAR) and not is_within(name, attentions):
+        if isinstance(module, nn.Linear | Conv1D) and not is_within(name, attentions):
             yield name
 
 

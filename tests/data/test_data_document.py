@@ -11,14 +11,13 @@ import pytest
 import yaml
 
 from vembed.batch import Composed, Image, modality_of
-from vembed.config.keys.data import DataKeys
+from vembed.config.keys.data import DataKeys, LabelKind
 from vembed.config.schema import Config
 from vembed.data.columns import COLUMNS
 from vembed.data.presets import PRESETS
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
-from vembed.data.validate import LabelKind
 from vembed.errors import DataError
 from vembed.registry import DATASETS
 

@@ -100,6 +100,19 @@ def test_pictures_are_found_below_the_root_that_is_named(
     assert "3 documents" in capsys.readouterr().out
 
 
+def test_numbers_beside_two_texts_need_their_kind(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"sentence1": f"text {row}", "sentence2": f"other {row}", "label": row % 2} for row in range(4)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (model, "--data", path, "--output", tmp_path / "out")
+    assert evaluate(*words) == 3
+    assert "rows.jsonl:1: label holds 0 and 1 beside two texts" in capsys.readouterr().err
+    assert evaluate(*words, "--label-kind", "pair") == 0
+    assert "2 queries, 4 documents" in capsys.readouterr().out
+
+
 def test_a_missing_set_a_missing_model_and_a_bad_number_are_told(
     model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vembed.batch import Side
+    from vembed.config.keys.data import LabelKind
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
 
@@ -58,6 +59,7 @@ def evaluate(
     batch_size: int = DEFAULT_BATCH_SIZE,
     output: Path | str | None = None,
     image_root: Path | str | None = None,
+    label_kind: LabelKind = "auto",
 ) -> EvaluationResult:
     """Evaluate a model on a retrieval set: encode, search exactly with FAISS, score with trec_eval.
 
@@ -67,13 +69,14 @@ def evaluate(
         split: Split of the set; its test split by default.
         output: A folder that gets metrics.json, per_query.json and run.trec.
         image_root: Folder that pictures' paths start from and must stay in; default: the set's own.
+        label_kind: What numbers in the column `label` of rows say: class, pair or grade (docs/data.md).
 
     Raises:
         VembedError: The set or the model can't be loaded, or the vectors aren't finite.
     """
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     root = None if image_root is None else str(image_root)
-    keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels)
+    keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
     task = load_retrieval(str(data), SourceOptions(role="test", split=split, keys=keys))
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(batch_size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed, Image, pictures_in
 from vembed.data.image_root import ImageRoot, PictureFault
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.batch import Item
+    from vembed.config.keys.data import LabelKind
     from vembed.data.columns import ExtraColumn, LossNeeds, RowShape
-
-LabelKind = Literal["auto", "class", "pair", "grade"]
-"""What a label says: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)

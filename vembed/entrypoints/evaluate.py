@@ -8,8 +8,9 @@ import platform
 import shlex
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from vembed.config.keys.data import LabelKind
 from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
 from vembed.config.redact import redact
@@ -66,6 +67,12 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument("--no-keep-vectors", action="store_true", help="don't keep vectors on disk for the next run")
     parser.add_argument(
         "--image-root", type=Path, metavar="DIR", help="paths of pictures start here; default: the set's"
+    )
+    parser.add_argument(
+        "--label-kind",
+        choices=get_args(LabelKind),
+        default="auto",
+        help="what numbers in the column label of rows say (docs/data.md)",
     )
     parser.add_argument(
         "--both-directions",
@@ -168,6 +175,7 @@ def _benchmark_options(
         variants=variants,
         keep_vectors=not parsed.no_keep_vectors,
         image_root=parsed.image_root,
+        label_kind=parsed.label_kind,
         both_directions=parsed.both_directions,
     )
 

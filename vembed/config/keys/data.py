@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 ColumnName = Literal["query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label"]
 """The columns that a row may have under our names."""
 
+LabelKind = Literal["auto", "class", "pair", "grade"]
+"""What a label says: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
+
 
 class DataKeys(Section):
     """Where the rows come from and what happens to broken ones."""
@@ -37,7 +40,7 @@ class DataKeys(Section):
         "Column of the data -> our column (query, positive, negatives, query_image, positive_image, negative_images, "
         "label), or null to ignore it.",
     )
-    label_kind: Literal["auto", "class", "pair", "grade"] = key(
+    label_kind: LabelKind = key(
         "auto",
         "What a number in the column label or score says. class: rows of one number are positives of each other. pair: "
         "1, query and document belong together, or 0, they don't. grade: how close they are, higher is closer. The "

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vembed.batch import Ragged
-from vembed.config.keys.data import DataKeys
+from vembed.config.keys.data import DataKeys, LabelKind
 from vembed.data.retrieval import REVERSED
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
@@ -83,6 +83,7 @@ class BenchmarkOptions:
     variants: tuple[Variant, ...] = (REFERENCE,)  # forms of the vectors to search, the reference first
     keep_vectors: bool = True  # whether vectors are kept on disk
     image_root: Path | None = None  # folder that the paths of pictures start from; None is each set's own
+    label_kind: LabelKind = "auto"  # what numbers in the column label of rows say
     both_directions: bool = False  # whether sets that cross from texts to pictures are also searched in reverse
 
     @property
@@ -158,7 +159,9 @@ def run_benchmark(
 def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     """Read the sets, and refuse an index that one of them is too small for."""
     root = None if options.image_root is None else str(options.image_root)
-    source = SourceOptions(role="test", split=options.split, keys=DataKeys(image_root=root))
+    source = SourceOptions(
+        role="test", split=options.split, keys=DataKeys(image_root=root, label_kind=options.label_kind)
+    )
     tasks = [load_retrieval(path, source) for path in paths]
     labels = set_labels([task.name for task in tasks], paths)
     wanted = []

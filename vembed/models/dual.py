@@ -30,9 +30,9 @@ from vembed.models.pooling import unit
 from vembed.models.probe import picture_inputs, token_inputs
 from vembed.models.sentence_transformers_pictures import (
     Pipeline,
+    TransformersPictures,
     model_type_of,
     refuse_other_pipeline,
-    write_picture_pipeline,
 )
 from vembed.models.text import count_truncated
 from vembed.models.towers import find_tower, layer_values
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Image, Side
-    from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
     from vembed.models.probe import TowerInputs
     from vembed.models.towers import Tower, TowerName
@@ -58,11 +57,8 @@ PADS_TEXTS = {"clip": False, "siglip": True, "siglip2": True}
 """Whether every text is padded to the full length, unmasked, by the model_type of config.json."""
 
 
-class DualEncoder(TwoTowers):
+class DualEncoder(TwoTowers, TransformersPictures):
     """CLIP or SigLIP."""
-
-    marker = "config.json"
-    reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})
 
     def __init__(
         self, name: str, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, image_processor: Any
@@ -224,16 +220,6 @@ class DualEncoder(TwoTowers):
             needs_processing=self.pads_texts or bool(sizes),
             max_length=self.max_length,
         )
-
-    def export_forms(self) -> tuple[Form, ...]:
-        """Return transformers and sentence-transformers."""
-        return ("transformers", "sentence-transformers")
-
-    def write_form(self, form: Form, folder: Path) -> None:
-        """Write a folder of transformers, with sentence-transformers' description where it is for that."""
-        self.save(folder)
-        if form == "sentence-transformers":
-            write_picture_pipeline(self.pipeline(), self.dimension, folder)
 
     def usage(self) -> Recipe:
         """Return how transformers alone gives the vectors."""

@@ -10,15 +10,18 @@ says anything else than vembed would run is refused.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
+from vembed.models.encoder import Encoder
 from vembed.models.sentence_transformers_format import MODULES_FILE, write_json
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
 
 TRANSFORMER_FILE = "sentence_bert_config.json"
@@ -59,24 +62,41 @@ class Pipeline:
         return config
 
 
-def write_picture_pipeline(pipeline: Pipeline, dimension: int, folder: Path) -> None:
-    """Make a folder of transformers one that sentence-transformers (5.4 and later) loads too."""
-    write_json(folder / TRANSFORMER_FILE, pipeline.transformer_config())
-    prompts = {"query": "", "document": ""}
-    general = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
-    write_json(folder / GENERAL_FILE, general)
-    paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(pipeline.modules) if number)]
-    for path, kind in zip(paths, pipeline.modules, strict=True):
-        if kind == "Pooling":
-            pooling = {"word_embedding_dimension": dimension, "pooling_mode": pipeline.pooling}
-            write_json(folder / path / "config.json", pooling)
-        elif kind == "Normalize":
-            (folder / path).mkdir(exist_ok=True)
-    modules = [
-        {"idx": number, "name": str(number), "path": path, "type": f"{MODULE_PREFIX}{kind}"}
-        for number, (path, kind) in enumerate(zip(paths, pipeline.modules, strict=True))
-    ]
-    write_json(folder / MODULES_FILE, modules)
+class TransformersPictures(Encoder):
+    """A model of transformers with an image tower, which sentence-transformers (5.4 and later) runs too."""
+
+    marker = "config.json"
+    reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})
+
+    @abstractmethod
+    def pipeline(self) -> Pipeline:
+        """Return what sentence-transformers must do to give the encoder's vectors."""
+
+    def export_forms(self) -> tuple[Form, ...]:
+        """Return transformers and sentence-transformers."""
+        return ("transformers", "sentence-transformers")
+
+    def write_form(self, form: Form, folder: Path) -> None:
+        """Write a folder of transformers, with sentence-transformers' description where it is for that."""
+        self.save(folder)
+        if form != "sentence-transformers":
+            return
+        pipeline = self.pipeline()
+        write_json(folder / TRANSFORMER_FILE, pipeline.transformer_config())
+        general = {"prompts": self.prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+        write_json(folder / GENERAL_FILE, general)
+        paths = ["", *(f"{number}_{kind}" for number, kind in enumerate(pipeline.modules) if number)]
+        for path, kind in zip(paths, pipeline.modules, strict=True):
+            if kind == "Pooling":
+                pooling = {"word_embedding_dimension": self.dimension, "pooling_mode": pipeline.pooling}
+                write_json(folder / path / "config.json", pooling)
+            elif kind == "Normalize":
+                (folder / path).mkdir(exist_ok=True)
+        modules = [
+            {"idx": number, "name": str(number), "path": path, "type": f"{MODULE_PREFIX}{kind}"}
+            for number, (path, kind) in enumerate(zip(paths, pipeline.modules, strict=True))
+        ]
+        write_json(folder / MODULES_FILE, modules)
 
 
 def model_type_of(files: ModelFiles) -> str:

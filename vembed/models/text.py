@@ -236,9 +236,8 @@ class TextEncoder(Encoder):
     def activation_values(self) -> float:
         """Estimate by the number and the width of the layers."""
         config = self.backbone.config.get_text_config()
-        return layer_values(
-            config.num_hidden_layers, config.hidden_size, config.num_attention_heads, self.spec.max_length
-        )
+        heads = getattr(config, "num_attention_heads", 0)  # none where no token attends to others
+        return layer_values(config.num_hidden_layers, config.hidden_size, heads, self.spec.max_length)
 
     def estimated_stacks(self, bytes_per_value: int) -> Mapping[str, TowerSize]:
         """Return the size of the picture stack of a language model that has one.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoModel
 
 from vembed.batch import Features
-from vembed.models.encoder import Encoder, Recipe
+from vembed.models.encoder import Recipe
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     blank_picture,
@@ -24,9 +24,9 @@ from vembed.models.pictures import (
 from vembed.models.pooling import unit
 from vembed.models.sentence_transformers_pictures import (
     Pipeline,
+    TransformersPictures,
     model_type_of,
     refuse_other_pipeline,
-    write_picture_pipeline,
 )
 from vembed.models.towers import find_tower, layer_values
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from vembed.batch import Item, Modality, Side
-    from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
     from vembed.models.towers import Tower
 
@@ -66,15 +65,13 @@ VISION_FAMILIES = {
 """How a family sums a picture up, and why, by the model_type of config.json."""
 
 
-class VisionEncoder(Encoder):
+class VisionEncoder(TransformersPictures):
     """A transformer for pictures.
 
     Args:
         backbone: The transformer, returning `last_hidden_state` and, where it has a head, `pooler_output`.
     """
 
-    marker = "config.json"
-    reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})
     modalities: frozenset[Modality] = frozenset({"image"})
 
     def __init__(self, name: str, *, backbone: PreTrainedModel, image_processor: Any) -> None:
@@ -171,16 +168,6 @@ class VisionEncoder(Encoder):
             modalities={"image": ("forward", "pooler_output" if by_head else "last_hidden_state")},
             pooling=None if by_head else self.pooling,
         )
-
-    def export_forms(self) -> tuple[Form, ...]:
-        """Return transformers and sentence-transformers."""
-        return ("transformers", "sentence-transformers")
-
-    def write_form(self, form: Form, folder: Path) -> None:
-        """Write a folder of transformers, with sentence-transformers' description where it is for that."""
-        self.save(folder)
-        if form == "sentence-transformers":
-            write_picture_pipeline(self.pipeline(), self.dimension, folder)
 
     def usage(self) -> Recipe:
         """Return how transformers alone gives the vectors."""

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from vembed.training.loss_scale import GROWTH_STEPS, LEAST_SCALE, LossScale
+from vembed.training.optimizer import GROWTH_STEPS, LEAST_SCALE, LossScale
 
 
 def test_it_goes_the_way_of_torchs_scaler() -> None:

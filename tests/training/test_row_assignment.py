@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vembed.batch import Composed, Image
-from vembed.training.row_assignment import assign_rows, estimated_costs
+from vembed.training.batches import assign_rows, estimated_costs
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])

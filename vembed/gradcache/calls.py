@@ -104,11 +104,7 @@ def plan_calls(
     replay, though two towers see it in two calls.
 
     Args:
-        pools: The rows of this rank.
         places_N: First vector of each row of the batch among this rank's.
-        budget: Limits of one chunk.
-        keep: How much keeps its graphs.
-        device: Where the encoders run.
     """
     calls = []
     for pool in pools:
@@ -153,8 +149,6 @@ def equal_calls(calls: Sequence[Call], pools: Sequence[Pool], ranks: Ranks, devi
     Args:
         calls: Those of this rank, pool by pool, at least one of each.
         pools: The pools, in the same order on every rank.
-        ranks: Who makes calls together.
-        device: Where the encoders run.
     """
     own = [[call for call in calls if call.pool is pool] for pool in pools]
     numbers = [[len(of_pool), -sum(call.retained for call in of_pool)] for of_pool in own]
@@ -179,8 +173,6 @@ class Passes:
     """Runs the calls of a step.
 
     Args:
-        device: Where the encoders run.
-        autocast_dtype: Type of mixed precision (bfloat16, float16), or None.
         replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
     """
 
@@ -196,7 +188,6 @@ class Passes:
 
         Args:
             calls: At least one.
-            num_vectors: V.
         """
         table: Tensor | None = None
         frozen: dict[int, bool] = {}
@@ -225,8 +216,6 @@ class Passes:
         """Backward every call, the retained ones first: that frees their memory.
 
         Args:
-            calls: Those of the first pass.
-            z_VE: What it returned.
             u_VE: Gradient of the loss with respect to it.
 
         Returns:

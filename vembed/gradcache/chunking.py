@@ -57,7 +57,6 @@ def plan_chunks(lengths: NDArray[np.int64], budget: ChunkBudget) -> list[Chunk]:
 
     Args:
         lengths: Tokens of each row, (n,).
-        budget: Limits of one chunk.
 
     Returns:
         Chunks that hold each row exactly once, widest first; equal lengths keep their order.

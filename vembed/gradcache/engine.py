@@ -98,8 +98,6 @@ class GradCacheEngine:
     """Computes loss and gradients of batches.
 
     Args:
-        loss: Loss over the embeddings of the batch.
-        options: Chunk budget, retention, device, precision and ranks.
         parameters: The encoder's trainable parameters, in the same order on every rank: what is reduced over ranks and,
             after running out of memory, taken back. Needed for both.
         sharded: The handle of an encoder that is sharded over the ranks; its parameters are those, then.
@@ -222,9 +220,7 @@ class GradCacheEngine:
         """Run an action, then ask all ranks whether memory ran out; the first to arrive waits for the slowest.
 
         Args:
-            part: What its time counts to.
             action: Part of the step; on several ranks it must reach no collective.
-            calls: Those of the attempt.
 
         Raises:
             RepairNeeded: Memory ran out on some rank.

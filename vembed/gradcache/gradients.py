@@ -43,7 +43,6 @@ class ReplicatedGradients:
 
     Args:
         parameters: Its trainable parameters, in the same order on every rank.
-        ranks: Who shares the batch.
     """
 
     needs_equal_calls = False
@@ -70,11 +69,7 @@ class ReplicatedGradients:
 
 
 class ShardedGradients:
-    """Gradients of an encoder that is sharded over the ranks.
-
-    Args:
-        encoder: Its handle.
-    """
+    """Gradients of an encoder that is sharded over the ranks."""
 
     def __init__(self, encoder: ShardedEncoder) -> None:
         self._encoder = encoder

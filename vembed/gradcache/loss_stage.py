@@ -33,31 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """What the loss stage came to.
+    """What the loss stage came to."""
 
-    Attributes:
-        loss: Of the batch of all ranks, a scalar on the device.
-        rank_loss: Of the queries whose loss this rank computed, a scalar on the device; all of them where it isn't
-            shared out.
-        u_VE: Its gradient with respect to this rank's embeddings, scaled.
-        own: Gradients of the loss's own parameters over the whole batch, by name, not scaled.
-        largest: Largest |z| of the batch, a scalar on the device.
-    """
-
-    loss: Tensor
+    loss: Tensor  # of the batch of all ranks, a scalar on the device
+    # of the queries whose loss this rank computed, a scalar on the device; all of them where it isn't shared out
     rank_loss: Tensor
-    u_VE: Tensor
-    own: dict[str, Tensor]
-    largest: Tensor
+    u_VE: Tensor  # its gradient with respect to this rank's embeddings, scaled
+    own: dict[str, Tensor]  # gradients of the loss's own parameters over the whole batch, by name, not scaled
+    largest: Tensor  # largest |z| of the batch, a scalar on the device
 
 
 class LossStage:
-    """Computes a loss over the embeddings of all ranks.
-
-    Args:
-        loss: The loss.
-        ranks: Who shares the batch.
-    """
+    """Computes a loss over the embeddings of all ranks."""
 
     def __init__(self, loss: BatchLoss, ranks: Ranks) -> None:
         self.loss = loss
@@ -76,7 +63,6 @@ class LossStage:
 
         Args:
             z_VE: This rank's embeddings, in the order of the assignment.
-            structure: Positives and identities of the whole batch.
             assignment: Which vectors are whose.
             counts_N: Vectors of each row, where rows have several.
             gradient_scale: Factor on `u_VE`.

@@ -73,7 +73,6 @@ class HeldGradients:
     in bfloat16 would lose them.
 
     Args:
-        parameters: The encoder's trainable parameters.
         widens: False where something else sees to the accumulation.
     """
 

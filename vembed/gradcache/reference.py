@@ -29,14 +29,8 @@ def reference_step(
     """Add the gradients of one batch by ordinary autograd and return the loss.
 
     Args:
-        pools: The rows of the batch, as the engine takes them.
-        structure: Positives and identities.
-        loss: Loss over the embeddings.
         budget: None encodes each pool in one call. A budget encodes it in the engine's chunks, still in one graph: with
             dropout, masks depend on how rows are grouped, so only equal chunks draw equal masks.
-
-    Returns:
-        The loss, a scalar.
     """
     num_rows = structure.num_queries + structure.num_documents
     rows: list[Tensor | None] = [None] * num_rows

@@ -16,16 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RngState:
-    """State of the generators that an encoder on `device` draws from.
+    """State of the generators that an encoder on `device` draws from."""
 
-    Attributes:
-        cpu: State of the CPU generator.
-        accelerator: State of the device's own generator; None on the CPU.
-        device: Where the encoder runs.
-    """
-
-    cpu: Tensor
-    accelerator: Tensor | None
+    cpu: Tensor  # state of the CPU generator
+    accelerator: Tensor | None  # state of the device's own generator; None on the CPU
     device: torch.device
 
     @classmethod

@@ -19,12 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RowAssignment:
-    """The rows of each rank.
+    """The rows of each rank."""
 
-    Attributes:
-        slots: For each rank its rows of [queries; documents], ascending, int64; together each row exactly once.
-    """
-
+    # for each rank its rows of [queries; documents], ascending, int64; together each row exactly once
     slots: tuple[NDArray[np.int64], ...]
 
     @classmethod

@@ -22,11 +22,7 @@ with the gather of its embeddings, the reduction of the gradients, clipping and 
 
 
 class Stopwatch:
-    """Adds up the seconds of each part of a step.
-
-    Args:
-        device: Where the work runs.
-    """
+    """Adds up the seconds of each part of a step."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"

@@ -33,12 +33,7 @@ class Advice:
 
 
 def advise(problem: PlanningProblem, choice: Choice) -> Advice:
-    """Return what a user may do next.
-
-    Args:
-        problem: What the plan is made for.
-        choice: What was chosen.
-    """
+    """Return what a user may do next."""
     tree = (_one_device(problem), _faster(problem, choice), _missing(problem, choice))
     return Advice(tree, _oom_ladder(problem, choice), _zero_lines(problem), tuple(_scaling(problem)))
 

@@ -62,16 +62,7 @@ def plan_batch(
     *,
     host_bytes: int,
 ) -> BatchPlan:
-    """Decide the batch, accumulation and the learning rate; what the user set stands.
-
-    Args:
-        batch_keys: Keys of the batch.
-        optimisation_keys: Keys of the optimizer.
-        devices: How many share a batch.
-        model: Says how large an embedding is.
-        data: What the batch is taken from.
-        host_bytes: Memory of one machine's host.
-    """
+    """Decide the batch, accumulation and the learning rate; what the user set stands."""
     reasons = []
     if batch_keys.global_batch_size is not None:
         per_device, together = math.ceil(batch_keys.global_batch_size / devices.count), batch_keys.global_batch_size

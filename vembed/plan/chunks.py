@@ -52,8 +52,6 @@ def choose_chunks(problem: PlanningProblem, way: Way, *, room_bytes: int) -> Chu
     """Return the chunks of a batch, before anything is retained.
 
     Args:
-        problem: The user's word, the device, the batch.
-        way: How it is trained.
         room_bytes: Memory beside everything but activations.
     """
     model, checkpointed = problem.sized(way), way.gradient_checkpointing
@@ -74,9 +72,6 @@ def plan_retention(problem: PlanningProblem, way: Way, chunks: ChunkPlan, *, roo
     """Return the chunks with the part of a batch whose graphs are kept from the first pass.
 
     Args:
-        problem: The user's word, the device, the batch.
-        way: How it is trained.
-        chunks: The chunks of `choose_chunks`.
         room_bytes: Memory beside everything else that a step needs.
     """
     config, model = problem.config, problem.sized(way)
@@ -118,8 +113,6 @@ def whole_batch_bytes(problem: PlanningProblem, way: Way, *, call_tokens: int | 
     """Return the activations of a device's batch with all graphs kept; None where nothing says how long items are.
 
     Args:
-        problem: The batch.
-        way: How it is trained.
         call_tokens: Padded tokens of an encoder call; None encodes each tower's items in one.
     """
     model = problem.sized(way)

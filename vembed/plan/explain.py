@@ -21,7 +21,6 @@ def explain(plan: Plan, *, facts: Mapping[str, str]) -> str:
     """Return the plan for people: what was decided, the arithmetic, the reasons.
 
     Args:
-        plan: The plan.
         facts: Further facts by label, e.g. of the model.
     """
     epochs = plan.steps.total / plan.steps.per_epoch

@@ -35,9 +35,6 @@ def plan_loading(keys: DataKeys, machine: Machine, data: DataSize, *, num_querie
     """Decide the number of data workers: the cores that don't compute, where there are pictures to decode.
 
     Args:
-        keys: Say how many, or auto.
-        machine: Its cores.
-        data: What a batch holds.
         num_queries: Records of a batch on one device.
     """
     batch_bytes = round(num_queries * data.pictures_per_record * data.picture_bytes)

@@ -68,7 +68,6 @@ def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
 
     Args:
         loads: The rows of each tower, in the order in which the towers are called: pictures before texts.
-        cut: How they are cut.
     """
     towers = [_Calls(load, cut) for load in loads if load.rows]
     rows, tokens = (sum(each) for each in zip(*((tower.load.rows, tower.tokens) for tower in towers), strict=True))
@@ -112,12 +111,7 @@ class _Gradients:
 
 
 class _Calls:
-    """The calls of one tower: full ones, and a last one of the rows that are left.
-
-    Args:
-        load: The rows.
-        cut: How they are cut.
-    """
+    """The calls of one tower: full ones, and a last one of the rows that are left."""
 
     def __init__(self, load: Load, cut: Cut) -> None:
         self.load, self._checkpointed = load, cut.checkpointed

@@ -128,10 +128,6 @@ def make_plan(
     """Decide how a run is trained.
 
     Args:
-        config: The user's word; what isn't `auto` stands.
-        machine: Cores, memory, device of one process.
-        model: Size of the encoder.
-        data: Size of the training data.
         devices: All devices of the run; None is the machine's one.
 
     Raises:
@@ -181,13 +177,7 @@ def make_plan(
 
 
 def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) -> tuple[str, tuple[str, ...]]:
-    """Return what the encoder computes in, and the reason where that was open.
-
-    Args:
-        keys: Ask for mixed precision, or leave it open.
-        torch_dtype: Type of the weights.
-        machine: Says whether mixed precision saves time.
-    """
+    """Return what the encoder computes in, and the reason where that was open."""
     if keys.fp16:
         return "float16", ()
     if keys.bf16 is True:
@@ -212,7 +202,6 @@ def _limited(model: ModelSize, *, given: bool) -> tuple[ModelSize, list[str]]:
     """Return the model for items as long as they come.
 
     Args:
-        model: With its own limit.
         given: Whether the user said how long.
     """
     longest = model.max_length

@@ -76,10 +76,6 @@ def prior(num_parameters: int, num_devices: int) -> MatrixRow:
 
     Lower bounds are inclusive. Where the model's own row asks for more devices than there are, the nearest row by
     parameters that they suffice for is taken; on several devices a model of the first row is replicated.
-
-    Args:
-        num_parameters: Of the model.
-        num_devices: Over all machines.
     """
     rows = [row for row in MATRIX if row.least_devices <= num_devices and (row.least_devices > 1) == (num_devices > 1)]
 

@@ -49,8 +49,6 @@ def dry_run(source: BatchSource, engine: GradCacheEngine, encoder: Encoder) -> N
     """Do one step on the first batch and say what it took; no weight changes, nothing is written.
 
     Args:
-        source: Makes the batch.
-        engine: Computes the step.
         encoder: Gets gradients and loses them with the process.
     """
     started = time.perf_counter()

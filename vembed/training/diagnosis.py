@@ -55,48 +55,26 @@ LEAST_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What a run was set up as, as far as the rules need it.
+    """What a run was set up as, as far as the rules need it."""
 
-    Attributes:
-        device: Type of the device, e.g. "cuda".
-        memory_bytes: Of one process.
-        num_cores: Cores of one process.
-        world_size: Processes.
-        dtype: What the encoder computes in, e.g. "bfloat16".
-        num_workers: Processes that make batches.
-        chunk_rows: Most rows of one encoder call, as planned.
-        chunk_tokens: Most padded tokens of one encoder call, as planned.
-        keeps_all: Whether every graph is kept, so that nothing is encoded twice.
-        smaller_chunk: Rows and tokens of a chunk that running out of memory left the run with, or None.
-        skipped_steps: Steps whose numbers weren't finite.
-        can_measure_utilisation: Whether the counters of the GPU's driver can be read.
-        oom_ladder: What the plan would do against running out of memory, in this order.
-    """
-
-    device: str
-    memory_bytes: int
+    device: str  # type of the device, e.g. "cuda"
+    memory_bytes: int  # of one process
     num_cores: int
     world_size: int
-    dtype: str
+    dtype: str  # what the encoder computes in, e.g. "bfloat16"
     num_workers: int
-    chunk_rows: int
-    chunk_tokens: int
-    keeps_all: bool
+    chunk_rows: int  # most rows of one encoder call, as planned
+    chunk_tokens: int  # most padded tokens of one encoder call, as planned
+    keeps_all: bool  # whether every graph is kept, so that nothing is encoded twice
+    # rows and tokens of a chunk that running out of memory left the run with, or None
     smaller_chunk: tuple[int, int] | None
-    skipped_steps: int
-    can_measure_utilisation: bool = True
-    oom_ladder: tuple[str, ...] = ()
+    skipped_steps: int  # steps whose numbers weren't finite
+    can_measure_utilisation: bool = True  # whether the counters of the GPU's driver can be read
+    oom_ladder: tuple[str, ...] = ()  # what the plan would do against running out of memory, in this order
 
 
 def setup_of(plan: Plan, machine: Machine, state: RunState, rows: Sequence[Mapping[str, float]]) -> Setup:
-    """Return what a run was set up as.
-
-    Args:
-        plan: Its plan.
-        machine: Where it ran.
-        state: Where it ended.
-        rows: Of metrics.jsonl: how many tokens its steps had.
-    """
+    """Return what a run was set up as."""
     tokens = [row["padding_ratio"] * row["tokens_per_second"] * row["step_seconds"] for row in settled_rows(rows)]
     most = max(tokens, default=0.0) / plan.world_size
     return Setup(
@@ -125,20 +103,12 @@ def _smaller_chunk(plan: Plan, state: RunState) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """The rows of a run, looked at in two ways.
-
-    Attributes:
-        setup: How the run was set up.
-        rows: All rows of metrics.jsonl.
-        settled: Those whose times count.
-        shares: Key of a part -> its share of the step.
-        step_seconds: Mean of a step.
-    """
+    """The rows of a run, looked at in two ways."""
 
     setup: Setup
-    rows: Sequence[Mapping[str, float]]
-    settled: Sequence[Mapping[str, float]]
-    shares: Mapping[str, float]
+    rows: Sequence[Mapping[str, float]]  # all rows of metrics.jsonl
+    settled: Sequence[Mapping[str, float]]  # those whose times count
+    shares: Mapping[str, float]  # key of a part -> its share of the step
     step_seconds: float
 
     def mean(self, key: str) -> float | None:
@@ -157,12 +127,7 @@ class Numbers:
 
 
 def diagnose(rows: Sequence[Mapping[str, float]], setup: Setup) -> tuple[Finding, ...]:
-    """Return what stands out in the numbers of a run: broken numbers first, then what costs most.
-
-    Args:
-        rows: Of metrics.jsonl, in order; numbers that weren't finite are left out.
-        setup: How the run was set up.
-    """
+    """Return what stands out in the numbers of a run: broken numbers first, then what costs most."""
     split = split_time(rows)
     shares = {} if split is None else {part.key: part.share for part in split.parts}
     seconds = 0.0 if split is None else split.step_seconds
@@ -365,8 +330,6 @@ def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: obje
     """Return what the training took, as one row of a table of runs.
 
     Args:
-        rows: Of metrics.jsonl.
-        setup: How the run was set up.
         facts: What comes first, e.g. the model, the strategy and the batch.
     """
     split, settled = split_time(rows), settled_rows(rows)

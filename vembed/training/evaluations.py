@@ -33,29 +33,19 @@ class Evaluations:
     """Evaluates the encoder as it stands and keeps what comes out.
 
     All ranks encode; the first one searches, scores and writes, and tells the others what came of it.
-
-    Attributes:
-        encode: The encoder.
-        dev: Set that chooses the best checkpoint; None when nothing is chosen.
-        test: Set of the verdict; None makes it the dev set.
-        folder: Where results are written.
-        metric: The metric that checkpoints and the verdict are judged by.
-        poll: Called while searching, on the first rank alone; raises to stop.
-        with_bm25: Whether BM25 is evaluated beside the model.
-        both_directions: Whether the untrained and the trained model are measured in reverse too, on the verdict's set;
-            evaluations in between never are.
-        ranks: Who takes part. All must make the same calls.
     """
 
     encode: ItemEncoder
-    dev: RetrievalData | None
-    test: RetrievalData | None
+    dev: RetrievalData | None  # set that chooses the best checkpoint; None when nothing is chosen
+    test: RetrievalData | None  # set of the verdict; None makes it the dev set
     folder: Path
-    metric: str
-    poll: Callable[[], None]
-    with_bm25: bool
+    metric: str  # the metric that checkpoints and the verdict are judged by
+    poll: Callable[[], None]  # called while searching, on the first rank alone; raises to stop
+    with_bm25: bool  # whether BM25 is evaluated beside the model
+    # whether the untrained and the trained model are measured in reverse too, on the verdict's set; evaluations in
+    # between never are
     both_directions: bool = False
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: Ranks = field(default_factory=Ranks)  # who takes part. All must make the same calls.
     _said: set[str] = field(default_factory=set)
 
     @property

@@ -44,83 +44,47 @@ PACKAGES = ("vembed", "torch", "transformers", "accelerate", "numpy", "faiss-cpu
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run came to.
+    """What a run came to."""
 
-    Attributes:
-        verdict: Whether the model got better.
-        baseline: The model before training.
-        final: The kept model.
-        bm25: BM25 on the same set, if asked for.
-        output: The output folder.
-        reverse: Baseline and kept model with documents that search queries, where that is measured.
-        last: The model of the last step, where another one is kept.
-    """
-
-    verdict: Verdict
-    baseline: EvaluationResult
+    verdict: Verdict  # whether the model got better
+    baseline: EvaluationResult  # the model before training
     final: EvaluationResult
-    bm25: EvaluationResult | None
+    bm25: EvaluationResult | None  # BM25 on the same set, if asked for
     output: Path
-    reverse: Reverse | None = None
-    last: EvaluationResult | None = None
+    reverse: Reverse | None = None  # baseline and kept model with documents that search queries, where that is measured
+    last: EvaluationResult | None = None  # the model of the last step, where another one is kept
 
 
 @dataclass(frozen=True, slots=True)
 class FinishParts:
-    """What the end of a run works with.
-
-    Attributes:
-        output: Where everything goes.
-        evaluations: Evaluates the kept model.
-        checkpoints: Has the best one.
-        fresh: Builds the encoder as training began with it, where weights are gathered from all ranks.
-        ranks: Who takes part; the first one writes.
-        plan: For the report.
-        config: Key -> value, for the report.
-        data: What it was trained and judged on, for the report.
-        max_image_pixels: Of a picture that may be decoded for the report.
-        machine: Where the run happens.
-        command: The command that repeats the run.
-    """
+    """What the end of a run works with."""
 
     output: OutputFolder
     evaluations: Evaluations
     checkpoints: RunCheckpoints
+    # builds the encoder as training began with it, where weights are gathered from all ranks
     fresh: Callable[[], Encoder]
-    ranks: Ranks
+    ranks: Ranks  # who takes part; the first one writes
     plan: Plan
-    config: Mapping[str, object]
-    data: RunData
-    max_image_pixels: int
+    config: Mapping[str, object]  # key -> value, for the report
+    data: RunData  # what it was trained and judged on, for the report
+    max_image_pixels: int  # of a picture that may be decoded for the report
     machine: Machine
-    command: str
+    command: str  # the command that repeats the run
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What was measured in the run.
+    """What was measured in the run."""
 
-    Attributes:
-        baseline: The model before training.
-        final: The kept model.
-        bm25: BM25, if asked for.
-        last: The model of the last step, where another one is kept.
-    """
-
-    baseline: EvaluationResult
+    baseline: EvaluationResult  # the model before training
     final: Directions
-    bm25: EvaluationResult | None
-    last: Directions | None
+    bm25: EvaluationResult | None  # BM25, if asked for
+    last: Directions | None  # the model of the last step, where another one is kept
 
 
 def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) -> RunResult:
-    """Export the best model, evaluate it, judge it, report it.
-
-    Args:
-        parts: What it works with.
-        state: Where training ended.
-        baseline: The result of the untrained model.
-    """
+    """Export the best model, evaluate it, judge it, report it."""
     last = _last(parts, state)
     kept = parts.checkpoints.load_best()
     if kept is not None:

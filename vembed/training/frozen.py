@@ -66,23 +66,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FrozenSide:
-    """The distinct items of one kind and side.
-
-    Attributes:
-        modality: Their kind.
-        side: Their side.
-        ids_U: Their identities, ascending, int64.
-        places_U2: Where each was found first: number of the record, place among its query, positives and negatives.
-        dimension: E.
-        key: What their embeddings are made of.
-    """
+    """The distinct items of one kind and side."""
 
     modality: Modality
     side: Side
-    ids_U: NDArray[np.int64]
+    ids_U: NDArray[np.int64]  # their identities, ascending, int64
+    # where each was found first: number of the record, place among its query, positives and negatives
     places_U2: NDArray[np.int64]
-    dimension: int
-    key: Key
+    dimension: int  # E
+    key: Key  # what their embeddings are made of
 
     @property
     def num_bytes(self) -> int:
@@ -97,12 +89,9 @@ class FrozenSide:
 
 @dataclass(frozen=True, slots=True)
 class StoredEmbeddings:
-    """Embeddings that batches read.
+    """Embeddings that batches read."""
 
-    Attributes:
-        tables: Identities, ascending, and their embeddings (U, E) of each kind and side.
-    """
-
+    # identities, ascending, and their embeddings (U, E) of each kind and side
     tables: Mapping[tuple[Modality, Side], tuple[NDArray[np.int64], NDArray[np.float32]]]
 
     def holds(self, modality: Modality) -> bool:
@@ -110,13 +99,7 @@ class StoredEmbeddings:
         return any(kind == modality for kind, _ in self.tables)
 
     def features(self, modality: Modality, side: Side, ids_R: NDArray[np.int64]) -> Features:
-        """Return the embeddings of items of the training records as features of no tokens.
-
-        Args:
-            modality: Their kind.
-            side: Their side.
-            ids_R: Their identities.
-        """
+        """Return the embeddings of items of the training records as features of no tokens."""
         ids_U, vectors_UE = self.tables[modality, side]
         rows = np.searchsorted(ids_U, ids_R)
         assert (ids_U[rows] == ids_R).all(), "every item of the training records was encoded"
@@ -143,18 +126,11 @@ def _read_stored(inputs: dict[str, Tensor]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FrozenItems:
-    """What of the training records is encoded once.
+    """What of the training records is encoded once."""
 
-    Attributes:
-        sides: The items; none where nothing is.
-        notes: Why, one plain sentence each.
-        records: Where the items are.
-        folder: Where embeddings are kept.
-    """
-
-    sides: tuple[FrozenSide, ...]
-    notes: tuple[str, ...]
-    records: RecordTable
+    sides: tuple[FrozenSide, ...]  # the items; none where nothing is
+    notes: tuple[str, ...]  # why, one plain sentence each
+    records: RecordTable  # where the items are
     folder: Path
 
     def stored(self, encode: ItemEncoder) -> StoredEmbeddings | None:
@@ -235,8 +211,6 @@ def find_frozen(
 
     Args:
         encoder: As it will be trained; whole, on any device. Later it may be moved or sharded.
-        records: Training records.
-        folder: Where embeddings are kept.
         is_shared: Whether the user named the folder: runs share it, so that everything frozen is kept there.
         epochs: How often this run sees its records.
         augments: Whether pictures are changed at random.
@@ -353,14 +327,11 @@ def _with_room(sides: list[FrozenSide], folder: Path, *, is_shared: bool) -> tup
 
 @dataclass(slots=True)
 class _Items:
-    """The distinct items of records.
+    """The distinct items of records."""
 
-    Attributes:
-        first: Where each identity was found first, by kind and side.
-        uses: How many items there are, repeated ones counted again.
-    """
-
+    # where each identity was found first, by kind and side
     first: dict[tuple[Modality, Side], dict[int, tuple[int, int]]] = field(default_factory=dict)
+    # how many items there are, repeated ones counted again
     uses: Counter[tuple[Modality, Side]] = field(default_factory=Counter)
 
     def add(self, row: int, record: Record) -> None:

@@ -121,22 +121,14 @@ class StopSignal:
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """What is known of a step before its gradients change any weight.
+    """What is known of a step before its gradients change any weight."""
 
-    Attributes:
-        step: Its number, 1 for the first.
-        loss: Of the global batch.
-        grad_norm: L2 norm over all gradients, before clipping.
-        record_ids: Manifest rows of the batch.
-        temperature: Of the loss; None when it has none.
-        module_norms: Returns module -> L2 norm of its gradients; called only when something isn't finite.
-    """
-
-    step: int
+    step: int  # its number, 1 for the first
     loss: float
-    grad_norm: float
+    grad_norm: float  # L2 norm over all gradients, before clipping
     record_ids: Sequence[int]
-    temperature: float | None
+    temperature: float | None  # of the loss; None when it has none
+    # returns module -> L2 norm of its gradients; called only when something isn't finite
     module_norms: Callable[[], Mapping[str, float]]
 
 
@@ -150,7 +142,6 @@ class NonFiniteGuard:
         policy: "stop", or "skip" for up to `limit` steps of the whole run.
         limit: Steps that may be skipped; one more stops the run. Unused with "stop".
         folder: Where the reports go; made when there is one. None writes none: another rank does.
-        skipped: Steps skipped before a resume.
         agree: Returns True when every rank passes True; called once per step, so that all ranks skip the same steps.
 
     Attributes:

@@ -106,9 +106,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     """Read and check all data of a run.
 
     Args:
-        keys: Where the data are, and what must search what in all of them.
         needs_dev: Whether a dev set is held out where none is given.
-        loss: What is trained on the records.
 
     Raises:
         DataError: No training data is named, or any data is missing or broken, or is searched in another way than

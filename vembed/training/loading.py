@@ -73,10 +73,8 @@ class BatchLoader:
     worker caused leaves it as a `MachineError`. Workers start with the first batch.
 
     Args:
-        source: Makes the batches.
         loading: Number of workers, at least 1, and of batches ahead.
         num_batches: Of the whole run: nothing is made beyond.
-        pin_memory: Whether batches for an accelerator wait in page-locked memory.
 
     Raises:
         MachineError: This system can't fork safely.
@@ -175,16 +173,11 @@ class BatchLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """A batch on its way from a worker.
+    """A batch on its way from a worker."""
 
-    Attributes:
-        batch: The rows; pictures without their encoded bytes, which nobody needs behind this point.
-        assignment: As in `FeaturedBatch`.
-        parts: As in `FeaturedBatch`, the entries with one row per item apart.
-    """
-
-    batch: ContrastiveBatch
-    assignment: RowAssignment
+    batch: ContrastiveBatch  # the rows; pictures without their encoded bytes, which nobody needs behind this point
+    assignment: RowAssignment  # as in `FeaturedBatch`
+    # as in `FeaturedBatch`, the entries with one row per item apart
     parts: tuple[tuple[Features, dict[str, NDArray[Any] | Tensor], NDArray[np.int64]], ...]
 
     @classmethod

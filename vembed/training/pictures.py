@@ -27,6 +27,7 @@ KINDS = {letter: MODALITY_WORDS[modality][1] for letter, modality in MODALITIES.
 class ItemCounts:
     """Items of one set by kind and side; the same item counts each time that it is added."""
 
+    # how many items of each kind of `KINDS` a side holds
     counts: dict[str, dict[Side, int]] = field(
         default_factory=lambda: {kind: {"query": 0, "document": 0} for kind in KINDS.values()}
     )  # how many items of each kind of `KINDS` a side holds
@@ -68,7 +69,6 @@ class ItemCounts:
 
         Args:
             mode: The mode; "auto" takes anything.
-            source: What the set is called.
 
         Raises:
             DataError: It doesn't hold what the mode asks for.
@@ -113,11 +113,7 @@ class PictureSizes:
 
 
 class PictureSurvey:
-    """Collect the sizes of pictures from their headers, each content once.
-
-    Args:
-        limits: What a picture may cost.
-    """
+    """Collect the sizes of pictures from their headers, each content once."""
 
     def __init__(self, limits: ImageLimits) -> None:
         self._limits = limits

@@ -17,35 +17,25 @@ class RunState:
 
     Randomness isn't among them: order, dropout and initialisation are functions of (seed, step), so there is no
     generator to restore.
-
-    Attributes:
-        step: Optimizer steps done; skipped ones count.
-        best_metric: Best dev metric of a trained model so far, None before the first one. The untrained model doesn't
-            count: a run that only makes it worse must say so, and not hand it back.
-        best_step: Step that it was reached at.
-        stale_evaluations: Evaluations since then.
-        evaluated_step: Step of the last evaluation: a run that was stopped in one does it again.
-        skipped_steps: Steps whose numbers weren't finite.
-        num_truncated: Over-long texts that training has cut.
-        evaluations: (step, dev metrics), in order.
-        step_limits: What the engine's next step may hold in memory; None where memory never ran out.
     """
 
-    step: int = 0
+    step: int = 0  # optimizer steps done; skipped ones count
+    # Best dev metric of a trained model so far, None before the first one. The untrained model doesn't count: a run
+    # that only makes it worse must say so, and not hand it back.
     best_metric: float | None = None
-    best_step: int = 0
-    stale_evaluations: int = 0
-    evaluated_step: int = -1
-    skipped_steps: int = 0
-    num_truncated: int = 0
-    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    best_step: int = 0  # step that it was reached at
+    stale_evaluations: int = 0  # evaluations since then
+    evaluated_step: int = -1  # step of the last evaluation: a run that was stopped in one does it again
+    skipped_steps: int = 0  # steps whose numbers weren't finite
+    num_truncated: int = 0  # over-long texts that training has cut
+    evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # (step, dev metrics), in order
+    # what the engine's next step may hold in memory; None where memory never ran out
     step_limits: StepLimits | None = None
 
     def record(self, metrics: Mapping[str, float], metric: str) -> bool:
         """Take in an evaluation of the present step.
 
         Args:
-            metrics: All metrics.
             metric: The one that decides; higher is better. A tie keeps the earlier step.
 
         Returns:

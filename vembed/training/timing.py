@@ -37,9 +37,6 @@ def seconds_of_parts(
     """Return the times of a step as metrics.jsonl has them, such as `encode_seconds`.
 
     Args:
-        parts: What the stopwatch read.
-        step_seconds: Of the whole step.
-        data_seconds: How long it waited for its batch.
         alone: Whether there is one rank, which neither waits for others nor reduces anything.
     """
     own = {f"{name}_seconds": seconds for name, seconds in parts.items() if not (alone and name in SHARED_PARTS)}
@@ -48,25 +45,16 @@ def seconds_of_parts(
 
 @dataclass(frozen=True, slots=True)
 class RankReading:
-    """What all ranks measured since the reading before.
+    """What all ranks measured since the reading before."""
 
-    Attributes:
-        by_rank: Name -> the number of each rank, in their order: times and tokens are means of a step, loss and memory
-            the latest. A number that is measured nowhere is left out.
-        summary: How far they lie apart, as the row of the step has it.
-    """
-
+    # Name -> the number of each rank, in their order: times and tokens are means of a step, loss and memory the latest.
+    # A number that is measured nowhere is left out.
     by_rank: Mapping[str, tuple[float, ...]]
-    summary: Mapping[str, float]
+    summary: Mapping[str, float]  # how far they lie apart, as the row of the step has it
 
 
 class RankMeter:
-    """Averages what this rank measures between two log lines, and gathers it from all.
-
-    Args:
-        ranks: Who shares the batch.
-        device: Where this rank computes.
-    """
+    """Averages what this rank measures between two log lines, and gathers it from all."""
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
@@ -109,9 +97,6 @@ def summarise(by_rank: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
     `token_imbalance` and `encode_imbalance` are the largest over the mean, 1 where all are equal. `scaling_efficiency`
     is the mean share of the time in which a rank neither waited for another nor reduced gradients: what one process,
     which does neither, would have needed, over what these did together.
-
-    Args:
-        by_rank: Name -> the number of each rank.
     """
     found: dict[str, float] = {}
     if loads := [load for load in by_rank.get("utilisation", ()) if not math.isnan(load)]:

@@ -49,8 +49,6 @@ def batch_seed(seed: int, number: int, *, rank: int) -> int:
     """Return the seed of the random numbers that a rank draws in a batch.
 
     Args:
-        seed: Of the run.
-        number: Of the batch, counted from 0.
         rank: Which rank; up to 2,000 of them have seeds of their own.
     """
     return seed * SEED_STRIDE + number + rank * RANK_STRIDE

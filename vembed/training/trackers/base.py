@@ -41,7 +41,6 @@ class Tracker:
         """Record what each process measured since the last call.
 
         Args:
-            step: Optimizer steps done.
             by_rank: Name -> the number of each process, in their order; NaN is allowed.
         """
 
@@ -58,12 +57,7 @@ class Tracker:
 
 
 class GuardedTracker(Tracker):
-    """Pass everything to another tracker until it fails; then warn once and go on without it.
-
-    Args:
-        tracker: The one that may fail.
-        name: What the warning calls it.
-    """
+    """Pass everything to another tracker until it fails; then warn once and go on without it."""
 
     def __init__(self, tracker: Tracker, *, name: str) -> None:
         self._tracker: Tracker | None = tracker

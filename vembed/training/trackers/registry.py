@@ -36,9 +36,7 @@ def open_trackers(
 
     Args:
         report_to: Their names; "none" is none.
-        output: The run's output folder.
         resume_step: Step of the checkpoint that the run goes on from; 0 for a run from the start.
-        config: Key -> value of the run, without secrets.
 
     Raises:
         MachineError: The disk refuses metrics.jsonl, or a tracker misses a package.

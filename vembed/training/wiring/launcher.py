@@ -18,25 +18,15 @@ if TYPE_CHECKING:
 
 
 class Effective(NamedTuple):
-    """A configuration with what the launcher says about keys that the user left alone.
-
-    Attributes:
-        config: What the run follows.
-        launcher: Who started this process as one of several, with the file that it read; empty when nobody did.
-        notes: One line for each thing that it asks for.
-    """
+    """A configuration with what the launcher says about keys that the user left alone."""
 
     config: Config
-    launcher: str
-    notes: tuple[str, ...]
+    launcher: str  # who started this process as one of several, with the file that it read; empty when nobody did
+    notes: tuple[str, ...]  # one line for each thing that it asks for
 
 
 def under_launcher(config: Config, sources: Mapping[str, str]) -> Effective:
     """Lay what the launcher asks for under a configuration.
-
-    Args:
-        config: The user's word.
-        sources: Key -> where the user set it, for messages.
 
     Raises:
         ConfigError: The launcher asks for what this program has not, or for what contradicts the configuration.

@@ -31,10 +31,8 @@ def build_encoder(config: Config, plan: Plan, output: OutputFolder, data: RunDat
     """Load the encoder, and freeze what doesn't train.
 
     Args:
-        config: What the user said about the model.
         plan: Says whether adapters train, and whether activations are computed again.
         output: Holds an encoder that was built from scratch: resuming needs the tokenizer that it trained.
-        data: Its texts train that tokenizer.
         keep: Whether an encoder that is built from scratch is written there.
 
     Raises:

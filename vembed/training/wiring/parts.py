@@ -135,7 +135,6 @@ def build_engine(run: Run, limits: StepLimits | None = None) -> GradCacheEngine:
     """Return the engine.
 
     Args:
-        run: The run.
         limits: What running out of memory has left a resumed run with; None begins as planned.
     """
     engine = GradCacheEngine(

@@ -80,8 +80,6 @@ def measured_model(config: Config, machine: Machine, *, name: str | None = None)
     """Measure the model without its weights, with its adapters where the plan may want them.
 
     Args:
-        config: Names the model and says what of it trains.
-        machine: Where it will run.
         name: Another model or a file with its shape, to be measured in its place.
     """
     keys = config if name is None else config.model_copy(update={"model_name": name})
@@ -98,7 +96,6 @@ def plan_elsewhere(config: Config, devices: Devices | None, *, shape: str | None
     """Plan a run without its data, and perhaps for other devices or without its model.
 
     Args:
-        config: What the user said.
         devices: What it would be spread over; None is this machine.
         shape: File with the shape of the model, read in place of the model.
         num_records: Records that the data are taken to have.

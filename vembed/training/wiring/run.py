@@ -72,7 +72,6 @@ def run_from_config(
     """Run what a configuration describes.
 
     Args:
-        config: The configuration.
         mode: "train" runs it; "plan" only prints the plan and writes plan.json; "dry-run" does one step and writes
             nothing.
         command: The command line that repeats the run, for the report.

@@ -30,12 +30,7 @@ def write_saved_model(run: Path, step: int, folder: Path) -> Path:
     Weights that several processes saved in parts are put together one at a time; no process group is needed.
 
     Args:
-        run: Output folder of the run, finished or not.
-        step: The checkpoint's.
         folder: Where to; must exist.
-
-    Returns:
-        The model's folder.
 
     Raises:
         ConfigError: The run has no such checkpoint, or the model that training started from is no longer the same.

@@ -18,7 +18,7 @@ from vembed.data.images import ImageLimits
 from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, is_for_evaluation, split_for
-from vembed.data.validate import encoding_fault, text_fault
+from vembed.data.texts import encoding_fault, id_fault, part_fault, text_fault, title_and_text
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -149,11 +149,12 @@ def _read_corpus(path: Path, images: ImageRoot, log: ProblemLog) -> tuple[dict[s
     for where, name, row in _identified(path, log, known=documents):
         title, text = row.get("title"), row.get("text")
         has_picture = bool(row.get("image"))
-        fault = _part_fault(title, "title", needed=False) or _part_fault(text, "text", needed=not has_picture)
+        faults = {"title": part_fault(title, needed=False), "text": part_fault(text, needed=not has_picture)}
+        column, fault = next(((column, fault) for column, fault in faults.items() if fault), ("", None))
         if fault:
-            log.add(where, fault)
+            log.add(where, fault, column=column)
             continue
-        joined = f"{title or ''} {text or ''}".strip()
+        joined = title_and_text(title, text)
         document = _with_picture(row, joined, images, where, log) if has_picture else joined
         if document is not None:
             documents[name] = document
@@ -205,23 +206,10 @@ def _identified(path: Path, log: ProblemLog, *, known: Mapping[str, Item]) -> It
             log.add(where, row)
             continue
         name = row.get("_id", row.get("id"))
-        if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
-            log.add(where, "missing, or neither a text nor a whole number", column="_id")
-        elif encoding_fault(str(name)):
-            log.add(where, encoding_fault(str(name)) or "", column="_id")
-        elif str(name) in known:
-            log.add(where, f"{str(name)!r} stands twice", column="_id")
+        if fault := id_fault(name, known):
+            log.add(where, fault, column="_id")
         else:
             yield where, str(name), row
-
-
-def _part_fault(value: object, column: str, *, needed: bool) -> str | None:
-    if value is None:
-        return f"{column}: missing" if needed else None
-    if not isinstance(value, str):
-        return f"{column}: expected text, got {type(value).__name__}"
-    fault = encoding_fault(value)
-    return f"{column}: {fault}" if fault else None
 
 
 def _read_qrels(path: Path, log: ProblemLog) -> _Qrels:

@@ -28,7 +28,7 @@ from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import BUILTIN_PREFIX
 from vembed.data.splits import SourceOptions
-from vembed.data.validate import encoding_fault
+from vembed.data.texts import encoding_fault, id_fault, part_fault, title_and_text
 from vembed.errors import DataError, MachineError
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Corpus:
             return
         columns = _text_columns(row, self._options)
         name = _checked_id(row[columns.id], columns.id, known)
-        yield Document(name, _title_and_text(row, columns.text, needed=True))
+        yield Document(name, _document_text(row, columns.text, needed=True))
 
     def _pictures(
         self, row: dict[str, Any], column: str, where: str, known: set[str], images: ImageRoot
@@ -239,7 +239,7 @@ class Corpus:
             raise _RowFault(column, f"expected one picture beside an id, got {len(cells)}")
         text_column = _found(row, self._options.text, TEXT_COLUMNS[:1])
         # Beside a picture without an id `text` is its caption, as in training data.
-        text = "" if id_column is None else _title_and_text(row, text_column, needed=False)
+        text = "" if id_column is None else _document_text(row, text_column, needed=False)
         captions = CAPTION_COLUMNS if id_column is not None else (*CAPTION_COLUMNS, *TEXT_COLUMNS[:1])
         caption = _caption(row, captions)
         for cell in cells:
@@ -355,28 +355,17 @@ def _missing_column(option: str, wanted: tuple[str, ...], names: Iterable[str]) 
 
 
 def _checked_id(value: object, column: str, known: set[str]) -> str:
-    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-        raise _RowFault(column, "missing, or neither a text nor a whole number")
-    fault = encoding_fault(str(value))
-    if fault is None and str(value) in known:
-        fault = f"{str(value)!r} stands twice"
-    if fault is not None:
+    if fault := id_fault(value, known):
         raise _RowFault(column, fault)
     return str(value)
 
 
-def _title_and_text(row: Mapping[str, Any], column: str | None, *, needed: bool) -> str:
+def _document_text(row: Mapping[str, Any], column: str | None, *, needed: bool) -> str:
     title, text = row.get(TITLE_COLUMN), row[column] if column else None
-    for name, value, required in ((TITLE_COLUMN, title, False), (column, text, needed)):
-        if value is None:
-            reason = "missing" if required else None
-        elif not isinstance(value, str):
-            reason = f"expected text, got {type(value).__name__}"
-        else:
-            reason = encoding_fault(value)
-        if reason is not None:
-            raise _RowFault(name, reason)
-    return f"{title or ''} {text or ''}".strip()
+    for name, fault in ((TITLE_COLUMN, part_fault(title, needed=False)), (column, part_fault(text, needed=needed))):
+        if fault is not None:
+            raise _RowFault(name, fault)
+    return title_and_text(title, text)
 
 
 def _caption(row: Mapping[str, Any], columns: tuple[str, ...]) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vembed.batch import Composed, Image, pictures_in
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageError, item_id
+from vembed.data.texts import describe, text_fault, title_and_text
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class RowChecker:
             return column.typed(column.default)
         number = _number_in(cell, cells_are_text=self._cells_are_text)
         if number is None or not column.takes(number):
-            shown = f"{cell!r:.60}" if isinstance(cell, str) else _describe(cell)
+            shown = f"{cell!r:.60}" if isinstance(cell, str) else describe(cell)
             needed = f"loss_type {self._loss.name} needs {column.expected} ({column.meaning})"
             raise Fault(source or column.name, f"{needed}, got {shown}")
         return column.typed(number)
@@ -209,7 +210,7 @@ class RowChecker:
     def _score(self, cell: object, column: str) -> float:
         """Return what a label says as the score of a pair."""
         number = float(cell) if isinstance(cell, bool) else _number_in(cell, cells_are_text=self._cells_are_text)
-        shown = repr(cell) if isinstance(cell, str) else _describe(cell)
+        shown = repr(cell) if isinstance(cell, str) else describe(cell)
         if self._label_kind == "pair" and number not in {0, 1}:
             raise Fault(column, f"with label_kind: pair it is 1 (the two belong together) or 0, not {shown:.60}")
         if number is None or not math.isfinite(number):
@@ -268,29 +269,6 @@ def _is_absent(value: object) -> bool:
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
-def text_fault(value: object) -> str | None:
-    """Return why a value is no usable text, or None when it is one."""
-    if type(value) is not str:
-        return f"expected text, got {_describe(value)}"
-    if not value or value.isspace():
-        return "blank text" if value else "empty text"
-    if value.isascii():
-        return "holds a NUL byte" if "\0" in value else None
-    return encoding_fault(value)
-
-
-def encoding_fault(text: str) -> str | None:
-    """Return why a text can't be stored as UTF-8 or holds a NUL, or None; it may be empty."""
-    if "\0" in text:
-        return "holds a NUL byte"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        # Half a surrogate pair: a JSON escape cut in two, or bytes of a CSV cell that are not UTF-8.
-        return f"not valid UTF-8 text (character {error.start + 1})"
-    return None
-
-
 def _passages(value: object, column: str) -> list[Item]:
     """Return the texts of a cell: a text, a passage {title, text}, or a list of them; null is no text."""
     if value is None:
@@ -306,14 +284,14 @@ def _passages(value: object, column: str) -> list[Item]:
     return texts
 
 
-def _passage_text(passage: Mapping[str, object], column: str) -> str:
+def _passage_text(passage: Mapping[str, Any], column: str) -> str:
     title, text = passage.get("title"), passage.get("text")
     for name, part in (("title", title), ("text", text)):
         if part is not None and not isinstance(part, str):
-            raise Fault(column, f"expected text in {name!r} of a passage, got {_describe(part)}")
+            raise Fault(column, f"expected text in {name!r} of a passage, got {describe(part)}")
     if title is None and text is None:
         raise Fault(column, "a passage needs 'text' (and may have 'title')")
-    return f"{title or ''} {text or ''}".strip()
+    return title_and_text(title, text)
 
 
 def _negatives_cell(cell: str) -> str | list[object] | None:
@@ -374,20 +352,7 @@ def _class_label(value: object, column: str) -> str | int:
         if reason:
             raise Fault(column, f"{reason}; null means no label")
         return value
-    raise Fault(column, f"a class label is a text or a whole number, not {_describe(value)}")
-
-
-def _describe(value: object) -> str:
-    """Return a value's type and beginning in a JSON writer's words."""
-    if value is None:
-        return "null"
-    if isinstance(value, (Image, Composed)):
-        return "a picture"
-    if isinstance(value, bool):
-        return str(value).lower()
-    names = {int: "the number", float: "the number", list: "a list", dict: "an object", bytes: "bytes"}
-    name = names.get(type(value), type(value).__name__)
-    return f"{name} {value!r:.40}" if isinstance(value, (int, float)) else name
+    raise Fault(column, f"a class label is a text or a whole number, not {describe(value)}")
 
 
 def _clipped(text: str, limit: int = 60) -> str:

@@ -26,7 +26,7 @@ from vembed.data.files import iter_rows, json_object
 from vembed.data.presets.common import find_parts
 from vembed.data.records import LoadedRecords, RecordWriter
 from vembed.data.retrieval import RetrievalData
-from vembed.data.validate import text_fault
+from vembed.data.texts import text_fault
 from vembed.errors import DataError
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from vembed.data.files import json_object, text_rows
 from vembed.data.presets.common import find_parts
 from vembed.data.records import LoadedRecords, RecordWriter
 from vembed.data.retrieval import RetrievalData
-from vembed.data.validate import encoding_fault, text_fault
+from vembed.data.texts import encoding_fault, text_fault
 from vembed.errors import DataError
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ import torch
 import yaml
 from command_cases import Site, evaluation, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 
-import vembed.training.finish
-import vembed.training.wiring.parts
+import vembed.evaluation.report.write
 from vembed.config.keys.model import ModelKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
@@ -22,6 +21,7 @@ from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.models.registry import load_encoder
+from vembed.registry import TRACKERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -216,7 +216,7 @@ def test_a_report_that_fails_leaves_the_model_the_verdict_and_exit_code_0(
     def fail(*_: object) -> None:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(vembed.training.finish, "write_report", fail)
+    monkeypatch.setattr(vembed.evaluation.report.write, "write_report", fail)
     outcome = run_keys(tmp_path, site.keys())
     assert outcome.code == 0
     assert "error: the report could not be written; the model is complete" in outcome.err
@@ -230,7 +230,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing:
-        def __init__(self, folder: Path, *, resume_step: int) -> None:
+        def __init__(self, folder: Path, *, resume_step: int, config: object) -> None:
             self.calls = 0
 
         def log(self, step: int, values: object) -> None:
@@ -241,7 +241,7 @@ def test_a_tracker_that_fails_does_not_stop_the_run(
         def close(self) -> None:
             raise ConnectionError("nobody listens")
 
-    monkeypatch.setattr(vembed.training.wiring.parts, "TensorBoardTracker", Failing)
+    monkeypatch.setitem(TRACKERS._entries, "tensorboard", Failing)
     outcome = run_keys(tmp_path, site.keys(report_to="tensorboard"))
     assert outcome.code == 0
     assert outcome.out.count("nobody listens") == 1

@@ -38,6 +38,15 @@ def vembed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
+FAILING_COMMAND = """
+import vembed
+
+@vembed.register_command
+def fail(arguments, *, program):
+    raise vembed.DataError("no rows")
+"""
+
+
 def test_a_command_of_a_plugin_is_listed_and_runs(vembed, tmp_path: Path) -> None:
     write_recipe(tmp_path, "my_commands")
     (tmp_path / "notes.txt").write_text("three short words")
@@ -48,6 +57,9 @@ def test_a_command_of_a_plugin_is_listed_and_runs(vembed, tmp_path: Path) -> Non
     unknown = vembed("count-words", "notes.txt")
     assert unknown.returncode == 2
     assert "no command 'count-words'" in unknown.stderr
+    (tmp_path / "failing.py").write_text(FAILING_COMMAND)
+    failed = vembed("--plugins=failing", "fail")
+    assert (failed.returncode, failed.stderr) == (3, "error: no rows\n")
     missing = vembed("--plugins", "no_such_module", "train")
     assert missing.returncode == 2
     assert "there is no module no_such_module" in missing.stderr
@@ -63,6 +75,12 @@ def test_a_metric_of_a_plugin_chooses_the_best_checkpoint(vembed, tmp_path: Path
     refused = vembed("train", "config.yaml", "--validate", "--config_override", chosen)
     assert refused.returncode == 2
     assert "must be NAME@K (NAME: ndcg" in refused.stderr
+    misspelt = vembed(
+        "train", "config.yaml", "--validate", "--config_override", "plugins=[my_metrics]",
+        "metric_for_best_model=all_fund@10",
+    )  # fmt: skip
+    assert "hit, all_found; K: " in misspelt.stderr
+    assert "did you mean all_found@10?" in misspelt.stderr
     done = vembed("train", "config.yaml", "--config_override", chosen, "plugins=[my_metrics]")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "run/evaluation/final/metrics.json").read_text())["metrics"]

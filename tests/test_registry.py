@@ -42,6 +42,8 @@ def test_a_name_is_taken_once(name: str, message: str) -> None:
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no thing 'decodr'; did you mean decoder\? There are: decoder"):
         Registry("thing", {"decoder": "json:JSONDecoder"}).load("decodr")
+    with pytest.raises(ConfigError, match=r"no thing 'xyz'\. There are: decoder"):
+        Registry("thing", {"decoder": "json:JSONDecoder"}).load("xyz")
 
 
 def test_the_registry_imports_nothing_heavy() -> None:

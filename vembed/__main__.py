@@ -17,6 +17,8 @@ vembed COMMAND --help tells more. --plugins imports Python modules first, such a
 def main() -> int:
     """Run the command that the first word names and return its exit code."""
     words = sys.argv[1:]
+    if words and words[0].startswith("--plugins="):
+        words[:1] = words[0].split("=", 1)
     try:
         if words[:1] == ["--plugins"]:
             from vembed.config.plugins import import_plugins
@@ -30,16 +32,22 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
-    result: int = command(words[1:], program=f"vembed {words[0]}")
+    program = f"vembed {words[0]}"
+    if words[0] in COMMANDS.plugins():  # ours tell their errors themselves
+        from vembed.entrypoints.command import run_command
+
+        return run_command(lambda: command(words[1:], program=program))
+    result: int = command(words[1:], program=program)
     return result
 
 
 def _listing() -> str:
     """Return a line for each command: its name and what it does."""
     lines = []
+    width = max(10, *map(len, COMMANDS.names()))
     for name in COMMANDS.names():
         meaning = (COMMANDS.load(name).__doc__ or "").strip().partition("\n")[0].removesuffix(".")
-        lines.append(f"  {name:<10} {meaning[:1].lower()}{meaning[1:]}")
+        lines.append(f"  {name:<{width}} {meaning[:1].lower()}{meaning[1:]}")
     return "\n".join(lines)
 
 

@@ -71,7 +71,7 @@ class Registry:
         """
         if name not in self:
             near = get_close_matches(name, self.names(), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = f"; did you mean {near[0]}?" if near else "."
             raise ConfigError(f"no {self.kind} {name!r}{hint} There are: {', '.join(self.names())}")
         if name not in self._entries:
             module, attribute = self._builtin[name].split(":")

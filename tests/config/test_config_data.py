@@ -43,7 +43,8 @@ def test_without_such_a_loss_the_column_is_unknown() -> None:
 def test_scores_need_a_loss_that_takes_listed_pairs(kind: str) -> None:
     message = refusal(f"label_kind={kind}")
     assert f"label_kind {kind} gives pairs a score, and loss_type infonce doesn't take listed pairs; " in message
-    assert "set loss_type to toy, or leave the column out with column_mapping: {label: null}" in message
+    assert "; set loss_type to toy, or leave the column out with label_kind: auto and " in message
+    assert "column_mapping: {label: null}" in message
     assert load_config(None, ["model_name=m", f"label_kind={kind}", "loss_type=toy"]).config.label_kind == kind
 
 

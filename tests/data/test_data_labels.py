@@ -90,6 +90,22 @@ def test_texts_are_classes_unasked(write_jsonl: WriteJsonl, label: str) -> None:
     assert record.label == label
 
 
+@pytest.mark.parametrize("beside", ["two texts", "a picture"])
+def test_true_and_false_are_no_classes_unasked(
+    write_jsonl: WriteJsonl, write_picture: WritePicture, beside: str
+) -> None:
+    write_picture("a.png")
+    query = {"query_image": "a.png"} if beside == "a picture" else {"query": "q"}
+    rows = [{**query, "positive": f"p{n}", "label": n == 0} for n in range(2)]
+    words = f"label holds false and true beside {beside}, which may say three things"
+    assert f"train.jsonl:1: {words}" in refusal(write_jsonl, rows)
+    (cell,) = query.values()
+    path = write_jsonl([f"{next(iter(query))},positive,label", f"{cell},p0,True", f"{cell},p1, FALSE"], "rows.csv")
+    with pytest.raises(DataError, match=f"rows.csv:2: {words}"):
+        load_records(str(path), options("auto"))
+    assert [record.scores for record in load_records(str(path), options("pair")).table] == [(1.0,), (0.0,)]
+
+
 def test_whole_numbers_beside_a_picture_are_classes_and_others_are_not(
     write_jsonl: WriteJsonl, write_picture: WritePicture
 ) -> None:

@@ -163,5 +163,17 @@ def test_a_registered_metric_that_returns_no_number_is_named(value: object) -> N
         score_run({}, {"q": {"a": 1}}, (1,))
 
 
+@pytest.mark.usefixtures("plugin_metrics")
+def test_a_registered_metric_that_fails_is_named_with_its_line() -> None:
+    def broken(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:
+        return sum(ranked) / 0
+
+    vembed.register_metric(broken)
+    line = broken.__code__.co_firstlineno + 1
+    words = rf"metric broken of .*_metrics failed for query 'q' at k = 1: .*_metrics\.py:{line}: ZeroDivisionError: "
+    with pytest.raises(ConfigError, match=words):
+        score_run({}, {"q": {"a": 1}}, (1,))
+
+
 def ndcg(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:
     return 0.0

@@ -74,7 +74,6 @@ def key(
     on_resume: OnResume = "refused",
     choices: Sequence[str] = (),
     form: str | None = None,
-    more_choices: bool = False,
     acts_with: Mapping[str, Sequence[object]] | None = None,
 ) -> Any:
     """Declare a key of a section.
@@ -84,7 +83,6 @@ def key(
         unit: What the number counts.
         choices: The only texts allowed, for a key with more of them than a Literal shows well.
         form: How `choices` are described, instead of listing them.
-        more_choices: Whether plugins can add some; then the key's type refuses what nobody added.
         acts_with: Other key -> its values with which this one has an effect, the one to advise first; {"minimum": 2}
             stands for 2 and more.
     """
@@ -96,7 +94,7 @@ def key(
     pattern = None
     if choices:
         extra |= {"choices": list(choices), "form": form or ", ".join(choices)}
-        pattern = None if more_choices else f"^({'|'.join(choices)})$"
+        pattern = f"^({'|'.join(choices)})$"
     return Field(default, description=meaning, pattern=pattern, json_schema_extra=extra)
 
 

@@ -199,9 +199,10 @@ class RowChecker:
 
     def _is_unclear(self, cell: object, column: str, items: Sequence[Item], where: str) -> bool:
         """Return whether a label may say something else than a class, and note it then."""
-        number = _number_in(cell, cells_are_text=self._cells_are_text)
+        number = self._truth_or_number(cell)
         of_texts = all(isinstance(item, str) for item in items)
-        graded = number is not None and (column == "score" or not float(number).is_integer())
+        is_truth = isinstance(number, bool)
+        graded = number is not None and (is_truth or column == "score" or not float(number).is_integer())
         if number is None or not (of_texts or graded):
             return False
         self._unclear.add(column, number, "two texts" if of_texts else "a picture", where)
@@ -209,13 +210,19 @@ class RowChecker:
 
     def _score(self, cell: object, column: str) -> float:
         """Return what a label says as the score of a pair."""
-        number = float(cell) if isinstance(cell, bool) else _number_in(cell, cells_are_text=self._cells_are_text)
+        number = self._truth_or_number(cell)
         shown = repr(cell) if isinstance(cell, str) else describe(cell)
         if self._label_kind == "pair" and number not in {0, 1}:
             raise Fault(column, f"with label_kind: pair it is 1 (the two belong together) or 0, not {shown:.60}")
         if number is None or not math.isfinite(number):
             raise Fault(column, f"with label_kind: grade it is a number, higher is closer, not {shown:.60}")
         return float(number)
+
+    def _truth_or_number(self, cell: object) -> bool | int | float | None:
+        """Return the number of a label, or true and false as such; CSV writes both as texts."""
+        if self._cells_are_text and isinstance(cell, str) and cell.strip().lower() in ("true", "false"):
+            return cell.strip().lower() == "true"
+        return cell if isinstance(cell, bool) else _number_in(cell, cells_are_text=self._cells_are_text)
 
 
 class UnclearLabels:
@@ -241,7 +248,7 @@ class UnclearLabels:
         if not self._numbers:
             return
         column, beside, where = self._first
-        found = [f"{number:.6g}" for number in sorted(self._numbers)]
+        found = [str(each).lower() if isinstance(each, bool) else f"{each:.6g}" for each in sorted(self._numbers)]
         last = ", ..." if len(found) > 5 else f" and {found[-1]}" * (len(found) > 1)
         numbers = ", ".join(found[:5] if len(found) > 5 else found[:-1] or found) + last
         raise DataError(

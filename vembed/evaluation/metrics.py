@@ -15,6 +15,7 @@ Relevant means grade 1 or more. A relevant document that was not found counts as
 from __future__ import annotations
 
 import math
+import traceback
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, TypeAlias
@@ -112,7 +113,7 @@ def score_run(
 
     Raises:
         ValueError: A cut-off is below 1, or there is none.
-        ConfigError: A plugin's metric returned no finite number.
+        ConfigError: A plugin's metric failed, or returned no finite number.
     """
     cuts = sorted(set(ks))
     if not cuts or cuts[0] < 1:
@@ -148,18 +149,25 @@ def _by_plugin(
     """Score each query by a metric that a plugin registered.
 
     Raises:
-        ConfigError: It returned no finite number.
+        ConfigError: It failed, or returned no finite number.
     """
-    function = METRICS.load(name)
+    function, owner = METRICS.load(name), METRICS.plugins()[name]
     scored: dict[str, dict[str, float]] = {f"{name}@{cut}": {} for cut in cuts}
     for query_id, grades in judged.items():
         ranked = [grades.get(document, 0) for document, _ in trec_order(run.get(query_id, ()))]
         for cut in cuts:
-            value = function(ranked, list(grades.values()), cut)
+            try:
+                value = function(ranked, list(grades.values()), cut)
+            except Exception as error:
+                last = traceback.extract_tb(error.__traceback__)[-1]
+                raise ConfigError(
+                    f"the metric {name} of {owner} failed for query {query_id!r} at k = {cut}: "
+                    f"{last.filename}:{last.lineno}: {type(error).__name__}: {error}"
+                ) from error
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(
-                    f"the metric {name} of {METRICS.plugins()[name]} returned {value!r} for query {query_id!r} at "
-                    f"k = {cut}; it must return a finite number"
+                    f"the metric {name} of {owner} returned {value!r} for query {query_id!r} at k = {cut}; it must "
+                    "return a finite number"
                 )
             scored[f"{name}@{cut}"][query_id] = float(value)
     return scored

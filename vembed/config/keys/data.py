@@ -96,5 +96,5 @@ def _scores_have_a_loss(config: "Config") -> str | None:
     fix = f"set loss_type to {' or '.join(taking)}, or" if taking else "no registered loss does;"
     return (
         f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't take listed "
-        f"pairs; {fix} leave the column out with column_mapping: {{label: null}}"
+        f"pairs; {fix} leave the column out with label_kind: auto and column_mapping: {{label: null}}"
     )

@@ -1,9 +1,10 @@
 """Keys of the evaluation."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AfterValidator
-from pydantic_core import PydanticCustomError
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from vembed.config.fields import Auto, Count, Section, key, rule
 from vembed.registry import METRICS
@@ -12,17 +13,30 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
 
 
-_METRIC_NAMES = METRICS.names()
 _METRIC_DEPTHS = (1, 3, 5, 10, 100)
 
-OUR_METRICS = tuple(f"{name}@{depth}" for name in _METRIC_NAMES for depth in _METRIC_DEPTHS)
-"""The metrics that can choose a checkpoint, beside those of plugins."""
+
+def metrics_that_choose() -> tuple[str, ...]:
+    """Return the metrics that can choose a checkpoint, those of plugins included."""
+    return tuple(f"{name}@{depth}" for name in METRICS.names() for depth in _METRIC_DEPTHS)
 
 
-def _known_metric(name: str) -> str:
-    if name not in OUR_METRICS and name not in {f"{each}@{k}" for each in METRICS.plugins() for k in _METRIC_DEPTHS}:
-        raise PydanticCustomError("unknown_metric", "no such metric")
-    return name
+class MetricName:
+    """Marks a key that takes a registered metric at a depth."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return the metrics that there are now: plugins add some."""
+        form = f"NAME@K (NAME: {', '.join(METRICS.names())}; K: {', '.join(map(str, _METRIC_DEPTHS))})"
+        return {"type": "string", "choices": list(metrics_that_choose()), "form": form}
+
+    @staticmethod
+    def _known(name: str) -> str:
+        if name not in metrics_that_choose():
+            raise PydanticCustomError("unknown_metric", "no such metric")
+        return name
 
 
 class EvaluationKeys(Section):
@@ -40,12 +54,8 @@ class EvaluationKeys(Section):
     eval_batch_size: Count = key(
         256, "Most texts or pictures of one encoder call in evaluation.", unit="items", on_resume="harmless"
     )
-    metric_for_best_model: Annotated[str, AfterValidator(_known_metric)] = key(
-        "ndcg@10",
-        "Metric that chooses the best checkpoint; higher is better.",
-        choices=OUR_METRICS,
-        more_choices=True,
-        form=f"NAME@K (NAME: {', '.join(_METRIC_NAMES)}; K: {', '.join(map(str, _METRIC_DEPTHS))})",
+    metric_for_best_model: Annotated[str, MetricName()] = key(
+        "ndcg@10", "Metric that chooses the best checkpoint; higher is better."
     )
     early_stopping_patience: Count | None = key(
         None,

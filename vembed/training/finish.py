@@ -73,16 +73,6 @@ class FinishParts:
     command: str  # the command that repeats the run
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What was measured in the run."""
-
-    baseline: EvaluationResult  # the model before training
-    final: Directions
-    bm25: EvaluationResult | None  # BM25, if asked for
-    last: Directions | None  # the model of the last step, where another one is kept
-
-
 def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) -> RunResult:
     """Export the best model, evaluate it, judge it, report it."""
     last = _last(parts, state)
@@ -96,10 +86,23 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
     parts.ranks.from_first(lambda: _export(whole, parts.output))
     if has_adapters(parts.checkpoints.encoder) and not any(map(is_shared, parts.checkpoints.encoder.parameters())):
         merge_adapters(parts.checkpoints.encoder)  # as the first rank just did: all of them evaluate what was written
-    found = Found(baseline, parts.evaluations.final(), parts.evaluations.bm25(), last)
+    final, bm25 = parts.evaluations.final(), parts.evaluations.bm25()
     reversed_baseline = parts.evaluations.baseline_reversed()
-    kept_step = state.step if kept is None else kept
-    return parts.ranks.from_first(lambda: _conclude(parts, state, found, reversed_baseline, kept_step=kept_step))
+
+    def conclude() -> RunResult:
+        result = RunResult(
+            verdict=verdict(baseline, final.forward, parts.evaluations.metric),
+            baseline=baseline,
+            final=final.forward,
+            bm25=bm25,
+            output=parts.output.path,
+            reverse=_reverse(parts.evaluations, reversed_baseline, final, last),
+            last=None if last is None else last.forward,
+        )
+        _publish(parts, state, result, kept_step=state.step if kept is None else kept)
+        return result
+
+    return parts.ranks.from_first(conclude)
 
 
 def _export(encoder: Encoder | None, output: OutputFolder) -> None:
@@ -109,20 +112,8 @@ def _export(encoder: Encoder | None, output: OutputFolder) -> None:
         share_permissions(folder)
 
 
-def _conclude(
-    parts: FinishParts, state: RunState, found: Found, reversed_baseline: EvaluationResult | None, *, kept_step: int
-) -> RunResult:
-    """Judge what was measured, and report it."""
-    final = found.final
-    result = RunResult(
-        verdict=verdict(found.baseline, final.forward, parts.evaluations.metric),
-        baseline=found.baseline,
-        final=final.forward,
-        bm25=found.bm25,
-        output=parts.output.path,
-        reverse=_reverse(parts, found, reversed_baseline),
-        last=None if found.last is None else found.last.forward,
-    )
+def _publish(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> None:
+    """Write the report and the model's card, and log the verdict."""
     _write_report(parts, state, result, kept_step=kept_step)
     from vembed.training.card import write_model_card  # with huggingface_hub, and drawings above: not for --plan
 
@@ -137,10 +128,10 @@ def _conclude(
     _log.info("report  %s", parts.output.path / "report" / "report.html")
     if result.reverse is not None:
         _log.info("reversed  %s: %s", result.reverse.task.direction, result.reverse.verdict.sentence)
-        if sums := recall_sums(Directions(found.baseline, result.reverse.baseline), final):
+        before = Directions(result.baseline, result.reverse.baseline)
+        if sums := recall_sums(before, Directions(result.final, result.reverse.final)):
             _log.info("rsum      %.1f -> %.1f", sums[0].value, sums[1].value)
     _log.info("%s", result.verdict.sentence)
-    return result
 
 
 def _last(parts: FinishParts, state: RunState) -> Directions | None:
@@ -149,16 +140,18 @@ def _last(parts: FinishParts, state: RunState) -> Directions | None:
     return parts.evaluations.last(state.step) if is_another and parts.checkpoints.manager.best() is not None else None
 
 
-def _reverse(parts: FinishParts, found: Found, baseline: EvaluationResult | None) -> Reverse | None:
+def _reverse(
+    evaluations: Evaluations, baseline: EvaluationResult | None, final: Directions, last: Directions | None
+) -> Reverse | None:
     """Return the comparison in the reversed direction, where it is measured."""
-    if baseline is None or found.final.reverse is None:
+    if baseline is None or final.reverse is None:
         return None
     return Reverse(
-        task=parts.evaluations.verdict_task.reversed(),
-        verdict=verdict(baseline, found.final.reverse, parts.evaluations.metric),
+        task=evaluations.verdict_task.reversed(),
+        verdict=verdict(baseline, final.reverse, evaluations.metric),
         baseline=baseline,
-        final=found.final.reverse,
-        last=None if found.last is None else found.last.reverse,
+        final=final.reverse,
+        last=None if last is None else last.reverse,
     )
 
 

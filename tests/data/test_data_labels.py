@@ -175,6 +175,16 @@ def test_csv_holds_truth_and_grades_too(write_jsonl: WriteJsonl) -> None:
     assert [record.scores for record in load_records(str(path), options("grade")).table] == [(1.0,), (2.5,), ()]
 
 
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_cell_of_many_digits_is_no_crash(write_jsonl: WriteJsonl, digits: int) -> None:
+    path = write_jsonl(["query,positive,label", f"q,p,{'9' * digits}"], "rows.csv")
+    for kind, words in (("auto", "holds inf beside two texts"), ("pair", "it is 1"), ("grade", "it is a number")):
+        with pytest.raises(DataError, match=f"rows.csv:2: label.* {words}"):
+            load_records(str(path), options(kind))
+    (record,) = load_records(str(path), options("class")).table
+    assert record.label == "9" * digits
+
+
 def test_only_pairs_that_belong_together_are_relevant(write_jsonl: WriteJsonl) -> None:
     rows = [*PAIRS, {"sentence1": "it rains", "sentence2": "it pours", "label": 1}]
     for kind in ("pair", "grade"):

@@ -197,7 +197,7 @@ def test_what_is_kept_for_backward_is_flat_in_the_batch_and_linear_in_the_chunk(
 
 
 def of_four(rank: int) -> list[tuple[float, dict[str, Any]]]:
-    """RowAssignment rows over four ranks, unevenly, and do a step with every loss."""
+    """Spread rows over four ranks, unevenly, and do a step with every loss."""
     answers = []
     for loss in LOSSES:
         result, found, _ = step_on(

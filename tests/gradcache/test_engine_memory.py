@@ -192,6 +192,15 @@ def test_the_graph_of_a_single_chunk_cannot_be_dropped() -> None:
     assert step(engine, case)[0].num_repairs == 1  # straight to half of it
 
 
+@pytest.mark.parametrize(("most_kept", "num_repairs"), [(None, 2), (10**6, 2), (1, 1)])
+def test_only_graphs_that_are_kept_can_be_dropped(most_kept: int | None, num_repairs: int) -> None:
+    case, _ = limited_case(0.0, 6, "forward")
+    options = EngineOptions(ChunkBudget(8, 10**6), CPU, retain=1.0, retain_tokens=most_kept)
+    engine = GradCacheEngine(make_loss(), options, list(case.encoder.parameters()))
+    assert step(engine, case)[0].num_repairs == num_repairs
+    assert engine.limits == StepLimits(8, 10**6, 1.0, ran_out=True)
+
+
 def test_a_single_row_that_does_not_fit_ends_with_advice() -> None:
     case, _ = limited_case(0.0, 0, "forward")
     with pytest.raises(MachineError, match=r"single row of \d+ tokens.*gradient_checkpointing"):

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
+MOST_DIGITS = 64
+"""Length of a cell of CSV up to which a whole number is read as one: Python refuses to read thousands of digits."""
+
 
 class Fault(Exception):  # noqa: N818 - a verdict on one row that never leaves this room, not an error of the program
     """What is wrong with one row.
@@ -344,7 +347,8 @@ def _number_in(cell: object, *, cells_are_text: bool) -> int | float | None:
         return cell if abs(cell) < 2**63 or isinstance(cell, float) else math.inf
     if not (cells_are_text and isinstance(cell, str) and _NUMBER.fullmatch(cell.strip())):
         return None
-    return int(cell) if cell.strip().lstrip("+-").isdecimal() else float(cell)
+    is_whole = cell.strip().lstrip("+-").isdecimal() and len(cell) < MOST_DIGITS
+    return int(cell) if is_whole else float(cell)
 
 
 def _class_label(value: object, column: str) -> str | int:

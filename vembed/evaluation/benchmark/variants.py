@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import unique_folders
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
 
 Precision: TypeAlias = Literal["float32", "int8", "binary"]
-
-QUANTIZED: tuple[Precision, ...] = tuple(name for name in get_args(Precision) if name != "float32")
 
 ADVISED_ROWS_PER_LIST = 39
 """Documents for each list below which FAISS's clustering itself warns."""

@@ -21,7 +21,7 @@ from vembed.evaluation.maxsim import search_maxsim
 from vembed.models.encoder import Encoder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from numpy.typing import NDArray
     from rank_pool import RankPool
@@ -41,6 +41,10 @@ class Letters(Encoder):
         self.name, self.dimension, self.max_length = "letters", DIM, None
         generator = torch.Generator().manual_seed(0)
         self.table = torch.nn.Embedding.from_pretrained(torch.randn(256, DIM, generator=generator))
+
+    @classmethod
+    def load(cls, files: Any, texts: Iterable[str] = ()) -> Letters:
+        raise AssertionError
 
     def towers(self) -> Any:
         return ()

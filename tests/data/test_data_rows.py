@@ -62,7 +62,6 @@ def only(write_jsonl: WriteJsonl, row: Any, options: SourceOptions = TRAIN) -> R
         ({"query": "q", "positive": "p", "negatives": 0}, "negatives", "expected text, got the number 0"),
         ({"query": "q", "positive": "p", "negatives": ["n", " p\n"]}, "negatives", "the row's own positive: 'p'"),
         ({"query": "q", "positive": ["a", "p "], "negative_2": "p"}, "negative_2", "the row's own positive"),
-        ({"query": "q", "positive": "p", "label": True}, "label", "not true"),
         ({"query": "q", "positive": "p", "label": [1]}, "label", "not a list"),
         ({"query": "q", "positive": "p", "label": ""}, "label", "empty text; null means no label"),
         ("{'query': 'q'}", None, "bad JSON"),

@@ -208,7 +208,15 @@ def test_the_engine_gives_the_gradients_of_the_plain_step(kind: str) -> None:
     torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-14)
 
 
-def test_it_trains_is_loaded_and_exported(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def card_code(folder: Path) -> str:
+    """Return the one example of a model's card."""
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text("utf-8"), flags=re.DOTALL)
+    return code
+
+
+def test_it_trains_is_loaded_and_exported(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     vembed.train({**TINY, "model_name": "builtin:letters", "output_dir": "out", "num_processes": 1})
     losses = [json.loads(line)["loss"] for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
@@ -224,6 +232,10 @@ def test_it_trains_is_loaded_and_exported(folder: Path, capsys: pytest.CaptureFi
     np.testing.assert_array_equal(again.encode(["a"], side="query"), model.encode(["a"], side="query"))
     assert export(["out", "--output", "other", "--format", "transformers"], program="vembed export") == 2
     assert "no library but vembed runs" in capsys.readouterr().err
+    with monkeypatch.context() as elsewhere:
+        elsewhere.chdir(folder / "out")
+        assert card_code(folder / "out" / "model").startswith("import letters\nimport vembed\n")
+        exec(card_code(folder / "out" / "model"), {})  # the card's own example
 
 
 def test_one_of_two_vectors_trains_alike_in_one_process_and_in_two(folder: Path) -> None:
@@ -245,6 +257,8 @@ def test_one_of_two_vectors_trains_alike_in_one_process_and_in_two(folder: Path)
     assert scores[1] == pytest.approx(scores[0])
     assert export(["out-1", "--output", "exported"], program="vembed export") == 0
     assert (folder / "exported" / "pairs.txt").is_file()
+    assert 'vembed.evaluate(model, "beir")' in card_code(folder / "exported")
+    assert "texts become several vectors of 16 numbers" in (folder / "exported" / "README.md").read_text()
     with pytest.raises(ConfigError, match="several vectors"):
         vembed.load("out-1").encode(["a"], side="query")
     with pytest.raises(ConfigError, match="the model takes several vectors for each row and the loss takes one"):

@@ -55,7 +55,7 @@ def show_facts(facts: MachineFacts, variables: Mapping[str, str]) -> str:
 
 
 def show_tests(tested: Tested, *, skipped: bool) -> str:
-    """Return what the self tests came to."""
+    """Return the results of the self tests as lines for the terminal."""
     if skipped:
         return "self test\n  left out"
     lines = ["self test: one training step over all processes against plain autograd, in float64"]

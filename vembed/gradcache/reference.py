@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from vembed.gradcache.chunking import Chunk, ChunkBudget, plan_chunks
-from vembed.losses.base import MultiVectorLoss, MultiVectors
+from vembed.losses.base import MultiVectors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.gradcache.engine import Pool
-    from vembed.losses.base import BatchStructure, ContrastiveLoss
+    from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
 
 
 def reference_step(
@@ -48,7 +48,7 @@ def reference_step(
                 rows[slot] = own
     known = [row for row in rows if row is not None]
     z_VE = torch.cat(known)
-    if isinstance(loss, MultiVectorLoss):
+    if loss.multi_vector:
         counts_N = np.array([len(row) for row in known])
         value: Tensor = loss(*MultiVectors.sides(z_VE, counts_N, structure.num_queries), structure)
     else:

@@ -48,7 +48,7 @@ class ShownPicture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one request came to."""
+    """What the page shows in answer to one request."""
 
     query: str = ""
     picture: ShownPicture | None = None  # that was asked with

@@ -44,7 +44,7 @@ PACKAGES = ("vembed", "torch", "transformers", "accelerate", "numpy", "faiss-cpu
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run came to."""
+    """Verdict and results of a finished run."""
 
     verdict: Verdict  # whether the model got better
     baseline: EvaluationResult  # the model before training

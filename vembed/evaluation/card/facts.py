@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from vembed.registry import ENCODERS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -35,6 +37,8 @@ class ModelFacts:
     dtype: str  # of the stored weights
     described: Mapping[str, str]  # what the encoder says of itself
     recipe: Recipe | None  # None where transformers alone takes more than a few lines
+    multi_vector: bool = False  # several vectors for each row
+    plugin: str = ""  # module that registers the encoder's class; empty for ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ def written_with() -> tuple[tuple[str, str], ...]:
 def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
     """Return what a card tells of an encoder whose weights are in the type that is stored."""
     parameters = list(encoder.parameters())
+    module = type(encoder).__module__
     return ModelFacts(
         form=form,
         takes_texts="text" in encoder.modalities,
@@ -111,6 +116,8 @@ def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
         dtype=str(parameters[0].dtype).removeprefix("torch."),
         described=_described(encoder),
         recipe=encoder.usage(),
+        multi_vector=encoder.multi_vector,
+        plugin=module if module in ENCODERS.plugins().values() else "",
     )
 
 

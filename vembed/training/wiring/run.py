@@ -79,7 +79,7 @@ def run_from_config(
         watchdog: Of whoever reports how this process ends.
 
     Returns:
-        What the run came to; None unless `mode` is "train".
+        The verdict and results of the run; None unless `mode` is "train".
 
     Raises:
         VembedError: Anything that is the user's to fix; each class has its exit code.

@@ -379,8 +379,11 @@ def test_the_plan_counts_with_the_memory_that_a_loss_states(write: Callable[[str
     )
     rows = BatchRows(10, 20, 100, 200)
     embeddings = 2 * 30 * 8
-    held = {
-        name: loss_bytes(size, rows, LossTiles(4, 2, name)) // 4 - embeddings
-        for name in ("tiles", "matrix", "tokens", "pairs")
-    }
-    assert held == {"tiles": 2 * 16 + 160, "matrix": 4 * 20_000, "tokens": 4 * 20_000 * 36, "pairs": 4 * 300}
+
+    def held(memory: str, vectors: tuple[float, float]) -> int:
+        each = replace(size, vectors=vectors)
+        return loss_bytes(each, rows, LossTiles(4, 2, memory)) // 4 - embeddings * each.row_vectors
+
+    found = {name: held(name, (0.0, 1.0)) for name in ("tiles", "matrix", "tokens", "pairs")}
+    assert found == {"tiles": 2 * 16 + 160, "matrix": 4 * 20_000, "tokens": 4 * 20_000 * 36, "pairs": 4 * 300}
+    assert held("tokens", (2.0, 0.0)) == 4 * 20_000 * 4, "two vectors for each row, whatever its length"

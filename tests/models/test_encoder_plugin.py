@@ -132,6 +132,7 @@ def test_it_is_measured_without_data_on_fake_tensors(kind: str, caplog: pytest.L
         assert not size.estimated
         assert size.num_parameters == sum(each.numel() for each in encoder.parameters())
         assert (size.max_length, size.adapted) == (64, None)
+        assert size.row_vectors == {"letters": 1, "pairs": 2}[kind]
         [tower] = size.towers
         assert tower.peak(8, 61, checkpointed=False) > 8 * 61 * encoder.dimension * 4
     assert not caplog.records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -93,6 +94,7 @@ class ModelSize:
     adapted: ModelSize | None = None  # with LoRA adapters beside a frozen base; None where it can't have any
     checkpointable: bool = True  # it can recompute activations in the backward pass
     picture_bytes: int = 0  # host memory of one picture as the encoder takes it; 0 for an encoder of texts
+    vectors: tuple[float, float] = (1.0, 0.0)  # embeddings of a row: so many, and so many more for each of its tokens
 
     @classmethod
     def by_formula(
@@ -131,6 +133,17 @@ class ModelSize:
         """Longest item in tokens over all towers, None where one has no limit."""
         lengths = [tower.max_tokens for tower in self.towers]
         return None if None in lengths else max(length for length in lengths if length is not None)
+
+    @property
+    def row_vectors(self) -> int:
+        """Embeddings of the longest item."""
+        of_row, of_token = self.vectors
+        return max(1, math.ceil(of_row + of_token * (self.max_length or 0)))
+
+    @property
+    def row_values(self) -> int:
+        """Numbers of all embeddings of the longest item."""
+        return self.row_vectors * self.dimension
 
     @property
     def activation_bytes_per_token(self) -> int:
@@ -227,7 +240,7 @@ class BatchRows:
 
 def loss_bytes(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     """Return the memory of the loss stage: embeddings, their gradients, and what it holds of the similarities."""
-    return (2 * rows.own * size.dimension + _similarities(size, rows, tiles)) * max(4, size.bytes_per_value)
+    return (2 * rows.own * size.row_values + _similarities(size, rows, tiles)) * max(4, size.bytes_per_value)
 
 
 def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
@@ -235,7 +248,7 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     if tiles.memory == "pairs":
         return WHOLE_COPIES * rows.all
     if tiles.memory in ("matrix", "tokens"):
-        vectors = (size.max_length or 1) if tiles.memory == "tokens" else 1  # of a row
+        vectors = size.row_vectors if tiles.memory == "tokens" else 1
         return WHOLE_COPIES * rows.all_queries * rows.all_documents * vectors**2
     tile = min(tiles.size, rows.num_queries) * min(tiles.size, rows.all_documents)
     strip = min(LOSS_STRIP_TILES * tiles.size**2, rows.num_queries * rows.all_documents)
@@ -244,4 +257,4 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
 
 def gathered_bytes(size: ModelSize, rows: BatchRows) -> int:
     """Return the memory of the embeddings of all devices and of their gradients; none on a single device."""
-    return 0 if rows.all == rows.own else 2 * rows.all * size.dimension * max(4, size.bytes_per_value)
+    return 0 if rows.all == rows.own else 2 * rows.all * size.row_values * max(4, size.bytes_per_value)

@@ -25,7 +25,7 @@ from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.files import DTYPES
-from vembed.models.probe import picture_bytes
+from vembed.models.probe import WORDS, picture_bytes
 from vembed.models.profile.measure import CallCosts, ProfileTarget, measure_call
 from vembed.models.registry import load_encoder, load_skeleton
 from vembed.models.towers import is_within, parameters_within
@@ -144,7 +144,20 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
         estimated=bool(estimated),
         picture_bytes=picture_bytes(whole),
         checkpointable=all(size.saved_checkpointed is not size.saved for size in (*sizes, *estimated.values())),
+        vectors=_vectors(whole),
     )
+
+
+def _vectors(encoder: Encoder) -> tuple[float, float]:
+    """Return the embeddings of a row, and those more for each token, by what two sample texts have."""
+    if not encoder.multi_vector or "text" not in encoder.modalities:
+        return 1.0, 0.0
+    features = encoder.featurize([WORDS[0], " ".join(WORDS)], "document")
+    counts, (short, long) = encoder.num_vectors(features), features.lengths.tolist()
+    if counts is None:
+        return 1.0, 0.0
+    of_token = float(counts[1] - counts[0]) / (long - short) if long > short else 0.0
+    return float(counts[0]) - of_token * short, of_token
 
 
 def _told(error: Exception) -> str:
@@ -172,7 +185,7 @@ def _by_formula(keys: ModelKeys, encoder: Encoder, compute_dtype: torch.dtype, r
 def model_size(encoder: Encoder, *, compute_dtype: torch.dtype) -> ModelSize:
     """Return counted parameters and activations by the encoder's own estimate, in the type that it computes in."""
     parameters = list(encoder.parameters())
-    return ModelSize.by_formula(
+    size = ModelSize.by_formula(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         bytes_per_value=parameters[0].element_size(),
@@ -180,6 +193,7 @@ def model_size(encoder: Encoder, *, compute_dtype: torch.dtype) -> ModelSize:
         max_length=encoder.longest_item,
         activation_bytes_per_token=int(encoder.activation_values() * compute_dtype.itemsize),
     )
+    return replace(size, vectors=_vectors(encoder))
 
 
 class _Tower:

@@ -109,6 +109,12 @@ def test_judgements_of_its_own_are_taken(add: Callable[..., None]) -> None:
     assert len(load_records("builtin:toy-set", TRAIN).table) == 3
 
 
+def test_a_record_without_a_line_is_refused(add: Callable[..., None]) -> None:
+    add(lambda _: [Record("q", ("p",), (), None, "nowhere")])
+    with pytest.raises(DataError, match=r"stands in 'nowhere'; write its location as file:line"):
+        load_records("builtin:toy-set", TRAIN)
+
+
 def test_a_taken_name_is_refused() -> None:
     def shapes(split: str) -> list[Any]:
         return []

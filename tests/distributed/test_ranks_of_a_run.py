@@ -38,6 +38,20 @@ def failing(rank: int, kind: type[Exception]) -> tuple[str, str, int]:
     return "", "", 0
 
 
+class TwoPartError(DataError):
+    """Made of two arguments, as a plugin's own may be: pickling it by its message alone fails."""
+
+    def __init__(self, message: str, more: str = "") -> None:
+        super().__init__(f"{message}{more}")
+        self.args = (message, more, "a third")
+
+
+def test_an_error_that_does_not_survive_pickling_reaches_the_others_by_its_words(two_ranks: RankPool) -> None:
+    first, other = two_ranks.run(failing, TwoPartError)
+    assert first[0] == "TwoPartError"
+    assert other == ("DataError", str(TwoPartError("made by rank 0")), 7)
+
+
 @pytest.mark.parametrize("kind", [DataError, PreemptedError])
 def test_an_error_of_the_first_rank_is_raised_on_all_and_none_hangs(two_ranks: RankPool, kind: type[Exception]) -> None:
     assert two_ranks.run(failing, kind) == [(kind.__name__, "made by rank 0", 7)] * 2

@@ -15,6 +15,7 @@ from vembed.gradcache.calls import Pool, Retention, plan_calls
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
+from vembed.losses.base import ContrastiveLoss
 
 ROWS = 4
 
@@ -145,7 +146,7 @@ def test_half_precision_parameters_accumulate_their_gradients_in_float32() -> No
     assert errors["plain"] > 3 * errors["held"]  # the comparison can fail
 
 
-class PairLoss(torch.nn.Module):
+class PairLoss(ContrastiveLoss):
     """Pulls every pair together: its gradient has one sign, so that nothing cancels in the sum."""
 
     def forward(self, q_QE: torch.Tensor, d_DE: torch.Tensor, structure: Any) -> torch.Tensor:

@@ -201,6 +201,8 @@ class _Loader:
                 needed = f"loss_type {self.loss.name} needs it: {column.meaning}"
                 raise DataError(f"{record.location}: {column.name}: missing; {needed}")
         file, _, line = record.location.rpartition(":")
+        if not line.isascii() or not line.isdigit():
+            raise DataError(f"a record says that it stands in {record.location!r}; write its location as file:line")
         self._num_rows += 1
         self._writer.add(
             record.query,

@@ -263,8 +263,8 @@ def _padded(x_RE: Tensor, num_rows: int) -> Tensor:
 
 
 def _for_others(error: Exception, rank: int) -> Exception:
-    """Return a rank's error as the others raise it; one that isn't ours may not survive pickling, so its words go."""
-    if rank == 0 and isinstance(error, VembedError):
+    """Return a rank's error as the others raise it; one that may not survive pickling goes by its words."""
+    if rank == 0 and isinstance(error, VembedError) and _survives_pickling(type(error)):
         return error
     message = str(error) if rank == 0 else f"process {rank}: {error}"
     if isinstance(error, VembedError):
@@ -273,6 +273,12 @@ def _for_others(error: Exception, rank: int) -> Exception:
     if isinstance(error, OSError):
         return OSError(message)
     return MachineError(f"the first process failed: {type(error).__name__}: {message}")
+
+
+def _survives_pickling(kind: type[VembedError]) -> bool:
+    """Return whether an error is made of its message alone, or says itself how it is made again."""
+    own = kind.__mro__[: kind.__mro__.index(VembedError)]
+    return not any("__init__" in vars(each) for each in own) or any("__reduce__" in vars(each) for each in own)
 
 
 def _buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:

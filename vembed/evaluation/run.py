@@ -143,13 +143,17 @@ class RunBuilder:
         return notes
 
 
+TITLED_WORDS = 5
+"""Words of a text from which it is taken for the end of another: a title stands before it there."""
+
+
 def same_item(query: Item, document: Item) -> bool:
     """Return whether a document is the query itself: equal content, or equal text behind a title on one side."""
     if query == document:  # spares reading a picture that stands on both sides
         return True
     if isinstance(query, str) and isinstance(document, str):
         short, long = sorted((query.strip(), document.strip()), key=len)
-        return short == long or (bool(short) and long.endswith(f" {short}"))
+        return short == long or (len(short.split()) >= TITLED_WORDS and long.endswith(f" {short}"))
     return content_id(query) == content_id(document)
 
 

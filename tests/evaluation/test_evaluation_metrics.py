@@ -163,6 +163,12 @@ def test_a_registered_metric_that_returns_no_number_is_named(value: object) -> N
         score_run({}, {"q": {"a": 1}}, (1,))
 
 
+def test_one_of_our_own_may_be_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(METRICS, "_builtin", METRICS._builtin | {"nothing": f"{__name__}:ndcg"})
+    monkeypatch.setattr(METRICS, "_entries", dict(METRICS._entries) | {"nothing": ndcg})
+    assert score_run({}, {"q": {"a": 1}}, (1,))["nothing@1"] == {"q": 0.0}
+
+
 @pytest.mark.usefixtures("plugin_metrics")
 def test_a_registered_metric_that_fails_is_named_with_its_line() -> None:
     def broken(ranked: Sequence[int], judged: Sequence[int], k: int) -> float:

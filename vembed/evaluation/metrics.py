@@ -113,7 +113,7 @@ def score_run(
 
     Raises:
         ValueError: A cut-off is below 1, or there is none.
-        ConfigError: A plugin's metric failed, or returned no finite number.
+        ConfigError: A metric that is a function failed, or returned no finite number.
     """
     cuts = sorted(set(ks))
     if not cuts or cuts[0] < 1:
@@ -136,22 +136,22 @@ def score_run(
         ranks = {query_id: float(scored[query_id][MRR.name]) for query_id in judged}
         per_query[f"mrr@{cut}"] = {query_id: rank if rank >= 1.0 / cut else 0.0 for query_id, rank in ranks.items()}
     for name in entries.keys() - ours.keys():
-        per_query |= _by_plugin(name, run, judged, cuts)
+        per_query |= _by_function(name, run, judged, cuts)
     return per_query
 
 
-def _by_plugin(
+def _by_function(
     name: str,
     run: Mapping[str, Sequence[tuple[str, float]]],
     judged: Mapping[str, Mapping[str, int]],
     cuts: Sequence[int],
 ) -> dict[str, dict[str, float]]:
-    """Score each query by a metric that a plugin registered.
+    """Score each query by a metric that is a function, such as a plugin's.
 
     Raises:
         ConfigError: It failed, or returned no finite number.
     """
-    function, owner = METRICS.load(name), METRICS.plugins()[name]
+    function, owner = METRICS.load(name), METRICS.plugins().get(name, "vembed")
     scored: dict[str, dict[str, float]] = {f"{name}@{cut}": {} for cut in cuts}
     for query_id, grades in judged.items():
         ranked = [grades.get(document, 0) for document, _ in trec_order(run.get(query_id, ()))]

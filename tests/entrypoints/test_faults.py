@@ -6,7 +6,6 @@ import json
 import math
 import re
 import shutil
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,7 +17,7 @@ import vembed.training.wiring.model
 import vembed.training.wiring.planning
 from vembed.losses.infonce import InfoNCE
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.training import loss_scale
+from vembed.training import optimizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,8 +90,8 @@ class NormBag(NgramBag):
 def test_batch_normalisation_is_refused_with_gradient_caching_only(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load(options: Any, texts: object = ()) -> NormBag:
-        return NormBag(TINY_BAG, name=options.name)
+    def load(keys: Any, texts: object = (), **_: object) -> NormBag:
+        return NormBag(TINY_BAG, name=keys.model_name)
 
     monkeypatch.setattr(vembed.training.wiring.model, "load_encoder", load)
     keys = site.keys(model_name="builtin:ngram-bag", max_steps=2, eval_steps=2)
@@ -248,7 +247,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, calls: set[int], value: float = math
         found = gradients(self, *arguments)
         found.dq_QE.mul_(factor)
         found.dd_DE.mul_(factor)
-        return replace(found, loss=found.loss * factor)
+        return found._replace(loss=found.loss * factor)
 
     monkeypatch.setattr(InfoNCE, "gradients", poisoned)
 
@@ -336,7 +335,7 @@ def test_the_report_of_a_bad_step_names_the_module_that_is_at_fault(
 def test_a_float16_overflow_lowers_the_scale_and_is_no_bad_step(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**24)
+    monkeypatch.setattr(optimizer, "FIRST_SCALE", 2.0**24)
     outcome = run_keys(tmp_path, site.keys(fp16=True, max_steps=16, eval_steps=16))
     assert outcome.code == 0, outcome.err
     overflows = [step for step, row in enumerate(outcome.rows, start=1) if row["grad_norm"] is None]

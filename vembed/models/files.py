@@ -226,9 +226,13 @@ class ModelFiles:
         if self.folder is None and isinstance(error, OSError):
             return self._unreachable(error)
         hint = ""
-        if self.folder is not None and not self.in_folder("config.json") and self.read("modules.json") is None:
+        if self.folder is not None and not self._names_a_type():
             hint = ". A model of a plugin needs the plugin: plugins: [MODULE], or vembed --plugins MODULE"
         return ConfigError(f"{self.name} could not be loaded: {_first_line(error)}{hint}")
+
+    def _names_a_type(self) -> bool:
+        """Return whether the folder says by the files of a library what its model is."""
+        return self.in_folder("modules.json") or "model_type" in self.read_json("config.json")
 
 
 class SkeletonFiles(ModelFiles):
@@ -246,7 +250,19 @@ class SkeletonFiles(ModelFiles):
         self.has_weights = False
         path = Path(self.name)
         if path.suffix == ".json" and path.is_file():
-            self.shape = json.loads(path.read_text("utf-8"))
+            self.shape = self._shape_in(path)
+
+    def _shape_in(self, path: Path) -> dict[str, Any]:
+        try:
+            content = json.loads(path.read_text("utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is broken: {error}") from error
+        if not isinstance(content, dict) or not content.keys() & {"model_type", "vision_cfg"}:
+            raise ConfigError(
+                f"{self.name} is no shape of a model: it has neither model_type (transformers) nor vision_cfg "
+                f"(open_clip)"
+            )
+        return content
 
     def config(self, subfolder: str = "") -> PreTrainedConfig:
         """Load config.json, or make the config that the shape is."""
@@ -255,11 +271,6 @@ class SkeletonFiles(ModelFiles):
         from transformers import AutoConfig
 
         content = dict(self.shape)
-        if "model_type" not in content:
-            raise ConfigError(
-                f"{self.name} is no shape of a model: it has neither model_type (transformers) nor vision_cfg "
-                f"(open_clip)"
-            )
         try:
             config: PreTrainedConfig = AutoConfig.for_model(content.pop("model_type"), **content)
         except (ValueError, TypeError, KeyError) as error:

@@ -99,10 +99,10 @@ def test_waiting_for_data_gives_the_seconds_and_the_workers_that_there_are() -> 
 def test_uneven_processes_blame_the_deal_or_the_device() -> None:
     by_deal = only({"wait_seconds": 0.3, "token_imbalance": 1.4})
     assert "1.40 times the mean tokens" in by_deal
-    assert "dealt unevenly" in by_deal
+    assert "spread unevenly" in by_deal
     by_device = only({"wait_seconds": 0.3, "encode_imbalance": 1.4})
     assert "most often of process 3" in by_device
-    assert "dealt unevenly" not in by_device
+    assert "spread unevenly" not in by_device
 
 
 def test_an_idle_gpu_is_told_why_it_idles() -> None:

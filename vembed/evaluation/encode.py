@@ -64,8 +64,8 @@ def refuse_several_vectors(encoder: Encoder) -> None:
     """
     if encoder.multi_vector:
         raise ConfigError(
-            f"{encoder.name} gives several vectors for each row, and this holds one: training and vembed evaluate "
-            f"score such a model by exact MaxSim; indexes, search and encoding to a table take models of one vector"
+            f"{encoder.name} gives several vectors for each row: training and vembed evaluate score such a model by "
+            f"exact MaxSim; an index, search and encode take a model of one vector for each row"
         )
 
 

@@ -1,4 +1,4 @@
-"""Who encodes what: the rows of a batch, dealt over the ranks.
+"""Who encodes what: the rows of a batch, spread over the ranks.
 
 The loss runs over the global batch, so that which rank encodes which row can't change it; queries and their documents
 need not stay together.

@@ -236,7 +236,7 @@ def _uneven(numbers: Numbers) -> Finding | None:
     )
     if tokens > TOKEN_IMBALANCE:
         advice = (
-            "The rows are dealt unevenly: with few long rows for each process a larger global_batch_size evens out."
+            "The rows are spread unevenly: with few long rows for each process a larger global_batch_size evens out."
         )
     else:
         who = "" if often is None else f", most often of process {often},"

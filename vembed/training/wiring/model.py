@@ -76,10 +76,10 @@ def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
     _refuse_long_prefixes(config, encoder)
     facts = loss_facts(config.loss_type)
     if facts.multi_vector != encoder.multi_vector:
-        several, one = ("the loss", "the model") if facts.multi_vector else ("the model", "the loss")
+        taken, given = ("several vectors", "one") if facts.multi_vector else ("one vector", "several")
         raise ConfigError(
-            f"loss_type: {several} takes several vectors for each row and {one} takes one; choose another loss for "
-            f"{config.model_name}, or another model for {config.loss_type}"
+            f"loss_type {config.loss_type} takes {taken} for each row and {config.model_name} gives {given}; choose "
+            f"another loss or another model"
         )
     dtype = torch.promote_types(DTYPES[config.torch_dtype], torch.float32)
     common = LossCommon(dtype, encoder.dimension, plan.loss_tile_size)

@@ -232,7 +232,12 @@ class ModelFiles:
 
     def _names_a_type(self) -> bool:
         """Return whether the folder says by the files of a library what its model is."""
-        return self.in_folder("modules.json") or "model_type" in self.read_json("config.json")
+        if self.in_folder("modules.json"):
+            return True
+        try:
+            return "model_type" in self.read_json("config.json")
+        except ConfigError:  # a broken file is one of a library all the same
+            return True
 
 
 class SkeletonFiles(ModelFiles):

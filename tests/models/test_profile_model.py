@@ -260,7 +260,7 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(folder: Path) -> No
         from vembed.config.keys.adapters import AdapterKeys
         from vembed.config.keys.model import ModelKeys
         from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
+        from vembed.models.profile.profile import profile_model
         started = time.process_time()
         options = ModelKeys(model_name=sys.argv[1])
         size = profile_model(options, ProfileTarget("cuda", torch.bfloat16), lora=AdapterKeys())
@@ -281,7 +281,7 @@ from vembed.models.profile.profile import profile_model
         "vocab_size": 151936,
         "max_position_embeddings": 2048,
     }
-    name = shape(folder, qwen).name
+    name = shape(folder, qwen).model_name
     ran = subprocess.run([sys.executable, "-c", script, name], capture_output=True, text=True, check=True)
     parameters, seconds, peak = json.loads(ran.stdout.strip().splitlines()[-1])
     assert parameters > 7.5e9

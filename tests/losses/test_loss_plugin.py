@@ -225,6 +225,7 @@ TINY = {
     "gradient_cache_chunk_size": 3,
     "retain": 0,
     "epochs": 5,
+    "eval_strategy": "no",  # nor a checkpoint of 400 MB after each epoch
     "learning_rate": 0.02,
     "logging_steps": 1,
     "bm25": False,

@@ -148,7 +148,10 @@ TITLED_WORDS = 5
 
 
 def same_item(query: Item, document: Item) -> bool:
-    """Return whether a document is the query itself: equal content, or equal text behind a title on one side."""
+    """Return whether a document is the query itself: equal content, or one text behind a title that the other lacks.
+
+    Below `TITLED_WORDS` words only equal texts count: a word may end any document.
+    """
     if query == document:  # spares reading a picture that stands on both sides
         return True
     if isinstance(query, str) and isinstance(document, str):

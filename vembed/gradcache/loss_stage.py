@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossResult:
-    """What the loss stage came to."""
+    """Loss and gradients of one batch."""
 
     loss: Tensor  # of the batch of all ranks, a scalar on the device
     # of the queries whose loss this rank computed, a scalar on the device; all of them where it isn't shared out

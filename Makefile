@@ -1,5 +1,5 @@
 # The verbs of the repository. They run in the environment that is active.
-.PHONY: install install-dev format lint types contract test test-all check docs train train-tensorboard quickstart \
+.PHONY: install install-dev format lint types contract test test-all fuzz check docs train train-tensorboard quickstart \
 	gpu-info doctor memory-check setup-accelerate
 
 install:
@@ -27,6 +27,13 @@ test:
 
 test-all:
 	pytest -m ""
+
+# Ten thousand examples of hostile configurations, rows, pictures and checkpoints; FUZZ_SEED=7 repeats those of a seed.
+FUZZ_SEED ?= $(shell date +%s)
+
+fuzz:
+	@echo "FUZZ_SEED=$(FUZZ_SEED)"
+	VEMBED_FUZZ_EXAMPLES=10000 VEMBED_FUZZ_SEED=$(FUZZ_SEED) pytest -m "" tests/fuzz
 
 check: lint types contract test
 

@@ -29,6 +29,8 @@ from transformers import (
     T5EncoderModel,
     XLMRobertaConfig,
     XLMRobertaModel,
+    XLNetConfig,
+    XLNetModel,
 )
 
 from vembed.config.keys.model import ModelKeys
@@ -160,6 +162,14 @@ def _bidirectional_gemma3() -> tuple[Any, Any]:
     return Gemma3TextModel(config), byte_tokenizer(start=True, end=True)
 
 
+def _gemma3() -> tuple[Any, Any]:
+    return Gemma3TextModel(Gemma3TextConfig(**_DECODER_SHAPE)), byte_tokenizer(start=True, end=True)
+
+
+def _xlnet() -> tuple[Any, Any]:
+    return XLNetModel(XLNetConfig(vocab_size=192, d_model=32, n_layer=2, n_head=2, d_inner=64)), wordpiece_tokenizer()
+
+
 FAMILY_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "bert": _bert,
     "roberta": _roberta,
@@ -171,6 +181,9 @@ FAMILY_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "t5": _t5,
     "bidirectional gemma3": _bidirectional_gemma3,
 }
+
+OTHER_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {"gemma3": _gemma3, "xlnet": _xlnet}
+"""Families with a test of their own."""
 
 POOLING = {
     **dict.fromkeys(FAMILY_BUILDERS, "mean"),
@@ -184,11 +197,11 @@ def write_model(folder: Path, kind: str, *, tokenizer: Any = None) -> Path:
 
     Args:
         folder: Where to.
-        kind: A key of FAMILY_BUILDERS.
+        kind: A key of FAMILY_BUILDERS or OTHER_BUILDERS.
         tokenizer: Instead of the family's.
     """
     torch.manual_seed(0)
-    model, own_tokenizer = FAMILY_BUILDERS[kind]()
+    model, own_tokenizer = (FAMILY_BUILDERS | OTHER_BUILDERS)[kind]()
     model.save_pretrained(folder)
     (own_tokenizer if tokenizer is None else tokenizer).save_pretrained(folder)
     return folder

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, ExitCode, MachineError
-from vembed.models.registry import load_encoder
+from vembed.models.registry import load_encoder, load_skeleton
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,6 +54,18 @@ def test_code_that_a_model_brings_along_runs_only_when_trusted(
     assert not marker.exists()
     assert embed(load(bert_folder, trust_remote_code=True)).isfinite().all()
     assert marker.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_xlnet_is_refused_before_its_weights_in_every_type_but_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    folder = write_model(tmp_path / "xlnet", "xlnet")
+    assert embed(load(folder)).isfinite().all()
+    (folder / "model.safetensors").unlink()
+    wanted = str(dtype).removeprefix("torch.")
+    message = f"attention in float32.*with torch_dtype {wanted}; set torch_dtype: float32"
+    refused(folder, message, dtype=dtype)
+    with pytest.raises(ConfigError, match=message):  # what `--plan` builds
+        load_skeleton(ModelKeys(model_name=str(folder), torch_dtype=wanted))
 
 
 def test_pickled_weights_are_read_only_when_allowed(bert_folder: Path) -> None:
@@ -186,7 +198,7 @@ OFFLINE_SCRIPT = """
 import json, sys, warnings
 from vembed.errors import VembedError
 from vembed.config.keys.model import ModelKeys
-from vembed.models.registry import load_encoder
+from vembed.models.registry import load_encoder, load_skeleton
 answers = {}
 for name in sys.argv[1:]:
     try:

@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from transformers import AutoModel, AutoModelForTextEncoding
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
 )
+
+from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,3 +92,19 @@ FAMILIES: tuple[TextFamily, ...] = (
 def family_of(config: PreTrainedConfig) -> TextFamily:
     """Return the family of a model by its config."""
     return next(family for family in FAMILIES if family.applies(config))
+
+
+FLOAT32_ONLY = {"xlnet": "XLNet makes the weights of its attention in float32, whatever type is asked for"}
+"""`model_type` of those that can't compute in another type than float32, and why."""
+
+
+def refuse_type(name: str, config: PreTrainedConfig, dtype: torch.dtype) -> None:
+    """Refuse weights of a type that the model can't compute in.
+
+    Raises:
+        ConfigError: The transformer would end in an error of its own at the first text.
+    """
+    reason = FLOAT32_ONLY.get(config.model_type)
+    if reason and dtype != torch.float32:
+        wanted = str(dtype).removeprefix("torch.")
+        raise ConfigError(f"{name}: {reason}, so it can't compute with torch_dtype {wanted}; set torch_dtype: float32")

@@ -23,7 +23,7 @@ from transformers import AutoModelForTextEncoding
 from vembed.batch import Features, Ragged, texts_of
 from vembed.errors import ConfigError
 from vembed.models.encoder import Encoder, Recipe
-from vembed.models.families import family_of
+from vembed.models.families import family_of, refuse_type
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pooling import pool
 from vembed.models.probe import token_inputs
@@ -115,6 +115,7 @@ class TextEncoder(Encoder):
         described = read_sentence_transformers(files)
         subfolder = described.transformer_path if described is not None else ""
         config = files.config(subfolder)
+        refuse_type(files.name, config, files.dtype)
         tokenizer = files.tokenizer(subfolder)
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
         spec = _spec(files.keys, described, config, tokenizer)

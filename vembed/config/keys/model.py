@@ -25,7 +25,7 @@ class ModelKeys(Section):
     torch_dtype: Literal["float32", "float64", "bfloat16"] = key(
         "float32",
         "Dtype of the weights and of the optimizer state. Adapters are float32 at least; without them bfloat16 weights "
-        "lose small updates to rounding.",
+        "lose small updates to rounding. Some models compute their norms in float32 even in float64 (Qwen3, Gemma3).",
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key("auto", "Attention kernel.")
     pooling_method: Literal["auto", "mean", "cls", "last_token"] = key(

@@ -27,6 +27,19 @@ def real_data() -> Path:
 
 
 @pytest.fixture(scope="session")
+def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of texts only: builtin:ngram-bag has 17 million parameters."""
+    import torch
+
+    from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+
+    folder = tmp_path_factory.mktemp("bag") / "bag"
+    torch.manual_seed(0)
+    NgramBag(NgramBagConfig(dimension=64, buckets=4096, max_words=16)).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     """Give two gloo processes."""
     pool = RankPool(2)

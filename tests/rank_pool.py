@@ -1,12 +1,13 @@
 """A pool of gloo processes on this machine, started once per test session: they stand in for ranks on GPUs."""
 
-import multiprocessing
 import os
 import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from warm_process import WARM
 
 TIMEOUT_SECONDS = 120
 
@@ -20,12 +21,11 @@ class RankPool:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        context = multiprocessing.get_context("spawn")
         port = _free_port()
         self._ends, self._processes = [], []
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
+            ours, theirs = WARM.Pipe()
+            process = WARM.Process(target=_serve, args=(theirs, rank, world_size, port), daemon=True)
             process.start()
             theirs.close()
             self._ends.append(ours)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from warm_process import run_warm
+
+if TYPE_CHECKING:
+    import subprocess
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -25,13 +28,9 @@ def write_recipe(folder: Path, name: str) -> None:
 def vembed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Run the program in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "vembed", *words],
-            capture_output=True, text=True, check=False, timeout=300, env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
+        done = run_warm(["-m", "vembed", *words], cwd=tmp_path, env=os.environ, scratch=tmp_path)
         assert done.returncode in (0, 2, 3), done.stderr
         return done
 
@@ -65,12 +64,19 @@ def test_a_command_of_a_plugin_is_listed_and_runs(vembed, tmp_path: Path) -> Non
     assert "there is no module no_such_module" in missing.stderr
 
 
-def test_a_metric_of_a_plugin_chooses_the_best_checkpoint(vembed, tmp_path: Path) -> None:
-    write_recipe(tmp_path, "my_metrics")
-    (tmp_path / "config.yaml").write_text(
-        "model_name: builtin:ngram-bag\ndata_path: builtin:stdlib-code\nbatch_size: 16\nmax_steps: 2\n"
-        "eval_strategy: steps\neval_steps: 1\nbm25: false\noutput_dir: run\nnum_processes: 1\nreport_to: none\n"
+def write_config(folder: Path, model: Path, settings: str) -> None:
+    """Write pairs and a configuration that trains a small model on them."""
+    rows = [{"query": f"colour {number}", "positive": f"farbe {number}"} for number in range(64)]
+    (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "config.yaml").write_text(
+        f"model_name: {model}\ndata_path: train.jsonl\nbatch_size: 16\nbm25: false\noutput_dir: run\n"
+        f"num_processes: 1\n{settings}"
     )
+
+
+def test_a_metric_of_a_plugin_chooses_the_best_checkpoint(vembed, bag: Path, tmp_path: Path) -> None:
+    write_recipe(tmp_path, "my_metrics")
+    write_config(tmp_path, bag, "max_steps: 2\neval_strategy: steps\neval_steps: 1\nreport_to: none\n")
     chosen = "metric_for_best_model=all_found@10"
     refused = vembed("train", "config.yaml", "--validate", "--config_override", chosen)
     assert refused.returncode == 2
@@ -90,10 +96,10 @@ def test_a_metric_of_a_plugin_chooses_the_best_checkpoint(vembed, tmp_path: Path
     assert "my_metrics" in (tmp_path / "run/plan.json").read_text()
 
 
-def test_a_set_of_a_plugin_is_trained_on_and_evaluated(vembed, tmp_path: Path) -> None:
+def test_a_set_of_a_plugin_is_trained_on_and_evaluated(vembed, bag: Path, tmp_path: Path) -> None:
     write_recipe(tmp_path, "my_sets")
     (tmp_path / "config.yaml").write_text(
-        "model_name: builtin:ngram-bag\ndata_path: builtin:sums\ntest_data_path: builtin:sums\nbatch_size: 8\n"
+        f"model_name: {bag}\ndata_path: builtin:sums\ntest_data_path: builtin:sums\nbatch_size: 8\n"
         "max_steps: 2\neval_strategy: 'no'\nbm25: false\noutput_dir: run\nnum_processes: 1\nreport_to: none\n"
     )
     unknown = vembed("train", "config.yaml")
@@ -126,13 +132,10 @@ class Unmade(Tracker):
 """
 
 
-def test_trackers_of_plugins_get_every_step_and_failing_ones_stop_nothing(vembed, tmp_path: Path) -> None:
+def test_trackers_of_plugins_get_every_step_and_failing_ones_stop_nothing(vembed, bag: Path, tmp_path: Path) -> None:
     write_recipe(tmp_path, "my_trackers")
     (tmp_path / "broken.py").write_text(BROKEN)
-    (tmp_path / "config.yaml").write_text(
-        "model_name: builtin:ngram-bag\ndata_path: builtin:stdlib-code\nbatch_size: 16\nmax_steps: 3\n"
-        "eval_strategy: 'no'\nbm25: false\noutput_dir: run\nnum_processes: 1\n"
-    )
+    write_config(tmp_path, bag, "max_steps: 3\neval_strategy: 'no'\n")
     wanted = "report_to=[broken, loss-table, unmade]"
     refused = vembed("train", "config.yaml", "--validate", "--config_override", wanted)
     assert refused.returncode == 2

@@ -8,8 +8,6 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+from warm_process import WarmProcess, run_warm
 
 from vembed.entrypoints.train import main
 
@@ -204,21 +203,18 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def run_process(config: Path, *words: str, **changes: str) -> Outcome:
-    """Run the command as a user would."""
-    done = subprocess.run(
-        [sys.executable, str(RUN), str(config), *words],
-        capture_output=True, text=True, cwd=config.parent, env=environment(**changes), timeout=120, check=False,
-    )  # fmt: skip
+    """Run the command in a process of its own."""
+    done = run_warm(
+        [str(RUN), str(config), *words], cwd=config.parent, env=environment(**changes), scratch=config.parent
+    )
     return Outcome.of(done.returncode, done.stdout, done.stderr, config.parent / "out")
 
 
-def start_process(config: Path, *words: str) -> subprocess.Popen[str]:
-    """Start the command as a user would; its output goes to a file, so that no pipe fills up."""
-    with (config.parent / "output.txt").open("a") as file:
-        return subprocess.Popen(
-            [sys.executable, str(RUN), str(config), *words],
-            stdout=file, stderr=file, text=True, cwd=config.parent, env=environment(),
-        )  # fmt: skip
+def start_process(config: Path, *words: str) -> WarmProcess:
+    """Start the command; its output goes to a file, so that no pipe fills up."""
+    return WarmProcess(
+        [str(RUN), str(config), *words], cwd=config.parent, env=environment(), output=config.parent / "output.txt"
+    )
 
 
 def steps_saved(folder: Path) -> list[int]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from ball_cases import make_clip, write_balls
 from command_cases import Outcome, Site, make_site, run_process, write_config
 from search_cases import Done, Page, start_page, write_corpus
 
 import vembed
 from vembed.entrypoints import encode, search
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,15 +46,6 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
         return Done(code, *capsys.readouterr())
 
     return run
-
-
-@pytest.fixture(scope="session")
-def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of texts only."""
-    folder: Path = tmp_path_factory.mktemp("bag") / "bag"
-    torch.manual_seed(0)
-    NgramBag(NgramBagConfig(dimension=64, buckets=4096, max_words=16)).save(folder)
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,8 @@ from command_cases import ROOT, Outcome, Site, environment
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from warm_process import WarmProcess
+
 TRAIN = ROOT / "vembed" / "entrypoints" / "train.py"
 ACCELERATE = Path(sys.executable).with_name("accelerate")
 FILES = ROOT / "configs" / "accelerate"
@@ -59,7 +61,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(is_so: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 120) -> None:
+def wait_until(is_so: Callable[[], bool], process: WarmProcess | subprocess.Popen[str], seconds: float = 120) -> None:
     """Wait until something is so, or fail."""
     until = time.monotonic() + seconds
     while not is_so():

@@ -24,8 +24,9 @@ from command_cases import (
 )
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
+
+    from warm_process import WarmProcess
 
 NUM_RECORDS = 48
 WHOLE = 40
@@ -75,7 +76,7 @@ def whole(rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return outcome.folder
 
 
-def children_of(process: subprocess.Popen[str]) -> list[int]:
+def children_of(process: WarmProcess) -> list[int]:
     """Return the processes that a process started and that live."""
     tasks = Path(f"/proc/{process.pid}/task")
     return [int(word) for task in tasks.iterdir() for word in (task / "children").read_text().split()]
@@ -96,7 +97,7 @@ def wait_until(condition: Callable[[], bool], *, seconds: float = 150) -> None:
         time.sleep(0.01)
 
 
-def start_and_wait(config: Path, *, steps: int) -> tuple[subprocess.Popen[str], list[int]]:
+def start_and_wait(config: Path, *, steps: int) -> tuple[WarmProcess, list[int]]:
     """Start a run and return it with its workers, once it has done some steps."""
     process = start_process(config)
     wait_until(lambda: process.poll() is not None or len(metric_rows(config.parent / "out")) >= steps)

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from warm_process import WarmProcess
+
 TRANSFORMER = {
     "model_name": "builtin:tiny-transformer",
     "learn_temperature": True,
@@ -79,7 +81,7 @@ def whole_bert(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return outcome.folder
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], process: WarmProcess, seconds: float = 60) -> None:
     """Wait until something holds; fail when the process ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -88,7 +90,7 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], seco
         time.sleep(0.002)
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: WarmProcess) -> None:
     process.kill()
     assert process.wait(timeout=20) == -signal.SIGKILL
 

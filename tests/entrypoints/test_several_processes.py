@@ -27,6 +27,8 @@ from several_cases import (
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from warm_process import WarmProcess
+
 pytestmark = pytest.mark.slow
 
 ONE_PROCESS = {"batch_size": 32}
@@ -175,7 +177,7 @@ def test_without_its_launcher_no_process_stays_behind(site: Site, tmp_path: Path
         witness.kill()
 
 
-def start_two(site: Site, tmp_path: Path, **changes: Any) -> tuple[subprocess.Popen[str], Path, dict[int, int]]:
+def start_two(site: Site, tmp_path: Path, **changes: Any) -> tuple[WarmProcess, Path, dict[int, int]]:
     """Start a long run in two processes and return it in the middle of its steps."""
     config = write_config(
         tmp_path / "run", exact(site, **TWO_PROCESSES, max_steps=100_000, eval_strategy="no", eval_steps=None) | changes

@@ -6,7 +6,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import yaml
 from engine_cases import make_case
 from loss_cases import CASES
+from warm_process import run_warm
 
 import vembed
 from vembed.config.dump import config_hash, dump_config, plain_values
@@ -33,6 +33,7 @@ from vembed.plan.memory import BatchRows, LossTiles, ModelSize, loss_bytes
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import Callable, Iterator
 
     from rank_pool import RankPool
@@ -209,15 +210,11 @@ def on_rank(rank: int, folder: str) -> tuple[float, list[torch.Tensor]]:
 def run(folder: Path, keys: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
     """Train as a stranger would: run.py from the folder that holds the plugin."""
     (folder / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(SETTINGS) | keys))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "run.py"), "config.yaml", *words]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200, check=False
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return run_warm([str(ROOT / "run.py"), "config.yaml", *words], cwd=folder, env=environment, scratch=folder)
 
 
 TINY = {
-    "model_name": "builtin:ngram-bag",
     "data_path": "train.jsonl",
     "val_data_path": "train.jsonl",
     "torch_dtype": "float64",
@@ -225,7 +222,7 @@ TINY = {
     "gradient_cache_chunk_size": 3,
     "retain": 0,
     "epochs": 5,
-    "eval_strategy": "no",  # nor a checkpoint of 400 MB after each epoch
+    "eval_strategy": "no",
     "learning_rate": 0.02,
     "logging_steps": 1,
     "bm25": False,
@@ -233,10 +230,10 @@ TINY = {
 }
 
 
-def test_it_trains_from_another_folder_in_one_process_and_in_two(recipe: Path) -> None:
-    folder = recipe.parent
+def test_it_trains_from_another_folder_in_one_process_and_in_two(recipe: Path, bag: Path) -> None:
+    folder, keys = recipe.parent, TINY | {"model_name": str(bag)}
     write_pairs(folder, weight=lambda number: number % 3)
-    done = run(folder, TINY | {"num_processes": 2, "output_dir": "out-2"})
+    done = run(folder, keys | {"num_processes": 2, "output_dir": "out-2"})
     assert done.returncode == 0, done.stdout + done.stderr
     vembed.train("config.yaml", num_processes=1, output_dir="out-1")
     losses = []
@@ -275,9 +272,11 @@ def unweighted(folder: Path) -> list[str]:
     return (folder / "out-0" / "metrics.jsonl").read_text().splitlines()
 
 
-def test_a_wrong_value_in_its_column_is_named_with_its_line(recipe: Path) -> None:
+def test_a_wrong_value_in_its_column_is_named_with_its_line(recipe: Path, bag: Path) -> None:
     write_pairs(recipe.parent, importance=lambda number: -1 if number == 6 else 1)
-    keys = yaml.safe_load(SETTINGS) | TINY | {"column_mapping": {"importance": "weight"}, "output_dir": "out"}
+    keys = yaml.safe_load(SETTINGS) | TINY | {
+        "model_name": str(bag), "column_mapping": {"importance": "weight"}, "output_dir": "out",
+    }  # fmt: skip
     with pytest.raises(DataError, match=r"train.jsonl:7: importance: loss_type margin needs a number of at least 0.0"):
         vembed.train(keys)
     with pytest.raises(ConfigError, match="did you mean weight"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from warm_process import run_warm
 
 import vembed
 from vembed.batch import ContrastiveBatch, Features
@@ -243,11 +243,8 @@ def test_one_of_two_vectors_trains_alike_in_one_process_and_in_two(folder: Path)
     keys = {**TINY, "model_name": "builtin:pairs", "loss_type": "best-pair"}
     vembed.train({**keys, "output_dir": "out-1", "num_processes": 1})
     (folder / "config.yaml").write_text(json.dumps({**keys, "output_dir": "out-2", "num_processes": 2}))
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "run.py"), "config.yaml"]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = run_warm([str(ROOT / "run.py"), "config.yaml"], cwd=folder, env=environment, scratch=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     losses, scores = [], []
     for output in (folder / "out-1", folder / "out-2"):

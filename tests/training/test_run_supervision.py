@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from warm_process import run_warm
 
-ROOT = Path(__file__).resolve().parents[2]
+if TYPE_CHECKING:
+    import subprocess
+    from pathlib import Path
+
 PLUGIN = '''
 import vembed
 from vembed.data.columns import ExtraColumn
@@ -34,7 +36,7 @@ class ToyPairs(ContrastiveLoss):
 '''
 CONFIG = """
 plugins: [toy_pairs]
-model_name: builtin:ngram-bag
+model_name: MODEL
 loss_type: toy-pairs
 label_kind: pair
 data_path: rows.jsonl
@@ -51,24 +53,20 @@ report_to: none
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, bag: Path) -> Path:
     rows = [
         {"sentence1": f"w{row}a w{row}b", "sentence2": f"w{row}c w{row}d", "label": row % 2, "weight": 1 + row % 3}
         for row in range(32)
     ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "toy_pairs.py").write_text(PLUGIN)
-    (tmp_path / "config.yaml").write_text(CONFIG)
+    (tmp_path / "config.yaml").write_text(CONFIG.replace("MODEL", str(bag)))
     return tmp_path
 
 
 def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     words = ["train", "config.yaml", *(("--config_override", *overrides) if overrides else ())]
-    return subprocess.run(
-        [sys.executable, "-m", "vembed", *words],
-        capture_output=True, text=True, check=False, timeout=300, cwd=folder, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    return run_warm(["-m", "vembed", *words], cwd=folder, env=os.environ, scratch=folder)
 
 
 def test_pairs_with_a_truth_and_a_column_of_the_loss_train_a_model(folder: Path) -> None:

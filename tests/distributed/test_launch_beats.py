@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -118,31 +117,6 @@ def fail_in_and_out_of_a_collective(rank: int) -> tuple[bool, bool]:
 
 def test_an_error_in_a_collective_is_told_from_one_elsewhere(two_ranks: RankPool) -> None:
     assert two_ranks.run(fail_in_and_out_of_a_collective) == [(True, False)] * 2
-
-
-def test_sigterm_ends_a_process_unless_it_is_on_its_way_out_with_an_error() -> None:
-    program = (
-        "import os, signal\n"
-        "from contextlib import contextmanager\n"
-        "from torch.distributed import HashStore\n"
-        "from vembed.distributed.watchdog import Watchdog\n"
-        "@contextmanager\n"
-        "def cleaning():\n"
-        "    try: yield\n"
-        "    finally: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "watchdog = Watchdog()\n"
-        "watchdog.start(0, 2, HashStore(), timeout_seconds=60)\n"
-        "try:\n"
-        "    with cleaning(): raise OSError\n"
-        "except OSError: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "print('said', flush=True)\n"
-        "%s"
-        "os.kill(os.getpid(), signal.SIGTERM)\n"
-        "print('deaf', flush=True)\n"
-    )
-    for undone in ("", "watchdog.stop(together=False)\nassert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL\n"):
-        done = subprocess.run([sys.executable, "-c", program % undone], capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stdout) == (-signal.SIGTERM, "said\n"), done.stderr
 
 
 def test_the_first_claim_is_the_runs_failure_and_the_second_hears_of_it() -> None:

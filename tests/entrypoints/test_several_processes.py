@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,8 +26,6 @@ from several_cases import (
 )  # fmt: skip
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from warm_process import WarmProcess
 
 pytestmark = pytest.mark.slow
@@ -121,7 +120,7 @@ def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(site: 
     assert "num_processes is 3, and accelerate launch started 2" in done.err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_a_signal_to_the_launcher_saves_once_and_resuming_is_exact(
     site: Site, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -137,6 +136,7 @@ def test_a_signal_to_the_launcher_saves_once_and_resuming_is_exact(
     found = exit_json(folder)
     assert found["code"] == 75
     assert "resume goes on" in found["message"]
+    assert number.name in found["message"]
     assert 3 <= len(metric_rows(folder)) < 30
     assert len(list((folder / "checkpoints").glob("step-*"))) == 1
     resumed = run_process(config)
@@ -166,8 +166,14 @@ def test_a_rank_that_is_stopped_in_training_is_named_after_the_timeout(site: Sit
     assert all(is_gone(pid) for pid in ranks.values())
 
 
-def test_without_its_launcher_no_process_stays_behind(site: Site, tmp_path: Path) -> None:
-    process, _, ranks = start_two(site, tmp_path)
+@pytest.mark.parametrize("others", [[], [0], [1]])
+def test_without_its_launcher_no_process_stays_behind_and_each_says_why_and_how_to_go_on(
+    site: Site, tmp_path: Path, others: list[int]
+) -> None:
+    process, folder, ranks = start_two(site, tmp_path, save_steps=2)
+    process.send_signal(signal.SIGSTOP)  # or it would notice the end of a rank
+    for rank in others:
+        os.kill(ranks[rank], signal.SIGKILL)
     process.kill()
     process.wait(10)
     witness = subprocess.Popen(["sleep", "60"], text=True)
@@ -175,6 +181,17 @@ def test_without_its_launcher_no_process_stays_behind(site: Site, tmp_path: Path
         wait_until(lambda: all(is_gone(pid) for pid in ranks.values()), witness, seconds=50)
     finally:
         witness.kill()
+    said = (folder.parent / "output.txt").read_text("utf-8")
+    last = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(last) == 2 - len(others), said
+    assert said.rstrip().endswith(last[-1])
+    assert "Traceback" not in said
+    assert "Broken pipe" not in said
+    for line in last:
+        assert "the launcher on" in line
+        assert "gone (killed from outside?); resume goes on from" in line
+        assert Path(line.rpartition(" ")[2]).is_dir()
+    assert exit_json(folder)["code"] == 5
 
 
 def start_two(site: Site, tmp_path: Path, **changes: Any) -> tuple[WarmProcess, Path, dict[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
 import os
@@ -18,7 +19,7 @@ import vembed.checkpoint.contents as checkpoint_contents
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.errors import NonFiniteError, PreemptedError
 from vembed.files import fsync_path
-from vembed.training.guards import SAME_SECONDS, NonFiniteGuard, StepFacts, StopSignal
+from vembed.training.guards import AGAIN_SECONDS, SAME_SECONDS, LeaveNow, NonFiniteGuard, StepFacts, StopSignal, alone
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +62,7 @@ def start(mode: str) -> subprocess.Popen[str]:
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
 def test_the_first_signal_sets_a_flag_and_the_loop_ends_by_itself(number: signal.Signals) -> None:
     process = start("flag")
     process.send_signal(number)
@@ -114,8 +115,71 @@ def test_a_sigterm_that_arrives_twice_is_one_request() -> None:
     assert "SIGTERM again" not in errors
 
 
+def test_signals_of_two_kinds_are_one_request_when_they_arrive_together() -> None:
+    """SLURM sends its own to the launcher, which sends it on, and to every process as well."""
+    with StopSignal() as stop:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        with pytest.raises(PreemptedError, match=r"^stopped by SIGUSR1$"):
+            stop.poll()
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_that_is_ignored_or_used_by_others_stays_theirs(number: signal.Signals) -> None:
+    heard: list[int] = []
+    for theirs in (signal.SIG_IGN, lambda received, frame: heard.append(received)):
+        before = signal.signal(number, theirs)
+        try:
+            with StopSignal(at_once=True) as stop:
+                os.kill(os.getpid(), number)
+                assert signal.getsignal(number) is theirs
+                assert not stop.requested
+        finally:
+            signal.signal(number, before)
+    assert heard == [number]
+
+
+def test_faulthandler_keeps_its_signal_although_python_does_not_know_of_it(tmp_path: Path) -> None:
+    with (tmp_path / "stacks.txt").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+            with StopSignal() as stop:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert not stop.requested
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert "test_faulthandler_keeps" in (tmp_path / "stacks.txt").read_text("utf-8")
+
+
+def test_before_anything_asks_a_signal_leaves_at_once_but_not_out_of_the_handling_of_an_error() -> None:
+    done = []
+
+    def body() -> None:
+        with StopSignal(at_once=True) as stop:
+            with stop.asking(alone):
+                os.kill(os.getpid(), signal.SIGHUP)
+                assert stop.requested
+            stop._received = None
+            try:
+                raise OSError("an error that is told")
+            except OSError:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(3 * AGAIN_SECONDS)
+                done.append("told")
+            time.sleep(3 * AGAIN_SECONDS)
+            done.append("and went on")
+
+    with pytest.raises(LeaveNow, match=r"^stopped by SIGTERM$") as caught:
+        body()
+    assert done == ["told"]
+    assert caught.value.exit_code == 75
+    assert not isinstance(caught.value, Exception), "no library catches it"
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
 def handlers() -> list[object]:
-    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    return [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)]
 
 
 def test_handlers_are_restored_when_the_context_ends_even_by_an_exception() -> None:

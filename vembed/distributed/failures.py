@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -74,6 +74,10 @@ class Failure:
         """Return the contents of exit.json."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
+    def with_advice(self, words: LastWords) -> Failure:
+        """Return it with what was saved, where the run has begun."""
+        return replace(self, message=f"{self.message}; {words.advice}") if words.doing else self
+
     @property
     def is_stop(self) -> bool:
         """Whether a signal asked the run to stop: every process then leaves by itself, with a checkpoint."""
@@ -81,6 +85,29 @@ class Failure:
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}: {self.message}"
+
+
+class LastWords:
+    """Where a run stands, for whoever has to say why it ends.
+
+    Attributes:
+        doing: What it does now, behind "while"; empty before it begins.
+        checkpoint: The newest one that is whole, or that it goes on from.
+    """
+
+    def __init__(self) -> None:
+        self.doing = ""
+        self.checkpoint: Path | None = None
+
+    @property
+    def advice(self) -> str:
+        """What was saved, and how to go on."""
+        if self.checkpoint is None:
+            return "nothing was saved, and the same command starts again"
+        return f"resume goes on from {self.checkpoint}"
+
+    def __str__(self) -> str:
+        return f" while {self.doing}; {self.advice}" if self.doing else ""
 
 
 class ExitFiles:
@@ -108,6 +135,11 @@ class ExitFiles:
         if launcher:
             (Path(launcher) / _OWNED).write_text(str(folder.resolve()), "utf-8")
 
+    def write_own(self, failure: Failure) -> None:
+        """Write the failure of a run of one process, where its output folder is there."""
+        if self._is_own and self._folder is not None and self._folder.is_dir():
+            self.write(failure, to_folder=True)
+
     def write(self, failure: Failure, *, to_folder: bool) -> None:
         """Write the run's first failure for the launching process and, in one process, into the output folder."""
         launcher = os.environ.get(LAUNCHER_FOLDER)
@@ -118,7 +150,7 @@ class ExitFiles:
         for path in paths:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                replace_text(path, failure.to_json())
+                replace_text(path, failure.to_json(), shared=True)  # without a store, every process writes it
             except OSError as error:
                 _log.warning("%s can't be written: %s", path, error)
 
@@ -155,6 +187,18 @@ class Beat:
     num_collectives: int  # that it has entered
     pid: int
     pid_namespace: str  # two processes with the same one see each other's pids; empty where the system doesn't say
+
+
+def pid_namespace() -> str:
+    """Return a machine since its start, without its containers; empty where the system doesn't say.
+
+    Host names don't tell: two containers may have the same one.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return ""
 
 
 def ended_ranks(beats: Mapping[int, Beat], *, own: int) -> list[int]:
@@ -206,6 +250,28 @@ def lateness_of(ranks: Sequence[int], beats: Mapping[int, Beat], seconds: float)
         beats,
         f"the other processes have waited {seconds:g} s for it in a collective (nccl_timeout), and it is still in "
         f"{beats[ranks[0]].line}. If that is slow but right, raise nccl_timeout",
+    )
+
+
+def loss_of_store(beats: Mapping[int, Beat], *, own: int, is_orphan: bool) -> Failure:
+    """Return the failure that the loss of the processes' store is.
+
+    Args:
+        beats: Of all processes, as once read; may be empty.
+        own: Rank of this one.
+        is_orphan: Whether the process that started this one has ended.
+    """
+    ended = ended_ranks(beats, own=own) if beats else []
+    gone = [f"rank {rank} on {beats[rank].host}" for rank in ended]
+    if is_orphan:
+        gone.insert(0, f"the launcher on {host_name()}")
+    elif not gone:
+        at = os.environ.get("MASTER_ADDR", "")
+        keeper = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+        gone = [f"{keeper} at {beats[0].host if beats and keeper == 'rank 0' else at}, or its machine or network,"]
+    are = "is" if len(gone) == 1 else "are"
+    return Failure(
+        int(ExitCode.ENVIRONMENT), own, host_name(), f"{' and '.join(gone)} {are} gone (killed from outside?)"
     )
 
 

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _ELASTIC: Final = "torch.distributed.elastic"
-_HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-_SIGNAL_CODES: Final = {"SIGTERM": ExitCode.PREEMPTED, "SIGINT": ExitCode.INTERRUPTED}
+_HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+
+
+_GO_ON: Final = "The same command goes on from the last checkpoint"
 
 
 def launch(script: Path, words: Sequence[str], *, num_processes: int, called: str, stop_seconds: int) -> int:
@@ -52,21 +54,21 @@ def launch(script: Path, words: Sequence[str], *, num_processes: int, called: st
             elastic_launch(_elastic(num_processes, stop_seconds), sys.executable)(str(script), *words)
         except ChildFailedError as error:
             failure = read_failure(Path(folder))
-            if failure is None:
-                failure = _unsaid(error)
-                write_for_the_dead(failure, Path(folder))
-                print(f"error: {failure}", file=sys.stderr)  # noqa: T201 - nobody else is left to say it
-            return failure.code
+            return failure.code if failure else _told(_unsaid(error), Path(folder))
         except SignalException as stopped:
             failure = read_failure(Path(folder))
-            return failure.code if failure else _SIGNAL_CODES.get(stopped.sigval.name, ExitCode.PREEMPTED)
+            return failure.code if failure else _told(_stop_of(stopped.sigval), Path(folder))
     return ExitCode.OK
 
 
 def _elastic(num_processes: int, stop_seconds: int) -> LaunchConfig:
     options: dict[str, Any] = {}
-    if "shutdown_timeout" in {each.name for each in fields(LaunchConfig)}:  # older versions of torch kill after 30 s
+    known = {each.name for each in fields(LaunchConfig)}
+    if "shutdown_timeout" in known:  # older versions of torch kill after 30 s
         options["shutdown_timeout"] = stop_seconds
+    if "signals_to_handle" in known:  # and leave out SIGUSR1
+        heard = [number for number in _HANDLED if signal.getsignal(number) is not signal.SIG_IGN]  # as nohup wants it
+        options["signals_to_handle"] = ",".join(number.name for number in heard)
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -81,11 +83,25 @@ def _elastic(num_processes: int, stop_seconds: int) -> LaunchConfig:
     )
 
 
+def _told(failure: Failure, folder: Path) -> int:
+    """Say what the processes could not, and return its code."""
+    write_for_the_dead(failure, folder)
+    print(f"error: {failure}", file=sys.stderr)  # noqa: T201 - nobody else is left to say it
+    return failure.code
+
+
+def _stop_of(received: signal.Signals) -> Failure:
+    """Return the stop of processes that had nothing to save yet."""
+    code = ExitCode.INTERRUPTED if received == signal.SIGINT else ExitCode.PREEMPTED
+    message = f"stopped by {received.name} before training began; the same command starts again"
+    return Failure(int(code), 0, host_name(), message)
+
+
 def _unsaid(error: ChildFailedError) -> Failure:
     """Return the failure of processes that could not tell anything."""
     rank, process = error.get_first_failure()
     if process.exitcode < 0:
-        message = f"was ended by {process.signal_name()}; did the machine run out of memory?"
+        message = f"was ended by {process.signal_name()}; did the machine run out of memory? {_GO_ON}"
         return Failure(int(ExitCode.ENVIRONMENT), rank, host_name(), message)
     return Failure(process.exitcode, rank, host_name(), f"ended with exit code {process.exitcode}")
 

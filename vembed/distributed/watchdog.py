@@ -7,23 +7,21 @@
    killed is named at once, as no launcher can reach those that wait for it inside a collective.
 4. When the main thread has stood still for the whole timeout, it compares: a process that no longer tells anything has
    stopped or died; one that is elsewhere while others wait in a collective is missing from it. That one is named.
-5. A store that can't be reached is the end of the launcher, or of the process that keeps it.
+5. A store that can't be reached is the end of the launcher, or of the process that keeps it. Each process then says so
+   by itself, and lingers until the others have found out too: its end isn't the cause of theirs.
 
 The store is torch's own, at the address where the processes met; nothing here costs the main thread anything.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from vembed.distributed.failures import (
@@ -31,20 +29,23 @@ from vembed.distributed.failures import (
     Beat,
     ExitFiles,
     Failure,
+    LastWords,
     ended_ranks,
     failed_in_collective,
     host_name,
     late_ranks,
     lateness_of,
     look,
+    loss_of_store,
+    pid_namespace,
     silence_of,
     silent_ranks,
 )
+from vembed.distributed.shared_store import SharedStore, StoreLostError
 from vembed.errors import ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -63,38 +64,43 @@ FIRST_SECONDS: Final = 0.5
 LEAVE_SECONDS: Final = 5.0
 """How long the main thread may take to notice another process's failure by itself."""
 
+LINGER_SECONDS: Final = 2.0
+"""How long a process that has lost the store stays; the others lose it within a beat."""
+
 FAREWELL_SECONDS: Final = 10.0
 """How long a failing process waits for the others to have heard of it; it may be the one that keeps the store."""
 
 STORE_SECONDS: Final = 10.0
 """Longest wait for the store."""
 
-_CLAIM, _CLAIMS, _HEARD, _LEAVING = "failure", "claims", "heard", "leaving"
-
 
 class Watchdog:
     """Watches the other processes of a run for this one, and tells them when this one fails.
 
     Whoever handles the end of the process makes it; `start_runtime` starts it where there are several processes. Before
-    that, and in a run of one process, its methods do nothing.
+    that, and in a run of one process, it watches nobody.
 
     Attributes:
         exit_files: Where the run's first failure is written.
+        words: Where the run stands, for those who say why it ends.
         num_collectives: Collectives that this process has entered: two processes at one line may be a step apart.
     """
 
     def __init__(self) -> None:
         self.exit_files = ExitFiles()
+        self.words = LastWords()
         self.num_collectives = 0
         self._is_patient = False
-        self._store: Store | None = None
-        self._lock = threading.Lock()  # a store's client holds one conversation at a time
-        self._rank, self._world_size, self._timeout_seconds = 0, 1, 0.0
+        self._store: SharedStore | None = None
+        self._rank, self._timeout_seconds = 0, 0.0
         self._num_beats = self._num_meetings = 0
         self._whereabouts = look()
         self._claimed: Failure | None = None
+        self._is_reporting = False
         self._suspected: tuple[float, dict[int, Beat]] | None = None  # when the others were looked at, and their beats
         self._known: dict[int, Beat] = {}  # beats of all, as first read
+        self._loss: Failure | None = None  # the end of the store, as this process found it
+        self._launcher = os.getppid()
         self._pid_namespace = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vembed-watchdog", daemon=True)
@@ -108,12 +114,11 @@ class Watchdog:
             store: Shared by all of them; used by this object alone.
             timeout_seconds: Longest wait for another process.
         """
-        self._rank, self._world_size, self._store = rank, world_size, store
+        self._rank, self._store = rank, SharedStore(store, rank=rank, world_size=world_size)
         self._timeout_seconds = timeout_seconds
-        self._pid_namespace = _pid_namespace()
-        self._beat()
+        self._pid_namespace = pid_namespace()
+        self._beat(self._store)
         self._thread.start()
-        _keep_last_words()
 
     def stop(self, *, together: bool = True) -> None:
         """Stop watching.
@@ -126,11 +131,15 @@ class Watchdog:
         if together:
             self._await_all(None)
         self._halt()
-        _forget_last_words()
 
     @property
     def _is_on(self) -> bool:
         return self._store is not None and not self._ended.is_set()
+
+    @property
+    def _shared(self) -> SharedStore:
+        assert self._store is not None, "it has not been started"
+        return self._store
 
     @contextmanager
     def patience(self) -> Iterator[None]:
@@ -146,18 +155,20 @@ class Watchdog:
 
         A collective can't tell work from a hang, so it has a timeout. Where the first rank is known to search, write or
         report alone, the others ask the store instead, and meet it in a collective only when it is done.
+
+        Raises:
+            StoreLostError: The store can't be reached.
         """
         if not self._is_on:
             return
         self._num_meetings += 1
         key = f"first/{self._num_meetings}"
         if self._rank == 0:
-            with self._talk() as store:
-                store.set(key, "here")
+            self._shared.set(key)
             return
         pause = POLL_SECONDS
         with self.patience():
-            while not self._has(key):
+            while not self._shared.has(key):
                 time.sleep(pause)
                 pause = min(2 * pause, BEAT_SECONDS / 10)
 
@@ -171,16 +182,20 @@ class Watchdog:
 
         Returns:
             The run's first failure, with whose code every process ends, and whether this process was the one to tell of
-            it: it may have told of one that can't speak any more. None in a run of one process.
+            it: it may have told of one that can't speak any more. None in a run of one process, whose exit.json tells
+            of a stop alone.
         """
-        if not self._is_on:
-            return None
         failure = Failure(code, self._rank, host_name(), message)
-        with _unreachable_is_logged():
-            if code == UNEXPECTED_CODE and failed_in_collective(error):
-                failure = self._witness() or replace(failure, code=int(ExitCode.ENVIRONMENT))
-            elif self._rank > 0:
-                self._await_claim(FIRST_SECONDS)
+        if not self._is_on:
+            if failure.is_stop:
+                self.exit_files.write_own(failure)
+            return None
+        self._is_reporting = True
+        try:
+            failure = self._cause(failure, error)
+        except StoreLostError:
+            if isinstance(error, StoreLostError) or failed_in_collective(error):
+                failure = self._find_loss()
         first, is_ours = self.claim(failure)
         self._part_after(first, is_ours=is_ours)
         self._halt()
@@ -201,95 +216,97 @@ class Watchdog:
         """
         first, is_ours = failure, True
         self._claimed = failure
-        with _unreachable_is_logged(), self._talk() as store:
-            is_ours = store.add(_CLAIMS, 1) == 1
-            if is_ours:
-                store.set(_CLAIM, failure.to_json())
-            else:
-                first = Failure.from_json(store.get(_CLAIM).decode())
+        with self._without_store_too():
+            first, is_ours = self._shared.claim(failure)
         self._claimed = first
         self.exit_files.write(first, to_folder=is_ours)
         return first, is_ours
 
     def first_failure(self) -> Failure | None:
         """Return the failure that some process has claimed, if any."""
-        if not self._has(_CLAIM):
-            return None
-        with self._talk() as store:
-            return Failure.from_json(store.get(_CLAIM).decode())
+        return self._shared.first_failure()
 
     @contextmanager
-    def _talk(self) -> Iterator[Store]:
-        assert self._store is not None, "it has not been started"
-        with self._lock:
-            yield self._store
-
-    def _has(self, *keys: str) -> bool:
-        with self._talk() as store:
-            return bool(store.check(list(keys)))
+    def _without_store_too(self) -> Iterator[None]:
+        """Go on behind the block where the store can't be reached: its keeper may have been the first to end."""
+        try:
+            yield
+        except StoreLostError as error:
+            self._find_loss()
+            _log.debug("%s", error)
 
     def _halt(self) -> None:
         self._ended.set()
         if self._thread is not threading.current_thread() and self._thread.is_alive():
             self._thread.join(2 * STORE_SECONDS)
 
+    def _cause(self, failure: Failure, error: BaseException) -> Failure:
+        """Return what is behind an error that ends this process, once those who may know more had time to tell.
+
+        Raises:
+            StoreLostError: Nobody can be asked.
+        """
+        if failure.code == UNEXPECTED_CODE and failed_in_collective(error):
+            return self._witness() or replace(failure, code=int(ExitCode.ENVIRONMENT))
+        if failure.is_stop:  # a launcher that sees a process die stops the others
+            return self.first_failure() or self._killed_here() or failure
+        if self._rank > 0 or isinstance(error, StoreLostError):
+            self._await_claim(FIRST_SECONDS)
+        return failure
+
     def _witness(self) -> Failure | None:
         """Return what made a collective fail: a failure that was claimed, or a process that went silent.
 
         Takes some seconds: whoever failed has to say so, or to be missed.
         """
-        before = self._read_beats()
-        found = self._await_claim(SILENT_SECONDS)
+        before = self._shared.beats()
+        found = self._await_claim(FIRST_SECONDS) or self._killed_here() or self._await_claim(SILENT_SECONDS)
         if found is not None:
             return found
-        silent = silent_ranks(before, self._read_beats(), own=self._rank)
-        return silence_of(silent, before) if silent else None
+        silent = silent_ranks(before, self._shared.beats(), own=self._rank)
+        return silence_of(silent, before).with_advice(self.words) if silent else None
 
     def _await_claim(self, seconds: float) -> Failure | None:
         """Return the failure that another process claims within some seconds, if any."""
-        _wait(lambda: self._has(_CLAIM), seconds)
+        _wait(lambda: self.first_failure() is not None, seconds)
         return self.first_failure()
 
     def _await_all(self, seconds: float | None) -> None:
         """Wait until every process leaves; without a limit of seconds, until one has failed."""
-        with self._talk() as store:
-            store.add(_LEAVING, 1)
-
-        def is_over() -> bool:
-            with self._talk() as store:
-                everybody = bool(store.add(_LEAVING, 0) >= self._world_size)
-            return everybody or (seconds is None and self.first_failure() is not None)
-
+        self._shared.leave()
         with self.patience():
-            _wait(is_over, seconds)
+            _wait(
+                lambda: self._shared.all_leave() or (seconds is None and self.first_failure() is not None),
+                seconds,
+            )
 
     def _part_after(self, first: Failure, *, is_ours: bool) -> None:
         """Stay until the others know why the run ends; the one that told of it may keep the store."""
-        with _unreachable_is_logged():
+        with self._without_store_too():
             if first.is_stop:
                 self._await_all(FAREWELL_SECONDS)
                 return
-            with self._talk() as store:
-                store.set(f"{_HEARD}/{self._rank}", "")
-            others = [f"{_HEARD}/{rank}" for rank in range(self._world_size) if rank != first.rank]
-            if is_ours and others:
-                _wait(lambda: self._has(*others), FAREWELL_SECONDS)
+            self._shared.hear()
+            if is_ours:
+                _wait(lambda: self._shared.all_have_heard(but=first.rank), FAREWELL_SECONDS)
+        if self._loss is not None:
+            time.sleep(LINGER_SECONDS)
 
     def _run(self) -> None:
         """Beat until the end; every way out but `stop` ends the process."""
         num_lost = 0
         while not self._ended.wait(BEAT_SECONDS):
             try:
-                self._beat()
+                self._beat(self._shared)
                 found = self.first_failure()
                 missing = None if found is not None else self._ended_here() or self._missing()
-                num_lost = 0
-            except RuntimeError as error:
+                num_lost, self._loss = 0, None
+            except StoreLostError:
                 num_lost += 1
-                if num_lost * BEAT_SECONDS >= LEAVE_SECONDS:
-                    failure = self._storeless(error)
-                    self.exit_files.write(failure, to_folder=self._rank == 0)
-                    self._end(failure, str(failure))
+                loss = self._find_loss()
+                if (self._is_orphan or num_lost * BEAT_SECONDS >= LEAVE_SECONDS) and not self._is_reporting:
+                    self.exit_files.write(loss, to_folder=True)
+                    self._end(loss, str(loss))
                 continue
             if missing is not None:
                 first, is_ours = self.claim(missing)
@@ -298,29 +315,26 @@ class Watchdog:
             if found is not None and not found.is_stop and self._claimed is None:
                 self._follow(found)
 
-    def _beat(self) -> None:
+    def _beat(self, store: SharedStore) -> None:
         """Tell where the main thread is."""
         self._num_beats += 1
         count, is_patient = self.num_collectives, self._is_patient
         here = self._whereabouts = look(self._whereabouts, num_collectives=count)
         waits = here.waits and not is_patient
-        beat = Beat(self._num_beats, host_name(), here.line, waits, is_patient, count, os.getpid(), self._pid_namespace)
-        with self._talk() as store:
-            store.set(f"beat/{self._rank}", json.dumps(asdict(beat)))
+        store.beat(
+            Beat(self._num_beats, host_name(), here.line, waits, is_patient, count, os.getpid(), self._pid_namespace)
+        )
+        if not self._known and store.all_beat():
+            self._known = store.beats()
 
-    def _read_beats(self) -> dict[int, Beat]:
-        """Return what every process last told."""
-        with self._talk() as store:
-            texts = store.multi_get([f"beat/{rank}" for rank in range(self._world_size)])
-        return {rank: Beat(**json.loads(text)) for rank, text in enumerate(texts)}
+    def _killed_here(self) -> Failure | None:
+        """Return the end of processes of this machine that the system knows no more."""
+        ended = ended_ranks(self._known, own=self._rank) if self._known else []
+        return silence_of(ended, self._shared.beats()).with_advice(self.words) if ended else None
 
     def _ended_here(self) -> Failure | None:
         """Return the end of a process of this machine that nobody has told of, once this one may be waiting for it."""
-        if self._whereabouts.still_seconds < SILENT_SECONDS:
-            return None
-        self._known = self._known or self._read_beats()
-        ended = ended_ranks(self._known, own=self._rank)
-        return silence_of(ended, self._read_beats()) if ended else None
+        return None if self._whereabouts.still_seconds < SILENT_SECONDS else self._killed_here()
 
     def _missing(self) -> Failure | None:
         """Return whom this process has been waiting for during the whole timeout, if that can be said."""
@@ -328,25 +342,33 @@ class Watchdog:
             self._suspected = None
             return None
         if self._suspected is None:
-            self._suspected = time.monotonic(), self._read_beats()
+            self._suspected = time.monotonic(), self._shared.beats()
             return None
         began, before = self._suspected
         if time.monotonic() - began < SILENT_SECONDS:
             return None
         self._suspected = None
-        after = self._read_beats()
+        after = self._shared.beats()
         silent = silent_ranks(before, after, own=self._rank)
         if silent:
-            return silence_of(silent, after)
+            return silence_of(silent, after).with_advice(self.words)
         late = late_ranks(after)
-        return lateness_of(late, after, self._timeout_seconds) if late and self._rank not in late else None
+        if not late or self._rank in late:
+            return None
+        return lateness_of(late, after, self._timeout_seconds).with_advice(self.words)
 
-    def _storeless(self, error: Exception) -> Failure:
-        """Return the failure that the loss of the store is."""
-        _log.info("the processes' store can't be reached: %s", error)
-        keeper = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-        message = f"{keeper} is gone, or its machine or network: nothing can be heard of the other processes"
-        return Failure(int(ExitCode.ENVIRONMENT), self._rank, host_name(), message)
+    @property
+    def _is_orphan(self) -> bool:
+        """Whether the process that started this one has ended."""
+        return os.getppid() != self._launcher
+
+    def _find_loss(self) -> Failure:
+        """Return the failure that the loss of the store is, with the processes that were gone when it was found."""
+        if self._loss is None:
+            _wait(lambda: self._is_orphan, FIRST_SECONDS)  # a process that ends closes its sockets first
+            loss = loss_of_store(self._known, own=self._rank, is_orphan=self._is_orphan)
+            self._loss = loss.with_advice(self.words)
+        return self._loss
 
     def _follow(self, failure: Failure) -> None:
         """Leave after another process's failure, if the main thread doesn't."""
@@ -361,6 +383,7 @@ class Watchdog:
         _log.error("%s", words)
         sys.stdout.flush()
         sys.stderr.flush()
+        time.sleep(0.0 if self._loss is None else LINGER_SECONDS)
         os._exit(failure.code)
 
 
@@ -369,49 +392,3 @@ def _wait(is_over: Callable[[], bool], seconds: float | None) -> None:
     until = None if seconds is None else time.monotonic() + seconds
     while not is_over() and (until is None or time.monotonic() < until):
         time.sleep(BEAT_SECONDS / 10)
-
-
-@contextmanager
-def _unreachable_is_logged() -> Iterator[None]:
-    """Go on behind the block where the store can't be reached: its keeper may have been the first to end."""
-    try:
-        yield
-    except RuntimeError as error:  # as torch's DistError is
-        _log.info("the processes' store can't be reached: %s", error)
-
-
-def _pid_namespace() -> str:
-    """Return a machine since its start, without its containers; empty where the system doesn't say.
-
-    Host names don't tell: two containers may have the same one.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
-
-
-def _keep_last_words() -> None:
-    """Let SIGTERM end this process as usual, but not while it handles an error: then it is about to end by itself.
-
-    A launcher that sees one process die sends SIGTERM to the others at once. Those have just lost a collective and are
-    finding out whom they lost: killed there, they would leave no exit.json. Does nothing outside the main thread, and
-    where a program has its own way with SIGTERM.
-    """
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _end_unless_failing)
-
-
-def _forget_last_words() -> None:
-    """Undo `_keep_last_words`."""
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGTERM) is _end_unless_failing:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _end_unless_failing(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - the signature that signal calls
-    if sys.exc_info()[0] is not None:  # of the interrupted code, clean-up on the way out included
-        return
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)

@@ -7,20 +7,22 @@ import os
 import sys
 import traceback
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.config.redact import redact
-from vembed.distributed.failures import UNEXPECTED_CODE
+from vembed.distributed.failures import LAUNCHER_FOLDER, UNEXPECTED_CODE
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, ExitCode, VembedError
 from vembed.registry import COMMANDS
+from vembed.training.guards import LeaveNow, StopSignal
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
-    from typing import TypeAlias
+    from collections.abc import Callable, Iterator
+    from typing import TextIO, TypeAlias
 
     from vembed.distributed.failures import Failure
 
@@ -42,10 +44,22 @@ class _TerminalHandler(logging.Handler):
         line = self.format(record)
         stream = sys.stderr if self._to_stderr or record.levelno >= logging.ERROR else sys.stdout
         bars = sys.modules.get("tqdm")
-        if bars is not None and sys.stderr.isatty():
-            bars.tqdm.write(line, file=stream)
-        else:
-            print(line, file=stream, flush=True)
+        with _open_terminal(stream):
+            if bars is not None and sys.stderr.isatty():
+                bars.tqdm.write(line, file=stream)
+            else:
+                print(line, file=stream, flush=True)
+
+
+@contextmanager
+def _open_terminal(stream: TextIO) -> Iterator[None]:
+    """Let a run outlive its terminal: what was closed, with a SIGHUP or by the reader of a pipe, is written no more."""
+    try:
+        yield
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 class _TerminalFormatter(logging.Formatter):
@@ -103,6 +117,7 @@ def run_command(
     log_to_stderr: bool = False,
     in_several: bool = False,
     watchdog: Watchdog | None = None,
+    stop: StopSignal | None = None,
 ) -> int:
     """Run a command and return its exit code.
 
@@ -112,7 +127,13 @@ def run_command(
     Args:
         log_to_stderr: Whether log lines leave the standard output alone.
         watchdog: Tells the other processes how this one fails; the command's body starts it.
+        stop: Turns signals into a way out; the command's body asks it where there is something to save.
     """
+    with stop or StopSignal(at_once=True):
+        return _run(command, log_to_stderr=log_to_stderr, in_several=in_several, watchdog=watchdog or Watchdog())
+
+
+def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, watchdog: Watchdog) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         process = process_env()
@@ -122,7 +143,8 @@ def run_command(
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    watchdog = watchdog or Watchdog()
+    if process.world_size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is named here, not by torch's sockets
     handler = _TerminalHandler(to_stderr=log_to_stderr)
     prefix = f"rank {process.rank}: " if process.world_size > 1 else ""
     if process.rank > 0:
@@ -135,6 +157,8 @@ def run_command(
     logger.propagate = False
     try:
         return command()
+    except LeaveNow as left:
+        return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
     except VembedError as error:
         return _end(watchdog, error, code=error.exit_code, message=redact(str(error)), prefix=prefix)
     except KeyboardInterrupt as error:
@@ -144,7 +168,7 @@ def run_command(
         reported = watchdog.report(error, code=UNEXPECTED_CODE, message=message)
         if reported is None:
             raise
-        if reported[0].rank == process.rank:
+        if reported[0].message == message:
             traceback.print_exc()
         return _say(*reported, message, prefix)
     finally:
@@ -158,18 +182,24 @@ def _end(watchdog: Watchdog, error: BaseException, *, code: int, message: str, p
     reported = watchdog.report(error, code=code, message=message)
     if reported is not None:
         return _say(*reported, message, prefix)
-    print("interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {prefix}{message}", file=sys.stderr)
+    if isinstance(error, LeaveNow) and (LAUNCHER_FOLDER in os.environ or process_env().rank > 0):
+        return code  # who started this process says it, once for all of them
+    _tell("interrupted" if isinstance(error, KeyboardInterrupt) else f"error: {prefix}{message}")
     return code
 
 
 def _say(first: Failure, is_ours: bool, message: str, prefix: str) -> int:
     """Say what ended a run of several processes and return its exit code: of its first failure, on every process."""
     if is_ours:
-        print(f"error: {first}", file=sys.stderr)
+        _tell(f"error: {first}")
     elif first.message != message:  # otherwise all failed alike, and the first has said so
-        print(f"{prefix}leaves after the failure of rank {first.rank}", file=sys.stderr)
-    sys.stderr.flush()
+        _tell(f"{prefix}leaves after the failure of rank {first.rank}")
     return first.code
+
+
+def _tell(line: str) -> None:
+    with _open_terminal(sys.stderr):
+        print(line, file=sys.stderr, flush=True)
 
 
 def quiet_libraries() -> None:

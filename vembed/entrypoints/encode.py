@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
-from vembed.errors import ConfigError, ExitCode, PreemptedError
+from vembed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vembed.training.guards import StopSignal
 
 DESCRIPTION = "Encode a corpus into a folder that vembed search reads: vectors, ids, and a FAISS index."
 
@@ -69,7 +68,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
     refuse_taken(parsed.output.expanduser(), overwrite=parsed.overwrite)  # before a model is loaded
     quiet_libraries()
-    with StopSignal() as stop:
+    with StopSignal(advice="nothing was written, encode again") as stop:
         meta = build_index(
             load(parsed.model, **load_options(parsed)),
             parsed.data,
@@ -82,7 +81,7 @@ def _run(parsed: argparse.Namespace) -> int:
             text_column=parsed.text_column,
             image_column=parsed.image_column,
             image_root=parsed.image_root,
-            poll=lambda: _poll(stop),
+            poll=stop.poll,
         )
     for note in meta.notes:
         print(note)
@@ -93,8 +92,3 @@ def _run(parsed: argparse.Namespace) -> int:
         documents += f" ({meta.num_pictures:,} with a picture)"
     print(f"{documents}, {meta.model.dimension} dimensions, index {meta.factory}: {parsed.output}")
     return ExitCode.OK
-
-
-def _poll(stop: StopSignal) -> None:
-    if stop.requested:
-        raise PreemptedError("stopped by a signal; nothing was written, encode again")

@@ -110,7 +110,7 @@ def _run(parsed: argparse.Namespace, *, command: str) -> int:
 
     quiet_libraries()
     runtime = start_runtime(deterministic=False)
-    with StopSignal() as stop:
+    with StopSignal(advice="what is done is kept, and the same command goes on") as stop:
         options = _benchmark_options(parsed, device=runtime.device, variants=variants, k=k, poll=stop.poll)
         models = [_model_keys(parsed, name) for name in parsed.models if name not in BM25_NAMES]
         entries = []

@@ -14,15 +14,14 @@ from vembed.config.messages import checked_section
 from vembed.config.plugins import import_plugins
 from vembed.config.redact import redact, redact_value
 from vembed.entrypoints.command import quiet_libraries, run_command
-from vembed.errors import ConfigError, ExitCode, PreemptedError
+from vembed.errors import ConfigError, ExitCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from vembed.evaluation.card.facts import RunFacts
     from vembed.models.encoder import Encoder, Form
     from vembed.models.export.write import Exported, ExportRequest
-    from vembed.training.guards import StopSignal
 
 DESCRIPTION = (
     "Write a model into a folder that sentence-transformers, transformers or open_clip loads, with a model card "
@@ -103,8 +102,8 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
         )
         return {CARD_FILE: render_card(facts)}
 
-    with StopSignal() as stop:
-        exported = export_model(request, card, poll=_poll(stop))
+    with StopSignal(advice="nothing was written, export again") as stop:
+        exported = export_model(request, card, poll=stop.poll)
     _print(exported, request.output, licenses[0])
     return ExitCode.OK
 
@@ -153,14 +152,6 @@ def _run_facts(run: Path) -> RunFacts | None:
     except (OSError, ConfigError, DataError) as error:
         print(f"warning: the card tells nothing of the run: {redact(str(error))} ({path})")
         return None
-
-
-def _poll(stop: StopSignal) -> Callable[[], None]:
-    def poll() -> None:
-        if stop.requested:
-            raise PreemptedError("stopped by a signal; nothing was written, export again")
-
-    return poll
 
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from vembed.distributed.process_env import LAUNCHED_BY, process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
+from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,11 +54,13 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
     words = sys.argv[1:] if arguments is None else list(arguments)
     parsed = parse_arguments(words, program=program)
     called = os.environ.get(LAUNCHED_BY, program)  # a process of several: as the user called the first one
-    watchdog = Watchdog()
-    return run_command(lambda: _run(parsed, words, called, watchdog), in_several=True, watchdog=watchdog)
+    watchdog, stop = Watchdog(), StopSignal(at_once=True)
+    watchdog.words.doing = "starting"
+    body = partial(_run, parsed, words, called, watchdog, stop)
+    return run_command(body, in_several=True, watchdog=watchdog, stop=stop)
 
 
-def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog: Watchdog) -> int:
+def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog: Watchdog, stop: StopSignal) -> int:
     loaded = _load(parsed)
     if parsed.validate:
         _say_valid(loaded)
@@ -70,7 +74,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
     quiet_libraries()
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
     command = redact(shlex.join([*called.split(), *words]))
-    run_from_config(loaded.config, mode=mode, command=command, sources=loaded.sources, watchdog=watchdog)
+    run_from_config(loaded.config, mode=mode, command=command, sources=loaded.sources, watchdog=watchdog, stop=stop)
     shut_down(watchdog)
     return ExitCode.OK
 

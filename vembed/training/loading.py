@@ -62,7 +62,7 @@ DYING_SECONDS = 2.0
 """How long after an error it may turn out that a worker's death was its cause."""
 
 _SIGNS_OF_DEATH = (RuntimeError, OSError, EOFError)
-_HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HELD_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vembed.checkpoint.tensors import load_into
+from vembed.distributed.failures import LastWords
 from vembed.distributed.shards import full_tensors, is_shared, reshard
 from vembed.errors import ConfigError
 from vembed.models.adapters.trained import changing_names
@@ -137,13 +138,15 @@ class RunCheckpoints:
     loss: BatchLoss
     updater: Updater
     stamp: Mapping[str, JSON]  # all that a checkpoint says of its run
+    words: LastWords = field(default_factory=LastWords)  # hears of what was saved
 
     def save(self, state: RunState, *, best: bool) -> None:
         """Save the present step. A disk that refuses is warned of by the manager, and training goes on."""
         tensors, packed = self.updater.state()
         parts = {"model": module_tensors(self.encoder), "loss": module_tensors(self.loss), "optimizer": tensors}
         content: dict[str, Any] = {"run": state.to_json(), "updater": packed}
-        self.manager.save(state.step, tensors=parts, state=content, stamp=self.stamp, best=best)
+        saved = self.manager.save(state.step, tensors=parts, state=content, stamp=self.stamp, best=best)
+        self.words.checkpoint = saved.path or self.words.checkpoint
 
     def restore(self, checkpoint: LoadedCheckpoint) -> RunState:
         """Go on from a checkpoint.

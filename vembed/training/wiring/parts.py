@@ -200,7 +200,7 @@ def build_checkpoints(run: Run, updater: Updater) -> RunCheckpoints:
         "plan": run.plan.to_json(),
     }
     manager = CheckpointManager(run.output.checkpoints, keep_last=run.config.save_total_limit, ranks=run.runtime.ranks)
-    return RunCheckpoints(manager, run.encoder, run.loss, updater, stamp)
+    return RunCheckpoints(manager, run.encoder, run.loss, updater, stamp, run.runtime.watchdog.words)
 
 
 def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -17,7 +17,7 @@ from vembed.config.resume import resume_differences
 from vembed.data.sampler import GlobalSampler
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
-from vembed.errors import ConfigError
+from vembed.errors import ConfigError, PreemptedError
 from vembed.plan.explain import explain
 from vembed.plan.table import comparison
 from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_weights
@@ -68,6 +68,7 @@ def run_from_config(
     command: str = "",
     sources: Mapping[str, str] | None = None,
     watchdog: Watchdog | None = None,
+    stop: StopSignal | None = None,
 ) -> RunResult | None:
     """Run what a configuration describes.
 
@@ -77,6 +78,7 @@ def run_from_config(
         command: The command line that repeats the run, for the report.
         sources: Key -> where the user set it, for messages.
         watchdog: Of whoever reports how this process ends.
+        stop: The signals that this process has been taking; None takes them while the loop runs.
 
     Returns:
         The verdict and results of the run; None unless `mode` is "train".
@@ -84,9 +86,18 @@ def run_from_config(
     Raises:
         VembedError: Anything that is the user's to fix; each class has its exit code.
     """
-    given, (config, launcher, notes) = config, under_launcher(config, sources or {})
-    output = OutputFolder(Path(config.output_dir))
     watchdog = watchdog or Watchdog()
+    try:
+        return _run(config, mode, command, sources or {}, watchdog, stop)
+    except PreemptedError as stopped:
+        raise PreemptedError(f"{stopped}{watchdog.words}") from stopped
+
+
+def _run(
+    config: Config, mode: Mode, command: str, sources: Mapping[str, str], watchdog: Watchdog, stop: StopSignal | None
+) -> RunResult | None:
+    given, (config, launcher, notes) = config, under_launcher(config, sources)
+    output = OutputFolder(Path(config.output_dir))
     watchdog.exit_files.expect(output.path)
     runtime = start_runtime(
         deterministic=config.deterministic,
@@ -100,6 +111,8 @@ def run_from_config(
         if not runtime.ranks.is_first:
             stack.enter_context(_only_warnings())
         checkpoint = _resume_point(config, runtime, output) if mode == "train" else None
+        watchdog.words.checkpoint = None if checkpoint is None else checkpoint.path
+        watchdog.words.doing = "reading the data"
         data = load_data(config)
         runtime.ranks.from_first(lambda: _claim(config, output, mode, is_fresh=checkpoint is None))
         if mode == "train":
@@ -107,6 +120,7 @@ def run_from_config(
         if mode == "train" and runtime.ranks.is_first:
             stack.enter_context(output.log_file())
         run = _assemble(config, runtime, output, data, checkpoint, mode)
+        watchdog.words.doing = "beginning"
         facts = {"model": config.model_name, **run.encoder.describe(), "device": runtime.machine.device_name}
         if launcher:
             facts["started by"] = launcher
@@ -122,7 +136,7 @@ def run_from_config(
         if checkpoint is not None:  # before anything of the run that it is of is replaced
             refuse_other_run(checkpoint, run_identity(run), elastic=config.resume_elastic)
         runtime.ranks.from_first(lambda: _write_settings(run, given))
-        return None if mode == "plan" else _train(run, command)
+        return None if mode == "plan" else _train(run, command, stop)
 
 
 @contextmanager
@@ -160,10 +174,12 @@ def _assemble(
     mode: Mode,
 ) -> Run:
     """Make the plan, and build the encoder and the loss as it says."""
+    runtime.watchdog.words.doing = "making the plan"
     plan = build_plan(config, runtime, data)
     if checkpoint is not None:
         plan = read_back(plan, checkpoint, config)
     torch.manual_seed(config.seed)
+    runtime.watchdog.words.doing = "loading the model"
 
     def build() -> Encoder:
         return build_encoder(config, plan, output, data, keep=mode == "train")
@@ -229,7 +245,7 @@ def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> Loa
     return checkpoint
 
 
-def _train(run: Run, command: str) -> RunResult:
+def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
     """Run the loop from where it stands, and finish."""
     config = run.config
     run.encoder.train()
@@ -248,7 +264,9 @@ def _train(run: Run, command: str) -> RunResult:
         skipped=state.skipped_steps,
         agree=agree,
     )
-    with StopSignal(agree=agree) as stop:
+    words = run.runtime.watchdog.words
+    with StopSignal() if stop is None else nullcontext(stop) as stop, stop.asking(agree):
+        words.doing = "training"
         evaluations = build_evaluations(run, stop)
         if state.step > 0:
             evaluations.require_baseline()
@@ -277,6 +295,7 @@ def _train(run: Run, command: str) -> RunResult:
         finally:
             for tracker in trackers:
                 tracker.close()
+        words.doing = "finishing"
         finish = FinishParts(
             output=run.output,
             evaluations=evaluations,

@@ -18,6 +18,7 @@ from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.evaluation.evaluator import evaluate as evaluate_task
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
+from vembed.output_lock import hold_output
 from vembed.search.build import BuildOptions, refuse_taken, write_index
 from vembed.search.format import IndexMeta, read_meta
 from vembed.search.index import Hit, SearchIndex
@@ -88,7 +89,8 @@ def evaluate(
     ]
     result = replace(result, notes=(*result.notes, *cut))
     if output is not None:
-        write_evaluation(Path(output), result)
+        with hold_output(Path(output), beside=True):
+            write_evaluation(Path(output), result)
     return result
 
 
@@ -109,7 +111,14 @@ def build_index(
     side: Side = options.get("side", "document")
     refuse_side(side)
     folder = Path(output).expanduser()
-    refuse_taken(folder, overwrite=options.get("overwrite", False))
+    with hold_output(folder, beside=True):
+        refuse_taken(folder, overwrite=options.get("overwrite", False))
+        return _build_index(model, str(data), folder, side, options)
+
+
+def _build_index(
+    model: EmbeddingModel | str | Path, data: str, folder: Path, side: Side, options: IndexOptions
+) -> IndexMeta:
     corpus_options = CorpusOptions(
         id=options.get("id_column"),
         text=options.get("text_column"),
@@ -117,7 +126,7 @@ def build_index(
         image_root=_folder(options.get("image_root")),
         image_limits=model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits(),
     )
-    corpus = Corpus(str(data), corpus_options)
+    corpus = Corpus(data, corpus_options)
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(options.get("batch_size", DEFAULT_BATCH_SIZE), poll=options.get("poll"))
     return write_index(
@@ -127,7 +136,7 @@ def build_index(
         BuildOptions(
             model=loaded.identity,
             model_options=_vector_options(loaded),
-            source=redact(str(data)),
+            source=redact(data),
             side=side,
             factory=options.get("index", "Flat"),
             overwrite=options.get("overwrite", False),

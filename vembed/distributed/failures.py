@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from vembed.errors import ExitCode
 from vembed.files import replace_text
+from vembed.output_lock import LOCK_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -156,7 +157,7 @@ class ExitFiles:
 
 
 def _is_free(folder: Path) -> bool:
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    return not folder.exists() or (folder.is_dir() and all(path.name == LOCK_FILE for path in folder.iterdir()))
 
 
 def write_for_the_dead(failure: Failure, folder: Path) -> None:
@@ -187,18 +188,6 @@ class Beat:
     num_collectives: int  # that it has entered
     pid: int
     pid_namespace: str  # two processes with the same one see each other's pids; empty where the system doesn't say
-
-
-def pid_namespace() -> str:
-    """Return a machine since its start, without its containers; empty where the system doesn't say.
-
-    Host names don't tell: two containers may have the same one.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
-    except OSError:
-        return ""
 
 
 def ended_ranks(beats: Mapping[int, Beat], *, own: int) -> list[int]:

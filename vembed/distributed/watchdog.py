@@ -37,12 +37,12 @@ from vembed.distributed.failures import (
     lateness_of,
     look,
     loss_of_store,
-    pid_namespace,
     silence_of,
     silent_ranks,
 )
 from vembed.distributed.shared_store import SharedStore, StoreLostError
 from vembed.errors import ExitCode
+from vembed.output_lock import machine_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -116,7 +116,7 @@ class Watchdog:
         """
         self._rank, self._store = rank, SharedStore(store, rank=rank, world_size=world_size)
         self._timeout_seconds = timeout_seconds
-        self._pid_namespace = pid_namespace()
+        self._pid_namespace = machine_name()
         self._beat(self._store)
         self._thread.start()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.errors import ConfigError, ExitCode
+from vembed.output_lock import hold_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,6 +62,11 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    with hold_output(parsed.output, beside=True):
+        return _encode(parsed)
+
+
+def _encode(parsed: argparse.Namespace) -> int:
     from vembed.api.model import load
     from vembed.api.retrieval import build_index
     from vembed.search.build import refuse_taken

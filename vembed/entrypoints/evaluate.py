@@ -17,6 +17,7 @@ from vembed.config.redact import redact
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
+from vembed.output_lock import hold_output
 from vembed.registry import METRICS
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace, *, command: str) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    with hold_output(parsed.output):
+        return _evaluate(parsed, command=command)
+
+
+def _evaluate(parsed: argparse.Namespace, *, command: str) -> int:
     k = _cut_off(parsed.metric)
     variants = _variants(parsed)
 

@@ -15,6 +15,7 @@ from vembed.config.plugins import import_plugins
 from vembed.config.redact import redact, redact_value
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
+from vembed.output_lock import hold_output
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     with ExitStack() as stack:
+        stack.enter_context(hold_output(parsed.output, beside=True))
         return _export(parsed, stack)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from vembed.distributed.process_env import LAUNCHED_BY, process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
+from vembed.output_lock import hold_output
 from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:
@@ -65,16 +67,20 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
     if parsed.validate:
         _say_valid(loaded)
         return ExitCode.OK
-    num_processes = 1 if parsed.plan else _processes_to_start(loaded.config)
-    if num_processes > 1:
-        return _launch(words, loaded.config, num_processes, called)
-    from vembed.distributed.runtime import shut_down
-    from vembed.training.wiring.run import run_from_config  # imports torch, which --validate must not wait for
-
-    quiet_libraries()
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
-    command = redact(shlex.join([*called.split(), *words]))
-    run_from_config(loaded.config, mode=mode, command=command, sources=loaded.sources, watchdog=watchdog, stop=stop)
+    with ExitStack() as held:
+        if mode == "train" and not process_env().is_launched:  # told before torch is imported, which takes seconds
+            held.enter_context(hold_output(Path(loaded.config.output_dir)))
+        num_processes = 1 if parsed.plan else _processes_to_start(loaded.config)
+        if num_processes > 1:
+            held.close()  # the first of them holds it
+            return _launch(words, loaded.config, num_processes, called)
+        from vembed.distributed.runtime import shut_down
+        from vembed.training.wiring.run import run_from_config
+
+        quiet_libraries()
+        command = redact(shlex.join([*called.split(), *words]))
+        run_from_config(loaded.config, mode=mode, command=command, sources=loaded.sources, watchdog=watchdog, stop=stop)
     shut_down(watchdog)
     return ExitCode.OK
 

@@ -18,6 +18,7 @@ from vembed.data.sampler import GlobalSampler
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, PreemptedError
+from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.explain import explain
 from vembed.plan.table import comparison
 from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_weights
@@ -110,6 +111,8 @@ def _run(
     with ExitStack() as stack:
         if not runtime.ranks.is_first:
             stack.enter_context(_only_warnings())
+        if mode == "train":
+            runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output.path)))
         checkpoint = _resume_point(config, runtime, output) if mode == "train" else None
         watchdog.words.checkpoint = None if checkpoint is None else checkpoint.path
         watchdog.words.doing = "reading the data"
@@ -130,13 +133,13 @@ def _run(
         if mode == "dry-run":
             dry_run(batch_source(run), build_engine(run), run.encoder)
             return None
-        if mode == "plan" and output.holds_run:
-            _log.info("plan.json is not written: %s holds a run, whose plan stays", output.path)
-            return None
         if checkpoint is not None:  # before anything of the run that it is of is replaced
             refuse_other_run(checkpoint, run_identity(run), elastic=config.resume_elastic)
+        if mode == "plan":
+            runtime.ranks.from_first(lambda: _write_plan(run, given))
+            return None
         runtime.ranks.from_first(lambda: _write_settings(run, given))
-        return None if mode == "plan" else _train(run, command, stop)
+        return _train(run, command, stop)
 
 
 @contextmanager
@@ -157,6 +160,18 @@ def _claim(config: Config, output: OutputFolder, mode: Mode, *, is_fresh: bool) 
         output.start_fresh(overwrite=config.overwrite_output_dir)
     elif mode == "plan":
         output.refuse_other_files()
+
+
+def _write_plan(run: Run, given: Config) -> None:
+    """Leave the plan in the output folder, unless it is a run's."""
+    if run.output.holds_run:
+        _log.info("plan.json is not written: %s holds a run, whose plan stays", run.output.path)
+        return
+    try:
+        with hold_output(run.output.path):
+            _write_settings(run, given)
+    except FolderInUseError as error:
+        _log.info("plan.json is not written: %s", error)
 
 
 def _write_settings(run: Run, given: Config) -> None:

@@ -1,0 +1,248 @@
+"""One writer for each output folder: who is second is refused and harms nothing; who is killed holds nothing."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vembed import output_lock
+from vembed.errors import ExitCode, MachineError
+from vembed.output_lock import LOCK_FILE, FolderInUseError, Writer, hold_output
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from vembed.output_lock import hold_output
+
+with hold_output(Path(sys.argv[1]), beside=sys.argv[2] == "beside"):
+    if sys.argv[2] == "fork" and os.fork() == 0:
+        time.sleep(60)
+        os._exit(0)
+    print("held", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that holds `tmp_path/out`, and has forked another one."""
+    process = start(tmp_path / "out", "fork")
+    yield process
+    os.killpg(process.pid, signal.SIGKILL)  # with what it forked
+    process.communicate()
+
+
+def start(folder: Path, how: str) -> subprocess.Popen[str]:
+    """Start a process that holds a folder until it reads a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), how],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_process_is_refused_and_told_whom_it_met(other: subprocess.Popen[str], tmp_path: Path) -> None:
+    before = contents(tmp_path)
+    started = time.monotonic()
+    with pytest.raises(FolderInUseError) as refused, hold_output(tmp_path / "out"):
+        pass
+    assert time.monotonic() - started < 2
+    assert refused.value.exit_code == ExitCode.CONFIG
+    written = json.loads((tmp_path / "out" / LOCK_FILE).read_text())
+    for part in (f"process {other.pid} on {os.uname().nodename}", written["since"], str(tmp_path / "out"), " fork"):
+        assert part in str(refused.value)
+    assert contents(tmp_path) == before
+
+
+def test_what_a_kill_leaves_is_taken_over_at_once_though_a_child_lives_on(
+    other: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    other.kill()
+    other.wait()
+    assert (tmp_path / "out" / LOCK_FILE).is_file()
+    with hold_output(tmp_path / "out"):
+        assert json.loads((tmp_path / "out" / LOCK_FILE).read_text())["pid"] == os.getpid()
+    assert not (tmp_path / "out").joinpath(LOCK_FILE).exists()
+
+
+def test_a_writer_that_ends_leaves_nothing(tmp_path: Path) -> None:
+    for beside in (False, True):
+        with hold_output(tmp_path / "a" / "b", beside=beside):
+            assert contents(tmp_path)
+        assert not [*tmp_path.iterdir()]
+    with hold_output(tmp_path / "a"):
+        (tmp_path / "a" / "kept").touch()
+    assert [*tmp_path.rglob("*")] == [tmp_path / "a", tmp_path / "a" / "kept"]
+
+
+def test_reading_the_file_or_forking_drops_nothing(tmp_path: Path) -> None:
+    with hold_output(tmp_path):
+        contents(tmp_path)
+        child = os.fork()
+        if child == 0:
+            raise_in_child(tmp_path)
+        assert os.waitpid(child, 0)[1] == 0
+        code = "import sys; from pathlib import Path; from vembed.output_lock import hold_output\n"
+        code += "with hold_output(Path(sys.argv[1])): pass"
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
+        assert f"process {os.getpid()} on" in done.stderr
+
+
+def raise_in_child(folder: Path) -> None:
+    """Be refused as any other process is, and leave."""
+    try:
+        with hold_output(folder):
+            os._exit(1)
+    except FolderInUseError:
+        os._exit(0)
+    os._exit(2)
+
+
+def test_blocks_of_one_thread_are_one_and_another_thread_is_refused(tmp_path: Path) -> None:
+    met: list[object] = []
+
+    def second() -> None:
+        try:
+            with hold_output(tmp_path):
+                met.append("held")
+        except FolderInUseError as error:
+            met.append(error)
+
+    with hold_output(tmp_path):
+        with hold_output(tmp_path):
+            pass
+        assert (tmp_path / LOCK_FILE).is_file()
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+    assert "another thread" in str(met[0])
+    second()
+    assert met[1] == "held"
+
+
+def test_a_folder_that_is_replaced_as_a_whole_is_held_beside_its_place(tmp_path: Path) -> None:
+    process = start(tmp_path / "out", "beside")
+    with pytest.raises(FolderInUseError), hold_output(tmp_path / "out", beside=True):
+        pass
+    process.communicate("\n")
+    with hold_output(tmp_path / "out", beside=True):
+        assert not (tmp_path / "out").exists()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_was_moved_or_deleted_meanwhile_ends_without_noise(tmp_path: Path) -> None:
+    with hold_output(tmp_path / "out"):
+        (tmp_path / "out").rename(tmp_path / "moved")
+        with hold_output(tmp_path / "out" / "sub"):
+            pass
+    assert (tmp_path / "moved" / LOCK_FILE).is_file(), "it is where nobody asks for it, and held by nobody"
+    with hold_output(tmp_path / "moved"):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(MachineError, match="can't be written: File exists"), hold_output(tmp_path / "file"):
+        pass
+    (tmp_path / "out").mkdir()
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "out" / LOCK_FILE).symlink_to(tmp_path / "victim")
+    with pytest.raises(MachineError, match="can't be written"), hold_output(tmp_path / "out"):
+        pass
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_secrets_of_the_command_line_stay_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "https://user:canary@host/model"])
+    with hold_output(tmp_path):
+        assert "canary" not in (tmp_path / LOCK_FILE).read_text()
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a file system without locks, and no patience."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(output_lock, "SETTLE_SECONDS", 0.05)
+    monkeypatch.setattr(output_lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(output_lock, "STILL_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_the_process_is_looked_up(tmp_path: Path) -> None:
+    alive = subprocess.Popen(["sleep", "60"])
+    writer = Writer(pid=alive.pid, start=output_lock._process_start(alive.pid))
+    (tmp_path / LOCK_FILE).write_text(writer.to_text())
+    with pytest.raises(FolderInUseError, match=f"process {alive.pid} "), hold_output(tmp_path):
+        pass
+    assert (tmp_path / LOCK_FILE).read_text() == writer.to_text()
+    alive.kill()
+    os.waitid(os.P_PID, alive.pid, os.WEXITED | os.WNOWAIT)
+    for again in range(2):
+        with hold_output(tmp_path):
+            assert Writer.from_text((tmp_path / LOCK_FILE).read_text()) != writer, "a dead one has ended, reaped or not"
+        (tmp_path / LOCK_FILE).write_text(writer.to_text())
+        assert again or alive.wait() == -signal.SIGKILL
+    (tmp_path / LOCK_FILE).write_text(replace(writer, pid=os.getpid()).to_text())
+    with hold_output(tmp_path):
+        pass
+    assert not (tmp_path / LOCK_FILE).exists(), "a pid that another process has by now"
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_another_machine_is_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    far = replace(Writer(), host="far", machine="another boot")
+    path = tmp_path / LOCK_FILE
+    path.write_text(far.to_text())
+    with caplog.at_level("INFO", "vembed"), hold_output(tmp_path):
+        pass
+    assert "waiting up to 0.5 s for a sign of it" in caplog.text
+    path.write_text(far.to_text())
+    beat = threading.Timer(0.2, os.utime, [path, (1, 1)])
+    beat.start()
+    with pytest.raises(FolderInUseError, match=f"if that machine is gone, delete {path}"), hold_output(tmp_path):
+        pass
+    beat.join()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_writer_gives_signs_and_the_later_of_two_wins(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    with hold_output(tmp_path):
+        os.utime(path, (1, 1))
+        until = time.monotonic() + 5
+        while path.stat().st_mtime == 1 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert path.stat().st_mtime > 1
+    assert not path.exists()
+    rival = replace(Writer(), host="rival")
+    late = threading.Timer(0.02, path.write_text, [rival.to_text()])
+    late.start()
+    with pytest.raises(FolderInUseError, match="on rival"), hold_output(tmp_path):
+        pass
+    assert path.read_text() == rival.to_text()

@@ -19,7 +19,7 @@ from vembed.evaluation.report.content import (
 )
 from vembed.evaluation.report.curves import MAX_POINTS, STEP_CURVES, curve_of, sparkline, step_curve, thinned_rows
 from vembed.evaluation.report.examples import choose_examples
-from vembed.evaluation.significance import Comparison, Verdict, bootstrap_interval, paired_bootstrap, verdict
+from vembed.evaluation.significance import Comparison, Verdict, compare, mean_interval, verdict
 from vembed.evaluation.text import MINUS, bytes_text, clip, number_text, plain, signed_text, value_text
 
 LOSS = STEP_CURVES[0]
@@ -117,9 +117,9 @@ def test_each_metric_has_its_own_paired_interval_and_the_verdict_row_comes_first
     assert [row.is_headline for row in rows] == [True, True, False, False]
     assert rows[0].verdict == report.verdict
     assert rows[1].verdict is not None
-    assert rows[1].verdict.comparison == paired_bootstrap(baseline, final, "mrr@10")
+    assert rows[1].verdict.comparison == compare(baseline, final, "mrr@10")
     assert (rows[3].verdict, rows[3].values) == (None, {"final": 0.1})
-    assert rows[1].intervals["final"] == bootstrap_interval(final, "mrr@10")
+    assert rows[1].intervals["final"] == mean_interval([final], "mrr@10")
     assert "alone@1" not in final.per_query
     assert rows[3].intervals == {}
 

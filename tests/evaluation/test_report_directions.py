@@ -22,7 +22,7 @@ from vembed.evaluation.report.data import Reverse
 from vembed.evaluation.report.machine import render_json
 from vembed.evaluation.report.write import render_html, render_markdown
 from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.significance import bootstrap_interval, verdict
+from vembed.evaluation.significance import mean_interval, verdict
 
 if TYPE_CHECKING:
     from vembed.evaluation.report.data import RunReport
@@ -97,7 +97,7 @@ def test_every_system_has_a_mean_and_an_interval_in_each_direction() -> None:
         for key, result in systems.items():
             assert result is not None
             for name in METRICS:
-                low, high = bootstrap_interval(result, name)
+                low, high = mean_interval([result], name)
                 assert part[key]["intervals"][name] == pytest.approx([low, high])
                 cell = f"{result.metrics[name]:.3f} ({low:.3f} to {high:.3f})"
                 assert cell in markdown, (key, name)

@@ -90,7 +90,7 @@ def test_the_facts_of_the_page_are_here_too() -> None:
         "# toy run",
         "≈ WITHIN NOISE",
         "| ndcg@10 | 0.438 (",
-        "| +0.200 (\N{MINUS SIGN}0.250 to +0.650) | ≈ within noise |",
+        "| +0.200 (\N{MINUS SIGN}0.709 to +1.109) | ≈ within noise |",
         "| Records | 8,219 |",
         "1. The batch does not fit as one chunk.",
         "| Python | 3.11.7 |",

@@ -15,7 +15,7 @@ import pytest
 from test_report_samples import METRIC, STEPS, VALUES, result, sample
 
 from vembed.evaluation.report.write import write_report
-from vembed.evaluation.significance import bootstrap_interval
+from vembed.evaluation.significance import mean_interval
 
 FILES = ["report.html", "report.json", "report.md"]
 
@@ -88,7 +88,7 @@ def test_all_numbers_of_the_json_equal_the_results_given(tmp_path: Path) -> None
         assert data["metrics"][name]["values"] == given.metrics
         assert data["metrics"][name]["num_queries"] == given.num_queries
         assert data["metrics"][name]["system"] == given.system
-        assert tuple(data["metrics"][name]["intervals"][METRIC]) == bootstrap_interval(given, METRIC)
+        assert tuple(data["metrics"][name]["intervals"][METRIC]) == mean_interval([given], METRIC)
     comparison = report.verdict.comparison
     for shown in (data["verdict"], data["metrics"]["differences"][METRIC]):
         assert (shown["word"], shown["sentence"]) == (report.verdict.word, report.verdict.sentence)

@@ -193,10 +193,10 @@ def _model_keys(parsed: argparse.Namespace, name: str) -> ModelKeys:
 
 def _print_result(entry: Entry, metric: str) -> None:
     """Print a result on three lines and its notes."""
-    from vembed.evaluation.significance import bootstrap_interval
+    from vembed.evaluation.significance import mean_interval
 
     result = entry.result
-    low, high = bootstrap_interval(result, metric)
+    low, high = mean_interval([result], metric)
     print(f"{entry.system} on {entry.task}: {result.num_queries} queries, {result.num_documents} documents")
     numbers = "  ".join(f"{name} {result.metrics[name]:.4f}" for name in dict.fromkeys((metric, *SHOWN_METRICS)))
     print(f"  {numbers}  (95% interval of {metric}: {low:.4f} to {high:.4f})")

@@ -69,7 +69,7 @@ def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> RecallSu
     """Return the sum of both directions' recalls, or None where one of them lacks a cut-off.
 
     Args:
-        reverse: The other one; its queries are drawn apart for the interval.
+        reverse: The other one, with queries of its own.
     """
     results = (forward, reverse)
     if any(metric not in result.per_query for result in results for metric in RSUM_METRICS):

@@ -11,7 +11,7 @@ from vembed.errors import DataError, MachineError
 from vembed.evaluation.card.facts import MetricFacts, RunFacts, SetFacts
 from vembed.evaluation.card.names import PublicName, public_name, without_paths
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.significance import verdicts
+from vembed.evaluation.significance import verdict
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
 from vembed.evaluation.text import value_text
 from vembed.losses.registry import loss_facts
@@ -190,7 +190,7 @@ def _set_facts(
 ) -> SetFacts:
     names = [name for name in dict.fromkeys((metric, *SHOWN_METRICS)) if _tells(name, final, baseline)]
     try:
-        judged = {} if baseline is None else verdicts(baseline, final, names)
+        judged = {} if baseline is None else {name: verdict(baseline, final, name) for name in names}
     except (ValueError, KeyError):  # other queries than before: the numbers stand, their difference says nothing
         judged = {}
     rows = [

@@ -10,7 +10,7 @@ from vembed.evaluation.directions import RSUM_METRICS, recall_sum
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.pages import Cell, Table
 from vembed.evaluation.report.charts import draw_interval
-from vembed.evaluation.significance import bootstrap_intervals, verdicts
+from vembed.evaluation.significance import mean_interval, verdict
 from vembed.evaluation.text import count_text, metric_text, one_line, plural, signed_text
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def _comparisons(
     names = list(dict.fromkeys([decisive, *(name for name in leading if name in found), *found]))
     headline = {decisive, *leading} if any(name in found for name in leading) else set(names)
     paired = [name for name in names if name in baseline.per_query and name in final.per_query and name != decisive]
-    judged = {decisive: decided, **verdicts(baseline, final, paired)}
+    judged = {decisive: decided, **{name: verdict(baseline, final, name) for name in paired}}
     intervals = {key: _intervals(result, names) for key, result in results.items()}
     rows = tuple(
         MetricRow(
@@ -201,7 +201,7 @@ def _values(
 def _intervals(result: EvaluationResult, names: Sequence[str]) -> dict[str, tuple[float, float]]:
     """Return the interval of each metric that a system has by query, for more than one query."""
     known = [name for name in names if len(result.per_query.get(name, ())) > 1]
-    return bootstrap_intervals(result, known)
+    return {name: mean_interval([result], name) for name in known}
 
 
 def row_decimals(row: MetricRow) -> int:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -133,6 +134,26 @@ def test_the_first_claim_is_the_runs_failure_and_the_second_hears_of_it() -> Non
     finally:
         for watchdog in watchdogs:
             watchdog.stop(together=False)
+
+
+def test_rank_0_which_may_keep_the_store_leaves_last() -> None:
+    store = dist.HashStore()
+    left: list[int] = []
+
+    def leave(rank: int) -> None:
+        watchdogs[rank].stop()
+        left.append(rank)
+
+    watchdogs = [Watchdog() for _ in range(3)]
+    for rank, watchdog in enumerate(watchdogs):
+        watchdog.start(rank, 3, store, timeout_seconds=60)
+    others = [threading.Thread(target=leave, args=(rank,)) for rank in (1, 2)]
+    for thread in others:
+        thread.start()
+    time.sleep(0.25)  # they wait for it now, and look again within a tenth of a second
+    leave(0)
+    assert left[-1] == 0
+    assert sorted(left) == [0, 1, 2]
 
 
 def test_exit_json_goes_only_into_a_folder_that_is_the_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

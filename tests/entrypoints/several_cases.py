@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 from command_cases import ROOT, Outcome, Site, environment
+from warm_process import WarmProcess
+
+from vembed.distributed.process_env import ProcessEnv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from warm_process import WarmProcess
 
 TRAIN = ROOT / "vembed" / "entrypoints" / "train.py"
 ACCELERATE = Path(sys.executable).with_name("accelerate")
@@ -47,6 +48,29 @@ def accelerate(config: Path, *words: str, options: Sequence[str], folder: Path) 
         capture_output=True, text=True, cwd=folder, env=bare_environment(), timeout=300, check=False,
     )  # fmt: skip
     return Outcome.of(done.returncode, done.stdout, done.stderr, config.parent / "out")
+
+
+def run_ranks(config: Path, *words: str, count: int = 2) -> Outcome:
+    """Run a configuration in several processes, started as a launcher starts them; the output is that of the first."""
+    port, processes = free_port(), []
+    for rank in range(count):
+        told = ProcessEnv(rank, count, local_rank=rank, local_world_size=count, main_port=port)
+        output, errors = (config.parent / f"rank-{rank}-{name}.txt" for name in ("output", "errors"))
+        output.unlink(missing_ok=True)
+        errors.unlink(missing_ok=True)
+        processes.append(
+            WarmProcess(
+                [str(TRAIN), str(config), *words], cwd=config.parent, output=output, errors=errors,
+                env=environment(**told.environment()),
+            )
+        )  # fmt: skip
+    try:
+        codes = [process.wait(300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    out, err = ((config.parent / f"rank-0-{name}.txt").read_text("utf-8") for name in ("output", "errors"))
+    return Outcome.of(max(codes, key=abs), out, err, config.parent / "out")
 
 
 def bare_environment() -> dict[str, str]:

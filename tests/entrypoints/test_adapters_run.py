@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from command_cases import Outcome, Site, assert_same_run, evaluation, run_keys, run_process, write_config
+from command_cases import Outcome, Site, assert_same_run, evaluation, run_keys, write_config
 from safetensors.torch import load_file, save_file
+from several_cases import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -151,7 +152,7 @@ def test_two_processes_train_a_part_as_one_does(site: Site, tmp_path: Path, keys
     keys = {**keys, "model_name": str(site.bert_without_dropout), "max_grad_norm": None}
     one = run_keys(tmp_path / "one", site.keys(**{**keys, "use_fsdp": None}))
     assert one.code == 0, one.err
-    both = run_process(write_config(tmp_path / "two", site.keys(**keys, num_processes=2, batch_size=8)))
+    both = run_ranks(write_config(tmp_path / "two", site.keys(**keys, num_processes=2, batch_size=8)))
     assert both.code == 0, both.err
     assert both.losses == pytest.approx(one.losses, rel=1e-4)
     plan = json.loads((both.folder / "plan.json").read_text())

@@ -8,8 +8,9 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Site, run_process, write_config
-from several_cases import exact
+import yaml
+from command_cases import Outcome, Site, run_process, write_config
+from several_cases import exact, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -24,6 +25,12 @@ SPREAD: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+def run(config: Path, *words: str) -> Outcome:
+    """Run a configuration in as many processes as it asks for."""
+    start = run_ranks if yaml.safe_load(config.read_text("utf-8"))["num_processes"] > 1 else run_process
+    return start(config, *words)
+
+
 def keys(site: Site, spread: str) -> dict[str, Any]:
     return exact(site, global_batch_size=16, save_steps=3, gradient_cache_chunk_size=6, **SPREAD[spread])
 
@@ -33,14 +40,14 @@ def run_of(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Callable[[st
     """Return the folder of a run of 8 steps that is spread in a way, with checkpoints of steps 6 and 8."""
 
     @functools.cache
-    def run(spread: str) -> Path:
+    def run_spread(spread: str) -> Path:
         folder = tmp_path_factory.mktemp(spread)
-        outcome = run_process(write_config(folder, keys(site, spread)))
+        outcome = run(write_config(folder, keys(site, spread)))
         assert outcome.code == 0, outcome.err
         assert json.loads((folder / "out/plan.json").read_text())["strategy"].startswith(spread)
         return folder / "out"
 
-    return run
+    return run_spread
 
 
 @pytest.mark.parametrize(
@@ -57,12 +64,12 @@ def test_a_run_goes_on_with_its_work_spread_otherwise_when_that_is_allowed(
     plan = (tmp_path / "out/plan.json").read_bytes()
     resume = str(tmp_path / "out/checkpoints/step-00000006")
     config = write_config(tmp_path, keys(site, after) | {"resume": resume})
-    refused = run_process(config)
+    refused = run(config)
     assert refused.code == 2
     assert "was saved by a run whose work was spread otherwise" in refused.err
     assert "resume_elastic=true" in refused.err
     assert (tmp_path / "out/plan.json").read_bytes() == plan, "nothing of the run is replaced"
-    resumed = run_process(config, "--config_override", "resume_elastic=true")
+    resumed = run(config, "--config_override", "resume_elastic=true")
     assert resumed.code == 0, resumed.err
     straight = [json.loads(line) for line in (straight_run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in resumed.rows] == [row["step"] for row in straight] == list(range(1, 9))
@@ -76,7 +83,7 @@ def test_a_sharded_run_that_is_spread_as_before_needs_no_leave_to_go_on(
 ) -> None:
     shutil.copytree(run_of("fsdp"), tmp_path / "out")
     resume = str(tmp_path / "out/checkpoints/step-00000006")
-    resumed = run_process(write_config(tmp_path, keys(site, "fsdp") | {"resume": resume}))
+    resumed = run(write_config(tmp_path, keys(site, "fsdp") | {"resume": resume}))
     assert resumed.code == 0, resumed.err
     straight = [json.loads(line) for line in (run_of("fsdp") / "metrics.jsonl").read_text().splitlines()]
     for name in ("step", "loss", "grad_norm"):

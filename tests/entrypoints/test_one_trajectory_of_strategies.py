@@ -1,7 +1,7 @@
 """One configuration, one trajectory: neither processes, sharding, chunks, retention nor tiles change what is trained.
 
 Each axis is changed alone against a base run, then all together; the last batch of each epoch is ragged, lengths are
-uneven, and every run is a real launch.
+uneven, and every run has processes of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 from command_cases import Outcome, run_process, write_bert, write_config, write_rows
 from model_cases import edit_json
 from picture_cases import write_picture_model
+from several_cases import run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,7 +80,8 @@ def clip_run(folder: Path) -> dict[str, Any]:
 
 
 def launched(folder: Path, keys: dict[str, Any]) -> Outcome:
-    done = run_process(write_config(folder, keys))
+    start = run_ranks if keys["num_processes"] > 1 else run_process
+    done = start(write_config(folder, keys))
     assert done.code == 0, done.err
     assert len(done.losses) == STEPS
     return done
@@ -106,7 +108,7 @@ def test_losses_agree_whatever_is_changed_of_how_they_are_computed(
     assert min(base.losses[-5:]) < 0.7 * base.losses[0], "it must learn something, or there is nothing to compare"
     differences = {}
     for name, changes in AXES.items():
-        run = launched(tmp_path / name.replace(" ", "-"), keys | changes)
+        run = launched(tmp_path / name.replace(" ", "-"), keys | {"num_processes": 1} | changes)
         a, b = np.array(run.losses), np.array(base.losses)
         differences[name] = float((np.abs(a - b) - relative * np.abs(b)).max())
         plan = json.loads((run.folder / "plan.json").read_text("utf-8"))

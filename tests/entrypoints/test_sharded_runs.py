@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from command_cases import Outcome, Site, run_process, write_config
-from several_cases import exact
+from several_cases import exact, run_ranks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +28,7 @@ def test_a_sharded_run_trains_evaluates_and_writes_the_model_of_one_process(
     site: Site, tmp_path: Path, alone: Outcome, mode: str
 ) -> None:
     keys = exact(site, num_processes=2, use_fsdp=True, fsdp_mode=mode, **CACHED)
-    done = run_process(write_config(tmp_path, keys))
+    done = run_ranks(write_config(tmp_path, keys))
     assert (alone.code, done.code) == (0, 0), done.err
     plan = json.loads((done.folder / "plan.json").read_text("utf-8"))
     assert (plan["strategy"], plan["mode"], plan["world_size"]) == ("fsdp", mode, 2)
@@ -49,7 +49,7 @@ def test_adapters_mixed_precision_checkpointing_and_workers_go_together_with_sha
         num_processes=2, use_fsdp=True, fsdp_mode="lean", use_lora=True, gradient_checkpointing=True, bf16=True,
         num_workers=1, learning_rate=0.02, **CACHED | {"retain": 0},
     )  # fmt: skip
-    done = run_process(write_config(tmp_path, keys))
+    done = run_ranks(write_config(tmp_path, keys))
     assert done.code == 0, done.err
     assert len(done.losses) == 4
     assert all(row["replay_drift"] == 0 and row["grad_norm"] > 0 for row in done.rows)

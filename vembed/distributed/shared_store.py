@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-_CLAIM, _CLAIMS, _HEARD, _LEAVING = "failure", "claims", "heard", "leaving"
+_CLAIM, _CLAIMS, _HEARD, _LEAVING, _PARTED = "failure", "claims", "heard", "leaving", "parted"
 
 
 class StoreLostError(MachineError):
@@ -86,6 +86,16 @@ class SharedStore:
         """Return whether every process is ready to leave."""
         with self._talk() as store:
             return bool(store.add(_LEAVING, 0) >= self._world_size)
+
+    def part(self) -> None:
+        """Say that this process asks the store nothing more."""
+        with self._talk() as store:
+            store.add(_PARTED, 1)
+
+    def others_parted(self) -> bool:
+        """Return whether every process but rank 0 has parted."""
+        with self._talk() as store:
+            return bool(store.add(_PARTED, 0) >= self._world_size - 1)
 
     def beat(self, beat: Beat) -> None:
         """Tell where this process is."""

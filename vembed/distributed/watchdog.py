@@ -131,6 +131,8 @@ class Watchdog:
         if together:
             self._await_all(None)
         self._halt()
+        if together:
+            self._part()
 
     @property
     def _is_on(self) -> bool:
@@ -279,6 +281,13 @@ class Watchdog:
                 lambda: self._shared.all_leave() or (seconds is None and self.first_failure() is not None),
                 seconds,
             )
+
+    def _part(self) -> None:
+        """Say that this process needs the store no more; rank 0, which may keep it, stays until the others have."""
+        if self._rank > 0:
+            self._shared.part()
+        elif self._shared.all_leave():
+            _wait(self._shared.others_parted, FAREWELL_SECONDS)
 
     def _part_after(self, first: Failure, *, is_ours: bool) -> None:
         """Stay until the others know why the run ends; the one that told of it may keep the store."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vembed.config.load import load_config, load_values
+from vembed.entrypoints.train import main
 from vembed.errors import ConfigError
 
 MEMORY_BYTES = 192 * 2**20
@@ -54,16 +55,20 @@ HOSTILE = {
     "alias bomb": (bomb(12), "anchors"),
     "python object": ("model_name: !!python/object/apply:os.system ['touch pwned']", "tags"),
     "python object in JSON clothes": ('{"model_name": !!python/name:os.system }', "tags"),
-    "deep lists": ("model_name: " + "[" * 500_000, "nested more than"),
+    "deep lists": ("model_name: " + "[" * 200_000, "nested more than"),
     "deep blocks": (
-        "model_name: m\ndata_path:\n" + "".join(f"{' ' * i}- \n" for i in range(1, 1000)),
+        "model_name: m\ndata_path:\n" + "".join(f"{' ' * i}- \n" for i in range(1, 700)),
         "nested more than",
     ),
-    "very many keys": ("".join(f"k{i}: 1\n" for i in range(90_000)), "values; this is no configuration"),
+    "very many keys": ("".join(f"k{i}: 1\n" for i in range(20_000)), "values; this is no configuration"),
     "many keys": ("".join(f"learning_ratio{i}: 1\n" for i in range(990)), "unknown key; did you mean learning_rate?"),
-    "long word": ("model_name: m\nbatch_size: " + "x" * 1_000_000, "must be auto or an integer"),
-    "long number": ("model_name: m\nbatch_size: " + "9" * 1_000_000, "must be auto or an integer"),
-    "long key": ("model_name: m\n" + "x" * 1_000_000 + ": 1", "not valid YAML"),
+    "long word": ("model_name: m\nbatch_size: " + "x" * 60_000, "must be auto or an integer"),
+    "long number": ("model_name: m\nbatch_size: " + "9" * 200_000, "must be auto or an integer"),
+    "blank lines": ("\n" * 250_000, "the file is empty"),
+    "many lines of one text": ("model_name: m\nquery_prompt: " + " a\n" * 80_000, "the values take 160,"),
+    "text of many words": ("model_name: m\nbatch_size: " + "a." * 32_000, "must be auto or an integer"),
+    "text of many tokens": ("model_name: m\nbatch_size: ?" + "token" * 12_000, "must be auto or an integer"),
+    "long key": ("model_name: m\n" + "x" * 200_000 + ": 1", "not valid YAML"),
 }
 
 
@@ -72,7 +77,7 @@ def test_hostile_yaml_is_refused_in_under_a_second_with_bounded_memory(name: str
     text, reason = HOSTILE[name]
     path = tmp_path / "a.yaml"
     path.write_text(text)
-    assert path.stat().st_size < 2**20
+    assert path.stat().st_size < 2**18
     message, seconds = load_bounded(path)
     assert message is not None
     assert reason in message
@@ -84,9 +89,9 @@ def test_hostile_yaml_is_refused_in_under_a_second_with_bounded_memory(name: str
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 1_000_000,
-        '{"a":' * 200_000,
-        "{" + ",".join(f'"k{i}":1' for i in range(80_000)) + "}",
+        "[" * 200_000,
+        '{"a":' * 40_000,
+        "{" + ",".join(f'"k{i}":1' for i in range(20_000)) + "}",
         '{"model_name": "m", "column_mapping": ' + '{"a":' * 900 + "1" + "}" * 901,
     ],
     ids=["deep lists", "deep objects", "very many keys", "nested mapping"],
@@ -108,7 +113,7 @@ def test_a_file_of_50_megabytes_is_refused_from_its_size(suffix: str, tmp_path: 
         file.truncate(50 * 10**6)
     message, seconds = load_bounded(path)
     assert message is not None
-    assert "50,000,000 bytes; a configuration has at most 1,048,576" in message
+    assert "50,000,000 bytes; a configuration has at most 262,144" in message
     assert seconds < 0.1
 
 
@@ -147,3 +152,27 @@ def test_values_of_python_that_no_file_could_hold_are_refused() -> None:
                 load_values(base, over)  # type: ignore[arg-type]
             assert reason.partition(": ")[2] in str(refused.value)
             assert len(str(refused.value)) < 300
+
+
+def test_values_that_no_file_could_give_back_are_refused() -> None:
+    many: object = "x"
+    for _ in range(6):
+        many = [many] * 100
+    for values, reason in [
+        ({"data_path": many}, "there are more than 2000 values"),
+        ({"query_prompt": "x" * 70_000}, "the values take 70,005 bytes; a configuration has at most 65,536"),
+        ({"column_mapping": {f"c{n}": "query" for n in range(900)}}, "values in lists and mappings"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            load_values({"model_name": "m"}, values)
+    with pytest.raises(ConfigError, match="overrides: there are more than 2000 values"):
+        load_config(None, ["batch_size=1"] * 2_001)
+
+
+def test_deep_json_is_refused_before_it_is_asked_whether_it_is_of_deepspeed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("[" * 200_000)
+    assert main([str(path), "--validate"]) == 2
+    assert "nested more than 8 deep" in capsys.readouterr().err

@@ -196,13 +196,13 @@ def test_an_empty_file_is_refused(write: Write, text: str) -> None:
     assert text == "null" or "empty" in line
 
 
-def test_a_file_over_one_mebibyte_is_refused_and_one_of_just_that_size_loads(write: Write) -> None:
+def test_a_file_over_256_kibibytes_is_refused_and_one_of_just_that_size_loads(write: Write) -> None:
     start = "model_name: m\n"
-    exact = start + "#" * (2**20 - len(start) - 1) + "\n"
-    assert len(exact) == 2**20
+    exact = start + "#" * (2**18 - len(start) - 1) + "\n"
+    assert len(exact) == 2**18
     assert load_config(write(exact)).config.model_name == "m"
     assert problems(write(exact + "\n")) == [
-        "configs/a.yaml: 1,048,577 bytes; a configuration has at most 1,048,576 (1 MiB)"
+        "configs/a.yaml: 262,145 bytes; a configuration has at most 262,144 (256 KiB)"
     ]
 
 

@@ -6,6 +6,7 @@
 """
 
 import difflib
+import json
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +19,18 @@ from pydantic_core import ErrorDetails
 from vembed.config.fields import BrokenRules
 from vembed.config.messages import explain, unknown_key
 from vembed.config.plugins import import_plugins
-from vembed.config.redact import printable, shown
+from vembed.config.redact import MASK, lacks_secret, printable, shown
 from vembed.config.schema import ALIASES, Config, fields
 from vembed.config.settings import parse_overrides, read_values
 from vembed.config.sources import Entry, Layer, Place, Problem, Refused, raise_problems
-from vembed.config.text import Pairs, read_mapping, resolve
+from vembed.config.text import MAX_NODES, Pairs, read_mapping, resolve
 from vembed.errors import ConfigError
 
-MAX_FILE_BYTES = 2**20
+MAX_FILE_BYTES = 2**18
+"""Bounds the time that parsing takes: most of a second."""
+
+MAX_TEXT_BYTES = 2**16
+"""Of all values together, so that a configuration can be written as a file that is read again."""
 
 _SUFFIXES = (".yaml", ".yml", ".json")
 _PLACEHOLDER_MODEL = "builtin:none"
@@ -44,7 +49,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfi
     """Read a configuration file and lay overrides over it.
 
     Args:
-        path: A `.yaml`, `.yml` or `.json` file of at most 1 MiB; None when overrides say everything.
+        path: A `.yaml`, `.yml` or `.json` file of at most 256 KiB; None when overrides say everything.
         overrides: `key=value` texts; they win over the file.
 
     Raises:
@@ -86,8 +91,10 @@ def _check(lower: Layer, upper: Layer, path: Path | None) -> LoadedConfig:
     top, top_problems = _settle(upper.entries or [])
     settings = _lay_over(base, top)
     start = Place(0, 0, "configuration" if path is None else printable(str(path)))
+    raise_problems(_unwritable(settings, start))
     config, schema_problems = _validate(settings, start, complete=lower.entries is not None)
-    raise_problems([*lower.problems, *upper.problems, *base_problems, *top_problems, *schema_problems])
+    problems = [*lower.problems, *upper.problems, *base_problems, *top_problems, *schema_problems]
+    raise_problems([*problems, *_masked(settings)])
     assert config is not None  # a Config is missing only beside a problem
     return LoadedConfig(config, {key: setting.place.source for key, setting in settings.items()}, path)
 
@@ -136,8 +143,9 @@ def _read_text(path: Path) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise Refused(0, "not a regular file; name a configuration file")
         if status.st_size > MAX_FILE_BYTES:
-            raise Refused(0, f"{status.st_size:,} bytes; a configuration has at most {MAX_FILE_BYTES:,} (1 MiB)")
-        content = path.read_bytes()
+            raise Refused(0, f"{status.st_size:,} bytes; a configuration has at most {MAX_FILE_BYTES:,} (256 KiB)")
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)  # it may have grown
     except FileNotFoundError as error:
         raise Refused(0, f"no such file{_nearest_file(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
@@ -154,7 +162,10 @@ def _read_text(path: Path) -> str:
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return "; its folder does not exist either"
-    names = [each.name for each in path.parent.iterdir() if each.suffix.lower() in _SUFFIXES]
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.suffix.lower() in _SUFFIXES]
+    except OSError as error:
+        return f"; its folder can't be listed: {error.strerror}"
     nearest = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {printable(str(path.with_name(nearest[0])))}?" if nearest else ""
 
@@ -216,6 +227,35 @@ def _lay_over(base: Mapping[str, Entry], top: Mapping[str, Entry]) -> dict[str, 
         part_places = {**(under.part_places if under else {}), entry.part: entry.place}
         settings[key] = entry._replace(value={**whole, entry.part: entry.value}, part_places=part_places)
     return settings
+
+
+def _unwritable(settings: Mapping[str, Entry], start: Place) -> list[Problem]:
+    """Return why the settings would make a file that is refused: it holds every key, each with its name."""
+    values = [setting.value for setting in settings.values()]
+    texts = sum(len(json.dumps(value)) for value in values)
+    room = MAX_NODES - 2 * len(fields()) - 1
+    if texts > MAX_TEXT_BYTES:
+        return [Problem(start, f"the values take {texts:,} bytes; a configuration has at most {MAX_TEXT_BYTES:,}")]
+    if sum(map(_count_parts, values)) > room:
+        return [Problem(start, f"there are more than {room:,} values in lists and mappings; this is no configuration")]
+    return []
+
+
+def _count_parts(value: object) -> int:
+    if isinstance(value, dict):
+        return sum(2 + _count_parts(part) for part in value.values())
+    return sum(1 + _count_parts(part) for part in value) if isinstance(value, list) else 0
+
+
+def _masked(settings: Mapping[str, Entry]) -> list[Problem]:
+    """Refuse to take the mask of a secret, from a file that a run wrote, for the value."""
+    return [
+        Problem(
+            setting.place, f"{MASK} stands where a secret was left out; write the secret itself, or override {key}", key
+        )
+        for key, setting in settings.items()
+        if lacks_secret(setting.value)
+    ]
 
 
 def _validate(settings: Mapping[str, Entry], start: Place, *, complete: bool) -> tuple[Config | None, list[Problem]]:

@@ -1,4 +1,7 @@
-"""Keep secrets out of messages and files: what a URL carries for a server is nobody else's to read."""
+"""Keep secrets out of what people read: messages, plans, logs, reports and the configuration that a run writes down.
+
+Every pattern is bounded, so that no text takes more than a moment.
+"""
 
 import re
 
@@ -6,16 +9,66 @@ MASK = "***"
 
 _SHOWN_CHARACTERS = 80
 
-_USER_INFO = re.compile(r"(?P<scheme>\b[a-z][a-z0-9+.-]*://)[^/\\\s?#]*@", re.IGNORECASE)
 _SECRET_WORD = r"(?:token|passw(?:or)?d|secret|api[_-]?key|credential|signature)"
-_SECRET_PARAMETER = re.compile(rf"(?P<name>[?&][\w.-]*{_SECRET_WORD}[\w.-]*=)[^&#\s'\"]*", re.IGNORECASE)
 _SECRET_NAME = re.compile(_SECRET_WORD, re.IGNORECASE)
+# `token` alone or as a service's; pad_token=, max_tokens= and their like hold no secret.
+_NAME = (
+    r"(?:passw(?:or)?d|pwd|passphrase|secret(?:[_-]?access)?(?:[_-]?key)?|(?:api|access|account|auth|private)[_-]?key"
+    r"|client[_-]?secret|credentials?|(?:(?<![a-z_-])|access[_-]?|auth[_-]?|api[_-]?|hf[_-]?|hub[_-]?|bearer[_-]?"
+    r"|refresh[_-]?|session[_-]?|security[_-]?|user[_-]?|wandb[_-]?)token)"
+)
+_DIGIT_SOON = r"(?=[a-z_-]{0,100}[0-9])"  # keeps words of plain language
+
+_SECRETS = {
+    "user info of a URL; a slash, ? or # in a password that should have been encoded is part of it": (
+        r"(?P<before>\b[a-z][a-z0-9+.-]{0,30}://)(?P<secret>[^/\\\s?#@]{0,500}(?:@[^/\\\s?#@]{0,500}){0,3}"
+        r"|[^/\\\s?#:@\[]{0,100}:(?![0-9]{1,5}[/?#])[^\s@]{0,200})(?=@)"
+    ),
+    "parameter of a URL": (
+        rf"(?P<before>[?&;][\w.-]{{0,60}}?{_SECRET_WORD}[\w.-]{{0,60}}=|[?&](?:key|sig|auth|pwd)=)"
+        r"(?P<secret>[^&#\s'\";]*)"
+    ),
+    "name=value": rf"(?P<before>{_NAME}[\"']?\s?=\s?[\"']?)(?P<secret>[^\s'\"&;,]+)",
+    "name: value, --name value": (
+        rf"(?P<before>(?:{_NAME}[\"']?\s?:|--?(?:\w{{1,20}}-){{0,3}}(?:{_NAME}|token))\s?[\"']?)"
+        rf"(?P<secret>\*\*\*|{_DIGIT_SOON}[^\s'\"&;,]{{6,}})"
+    ),
+    "header": r"(?P<before>\bauthorization[\"']?\s?[:=]\s?[\"']?(?:[a-z]{1,20}\s)?)(?P<secret>[^\s'\"]+)",
+    "bearer": rf"(?P<before>\bbearer\s)(?P<secret>\*\*\*|{_DIGIT_SOON}[\w.~+/=-]{{8,}})",
+    "token by its beginning, where case counts": (
+        r"(?-i:\b(?P<before>hf_|AKIA|ASIA|sk[-_]|gh[opsur]_|github_pat_|glpat-|xox[a-z]-|AIza|eyJ)"
+        r"(?P<secret>\*\*\*|(?<=hf_)[A-Za-z0-9]{12,}|(?<=A[KS]IA)[A-Z0-9]{12,}"
+        r"|(?<=sk[-_])(?:[a-z0-9]{1,12}[-_]){0,3}[A-Za-z0-9]{16,}[\w-]*|(?<=[hopsur]_)[A-Za-z0-9]{16,}"
+        r"|(?<=github_pat_)\w{16,}|(?<=glpat-)[\w-]{16,}|(?<=xox.-)[\w-]{10,}|(?<=AIza)[\w-]{30,}"
+        r"|(?<=eyJ)[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]*)?))"
+    ),
+}
+_PATTERNS = [re.compile(pattern, re.IGNORECASE) for pattern in _SECRETS.values()]
 
 
 def redact(text: str) -> str:
-    """Replace user info and secret query parameters of every URL in a text: `https://***@host/x?token=***`."""
-    text = _USER_INFO.sub(rf"\g<scheme>{MASK}@", text)
-    return _SECRET_PARAMETER.sub(rf"\g<name>{MASK}", text)
+    """Replace what opens a door: user info of URLs, passwords and tokens in parameters, headers and on their own.
+
+    `https://***@host/x?token=***`
+    """
+    for pattern in _PATTERNS:
+        text = pattern.sub(_masked, text)
+    return text
+
+
+def _masked(found: re.Match[str]) -> str:
+    return found[0] if found["secret"].startswith(MASK) else f"{found['before']}{MASK}"
+
+
+def lacks_secret(value: object) -> bool:
+    """Tell whether a value has the mask where `redact` puts it: its secret is gone."""
+    if isinstance(value, str):
+        return MASK in value and any(
+            found["secret"].startswith(MASK) for pattern in _PATTERNS for found in pattern.finditer(value)
+        )
+    if isinstance(value, dict):
+        return any(lacks_secret(part) for pair in value.items() for part in pair)
+    return isinstance(value, list | tuple) and any(map(lacks_secret, value))
 
 
 def redact_value(value: object) -> object:

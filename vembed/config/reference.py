@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vembed.config.fields import LARGEST_COUNT
-from vembed.config.load import MAX_FILE_BYTES
+from vembed.config.load import MAX_FILE_BYTES, MAX_TEXT_BYTES
 from vembed.config.messages import expectation, key_schemas
 from vembed.config.schema import ALIASES, SECTIONS, key_names, rules, section_keys
 from vembed.config.text import write_mapping
@@ -47,13 +47,14 @@ An override wins over the file, the file over the default, and `auto` is decided
 
 ## What a file may hold
 
-UTF-8, at most {MAX_FILE_BYTES // 2**20} MiB, one mapping. Refused: unknown and duplicate keys, YAML anchors, aliases
-and tags, several documents, NUL characters, NaN and infinity. Types are strict: `"3"` and `true` are no integers; an
-integer is fine for a number. Integers go up to {LARGEST_COUNT:,} unless the table says otherwise. Words are read as in
-YAML 1.2: `1e-5` is a number, `no` and `on` are texts, booleans are `true` and `false`.
+UTF-8, at most {MAX_FILE_BYTES // 2**10} KiB with {MAX_TEXT_BYTES // 2**10} KiB of values, one mapping. Refused:
+unknown and duplicate keys, YAML anchors, aliases and tags, several documents, NUL characters, NaN and infinity. Types
+are strict: `"3"` and `true` are no integers; an integer is fine for a number. Integers go up to {LARGEST_COUNT:,}
+unless the table says otherwise. Words are read as in YAML 1.2: `1e-5` is a number, `no` and `on` are texts, booleans
+are `true` and `false`.
 
-User names, passwords and tokens in URLs are replaced by `***` in messages and in the `config.yaml` of the output
-folder.
+User names, passwords and tokens, in URLs and in any other text, are replaced by `***` in messages, in the plan, in
+reports and in the `config.yaml` of the output folder. A file with such a `***` is refused until the secret is back.
 
 ## Resuming
 

@@ -6,14 +6,14 @@ no quotes.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from vembed.config.redact import MASK, names_secret, shown
 from vembed.config.schema import ALIASES, fields
 from vembed.config.sources import Entry, Layer, Place, Problem, Refused
-from vembed.config.text import MAX_DEPTH, read_flow, read_plain
+from vembed.config.text import MAX_DEPTH, MAX_NODES, TOO_MANY, read_flow, read_plain
 
 _SYNTAX = "write key=value, such as batch_size=32"
 _RESERVED = "!&*|>%@`#"
@@ -26,6 +26,8 @@ _MOST_BITS = 3_000
 def parse_overrides(overrides: Sequence[str]) -> Layer:
     """Read texts of the form `key=value` or `mapping_key.part=value`; keys are not judged here."""
     layer = Layer([], [])
+    if len(overrides) > MAX_NODES:
+        return Layer([], [Problem(Place(1, 0, "overrides"), TOO_MANY)])
     for number, text in enumerate(overrides):
         place = Place(1, number, f"override {_shown(text)}")
         try:
@@ -43,9 +45,10 @@ def read_values(values: Mapping[Any, object], *, layer: int) -> Layer:
         layer: 0 for a configuration, 1 for what is laid over it.
     """
     entries, problems = [], []
+    left = iter(range(MAX_NODES))
     for number, (name, given) in enumerate(values.items(), start=1):
         try:
-            value, refusal = _plain(given, MAX_DEPTH), None
+            value, refusal = _plain(given, MAX_DEPTH, left), None
         except Refused as refused:
             value, refusal = "...", refused.text
         place = Place(layer, number, f"override {_shown(f'{name}={value}')}" if layer else "configuration")
@@ -66,7 +69,8 @@ def _parse(text: str, place: Place) -> Entry:
     if not name:
         raise Refused(0, f"there is no key before '='; {_SYNTAX}")
     if not word.strip():
-        raise Refused(0, f"there is no value after '='; write {name}='' for an empty text or {name}=null for none")
+        key = shown(name)
+        raise Refused(0, f"there is no value after '='; write {key}='' for an empty text or {key}=null for none")
     name, dot, part = name.partition(".")
     if dot and not (name and part):
         raise Refused(0, "write mapping_key.part=value, such as column_mapping.text=query")
@@ -85,22 +89,29 @@ def _read(word: str) -> object:
     return read_plain(word)
 
 
-def _plain(value: object, depth: int) -> object:
-    """Return a value of Python as a file would hold it."""
+def _plain(value: object, depth: int, left: Iterator[int]) -> object:
+    """Return a value of Python as a file would hold it, of the plain types; each part takes one of those left."""
     if depth == 0:
         raise Refused(0, f"nested over {MAX_DEPTH} levels deep; no key needs more than two")
-    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
-        return math.inf if value > 0 else -math.inf
-    if value is None or isinstance(value, (str, bool, int, float)):
+    if next(left, None) is None:
+        raise Refused(0, TOO_MANY)
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int):
+        number = int.__int__(value)  # an enumeration or another subclass may print as something else
+        return number if number.bit_length() <= _MOST_BITS else math.inf if number > 0 else -math.inf
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
     if isinstance(value, PurePath):
         return str(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(part, depth - 1) for part in value]
+        return [_plain(part, depth - 1, left) for part in value]
     if isinstance(value, Mapping):
         if not all(isinstance(name, str) for name in value):
             raise Refused(0, "a key must be a text")
-        return {name: _plain(part, depth - 1) for name, part in value.items()}
+        return {str.__str__(name): _plain(part, depth - 1, left) for name, part in value.items()}
     raise Refused(0, f"a {type(value).__name__} is no setting; give a text, a number, a boolean, None or a path")
 
 

@@ -24,7 +24,7 @@ _MAX_DIGITS = 1000
 """Integers with more digits are infinite to us: Python refuses over 4,300 of them, and a float ends at 309."""
 
 _TOO_DEEP = f"lists and mappings are nested more than {MAX_DEPTH} deep"
-_TOO_MANY = f"there are more than {MAX_NODES} values; this is no configuration"
+TOO_MANY = f"there are more than {MAX_NODES} values; this is no configuration"
 _TEXT = "tag:yaml.org,2002:str"
 _PLAIN = {
     "tag:yaml.org,2002:null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -130,7 +130,7 @@ class _Loader(yaml.SafeLoader):
         if getattr(event, "tag", None) is not None:
             raise Refused(line, "tags (!) are refused; write a plain value, or quote the text")
         if self.depth > MAX_DEPTH or self.num_nodes > MAX_NODES:
-            raise Refused(line, _TOO_DEEP if self.depth > MAX_DEPTH else _TOO_MANY)
+            raise Refused(line, _TOO_DEEP if self.depth > MAX_DEPTH else TOO_MANY)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -230,7 +230,7 @@ def _key_lines(text: str) -> Iterator[int]:
         if token["key"] is not None:
             count += 1
             if 2 * count > MAX_NODES:
-                raise Refused(line, _TOO_MANY)
+                raise Refused(line, TOO_MANY)
             yield line
         line += token[0].count("\n")
 

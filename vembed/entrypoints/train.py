@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 if not __package__:  # started as a file: Python put this folder on the path, where the package's parent belongs
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
-from vembed.config.load import load_config
+from vembed.config.load import file_values, load_config
 from vembed.config.redact import redact
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
@@ -118,8 +117,8 @@ def _refuse_deepspeed(path: Path | None) -> None:
     if path is None or path.suffix.lower() != ".json":
         return
     try:
-        content = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):
+        content = file_values(path)
+    except ConfigError:
         return  # the configuration's own error says so
     if is_deepspeed(content):
         raise ConfigError(deepspeed_refusal(content, where=str(path)))

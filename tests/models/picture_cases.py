@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import TYPE_CHECKING, Any
 
@@ -149,16 +150,28 @@ OPEN_CLIP_CONFIG: dict[str, Any] = {
 }
 
 
-def write_open_clip(folder: Path) -> Path:
-    """Write a folder in open_clip's own form."""
+RESNET_CONFIG: dict[str, Any] = {
+    **OPEN_CLIP_CONFIG,
+    "vision_cfg": {"image_size": SIDE, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16},
+}
+"""With batch normalisation."""
+
+
+def write_open_clip(folder: Path, config: dict[str, Any] = OPEN_CLIP_CONFIG) -> Path:
+    """Write a folder in open_clip's own form; batch normalisation has statistics that aren't those of any batch."""
     import open_clip
     from open_clip.push_to_hf_hub import save_config_for_hf
 
     torch.manual_seed(0)
-    model = open_clip.CLIP(**OPEN_CLIP_CONFIG)
+    model = open_clip.CLIP(**copy.deepcopy(config))
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(module.running_mean, std=0.1)
+            torch.nn.init.uniform_(module.running_var, 0.5, 2.0)
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)  # open_clip begins the last one of each block with zeros
     open_clip.set_model_preprocess_cfg(model, {"size": SIDE, "mean": (0.5,) * 3, "std": (0.5,) * 3})
     folder.mkdir(exist_ok=True)
-    save_config_for_hf(model, folder / "open_clip_config.json", OPEN_CLIP_CONFIG)
+    save_config_for_hf(model, folder / "open_clip_config.json", config)
     save_file(model.state_dict(), folder / "open_clip_model.safetensors")
     return folder
 

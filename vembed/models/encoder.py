@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast,
 
 import numpy as np
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from vembed.batch import MODALITY_WORDS, modality_of
 from vembed.data.images import ImageLimits
@@ -69,6 +70,7 @@ class Encoder(nn.Module, ABC):
     multi_vector: bool = False  # whether `forward` gives several vectors for each row
     image_limits: ImageLimits = ImageLimits()
     eval_only: tuple[nn.Module, ...] = ()  # run in evaluation mode while the rest trains: what is frozen drops nothing
+    freeze_batch_norm: bool = False  # whether batch normalisation keeps the statistics of the files in training
     keeps_base: bool = False  # whether some weights stay those of the files, so that checkpoints leave them out
     base: str | None = None  # fingerprint of those weights
     trains: str = ""  # what of it trains, for people; empty until that is decided
@@ -93,11 +95,21 @@ class Encoder(nn.Module, ABC):
         """
 
     def train(self, mode: bool = True) -> Self:
-        """Set the mode of all modules but those of `eval_only`."""
+        """Set the mode of all modules but those of `eval_only`, and of batch normalisation that is frozen."""
         super().train(mode)
-        for module in self.eval_only:
+        for module in (*self.eval_only, *(self.batch_norms() if self.freeze_batch_norm else ())):
             module.eval()
         return self
+
+    def batch_norms(self) -> tuple[nn.Module, ...]:
+        """Return the layers of batch normalisation."""
+        return tuple(module for module in self.modules() if isinstance(module, _BatchNorm))
+
+    def mixes_rows(self) -> bool:
+        """Return whether an embedding depends on the other rows of its chunk while training, by batch normalisation."""
+        still = set(self.batch_norms()) if self.freeze_batch_norm else set()
+        still |= {module for each in self.eval_only for module in each.modules()}
+        return any(norm not in still or norm.running_mean is None for norm in self.batch_norms())
 
     @abstractmethod
     def towers(self) -> tuple[Tower, ...]:

@@ -112,7 +112,11 @@ def _load(files: ModelFiles, texts: Iterable[str]) -> Encoder:
     else:
         own = next(each for each in encoder_classes() if each.recognises(files))
     _refuse_idle_keys(own, files)
-    return own.load(files, texts)
+    encoder = own.load(files, texts)
+    if files.keys.freeze_batch_norm and not encoder.batch_norms():
+        raise ConfigError(f"{files.name} has no batch normalisation for freeze_batch_norm; leave it out")
+    encoder.freeze_batch_norm = files.keys.freeze_batch_norm
+    return encoder
 
 
 def _builtin_class(name: str) -> type[Encoder]:

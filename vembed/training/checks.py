@@ -6,8 +6,6 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from vembed.distributed.shards import total_norm
 from vembed.errors import ConfigError, NonFiniteError
 from vembed.training.memory import peak_memory_bytes
@@ -26,12 +24,16 @@ def refuse_batch_norm(encoder: Encoder) -> None:
     Raises:
         ConfigError: The encoder has batch normalisation.
     """
-    eval_only = {module for still in encoder.eval_only for module in still.modules()}  # these take no statistics
-    if any(isinstance(module, _BatchNorm) and module not in eval_only for module in encoder.modules()):
-        raise ConfigError(
-            f"{encoder.name} has batch normalisation, whose statistics depend on the chunk: gradient caching can't "
-            f"compute its gradients. Set use_gradient_cache: false, or use a model with another normalisation"
-        )
+    if not encoder.mixes_rows():
+        return
+    if encoder.freeze_batch_norm:
+        way_in = "it has no statistics of its own that freeze_batch_norm could keep"
+    else:
+        way_in = "or freeze_batch_norm: true, which keeps the statistics of the model's files"
+    raise ConfigError(
+        f"{encoder.name} has batch normalisation, whose statistics depend on the chunk: gradient caching can't "
+        f"compute its gradients. Set use_gradient_cache: false, {way_in}; or use a model with another normalisation"
+    )
 
 
 def refuse_nonfinite_weights(encoder: Encoder) -> None:

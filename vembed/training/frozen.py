@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from vembed.batch import MODALITY_WORDS, Features, Modality, Side, content_id, modality_of
 from vembed.errors import MachineError
@@ -253,7 +252,7 @@ def _unfit(encoder: Encoder) -> tuple[str, ...]:
         return ("embedding_cache has no effect: all weights of the model train",)
     if encoder.multi_vector:
         return ("embedding_cache has no effect: it keeps one vector for each row, and the model gives several",)
-    if any(isinstance(module, _BatchNorm) for module in encoder.modules()):
+    if encoder.mixes_rows():
         return ("embedding_cache has no effect: batch normalisation makes embeddings depend on the batch",)
     if any(parameter.dtype == torch.float64 for parameter in parameters):
         return ("embedding_cache has no effect: it would round the embeddings of torch_dtype float64 to float32",)

@@ -37,6 +37,11 @@ class ModelKeys(Section):
     query_prompt: Text | None = key(None, "Text put before each query; null is the model's own, '' is none.")
     document_prompt: Text | None = key(None, "Text put before each document; null is the model's own, '' is none.")
     pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.")
+    freeze_batch_norm: bool = key(
+        False,
+        "Keep the mean and variance of each batch normalisation as the model's files have them; its scale and shift "
+        "train like other weights. Such models need it for gradient caching.",
+    )
     gradient_checkpointing: Auto | bool = key(
         "auto",
         "Recompute activations in the backward pass: less memory, more time; auto does where a step wouldn't fit "

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -160,7 +161,9 @@ def main() -> int:
         outcomes = [Outcome(**json.loads(line)) for line in lines]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    print(f"\n{table(outcomes)}\n\nseed {options.seed}, {time.monotonic() - started:.0f} s")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = f"{time.monotonic() - started:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU"
+    print(f"\n{table(outcomes)}\n\nseed {options.seed}, {seconds}")
     failed = [outcome for outcome in outcomes if outcome.failures]
     print(
         f"{len(outcomes)} rounds, {len(failed)} failed"

@@ -37,15 +37,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def warm_up() -> None:
-    """Import all that the commands need, and check that a fork of this process is as good as a fresh one."""
+    """Import all that the commands need, and check that a fork of this process is as good as a fresh one.
+
+    The number of threads is left to the environment: torch's own setter makes a pool, which a fork would have to make
+    anew, and two of its threads may do so at once and abort.
+    """
     os.environ.update(ENVIRONMENT)
     for module in _MODULES:
         importlib.import_module(module)
-    import faiss
-    import torch
-
-    torch.set_num_threads(1)
-    faiss.omp_set_num_threads(1)
     threads = len([*Path("/proc/self/task").iterdir()])
     if threads > 1:
         raise RuntimeError(f"{threads} threads run after the imports: a fork would inherit the locks that they hold")

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-TIMES = re.compile(r"(.*_)?seconds|.*_per_second|milliseconds_per_query|peak_memory_bytes|checksum")
+TIMES = re.compile(
+    r"(.*_)?seconds|.*_per_second|milliseconds_per_query|.*_imbalance|scaling_efficiency|peak_memory_bytes|checksum"
+)
 """Keys of JSON that no two runs have alike: times, and the checksum of a manifest, whose plan says what was resumed."""
 
 UNCOMPARED = re.compile(r"train\.log|run\.lock|events\.out\..*|report\.(html|md)|leaderboard\.(html|md)")

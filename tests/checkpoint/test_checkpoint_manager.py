@@ -90,6 +90,18 @@ def test_saving_a_step_that_is_there_and_whole_writes_nothing_but_can_make_it_th
     assert manager.best() == path
 
 
+def test_saving_a_step_that_is_there_deletes_what_a_kill_kept_from_being_deleted(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    save_step(manager, 2)
+    for name in ("step-00000001", ".deleting-step-00000000"):  # killed in the deletions that end a save
+        shutil.copytree(tmp_path / "step-00000002", tmp_path / name)
+    save_step(CheckpointManager(tmp_path), 3)
+    for name in ("step-00000001", ".deleting-step-00000000"):
+        shutil.copytree(tmp_path / "step-00000002", tmp_path / name)
+    save_step(CheckpointManager(tmp_path), 3)
+    assert names_in(tmp_path) == ["LATEST", "step-00000002", "step-00000003"]
+
+
 def test_saving_a_step_that_is_there_but_broken_replaces_it(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     path = save_step(manager, 5).path

@@ -240,7 +240,13 @@ def assert_same_run(one: Path, other: Path) -> None:
     for name in ("model.safetensors", "optimizer.safetensors", "loss.safetensors", "state.json"):
         path = Path("checkpoints") / f"step-{last:08d}" / name
         assert (one / path).read_bytes() == (other / path).read_bytes(), path
-    assert (one / "model/model.safetensors").read_bytes() == (other / "model/model.safetensors").read_bytes()
+    models = [{path.name: path.read_bytes() for path in (folder / "model").iterdir() if path.is_file()}
+              for folder in (one, other)]  # fmt: skip
+    assert models[0].keys() == models[1].keys()
+    for name in models[0].keys() - {"README.md"}:  # it names the folder
+        assert models[0][name] == models[1][name], name
+    plans = [json.loads((folder / "plan.json").read_text("utf-8"))["model"] for folder in (one, other)]
+    assert plans[0] == plans[1]
     for name in ("baseline", "final"):
         assert evaluation(one, name) == evaluation(other, name), name
         run = f"evaluation/{name}/run.trec"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -279,6 +281,34 @@ def test_tensorboard_on_a_folder_that_can_not_be_made_does_not_stop_a_run(
     (tmp_path / "file").write_text("in the way")
     drive(GuardedTracker(TensorBoardTracker(tmp_path / "file" / "tensorboard"), name="tensorboard"))
     assert "Tracker tensorboard failed" in caplog.text
+
+
+def test_a_disk_that_fills_up_under_tensorboard_is_one_warning_and_no_traceback(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    shown: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", shown.append)
+    tracker = GuardedTracker(TensorBoardTracker(tmp_path), name="tensorboard")
+    tracker.log(1, {"loss": 1.0})
+    failed = threading.Event()
+
+    def fail(self: object, data: bytes) -> None:
+        failed.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(RecordWriter, "write", fail)
+    tracker.log(2, {"loss": 1.0})
+    assert failed.wait(20)
+    other = threading.Thread(target=lambda: 1 / 0)
+    other.start()
+    other.join()
+    tracker.close()
+    (record,) = caplog.records
+    assert record.message.startswith("Tracker tensorboard failed and is switched off; training goes on")
+    assert record.message.endswith("OSError: [Errno 28] No space left on device")
+    assert len(shown) == 1, "of the thread that isn't TensorBoard's"
 
 
 def test_a_missing_tensorboard_is_said_before_training_with_the_key_to_set(monkeypatch: pytest.MonkeyPatch) -> None:

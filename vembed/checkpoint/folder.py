@@ -102,7 +102,8 @@ class CheckpointFolder:
                 replace_text(self.path / name, f"{step_name(step)}\n")
 
     def retain(self, newest: int) -> None:
-        """Delete what is older than the last k whole checkpoints and not the best."""
+        """Delete what is older than the last k whole checkpoints and not the best, and what kills have left."""
+        self._clear_leftovers()
         manifests = self._manifests()
         whole = [step for step in manifests if step <= newest]
         best = self._best_of(manifests)[-1:]

@@ -106,8 +106,9 @@ class CheckpointManager:
         checkpoint = Checkpoint(step, best, tensors, state, stamp)
         target = self._folder.step_folder(step)
         if self._is_whole(target):
-            if self.ranks.is_first:
+            if self.ranks.is_first:  # a kill may have come before this was done
                 self._folder.point(step, best=best)
+                self._folder.retain(step)
             return SaveOutcome(target)
         temporary = self._folder.temporary_folder(step)
         try:

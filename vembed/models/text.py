@@ -27,6 +27,7 @@ from vembed.models.families import family_of, refuse_type
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pooling import pool
 from vembed.models.probe import token_inputs
+from vembed.models.registry import is_builtin
 from vembed.models.sentence_transformers_format import (
     load_dense,
     read_sentence_transformers,
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
 
 FALLBACK_MAX_LENGTH = 512
 """Where neither the tokenizer nor the config of a model names a longest input."""
+
+_BUILT_IN = {"pooling": "built in", "max_seq_length": "built in"}
+"""Where an encoder from scratch has its decisions from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +218,9 @@ class TextEncoder(Encoder):
             "similarity": "cosine" if self.spec.normalize else "dot product",
             "attention": str(self.backbone.config._attn_implementation),
         }
+        origin = _BUILT_IN if is_builtin(self.name) else self.spec.origin  # also when it was read back from its run
         return {
-            key: f"{value} ({self.spec.origin[key]})" if key in self.spec.origin else value
-            for key, value in facts.items()
+            key: f"{value} ({origin[key]})" if key in origin else value for key, value in facts.items()
         } | self.training_facts()
 
     def towers(self) -> tuple[Tower, ...]:

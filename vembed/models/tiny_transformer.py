@@ -55,8 +55,7 @@ class TinyTransformer(TextEncoder):
             backbone: Any = BertModel(config, add_pooling_layer=False)
         if not files.has_weights:
             prepare_backbone(backbone)  # or transformers warns of what no encoder does
-        origin = {"pooling": "built in", "max_seq_length": "built in"}
-        spec = TextSpec(pooling=("mean",), max_length=MAX_LENGTH, origin=origin)
+        spec = TextSpec(pooling=("mean",), max_length=MAX_LENGTH)
         return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(files.dtype)
 
 

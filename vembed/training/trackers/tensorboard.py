@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import MachineError
@@ -38,6 +39,7 @@ class TensorBoardTracker(Tracker):
                 "pip install tensorboard, or set report_to: none"
             ) from error
         self._writer: Any = None
+        self._shown = threading.excepthook
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record the numbers of a training step under `train/`."""
@@ -62,9 +64,16 @@ class TensorBoardTracker(Tracker):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+            threading.excepthook = self._shown
 
     def _add(self, group: str, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
+            self._shown, threading.excepthook = threading.excepthook, self._show
             self._writer = self._writer_class(str(self.folder), purge_step=self.resume_step + 1)
         for name, value in values.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def _show(self, told: threading.ExceptHookArgs) -> None:
+        """Show what ended a thread, but for TensorBoard's writer: the next number it gets raises the same error."""
+        if not type(told.thread).__module__.startswith("tensorboard."):
+            self._shown(told)

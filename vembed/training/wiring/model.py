@@ -57,13 +57,14 @@ def load_configured(config: Config, texts: Iterable[str] = ()) -> Encoder:
 def _load_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
     if not is_builtin(config.model_name):
         return load_configured(config)
-    if keep and output.initial_model.is_dir():
-        encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
-        encoder.name = config.model_name
-        return encoder
-    encoder = load_configured(config, record_texts(data.records))
-    if keep:
+    if not keep or not output.initial_model.is_dir():
+        encoder = load_configured(config, record_texts(data.records))
+        if not keep:
+            return encoder
         encoder.save(output.initial_model)
+    # Read back even where it was just written, so that a run that is resumed leaves the same files.
+    encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
+    encoder.name = config.model_name
     return encoder
 
 

@@ -6,6 +6,11 @@ everything else that escapes is a bug of ours and keeps its traceback.
 
 from enum import IntEnum
 
+from vembed.text import cut
+
+MOST_SHOWN = 5_000
+"""Characters of one line of a message: a value of a broken file may have millions."""
+
 
 class ExitCode(IntEnum):
     """Exit codes of every command."""
@@ -20,9 +25,20 @@ class ExitCode(IntEnum):
 
 
 class VembedError(Exception):
-    """Base of the errors that are the user's to fix."""
+    """Base of the errors that are the user's to fix.
+
+    Messages quote data: what could steer a terminal becomes visible here, once for all, and a line that is too long is
+    cut.
+    """
 
     exit_code = ExitCode.ENVIRONMENT
+
+    def __init__(self, *parts: object) -> None:
+        super().__init__(*(_shown(part) if isinstance(part, str) else part for part in parts))
+
+
+def _shown(message: str) -> str:
+    return "\n".join(cut(line, MOST_SHOWN) for line in message.split("\n"))
 
 
 class ConfigError(VembedError):

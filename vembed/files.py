@@ -1,16 +1,18 @@
-"""Files that survive a crash: forced to disk, replaced in one step, identified by their content."""
+"""Files that survive a crash: forced to disk, replaced in one step, identified by their content. And a user's files."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
+import stat
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
-    from pathlib import Path
 
 
 def fsync_path(path: Path) -> None:
@@ -110,3 +112,34 @@ def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file as 64 hex digits, read in blocks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def open_regular(path: Path | str) -> IO[bytes]:
+    """Open a file that a user named; a folder, pipe, socket or device is refused at once, and never waited for.
+
+    Raises:
+        OSError: It is no regular file, or the system refuses.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
+    except ValueError as error:
+        raise OSError(errno.EINVAL, "not a usable path", str(path)) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def is_file(path: Path | str) -> bool:
+    """Return whether a name leads to a regular file; one that is too long, or not allowed, leads to none."""
+    return os.path.isfile(path)  # noqa: PTH113 - pathlib raises for such a name
+
+
+def is_folder(path: Path | str) -> bool:
+    """Return whether a name leads to a folder; one that is too long, or not allowed, leads to none."""
+    return os.path.isdir(path)  # noqa: PTH112 - pathlib raises for such a name
+
+
+def home_path(path: Path | str) -> Path:
+    """Return a path with the folder that `~` stands for; a user whom the system doesn't know stays as written."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 - pathlib raises for such a user

@@ -1,6 +1,38 @@
-"""Numbers as people read them, one function for each kind of number."""
+"""Numbers as people read them, one function for each kind of number; and texts that are safe to look at."""
 
 from __future__ import annotations
+
+import re
+
+_INVISIBLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
+    "\ud800-\udfff]"
+)
+"""Control characters, reordering marks, invisible spaces, lone surrogates; joiners that scripts and emoji need stay."""
+
+
+def visible(text: str) -> str:
+    r"""Replace every character that can't be seen or encoded by its escape, e.g. an escape character by `\x1b`.
+
+    Line feeds and tabs stay: they are layout, and HTML and Markdown treat them themselves.
+    """
+    return _INVISIBLE.sub(lambda match: _escape_sequence(match.group()), text)
+
+
+def _escape_sequence(character: str) -> str:
+    """Return the Python escape of a character."""
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def cut(text: str, most: int = 60) -> str:
+    """Return a text for a message: visible, and cut where it has more than so many characters."""
+    return visible(text if len(text) <= most else f"{text[:most]}...")
+
+
+def quoted(text: str, most: int = 60) -> str:
+    """Return a text for a message as `cut` does, in quotes."""
+    return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
 def show_bytes(count: float) -> str:

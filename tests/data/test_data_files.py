@@ -86,7 +86,7 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_refused_before_memory_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vembed.data.files.MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr("vembed.data.lines.MAX_LINE_BYTES", 2**20)
     path = tmp_path / "train.jsonl"
     path.write_bytes(line_of("a") + b"\n" + b"\0" * (2**20 + 5))
     assert "train.jsonl:2: a line of over 1 MiB" in refusal(path)

@@ -16,10 +16,10 @@ from image_cases import png
 
 from vembed.batch import Image, content_id
 from vembed.config.keys.data import DataKeys
+from vembed.data.blobs import BLOB_BYTES
 from vembed.data.collate import collate
 from vembed.data.hold_out import hold_out
 from vembed.data.images import ImageError
-from vembed.data.item_table import BLOB_BYTES
 from vembed.data.records import RecordWriter
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ from vembed.data.python_inputs import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
+from vembed.files import home_path, is_folder
 from vembed.models.fingerprint import ModelIdentity, identify
 from vembed.models.registry import is_builtin, load_encoder
 from vembed.training.output import MARKS, OutputFolder
@@ -243,9 +245,9 @@ def locate_model(path_or_name: str | Path) -> tuple[str, Path | None]:
         raise ConfigError(
             f"{name} is a model to be trained from scratch; train it, then name the output folder of the run"
         )
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        if isinstance(path_or_name, Path) or name.startswith(("/", "./", "../", "~")) or folder.exists():
+    folder = home_path(name)
+    if not is_folder(folder):
+        if isinstance(path_or_name, Path) or name.startswith(("/", "./", "../", "~")) or os.path.lexists(folder):
             raise ConfigError(f"{name} is no folder; name that of a model or of a run")
         return name, None
     folder = folder.resolve()

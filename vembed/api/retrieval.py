@@ -18,6 +18,7 @@ from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.evaluation.evaluator import evaluate as evaluate_task
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
+from vembed.files import home_path, is_folder
 from vembed.output_lock import hold_output
 from vembed.search.build import BuildOptions, refuse_taken, write_index
 from vembed.search.format import IndexMeta, read_meta
@@ -110,7 +111,7 @@ def build_index(
     refuse_unknown(options, IndexOptions, "build_index")
     side: Side = options.get("side", "document")
     refuse_side(side)
-    folder = Path(output).expanduser()
+    folder = home_path(output)
     with hold_output(folder, beside=True):
         refuse_taken(folder, overwrite=options.get("overwrite", False))
         return _build_index(model, str(data), folder, side, options)
@@ -161,7 +162,7 @@ def open_index(
         MachineError: The model can't be reached.
     """
     refuse_unknown(options, LoadOptions, "open_index")
-    path = Path(folder).expanduser()
+    path = home_path(folder)
     meta = read_meta(path)
     index = SearchIndex(path)
     if not isinstance(model, EmbeddingModel):
@@ -178,13 +179,13 @@ def open_index(
 
 
 def _folder(path: str | Path | None) -> Path | None:
-    return None if path is None else Path(path).expanduser()
+    return None if path is None else home_path(path)
 
 
 def _named_model(meta: IndexMeta, folder: Path) -> str:
     """Return the model that an index names, if it is still there."""
     name = meta.model.name
-    if Path(name).is_absolute() and not Path(name).is_dir():
+    if Path(name).is_absolute() and not is_folder(name):
         raise ConfigError(f"{folder} was made by {name}, which isn't there any more; name its new place with --model")
     return name
 

@@ -7,6 +7,7 @@ Source: Thakur et al. 2021, "BEIR: A Heterogeneous Benchmark for Zero-shot Evalu
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,11 +16,14 @@ from vembed.data.columns import closest, listing
 from vembed.data.files import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits
+from vembed.data.lines import lines, reading
 from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, is_for_evaluation, split_for
 from vembed.data.texts import encoding_fault, id_fault, part_fault, text_fault, title_and_text
 from vembed.errors import DataError
+from vembed.files import is_file, is_folder
+from vembed.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +34,8 @@ if TYPE_CHECKING:
 
 HEADER_CELLS = frozenset({"query-id", "query_id", "qid", "query"})
 MAX_ID_LIST = 3
+MOST_GRADE = 2**31 - 1
+_GRADE = re.compile(r"[+-]?[0-9]{1,64}")
 
 
 class BeirSplit(NamedTuple):
@@ -50,7 +56,7 @@ class _Qrels:
 
 def is_beir(folder: Path) -> bool:
     """Return whether a folder has the BEIR layout."""
-    return (folder / "qrels").is_dir() or all(_find(folder, name) for name in ("corpus", "queries"))
+    return is_folder(folder / "qrels") or all(_find(folder, name) for name in ("corpus", "queries"))
 
 
 def read_beir(folder: Path, split: str | None, role: Role, images: ImageRoot | None = None) -> RetrievalData:
@@ -120,7 +126,7 @@ def find_split(folder: Path, split: str | None, role: Role) -> tuple[str, tuple[
         return available[0], (f"{folder.name} has one split only: {available[0]!r} serves as the {role} data.",)
     names = (split,) if split is not None else SPLIT_NAMES[role]
     rows = folder / "train.jsonl"
-    hint = f", or train on its rows: {PATH_KEYS[role]}: {rows}" if role == "train" and rows.is_file() else ""
+    hint = f", or train on its rows: {PATH_KEYS[role]}: {rows}" if role == "train" and is_file(rows) else ""
     msg = (
         f"{folder} has no split {' or '.join(repr(name) for name in names)}{closest(names[0], available)}; "
         f"it has: {', '.join(available)}. Choose one with {SPLIT_KEYS[role]}{hint}"
@@ -215,9 +221,9 @@ def _identified(path: Path, log: ProblemLog, *, known: Mapping[str, Item]) -> It
 def _read_qrels(path: Path, log: ProblemLog) -> _Qrels:
     """Read `query-id, corpus-id, score` with or without a header, or TREC's four columns."""
     qrels = _Qrels()
-    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline=None) as handle:
+    with reading(path):
         first = True
-        for number, line in enumerate(handle, start=1):
+        for number, line in _qrels_lines(path):
             if not line.strip():
                 continue
             cells = [cell.strip() for cell in (line.split("\t") if "\t" in line else line.split())]
@@ -235,6 +241,12 @@ def _read_qrels(path: Path, log: ProblemLog) -> _Qrels:
     return qrels
 
 
+def _qrels_lines(path: Path) -> Iterator[tuple[int, str]]:
+    for number, line in lines(path):
+        for part in line.decode(errors="surrogateescape").split("\r"):  # some files have no other line ends
+            yield number, part
+
+
 def _add_judgement(qrels: _Qrels, cells: list[str]) -> str | None:
     """Add one line's judgement; return why it can't be, or None."""
     if len(cells) not in {3, 4}:
@@ -245,16 +257,17 @@ def _add_judgement(qrels: _Qrels, cells: list[str]) -> str | None:
     fault = encoding_fault(query_id + document_id)
     if fault:
         return fault
-    try:
-        grade = int(score)
-    except ValueError:
-        return f"score {score!r} is not a whole number"
+    grade = int(score) if _GRADE.fullmatch(score) else None
+    if grade is None:
+        return f"score {quoted(score)} is not a whole number"
+    if grade > MOST_GRADE:
+        return f"score {quoted(score)} is over {MOST_GRADE:,}"
     qrels.num_negative += grade < 0
     grade = max(grade, 0)
     grades = qrels.grades.setdefault(query_id, {})
     before = grades.get(document_id)
     if before not in {None, grade}:
-        return f"query {query_id!r} judges document {document_id!r} twice, with grades {before} and {grade}"
+        return f"query {quoted(query_id)} judges document {quoted(document_id)} twice, with grades {before} and {grade}"
     qrels.num_repeated += before is not None
     grades[document_id] = grade
     return None
@@ -287,7 +300,7 @@ def _existing(
 
 
 def _find(folder: Path, part: str) -> Path | None:
-    return next((path for end in (".jsonl", ".jsonl.gz") if (path := folder / f"{part}{end}").is_file()), None)
+    return next((path for end in (".jsonl", ".jsonl.gz") if is_file(path := folder / f"{part}{end}")), None)
 
 
 def _part(folder: Path, part: str) -> Path:

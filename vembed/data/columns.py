@@ -18,6 +18,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from vembed.errors import ConfigError, DataError
+from vembed.text import cut
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -297,7 +298,7 @@ def listing(names: Iterable[str], limit: int = 20) -> str:
     """Return names for a sentence, the first `limit` of them, or "none"."""
     names = list(names)
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
-    return (", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in names[:limit]) or "none") + more
+    return (", ".join(cut(name, 40) for name in names[:limit]) or "none") + more
 
 
 def _nearest_of(names: Sequence[str], wanted: Sequence[str]) -> str | None:

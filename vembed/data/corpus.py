@@ -23,6 +23,7 @@ from vembed.data.columns import closest, listing
 from vembed.data.files import ROW_SUFFIXES, RawRow, iter_rows, suffix_of, text_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits, content_name
+from vembed.data.lines import nearest_entry
 from vembed.data.presets import preset_path
 from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval_sources import load_retrieval
@@ -30,6 +31,8 @@ from vembed.data.sources import BUILTIN_PREFIX
 from vembed.data.splits import SourceOptions
 from vembed.data.texts import encoding_fault, id_fault, part_fault, title_and_text
 from vembed.errors import DataError, MachineError
+from vembed.files import home_path, is_file, is_folder
+from vembed.text import cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -143,7 +146,7 @@ class Corpus:
             yield from self._of_task()
             return
         known: set[str] = set()
-        documents = self._files(self._source) if self._source.is_dir() else self._of_rows(self._source, known)
+        documents = self._files(self._source) if is_folder(self._source) else self._of_rows(self._source, known)
         for document in documents:
             if not self._log.count:
                 known.add(document.id)
@@ -173,7 +176,7 @@ class Corpus:
         if self._preset is None or picture.data is not None:
             return picture.path
         root = self._options.image_root or self._preset.folder
-        return os.path.relpath(picture.path, os.path.realpath(root.expanduser()))
+        return os.path.relpath(picture.path, os.path.realpath(home_path(root)))
 
     @cached_property
     def _task(self) -> RetrievalData:
@@ -272,22 +275,25 @@ class _TextColumns(NamedTuple):
 
 def _corpus_source(path: str) -> Path:
     """Return the file that holds the corpus, or a folder of pictures."""
-    local = Path(path).expanduser()
-    if local.is_dir():
-        found = next((local / name for name in CORPUS_FILES if (local / name).is_file()), None)
+    local = home_path(path)
+    if is_folder(local):
+        found = next((local / name for name in CORPUS_FILES if is_file(local / name)), None)
         if found is not None:
             return found
-        if _find_pictures(local)[0]:
+        if any(is_picture for _, is_picture in _files_below(local)):
             return local
         raise DataError(
             f"{path} has no {CORPUS_FILES[0]} and no pictures; name a BEIR folder, a folder of pictures, or the file "
             f"that holds the corpus"
         )
-    if not local.is_file():
+    if not is_file(local):
         if "://" in path:  # not echoed: an address may hold a password
             raise DataError("the corpus is an address; download it and name the local file")
-        near = closest(local.name, (entry.name for entry in local.parent.iterdir())) if local.parent.is_dir() else ""
-        raise DataError(f"{path} doesn't exist{near}; a corpus is a BEIR folder, a file, or builtin:SET")
+        if os.path.lexists(local):
+            raise DataError(f"{path} is no regular file but a pipe, socket, device, or a link that leads nowhere")
+        raise DataError(
+            f"{cut(path, 1000)} doesn't exist{nearest_entry(local)}; a corpus is a BEIR folder, a file, or builtin:SET"
+        )
     if suffix_of(local) is None and not local.name.lower().endswith(TEXT_FILES):
         raise DataError(f"{path}: unknown kind of file; expected {', '.join((*ROW_SUFFIXES, *TEXT_FILES))}")
     return local
@@ -295,6 +301,21 @@ def _corpus_source(path: str) -> Path:
 
 def _find_pictures(folder: Path) -> tuple[list[str], int]:
     """Return the pictures in a folder and below it, relative and in the order of their names; and how many other files.
+
+    Raises:
+        MachineError: A folder can't be listed.
+    """
+    paths, num_others = [], 0
+    for path, is_picture in _files_below(folder):
+        if is_picture:
+            paths.append(path.relative_to(folder).as_posix())
+        else:
+            num_others += 1
+    return sorted(paths), num_others
+
+
+def _files_below(folder: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield each file in a folder and below it, and whether it is a picture by its name.
 
     Links to folders and hidden folders aren't entered.
 
@@ -305,16 +326,10 @@ def _find_pictures(folder: Path) -> tuple[list[str], int]:
     def refuse(error: OSError) -> None:
         raise MachineError(f"{error.filename}: the folder can't be listed: {error.strerror}") from error
 
-    paths = []
-    num_others = 0
     for place, folders, files in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in files:
-            if name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith("."):
-                paths.append((Path(place) / name).relative_to(folder).as_posix())
-            else:
-                num_others += 1
-    return sorted(paths), num_others
+            yield Path(place) / name, name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith(".")
 
 
 def _wanted(names: Sequence[str], *, options: CorpusOptions, where: str) -> list[str]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from vembed.batch import Image
 from vembed.data.images import NO_SUCH_FILE, ImageError, ImageLimits, check_image
 from vembed.errors import DataError
+from vembed.files import home_path, is_file, is_folder
+from vembed.text import quoted
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.ASCII | re.IGNORECASE)
 """How an address of any scheme begins (http:, file:, data:), and a drive (C:)."""
@@ -49,10 +51,10 @@ class ImageRoot:
     """
 
     def __init__(self, folder: Path | None, limits: ImageLimits) -> None:
-        if folder is not None and not folder.expanduser().is_dir():
+        if folder is not None and not is_folder(home_path(folder)):
             msg = f"image_root: {folder} is no folder: give the folder that the pictures' paths start from"
             raise DataError(msg)
-        self._folder = None if folder is None else os.path.realpath(folder.expanduser())
+        self._folder = None if folder is None else os.path.realpath(home_path(folder))
         self._limits = limits
         self._verdict = lru_cache(maxsize=NUM_CACHED)(self._judge)
 
@@ -93,7 +95,7 @@ class ImageRoot:
 
     def _checked(self, path: str) -> str:
         """Return where a path leads, once it was found to lie inside and to be a picture."""
-        shown = _shown(path)
+        shown = quoted(path, MAX_SHOWN)
         resolved = self._resolve(path, shown)
         try:
             self._check(Image(resolved), shown)
@@ -142,10 +144,6 @@ class ImageRoot:
         """Return where a missing file was sought, and where it lies: paths are often relative to the folder above."""
         assert self._folder is not None, "a path was resolved without a folder"
         above = Path(self._folder).parent
-        if ".." not in Path(path).parts and (above / path).is_file():
+        if ".." not in Path(path).parts and is_file(above / path):
             return f" in {self._folder}; it is in {above}: set image_root: {above}"
         return f" in {self._folder}"
-
-
-def _shown(path: str) -> str:
-    return repr(path if len(path) <= MAX_SHOWN else f"{path[:MAX_SHOWN]}...")

@@ -11,7 +11,6 @@ A picture that can't be decoded is an `ImageError` that names it; no other pictu
 from __future__ import annotations
 
 import os
-import stat
 import struct
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 from vembed.batch import content_id, pictures_in
 from vembed.data.augment import augmented
 from vembed.errors import DataError
+from vembed.files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -198,15 +198,11 @@ def _opened(image: Image, limits: ImageLimits) -> Iterator[IO[bytes]]:
             yield memory
         return
     try:
-        # Not blocking: a named pipe would wait for a writer for ever.
-        descriptor = os.open(image.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
+        handle = open_regular(image.path)
+    except OSError as error:
         raise ImageError(image.path, _system_words(error)) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise ImageError(image.path, "not a regular file")
-    with os.fdopen(descriptor, "rb") as handle:
-        _check_bytes(image.path, os.fstat(descriptor).st_size, limits)
+    with handle:
+        _check_bytes(image.path, os.fstat(handle.fileno()).st_size, limits)
         yield handle
 
 
@@ -323,10 +319,8 @@ def _sixteen_bit_to_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:
     return PIL.Image.fromarray(scaled).convert("RGB")
 
 
-def _system_words(error: OSError | ValueError) -> str:
-    if isinstance(error, FileNotFoundError):
-        return NO_SUCH_FILE
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+def _system_words(error: OSError) -> str:
+    return NO_SUCH_FILE if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
 
 def _words(error: BaseException) -> str:

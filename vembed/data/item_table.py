@@ -1,6 +1,6 @@
 """Every distinct item of the records once, as an Arrow table: its text, its path, and the number of its bytes.
 
-Equal bytes of pictures are kept once among the blobs. A table of texts alone has no other column and no blobs.
+Equal bytes of pictures are kept once (`blobs.py`). A table of texts alone has no other column and no blobs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from vembed.batch import Composed, Image
+from vembed.data.blobs import BlobWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-
-BLOB_BYTES = 16 * 2**20
-"""Bytes of pictures that are Python objects at any one time while a table is written."""
 
 _Cells: TypeAlias = "str | tuple[str | None, str, int | None]"
 """A text; or of a picture its text (None without), its path, and the number of its bytes (None where it is a file)."""
@@ -60,9 +58,7 @@ class ItemWriter:
         self._has_pictures = False
         self._chunks: dict[str, list[Any]] = {name: [] for name in _item_types()}
         self._blob_numbers: dict[bytes, int] = {}
-        self._blobs: list[bytes] = []
-        self._blob_bytes = 0
-        self._blob_chunks: list[Any] = []
+        self._blobs = BlobWriter()
 
     def place(self, item: Item) -> int:
         """Return the place of an item in the present block."""
@@ -94,10 +90,9 @@ class ItemWriter:
         import pyarrow as pa
 
         del self._known  # memory is at its peak while columns are joined
-        self._flush_blobs()
         columns = {name: joined(self._chunks[name], kind) for name, kind in _item_types().items()}
         items = pa.table(columns if self._has_pictures else {"text": columns["text"]})
-        return ItemTable(items, pa.chunked_array(self._blob_chunks, type=pa.large_binary()))
+        return ItemTable(items, self._blobs.finish())
 
     def _blob_number(self, image: Image) -> int | None:
         if image.data is None:
@@ -106,17 +101,8 @@ class ItemWriter:
         number = self._blob_numbers.get(digest)
         if number is None:
             number = self._blob_numbers[digest] = len(self._blob_numbers)
-            self._blobs.append(image.data)
-            self._blob_bytes += len(image.data)
-            if self._blob_bytes >= BLOB_BYTES:
-                self._flush_blobs()
+            self._blobs.add(image.data)
         return number
-
-    def _flush_blobs(self) -> None:
-        import pyarrow as pa
-
-        self._blob_chunks.append(pa.array(self._blobs, type=pa.large_binary()))
-        self._blobs, self._blob_bytes = [], 0
 
 
 class _KnownItems:

@@ -7,9 +7,12 @@ counted and named, and one more refuses the source. A path that leads out of the
 from __future__ import annotations
 
 from vembed.errors import DataError
+from vembed.text import cut
 
 MAX_LISTED = 20
 MAX_LISTED_IN_NOTE = 3
+MOST_SHOWN = 2_000
+"""Characters of what is listed of one row."""
 
 
 class ProblemLog:
@@ -30,6 +33,11 @@ class ProblemLog:
         """Whether the source is lost already, so that its valid rows need not be kept."""
         return self.count > (self._skips or 0) or self._num_never_dropped > 0
 
+    @property
+    def lists_next(self) -> bool:
+        """Whether the next invalid row will be shown, so that its reason is worth finding words for."""
+        return len(self._listed) < MAX_LISTED
+
     def add(self, where: str, reason: str, *, column: str | None = None, may_drop: bool = True) -> None:
         """Note one invalid row.
 
@@ -40,8 +48,8 @@ class ProblemLog:
         """
         self.count += 1
         self._num_never_dropped += not may_drop
-        if len(self._listed) < MAX_LISTED:
-            self._listed.append(f"{where}: {column + ': ' if column else ''}{reason}")
+        if self.lists_next:
+            self._listed.append(cut(f"{where}: {f'{cut(column)}: ' if column else ''}{reason}", MOST_SHOWN))
 
     def check(self, source: str) -> None:
         """Refuse the source when its invalid rows are over the budget.

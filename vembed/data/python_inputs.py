@@ -16,6 +16,7 @@ import PIL.ImageOps
 from vembed.batch import MODALITY_WORDS, Composed, Image, modality_of, modality_words
 from vembed.data.images import ImageError, check_image
 from vembed.errors import DataError
+from vembed.files import home_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -73,7 +74,7 @@ def _item(row: object, name: str, limits: ImageLimits) -> Item:
     if isinstance(row, Image):
         image = row
     elif isinstance(row, Path):
-        image = Image(str(row.expanduser()))
+        image = Image(str(home_path(row)))
     elif isinstance(row, bytes):
         image = Image(name, row)
     elif isinstance(row, PIL.Image.Image):

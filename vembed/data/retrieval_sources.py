@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from vembed.data.retrieval import RetrievalData
 from vembed.data.sources import BUILTIN_PREFIX, beir_folder, load_records
 from vembed.data.splits import SPLIT_NAMES, SourceOptions
 from vembed.errors import DataError
+from vembed.files import home_path
 
 if TYPE_CHECKING:
     from vembed.batch import Item
@@ -95,5 +97,5 @@ def _task_name(path: str, options: SourceOptions) -> str:
     """Return "stdlib-code/dev", "dev.jsonl", "owner/name/test": what a table of results should say."""
     if path.startswith(BUILTIN_PREFIX):
         return f"{path.removeprefix(BUILTIN_PREFIX)}/{options.split or SPLIT_NAMES[options.role][0]}"
-    name = Path(path).name if Path(path).expanduser().exists() else path
+    name = Path(path).name if os.path.lexists(home_path(path)) else path
     return f"{name}/{options.split}" if options.split else name

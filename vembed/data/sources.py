@@ -10,6 +10,7 @@ The whole source is read and checked before anything trains. Memory is the table
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -22,12 +23,15 @@ from vembed.data.builtin import load_builtin
 from vembed.data.columns import ColumnResolver, closest
 from vembed.data.files import ROW_SUFFIXES, RawRow, holds_text_cells, iter_rows, suffix_of
 from vembed.data.hub import HUB_ID, hub_rows, hub_split
+from vembed.data.lines import nearest_entry, reading
 from vembed.data.presets import preset_hint, preset_path
 from vembed.data.problems import plural
 from vembed.data.records import LoadedRecords, Record, RecordWriter
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, SourceOptions, split_for
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
+from vembed.files import home_path, is_file, is_folder
+from vembed.text import cut
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -110,8 +114,8 @@ def _check_supervision(table: RecordTable, loss: LossNeeds) -> None:
 
 def beir_folder(path: str) -> Path | None:
     """Return the BEIR folder that a path names, or None when it names something else."""
-    folder = Path(path).expanduser()
-    return folder if folder.is_dir() and is_beir(folder) else None
+    folder = home_path(path)
+    return folder if is_folder(folder) and is_beir(folder) else None
 
 
 class _Loader:
@@ -257,7 +261,7 @@ class _Loader:
         reason = fault.reason
         if fault.missing:
             self._num_missing[fault.column] += 1
-            reason = self.columns.missing(fault.column, row)
+            reason = self.columns.missing(fault.column, row) if self._log.lists_next else ""
             if fault.reason:
                 self._needed.setdefault(fault.column, (f"{where}: ", f"; {fault.reason}"))
                 reason = f"{reason}; {fault.reason}"
@@ -266,13 +270,13 @@ class _Loader:
 
 def _row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
     """Return the local files that a path names, and notes; no files when it is a hub id."""
-    local = Path(path).expanduser()
-    if local.is_dir():
+    local = home_path(path)
+    if is_folder(local):
         return _folder_files(local, options)
-    if local.is_file():
+    if is_file(local):
         found = [local]
     elif glob.has_magic(path):
-        found = sorted(Path(name) for name in glob.glob(str(local)) if Path(name).is_file())  # noqa: PTH207 - any pattern
+        found = _matching(local)
         if not found:
             msg = f"{PATH_KEYS[options.role]}: no file matches {path}"
             raise DataError(msg)
@@ -286,9 +290,30 @@ def _row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str
     return _of_one_kind(found, path), ()
 
 
+def _matching(pattern: Path) -> list[Path]:
+    """Return the files that a pattern names, in order.
+
+    A folder that several names lead to is entered once, or links to folders above them would lead to more and more.
+    """
+    folders = [Path(pattern.anchor)]
+    *parts, last = pattern.parts[bool(pattern.anchor) :]
+    for part in parts:
+        found = (folder / name for folder in folders for name in sorted(_names(folder, part)))
+        distinct: dict[str, Path] = {}
+        for folder in filter(is_folder, found):
+            distinct.setdefault(os.path.realpath(folder), folder)
+        folders = list(distinct.values())
+    return sorted(filter(is_file, (folder / name for folder in folders for name in _names(folder, last))))
+
+
+def _names(folder: Path, pattern: str) -> list[str]:
+    return glob.glob(pattern, root_dir=folder)  # noqa: PTH207 - pathlib enters what is hidden
+
+
 def _folder_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
     """Return the row files of a folder: those of the wanted split where the names tell splits apart, else all."""
-    found = sorted(path for path in folder.iterdir() if path.is_file() and suffix_of(path) and path.name[0] != ".")
+    with reading(folder):
+        found = sorted(path for path in folder.iterdir() if suffix_of(path) and path.name[0] != "." and is_file(path))
     if not found:
         msg = f"{folder} holds no data files; expected {', '.join(ROW_SUFFIXES)}, or the BEIR layout"
         raise DataError(msg)
@@ -332,16 +357,17 @@ def _of_one_kind(files: Sequence[Path], source: str) -> list[Path]:
 def _may_be_hub_id(path: str) -> bool:
     if preset_hint(path):
         return False
-    return bool(HUB_ID.fullmatch(path)) and suffix_of(Path(path)) is None and not Path(path).parent.is_dir()
+    return bool(HUB_ID.fullmatch(path)) and suffix_of(Path(path)) is None and not is_folder(Path(path).parent)
 
 
 def _missing_message(path: str, role: Role) -> str:
-    key = PATH_KEYS[role]
+    key, local, path = PATH_KEYS[role], home_path(path), cut(path, 1000)
     if "://" in path:  # not echoed: an address may hold a password
         return f"{key} is an address; download it and name the local file, or give a hub id owner/name"
     if hint := preset_hint(path):
         return f"{key}: {path} doesn't exist{hint}"
-    local = Path(path).expanduser()
-    if not local.parent.is_dir():
-        return f"{key}: {path} doesn't exist, nor does its folder {local.parent}"
-    return f"{key}: {path} doesn't exist{closest(local.name, (entry.name for entry in local.parent.iterdir()))}"
+    if os.path.lexists(local):
+        return f"{key}: {path} is no regular file but a pipe, socket, device, or a link that leads nowhere"
+    if not is_folder(local.parent):
+        return f"{key}: {path} doesn't exist, nor does its folder {cut(str(local.parent), 1000)}"
+    return f"{key}: {path} doesn't exist{nearest_entry(local)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.batch import Composed, Image
+from vembed.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -37,7 +38,7 @@ def id_fault(value: object, known: Container[str]) -> str | None:
     """Return why a value is no new id, or None when it is one: a text or a whole number."""
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         return "missing, or neither a text nor a whole number"
-    return encoding_fault(str(value)) or (f"{str(value)!r} stands twice" if str(value) in known else None)
+    return encoding_fault(str(value)) or (f"{quoted(str(value))} stands twice" if str(value) in known else None)
 
 
 def part_fault(value: object, *, needed: bool) -> str | None:

@@ -15,6 +15,7 @@ from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageError, item_id
 from vembed.data.texts import describe, text_fault, title_and_text
 from vembed.errors import DataError
+from vembed.text import quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -323,7 +324,7 @@ def _check_disjoint(positives: Sequence[Item], negatives: Sequence[Item], shape:
     wanted = {item.strip() for item in positives if isinstance(item, str)}
     for item in negatives:
         if isinstance(item, str) and item.strip() in wanted:
-            raise Fault(shape.negatives[0], f"holds the row's own positive: {_clipped(item)}")
+            raise Fault(shape.negatives[0], f"holds the row's own positive: {quoted(item.strip())}")
     pictures = [item for item in negatives if not isinstance(item, str)]
     if pictures and len(wanted) < len(positives):
         _check_disjoint_pictures(positives, pictures, shape.negative_images or shape.negatives[0])
@@ -336,7 +337,7 @@ def _check_disjoint_pictures(positives: Sequence[Item], negatives: Sequence[Imag
         for item in negatives:
             if item_id(item) in wanted:
                 (picture,) = pictures_in([item])
-                raise Fault(column, f"holds the row's own positive: the picture {_clipped(picture.path)}")
+                raise Fault(column, f"holds the row's own positive: the picture {quoted(picture.path)}")
     except ImageError as error:
         raise Fault(column, str(error)) from error
 
@@ -364,8 +365,3 @@ def _class_label(value: object, column: str) -> str | int:
             raise Fault(column, f"{reason}; null means no label")
         return value
     raise Fault(column, f"a class label is a text or a whole number, not {describe(value)}")
-
-
-def _clipped(text: str, limit: int = 60) -> str:
-    text = text.strip()
-    return repr(text if len(text) <= limit else text[:limit] + "...")

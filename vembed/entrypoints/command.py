@@ -17,6 +17,7 @@ from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, ExitCode, VembedError
 from vembed.registry import COMMANDS
+from vembed.text import visible
 from vembed.training.guards import LeaveNow, StopSignal
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class _TerminalFormatter(logging.Formatter):
     """Show plain lines as they are, and say the level of those that need attention."""
 
     def format(self, record: logging.LogRecord) -> str:
-        message = super().format(record)
+        message = visible(super().format(record))
         return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
 
 

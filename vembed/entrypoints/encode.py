@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.errors import ConfigError, ExitCode
+from vembed.files import home_path
 from vembed.output_lock import hold_output
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _encode(parsed: argparse.Namespace) -> int:
     from vembed.search.build import refuse_taken
     from vembed.training.guards import StopSignal
 
-    refuse_taken(parsed.output.expanduser(), overwrite=parsed.overwrite)  # before a model is loaded
+    refuse_taken(home_path(parsed.output), overwrite=parsed.overwrite)  # before a model is loaded
     quiet_libraries()
     with StopSignal(advice="nothing was written, encode again") as stop:
         meta = build_index(

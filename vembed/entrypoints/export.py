@@ -15,6 +15,7 @@ from vembed.config.plugins import import_plugins
 from vembed.config.redact import redact, redact_value
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
+from vembed.files import is_folder
 from vembed.output_lock import hold_output
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
     model, folder = locate_model(parsed.model) if parsed.checkpoint is None else (_saved_model(parsed, stack), None)
     request = _request(parsed, model)
     run = None if folder is None else _run_facts(folder)
-    is_hub = run is None and not Path(model).is_dir()
+    is_hub = run is None and not is_folder(model)
     if parsed.base_model_license is not None and run is not None and run.base.kind == "built-in":
         raise ConfigError("--base-model-license: the run trained from scratch; leave it out")
     title = request.output.expanduser().resolve().name

@@ -17,6 +17,7 @@ from vembed.batch import Composed, Image, modality_words
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.errors import ConfigError, ExitCode
+from vembed.files import home_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -60,7 +61,7 @@ def _run(parsed: argparse.Namespace) -> int:
     _refuse_contradictions(parsed)
     from vembed.search.format import read_meta
 
-    read_meta(parsed.index.expanduser())  # a missing index is said before a model is loaded
+    read_meta(home_path(parsed.index))  # a missing index is said before a model is loaded
     from vembed.api.retrieval import open_index
 
     quiet_libraries()
@@ -109,7 +110,7 @@ def _refuse_without_tower(searcher: Searcher, parsed: argparse.Namespace) -> Non
 
 def _answer_all(searcher: Searcher, parsed: argparse.Namespace) -> None:
     if parsed.image is not None:
-        image = Image(str(parsed.image.expanduser()))
+        image = Image(str(home_path(parsed.image)))
         (hits,) = searcher.search([image if parsed.query is None else Composed(image, parsed.query)], parsed.k)
         asked = {} if parsed.query is None else {"query": parsed.query}
         _print_hits({**asked, "query_image": str(parsed.image)}, hits, as_json=parsed.json)

@@ -25,8 +25,8 @@ from vembed.evaluation.text import (
     one_line,
     plural,
     signed_text,
-    visible,
 )
+from vembed.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import unicodedata
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
+
+from vembed.text import visible
 
 NOT_AVAILABLE = "n/a"
 """What a number that is missing, NaN or infinite reads as."""
@@ -20,26 +21,6 @@ FULL_CHARACTERS = 3_000
 """Most characters shown of one text, its full form included: what keeps a page of examples small."""
 
 ID_CHARACTERS = 1_000
-
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff"
-    "\ud800-\udfff]"
-)
-"""Control characters, reordering marks, invisible spaces, lone surrogates; joiners that scripts and emoji need stay."""
-
-
-def visible(text: str) -> str:
-    r"""Replace every character that can't be seen or encoded by its escape, e.g. an escape character by `\x1b`.
-
-    Line feeds and tabs stay: they are layout, and HTML and Markdown treat them themselves.
-    """
-    return _INVISIBLE.sub(lambda match: _escape_sequence(match.group()), text)
-
-
-def _escape_sequence(character: str) -> str:
-    """Return the Python escape of a character."""
-    code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def one_line(text: str) -> str:

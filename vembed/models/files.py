@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from vembed.errors import ConfigError, MachineError
+from vembed.files import is_folder
 from vembed.models.adapters.quantized import four_bit_config
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class ModelFiles:
         self.keys = keys
         self.load_in_4bit = load_in_4bit  # the weights of linear layers
         self.name = keys.model_name  # hub id, folder, or another name that a family of models takes
-        self.folder = Path(self.name) if Path(self.name).is_dir() else None
+        self.folder = Path(self.name) if is_folder(self.name) else None
         self.dtype = DTYPES[keys.torch_dtype]
         self.device = torch.device("cpu")  # where parameters are made
         self.has_weights = True  # whether weights are read; else parameters stay as they are made

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import vembed
 from vembed.errors import DataError
+from vembed.files import is_file
 from vembed.models.fingerprint import ModelIdentity
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def read_meta(folder: Path) -> IndexMeta:
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"{path} is broken ({type(error).__name__}: {error}); encode the corpus again") from error
     for name, size in sizes.items():
-        actual = (folder / name).stat().st_size if (folder / name).is_file() else None
+        actual = (folder / name).stat().st_size if is_file(folder / name) else None
         if actual != size:
             found = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
             raise DataError(f"{folder / name} {found}; encode the corpus again with --overwrite")
@@ -114,7 +115,7 @@ def read_meta(folder: Path) -> IndexMeta:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not is_file(path):
         raise DataError(f"{path.parent} holds no index: there is no {path.name}; make one with vembed encode")
     try:
         content = json.loads(path.read_text("utf-8"))

@@ -13,8 +13,8 @@ from markupsafe import Markup
 
 from vembed.data.images import FORMATS
 from vembed.evaluation.pages import html_environment
-from vembed.evaluation.text import visible
 from vembed.search.thumbnails import thumbnail_size
+from vembed.text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

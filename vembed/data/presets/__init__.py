@@ -6,7 +6,6 @@ batched. A file or folder whose own name begins with a preset's is named with it
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.columns import closest
@@ -14,9 +13,11 @@ from vembed.data.presets import cirr, flickr30k, sop
 from vembed.data.presets.common import PresetSource
 from vembed.data.splits import PATH_KEYS, SPLIT_NAMES, Role, role_of, split_for
 from vembed.errors import DataError
+from vembed.files import home_path, is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from vembed.data.problems import ProblemLog
     from vembed.data.records import LoadedRecords
@@ -74,11 +75,11 @@ class PresetPath(NamedTuple):
         return PRESETS[self.name].load_retrieval(source, split)
 
     def _opened(self, options: SourceOptions, log: ProblemLog) -> tuple[str, PresetSource]:
-        if not self.folder.is_dir():
+        if not is_folder(self.folder):
             raise DataError(f"{PATH_KEYS[options.role]}: {self.label}: there is no folder {self.folder}")
         split = _split(self.name, options.split, options.role)
         root = options.keys.image_root
-        image_folder = self.folder if root is None else Path(root).expanduser()
+        image_folder = self.folder if root is None else home_path(root)
         return split, PresetSource(self.label, self.folder, options.images(self.folder), image_folder, log)
 
 
@@ -93,7 +94,7 @@ def preset_path(path: str) -> PresetPath | None:
         return None
     if not folder:
         raise DataError(f"{path} names no folder: write {name}:FOLDER, the folder that the set lies in")
-    return PresetPath(path, name, Path(folder).expanduser())
+    return PresetPath(path, name, home_path(folder))
 
 
 def preset_hint(path: str) -> str:

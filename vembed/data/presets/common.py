@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.image_root import PictureFault
 from vembed.errors import DataError
+from vembed.files import is_file, is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,10 +58,8 @@ def find_parts(
     Raises:
         DataError: With all that is missing, and the folder that has it where it lies one deeper.
     """
-    found = [
-        next((source.folder / name for name in names if (source.folder / name).is_file()), None) for names in files
-    ]
-    folder = next((name for name in pictures if (source.image_folder / name).is_dir()), None)
+    found = [next((source.folder / name for name in names if is_file(source.folder / name)), None) for names in files]
+    folder = next((name for name in pictures if is_folder(source.image_folder / name)), None)
     if folder is None and (not pictures or source.image_folder != source.folder):
         folder = ""
     missing = [" or ".join(names) for names, path in zip(files, found, strict=True) if path is None]
@@ -74,6 +73,6 @@ def find_parts(
 def _deeper(source: PresetSource, files: Sequence[Sequence[str]]) -> str:
     """Return where the files lie instead, when that is one folder deeper, as archives unpack; else nothing."""
     for entry in sorted(source.folder.iterdir()):
-        if all(any((entry / name).is_file() for name in names) for names in files):
+        if all(any(is_file(entry / name) for name in names) for names in files):
             return f"; {entry} has it: name that folder, {source.label.partition(':')[0]}:{entry}"
     return f" in {source.folder}"

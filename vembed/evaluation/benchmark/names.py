@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
+from vembed.files import is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,7 @@ def model_labels(names: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: When a model is named twice.
     """
-    parts = [Path(name).resolve().parts if Path(name).is_dir() else tuple(name.split("/")) for name in names]
+    parts = [Path(name).resolve().parts if is_folder(name) else tuple(name.split("/")) for name in names]
     if len(set(parts)) < len(parts):
         repeated = next(name for name, own in zip(names, parts, strict=True) if parts.count(own) > 1)
         raise ConfigError(f"{repeated} is named twice")

@@ -1,0 +1,177 @@
+"""Read a user's file as lines, or as one text piece by piece, in bounded memory: the door of every row file.
+
+What no honest set does ends the reading with a `DataError`, in place of hours or gigabytes: a line of over 64 MiB, a
+million blank lines in a row, a gzip file that unpacks to 200 times its size.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import zlib
+from codecs import getincrementaldecoder
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, cast
+
+from vembed.data.columns import closest
+from vembed.errors import DataError, MachineError
+from vembed.files import open_regular
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Longest line, row of CSV, or object of JSON: a binary file without line ends must not be read into memory whole."""
+
+MAX_BLANK_LINES = 1_000_000
+"""Most blank lines in a row."""
+
+MAX_GZIP_RATIO, GZIP_FREE_BYTES = 200, 16 * 2**20
+"""Most bytes out of a gzip file for each byte in it, beyond the first few: texts reach 3 to 20, gzip itself 1,032."""
+
+PIECE_BYTES = 2**20
+
+UTF8_BOM = b"\xef\xbb\xbf"
+UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_BROKEN_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, line with its end), without a byte order mark.
+
+    Raises:
+        DataError: The file can't be read on.
+        OSError: The system refuses to read it, or it is no regular file.
+    """
+    number = num_blank = 0
+    try:
+        with _opened(path) as handle:
+            while line := handle.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if number == 1:
+                    line = _without_bom(line, path)
+                if len(line) > MAX_LINE_BYTES:
+                    raise too_long(f"{path.name}:{number}", "line")
+                num_blank = num_blank + 1 if line.isspace() else 0
+                if num_blank > MAX_BLANK_LINES:
+                    msg = f"{path.name}:{number}: over {MAX_BLANK_LINES:,} blank lines in a row; is this a text file?"
+                    raise DataError(msg)
+                yield number, line
+    except _BROKEN_GZIP as error:
+        raise _broken_gzip(f"{path.name}:{number + 1}", error) from error
+
+
+def pieces(path: Path) -> Iterator[str]:
+    """Yield a file's text in pieces of about 1 MiB, without a byte order mark.
+
+    Raises:
+        DataError: The file can't be read on.
+        OSError: The system refuses to read it, or it is no regular file.
+    """
+    decoder = getincrementaldecoder("utf-8")()
+    line = 1
+    try:
+        with _opened(path) as handle:
+            piece = _without_bom(handle.read(PIECE_BYTES), path)
+            while piece:
+                text = decoder.decode(piece)
+                line += text.count("\n")
+                if text:
+                    yield text
+                piece = handle.read(PIECE_BYTES)
+            decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        line += error.object.count(b"\n", 0, error.start)
+        raise DataError(f"{path.name}:{line}: invalid UTF-8") from error
+    except _BROKEN_GZIP as error:
+        raise _broken_gzip(f"{path.name}:{line}", error) from error
+
+
+def first_character(path: Path) -> bytes:
+    """Return the first byte of a file that is no white space; none where there is none.
+
+    Raises:
+        DataError: The file can't be read on.
+        OSError: The system refuses to read it, or it is no regular file.
+    """
+    try:
+        with _opened(path) as handle:
+            piece = _without_bom(handle.read(PIECE_BYTES), path)
+            while piece.isspace():
+                piece = handle.read(PIECE_BYTES)
+            return piece.lstrip()[:1]
+    except _BROKEN_GZIP as error:
+        raise _broken_gzip(f"{path.name}:1", error) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Say of what the system refuses which file or folder it is.
+
+    Raises:
+        MachineError: It refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise MachineError(f"can't read {path}: {error.strerror or error}") from error
+
+
+def nearest_entry(path: Path) -> str:
+    """Return ` (did you mean 'x'?)` for the nearest name in the folder of a missing file, or an empty string."""
+    with suppress(OSError, ValueError):
+        return closest(path.name, (entry.name for entry in path.parent.iterdir()))
+    return ""
+
+
+def too_long(where: str, what: str) -> DataError:
+    """Return the error for a line, row or object over the limit."""
+    return DataError(f"{where}: a {what} of over {MAX_LINE_BYTES // 2**20} MiB; is this a text file?")
+
+
+class _Unpacked(io.RawIOBase):
+    """The bytes inside a gzip file, refused where they are too many for the file's own."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._packed = open_regular(path)
+        self._inside = gzip.GzipFile(fileobj=self._packed, mode="rb")
+        self._count = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
+        data = self._inside.read1(len(buffer))
+        buffer[: len(data)] = data
+        self._count += len(data)
+        if self._count > max(GZIP_FREE_BYTES, MAX_GZIP_RATIO * self._packed.tell()):
+            raise DataError(
+                f"{self._path}: it unpacks to over {MAX_GZIP_RATIO} times its size, as no set of texts does; if that "
+                "is meant, unpack it with gunzip and name the file that comes out"
+            )
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._inside.close()
+            self._packed.close()
+        super().close()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    if not path.name.lower().endswith(".gz"):
+        return open_regular(path)
+    return cast("IO[bytes]", io.BufferedReader(_Unpacked(path), PIECE_BYTES))
+
+
+def _without_bom(start: bytes, path: Path) -> bytes:
+    if start.startswith(UTF16_BOMS):
+        raise DataError(f"{path.name}:1: the file is UTF-16; save it as UTF-8")
+    return start.removeprefix(UTF8_BOM)
+
+
+def _broken_gzip(where: str, error: Exception) -> DataError:
+    return DataError(f"{where}: the gzip data is truncated or broken: {error}")

@@ -11,18 +11,20 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from checkpoint_cases import assert_is_step, flip_byte, names_in, save_step
+from checkpoint_cases import assert_is_step, flip_byte, names_in, reseal, save_step
 
 from vembed.checkpoint.contents import validate
 from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.errors import MachineError
+from vembed.errors import ConfigError, MachineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from vembed.checkpoint.contents import LoadedCheckpoint
 
 # Kills the process at a write, one of every call that changes the disk. Files are torn: half of the bytes are written
 # before the kill.
@@ -313,7 +315,10 @@ def test_one_wrong_bit_anywhere_is_seen(tmp_path: Path, name: str) -> None:
     validate(folder)
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "empty", "missing", "no manifest", "empty folder"])
+@pytest.mark.parametrize(
+    "damage",
+    ["flip", "truncate", "empty", "missing", "no manifest", "empty folder", "a file", "a link to nothing", "a fifo"],
+)
 def test_a_broken_newest_checkpoint_is_skipped_with_one_warning_and_refused_when_named(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -330,15 +335,98 @@ def test_a_broken_newest_checkpoint_is_skipped_with_one_warning_and_refused_when
         model.unlink()
     elif damage == "no manifest":
         (newest / "manifest.json").unlink()
+    elif damage == "a fifo":
+        model.unlink()
+        os.mkfifo(model)
     else:
         shutil.rmtree(newest)
-        newest.mkdir()
+        if damage == "empty folder":
+            newest.mkdir()
+        elif damage == "a file":
+            newest.write_text("{}")
+        else:
+            newest.symlink_to(tmp_path / "nowhere")
     assert_is_step(manager.load("auto"), 1)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "step-00000002 skipped" in caplog.text
-    with pytest.raises(InvalidCheckpointError):
+    with pytest.raises((InvalidCheckpointError, ConfigError)):
         manager.load(newest)
     assert_is_step(manager.load(tmp_path / "step-00000001"), 1)
+    assert save_step(manager, 2).saved, "what is broken makes room"
+    assert_is_step(manager.load("auto"), 2)
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "words"),
+    [
+        ("manifest.json", "stamp", nested(200), "nests more than 32 deep"),
+        ("manifest.json", "stamp", None, "stamp"),
+        ("manifest.json", "stamp", {"world_size": 1}, "holds no config_hash, strategy"),
+        ("manifest.json", "step", "2", "step"),
+        ("manifest.json", "best", 1, "best"),
+        ("manifest.json", "files", [], "files"),
+        ("manifest.json", "more", 1, "unknown keys"),
+        ("state.json", "epoch", nested(200), "state.json: nests more than 32 deep"),
+        ("state.json", "epoch", float("inf"), "isn't finite"),
+    ],
+)
+def test_json_of_another_shape_is_skipped_although_its_checksums_are_right(
+    tmp_path: Path, name: str, key: str, value: object, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = two_steps(tmp_path)
+    newest = tmp_path / "step-00000002"
+    content = json.loads((newest / name).read_text())
+    content[key] = value
+    (newest / name).write_text(json.dumps(content))
+    if key != "files":
+        reseal(newest)
+    else:
+        body = {each: content[each] for each in content if each != "checksum"}
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+        checksum = hashlib.sha256(text.encode()).hexdigest()
+        (newest / name).write_text(json.dumps({**body, "checksum": checksum}))
+    assert_is_step(manager.load("auto"), 1)
+    assert "step-00000002 skipped" in caplog.text
+    assert words in caplog.text
+    with pytest.raises(InvalidCheckpointError, match=name):
+        manager.load(newest)
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe", b'{"a": 1e999}', b"9" * 5000, b"[]", b""])
+def test_text_that_is_no_manifest_is_skipped(tmp_path: Path, text: bytes) -> None:
+    manager = two_steps(tmp_path)
+    (tmp_path / "step-00000002" / "manifest.json").write_bytes(text)
+    assert_is_step(manager.load("auto"), 1)
+
+
+def test_a_shape_that_the_caller_refuses_is_skipped_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = two_steps(tmp_path)
+
+    def check(loaded: LoadedCheckpoint) -> None:
+        if loaded.step == 2:
+            raise ValueError("not as I need it")
+
+    assert_is_step(manager.load("auto", check=check), 1)
+    assert "step-00000002 skipped" in caplog.text
+    assert "not as I need it" in caplog.text
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_file_in_the_place_of_all_checkpoints_does_not_start_the_run_over(tmp_path: Path, is_link: bool) -> None:
+    folder = tmp_path / "checkpoints"
+    if is_link:
+        folder.symlink_to(tmp_path / "an unmounted disk")
+    else:
+        folder.write_text("lost")
+    with pytest.raises(InvalidCheckpointError, match="is no folder"):
+        CheckpointManager(folder).load("auto")
 
 
 def test_when_every_checkpoint_is_broken_auto_does_not_start_over(

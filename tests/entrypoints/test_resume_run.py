@@ -14,6 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from checkpoint_cases import reseal
 from command_cases import (
     Outcome,
     Site,
@@ -330,6 +331,29 @@ def test_a_corrupt_newest_checkpoint_is_skipped_loudly_and_the_end_is_the_same(
     assert "optimizer.safetensors: the content has changed" in resumed.out
     assert "step-00000006" in resumed.out.partition("going on from")[2].splitlines()[0]
     assert_same_run(whole_bert, resumed.folder)
+
+
+def test_a_bent_newest_checkpoint_and_lost_rows_are_told_and_the_model_is_the_same(
+    site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = write_config(tmp_path, site.keys(**BERT))
+    stopped = stop_at(monkeypatch, config, 8)
+    newest = stopped.folder / "checkpoints/step-00000008"
+    manifest = json.loads((newest / "manifest.json").read_text())
+    del manifest["stamp"]["config"]
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    reseal(newest)
+    (stopped.folder / "metrics.jsonl").write_text("\0" * 500)
+    resumed = run_here(config)
+    assert resumed.code == 0, resumed.err
+    assert "warning: Checkpoint step-00000008 skipped" in resumed.out
+    assert "manifest.json: stamp['config']" in resumed.out
+    assert "step-00000006" in resumed.out.partition("going on from")[2].splitlines()[0]
+    assert "6 of the 6 steps up to the checkpoint are missing, and their numbers are lost" in resumed.out
+    assert (stopped.folder / "metrics.jsonl.broken-1").read_text() == "\0" * 500
+    assert [row["step"] for row in resumed.rows] == list(range(7, 13))
+    weights = [folder / "model/model.safetensors" for folder in (whole_bert, resumed.folder)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_when_every_checkpoint_is_broken_the_run_does_not_start_over_by_itself(

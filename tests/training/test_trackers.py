@@ -16,7 +16,7 @@ import pytest
 
 from vembed.errors import MachineError
 from vembed.training.trackers.base import GuardedTracker
-from vembed.training.trackers.jsonl import JsonlTracker
+from vembed.training.trackers.jsonl import JsonlTracker, read_rows
 from vembed.training.trackers.tensorboard import TensorBoardTracker
 
 if TYPE_CHECKING:
@@ -120,6 +120,43 @@ def test_a_run_that_starts_over_or_forgets_to_cut_back_still_has_each_step_once(
     tracker.close()
     JsonlTracker(path).log(1, {"loss": 8.0})
     assert rows_of(path) == [{"step": 1, "loss": 8.0}]
+
+
+GARBAGE = ["\x00\xff garbage", '{"step": 2}', '{"step": 2, "loss": "high"}', "[" * 100_000, '{"step": true, "loss": 1}']
+
+
+@pytest.mark.parametrize("line", [None, *GARBAGE])
+def test_rows_that_are_lost_are_counted_and_what_was_there_is_kept(
+    tmp_path: Path, line: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = written(tmp_path / "metrics.jsonl", range(1, 7))
+    tracker = JsonlTracker(path)
+    tracker.say_lost(5)
+    assert not caplog.records, "rows after the checkpoint are not missed"
+    if line is None:
+        path.unlink()
+    else:
+        lines = path.read_text().splitlines()
+        path.write_text("\n".join([lines[0], line, line, *lines[3:]]))
+    broken = None if line is None else path.read_bytes()
+    lost = {None: 5, '{"step": 2}': 1}.get(line, 2)
+    tracker.say_lost(5)
+    tracker.cut_back(5)
+    assert [record.levelname for record in caplog.records][:1] == ["WARNING"]
+    assert f"{lost} of the 5 steps up to the checkpoint are missing" in caplog.text
+    assert [each.name for each in tmp_path.glob("*.broken*")] == ([] if line is None else ["metrics.jsonl.broken-1"])
+    if broken is not None:
+        assert (tmp_path / "metrics.jsonl.broken-1").read_bytes() == broken
+        assert len(read_rows(path)) == 5 - lost
+        assert "kept as metrics.jsonl.broken-1" in caplog.text
+    tracker.log(6, {"loss": 1.0})
+    assert read_rows(path)[-1] == {"step": 6, "loss": 1.0}
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(MachineError, match="it is no file"):
+        JsonlTracker(tmp_path / "metrics.jsonl").say_lost(3)
 
 
 def test_an_evaluation_adds_no_row(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -13,10 +12,12 @@ from vembed.checkpoint.format import (
     STATE,
     Checkpoint,
     FileEntry,
+    IncompleteCheckpointError,
     InvalidCheckpointError,
     read_manifest,
     write_manifest,
 )
+from vembed.checkpoint.json_text import read_object
 from vembed.checkpoint.tensors import TensorFile, own_files, read_parts
 from vembed.distributed.ranks import Ranks
 from vembed.errors import NonFiniteError
@@ -148,29 +149,45 @@ def _shares(files: Mapping[str, FileEntry], world_size: int) -> list[list[str]]:
     return shares
 
 
+def accept(loaded: LoadedCheckpoint) -> None:
+    """Find nothing wrong with the shape of a checkpoint."""
+
+
 def read_checkpoint(
-    folder: Path, manifest: Manifest, *, required: Collection[str], ranks: Ranks = ALONE
+    folder: Path,
+    manifest: Manifest,
+    *,
+    required: Collection[str],
+    check: Callable[[LoadedCheckpoint], object] = accept,
+    ranks: Ranks = ALONE,
 ) -> LoadedCheckpoint:
     """Read a checkpoint that was validated.
 
     Args:
         required: Parts or keys of the state that must be there.
+        check: Raises `ValueError` where stamp or state hasn't the shape that the caller needs.
 
     Raises:
-        InvalidCheckpointError: One of them is missing, or a file can't be read.
+        IncompleteCheckpointError: One of the required is missing.
+        InvalidCheckpointError: A file can't be read, or isn't what it should be.
     """
 
     def read() -> LoadedCheckpoint:
         try:
-            state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+            state = read_object(folder / STATE)
             tensors = read_parts(folder, manifest.files)
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             raise InvalidCheckpointError(f"{folder}: {error}") from error
         if missing := [name for name in required if name not in tensors and name not in state]:
-            raise InvalidCheckpointError(
+            raise IncompleteCheckpointError(
                 f"{folder}: holds no {', '.join(missing)}, so the run can't go on exactly where it stopped "
                 f"(it holds {', '.join([*tensors, *state])}). Resume from another checkpoint, or set resume: never."
             )
-        return LoadedCheckpoint(folder, manifest.step, tensors, state, manifest.stamp, manifest.packages)
+        loaded = LoadedCheckpoint(folder, manifest.step, tensors, state, manifest.stamp, manifest.packages)
+        try:
+            check(loaded)
+        except (ValueError, KeyError) as error:
+            raise InvalidCheckpointError(f"{folder}: {error}") from error
+        return loaded
 
     return ranks.together(read)

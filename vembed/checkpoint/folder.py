@@ -10,6 +10,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
 import shutil
 from typing import TYPE_CHECKING, Final
 
@@ -83,7 +84,7 @@ class CheckpointFolder:
             OSError: The disk refused.
         """
         target = self.step_folder(step)
-        if target.exists():
+        if os.path.lexists(target):
             _log.warning("%s is broken and is replaced", target)
             self._delete(target)
         self.temporary_folder(step).rename(target)
@@ -162,7 +163,7 @@ class CheckpointFolder:
         marked = {step for step, manifest in manifests.items() if manifest.best}
         try:
             pointed = parse_step((self.path / BEST).read_text(encoding="utf-8").strip())
-        except (OSError, UnicodeDecodeError):
+        except (OSError, ValueError):
             pointed = None
         if pointed in self.steps():
             marked.add(pointed)
@@ -179,14 +180,16 @@ def _warns(what: str) -> Iterator[None]:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Return the steps that have a folder, ascending."""
+    """Return the steps that have a folder, ascending; what only has the name of one counts, and is found broken."""
     if not folder.is_dir():
         return []
-    found = (parse_step(path.name) for path in folder.iterdir() if path.is_dir())
+    found = (parse_step(path.name) for path in folder.iterdir())
     return sorted(step for step in found if step is not None)
 
 
 def _remove_tree(path: Path) -> None:
-    """Delete a folder that may not be there."""
-    if path.exists():
+    """Delete a folder that may not be there, or what stands in its place."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

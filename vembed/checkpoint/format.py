@@ -15,15 +15,18 @@ import hashlib
 import importlib.metadata
 import json
 import re
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Final, TypeAlias
+import stat
+from collections.abc import Mapping  # noqa: TC003 - the shape that a manifest is read as
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import vembed
+from vembed.checkpoint.json_text import fit, read_object
 from vembed.errors import MachineError
 from vembed.files import write_durably
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -39,12 +42,17 @@ STAMP_KEYS: Final = ("config_hash", "strategy", "world_size")
 """What every stamp holds, so that a resume can always be judged."""
 
 _PACKAGES: Final = ("torch", "transformers", "numpy", "safetensors")
-_STEP_NAME: Final = re.compile(r"step-(\d{8,})")
+_STEP_NAME: Final = re.compile(r"step-([0-9]{8,18})")
+_FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,250}")
 _PART_NAME: Final = re.compile(r"[a-z][a-z0-9_-]*")
 
 
 class InvalidCheckpointError(MachineError):
     """A folder that isn't a whole checkpoint: something is missing, cut off or changed."""
+
+
+class IncompleteCheckpointError(InvalidCheckpointError):
+    """A whole checkpoint that lacks a part which the caller can't do without."""
 
 
 class FutureCheckpointError(MachineError):
@@ -94,7 +102,7 @@ class Manifest:
 
     step: int
     best: bool
-    stamp: Mapping[str, JSON]
+    stamp: Mapping[str, Any]
     packages: Mapping[str, str]  # package -> version that wrote it
     files: Mapping[str, FileEntry]  # every file but the manifest
 
@@ -130,12 +138,14 @@ def read_manifest(folder: Path) -> Manifest:
         FutureCheckpointError: Written by a later version.
     """
     try:
-        manifest = _parse_manifest(folder, (folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = _parse_manifest(folder)
         for name, entry in manifest.files.items():
-            size = (folder / name).stat().st_size
-            if size != entry.size:
-                raise InvalidCheckpointError(f"{folder / name}: {size} bytes, the manifest says {entry.size}")
-    except (OSError, UnicodeDecodeError) as error:
+            status = (folder / name).stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidCheckpointError(f"{folder / name}: no regular file")
+            if status.st_size != entry.size:
+                raise InvalidCheckpointError(f"{folder / name}: {status.st_size} bytes, the manifest says {entry.size}")
+    except OSError as error:
         raise InvalidCheckpointError(f"{folder}: {error}") from error
     named = parse_step(folder.name)
     if named is not None and named != manifest.step:
@@ -143,11 +153,11 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def _parse_manifest(folder: Path, text: str) -> Manifest:
-    """Return the manifest of a text whose version is known and whose checksum is right."""
+def _parse_manifest(folder: Path) -> Manifest:
+    """Return the manifest of a folder, whose version must be known and whose checksum right."""
     path = folder / MANIFEST
     try:
-        body = json.loads(text)
+        body = read_object(path)
         version, checksum = body["format_version"], body.pop("checksum", "")
         # The version comes first: a later format may compute its checksum otherwise.
         if version > FORMAT_VERSION:
@@ -158,11 +168,14 @@ def _parse_manifest(folder: Path, text: str) -> Manifest:
         if version != FORMAT_VERSION or checksum != _checksum(body):
             raise InvalidCheckpointError(f"{path}: the content has changed (version or checksum is wrong)")
         del body["format_version"]
-        body["files"] = {name: FileEntry(**entry) for name, entry in body["files"].items()}
-        manifest = Manifest(**body)
-        if STATE not in manifest.files or any("/" in name or name.startswith(".") for name in manifest.files):
+        if unknown := body.keys() - {field.name for field in fields(Manifest)}:
+            raise ValueError(f"unknown keys {sorted(unknown)}")
+        manifest = fit(Manifest, body, where="manifest")
+        if missing := [key for key in STAMP_KEYS if key not in manifest.stamp]:
+            raise ValueError(f"its stamp holds no {', '.join(missing)}")
+        if STATE not in manifest.files or not all(map(_FILE_NAME.fullmatch, manifest.files)):
             raise InvalidCheckpointError(f"{path}: names files that no checkpoint has")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise InvalidCheckpointError(f"{path}: not a manifest ({error})") from error
     return manifest
 

@@ -14,15 +14,17 @@ Invariant: with several processes all of them have the same outcome; an error on
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
-from vembed.checkpoint.contents import ALONE, LoadedCheckpoint, read_checkpoint, validate, write_checkpoint
+from vembed.checkpoint.contents import ALONE, LoadedCheckpoint, accept, read_checkpoint, validate, write_checkpoint
 from vembed.checkpoint.folder import CheckpointFolder, free_disk_bytes, steps_in
 from vembed.checkpoint.format import (
     JSON,
     MANIFEST,
     Checkpoint,
+    IncompleteCheckpointError,
     InvalidCheckpointError,
     Manifest,
     parse_step,
@@ -122,13 +124,20 @@ class CheckpointManager:
             self._folder.retain(step)
         return SaveOutcome(target, num_bytes)
 
-    def load(self, source: Literal["auto"] | Path, *, required: Collection[str] = ()) -> LoadedCheckpoint | None:
+    def load(
+        self,
+        source: Literal["auto"] | Path,
+        *,
+        required: Collection[str] = (),
+        check: Callable[[LoadedCheckpoint], object] = accept,
+    ) -> LoadedCheckpoint | None:
         """Load a checkpoint after checking every byte of it.
 
         Args:
             source: A step's folder, or "auto" for the newest step that validates. Newest is the highest step number;
                 times and LATEST play no part. Broken ones are skipped with one warning each.
             required: Parts or keys of the state that must be there.
+            check: Raises `ValueError` where stamp or state hasn't the shape that the caller needs: a broken one.
 
         Returns:
             The checkpoint, or None for "auto" in a folder without any.
@@ -140,11 +149,11 @@ class CheckpointManager:
             FutureCheckpointError: The newest was written by a later version of vembed.
         """
         if source == "auto":
-            return self._load_newest(required)
+            return self._load_newest(required, check)
         self.ranks.from_first(lambda: _refuse_other_folder(source))
         self._refuse_unseen(source)
         manifest = validate(source, self.ranks)
-        return read_checkpoint(source, manifest, required=required, ranks=self.ranks)
+        return read_checkpoint(source, manifest, required=required, check=check, ranks=self.ranks)
 
     def best(self) -> Path | None:
         """Return the folder of the best checkpoint, every byte checked, or None when there is none.
@@ -226,8 +235,11 @@ class CheckpointManager:
                 f"system that all machines share"
             )
 
-    def _load_newest(self, required: Collection[str]) -> LoadedCheckpoint | None:
+    def _load_newest(
+        self, required: Collection[str], check: Callable[[LoadedCheckpoint], object]
+    ) -> LoadedCheckpoint | None:
         """Load the highest step that validates; None when there are no steps."""
+        self.ranks.from_first(lambda: _refuse_file(self.folder))
         steps = self.ranks.from_first(self.steps)
         if steps:
             self._refuse_unseen(self.folder)
@@ -235,11 +247,12 @@ class CheckpointManager:
             folder = self._folder.step_folder(step)
             try:
                 manifest = validate(folder, self.ranks)
+                return read_checkpoint(folder, manifest, required=required, check=check, ranks=self.ranks)
+            except IncompleteCheckpointError:
+                raise
             except InvalidCheckpointError as error:
                 if self.ranks.is_first:
                     _log.warning("Checkpoint %s skipped: %s", folder.name, error)
-            else:
-                return read_checkpoint(folder, manifest, required=required, ranks=self.ranks)
         if steps:
             raise InvalidCheckpointError(
                 f"{self.folder}: none of its {len(steps)} checkpoints is whole (see the lines above). "
@@ -258,6 +271,18 @@ class CheckpointManager:
                 if self.ranks.is_first:
                     _log.warning("Best checkpoint %s skipped: %s", folder.name, error)
         return None
+
+
+def _refuse_file(folder: Path) -> None:
+    """Refuse what stands in the place of the checkpoints: a run that starts anew would delete it.
+
+    Raises:
+        InvalidCheckpointError: It is no folder, or a link to nothing.
+    """
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise InvalidCheckpointError(
+            f"{folder} is no folder, and a run's checkpoints lie in one. Bring it back, or move this away to start anew"
+        )
 
 
 def _refuse_other_folder(path: Path) -> None:

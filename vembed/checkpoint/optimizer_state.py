@@ -8,11 +8,12 @@ processes hold a parameter together, its state is cut as it is, whether or not i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from vembed.checkpoint.format import JSON, InvalidCheckpointError
+from vembed.checkpoint.json_text import fit
 from vembed.checkpoint.tensors import SharedTensor, load_into, whole
 from vembed.distributed.shards import is_shared
 from vembed.errors import ConfigError
@@ -85,7 +86,10 @@ def unpack_optimizer(
             state.setdefault(name, {})[key] = value
     optimizer.state.clear()
     for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        for key, value in cast("Mapping[str, JSON]", saved["settings"]).items():
+        settings = cast("Mapping[str, JSON]", saved["settings"])
+        if bent := [key for key in settings if key in group and _kind(settings[key]) != _kind(group[key])]:
+            raise InvalidCheckpointError(f"optimizer: {_listed('Settings of another type', bent)}")
+        for key, value in settings.items():
             # JSON has one kind of sequence; torch's own are tuples (betas).
             group[key] = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
         for parameter in group["params"]:
@@ -94,6 +98,27 @@ def unpack_optimizer(
                 optimizer.state[parameter] = {
                     key: _placed(value, key=key, parameter=parameter, group=group) for key, value in remembered.items()
                 }
+
+
+def check_packed(packed: Mapping[str, JSON]) -> None:
+    """Refuse what `pack_optimizer` can't have returned.
+
+    Raises:
+        ValueError: A value is of another type, or names don't belong together.
+        KeyError: A key is missing.
+    """
+    shapes = fit(dict[str, list[int]], packed["shapes"], where="state.json: optimizer['shapes']")
+    for group in fit(list[dict[str, Any]], packed["groups"], where="state.json: optimizer['groups']"):
+        fit(dict[str, Any], group["settings"], where="state.json: optimizer['groups']['settings']")
+        if (
+            unknown := set(fit(list[str], group["names"], where="state.json: optimizer['groups']['names']"))
+            - shapes.keys()
+        ):
+            raise ValueError(f"state.json: optimizer: {_listed('No shape of', unknown)}")
+    keys = fit(list[str], packed["tensor_keys"], where="state.json: optimizer['tensor_keys']")
+    scalars = fit(dict[str, str | int | float | None], packed["scalars"], where="state.json: optimizer['scalars']")
+    if strange := [key for key in (*keys, *scalars) if key.partition("/")[2] not in shapes]:
+        raise ValueError(f"state.json: optimizer: {_listed('State of no parameter', strange)}")
 
 
 def _placed(value: object, *, key: str, parameter: Tensor, group: Mapping[str, object]) -> object:
@@ -153,6 +178,13 @@ def _listed(what: str, names: Sequence[str] | set[str]) -> str:
     if not first:
         return ""
     return f"{what}: {', '.join(first[:3])}{f' and {len(first) - 3} more' if len(first) > 3 else ''}. "
+
+
+def _kind(value: object) -> object:
+    """Return what a hyper-parameter is, to tell it from one of another kind."""
+    if isinstance(value, list | tuple):
+        return [_kind(each) for each in value]
+    return "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
 
 
 def _name_of(parameter: Tensor, names: Mapping[Tensor, str]) -> str:

@@ -24,11 +24,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from vembed.checkpoint.format import InvalidCheckpointError
+from vembed.checkpoint.json_text import fit, parse_json
 from vembed.distributed.shards import Block, block_of, is_first_copy, is_shared, local_part
 from vembed.files import fsync_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -158,21 +159,37 @@ def read_parts(folder: Path, names: Collection[str]) -> dict[str, dict[str, Save
             continue
         for each, (whole_shape, offsets) in _read_blocks(folder / name).items():
             stored = tensors[each]
-            block = Block(tuple(whole_shape), tuple(offsets), tuple(stored.shape))
+            block = Block(whole_shape, offsets, tuple(stored.shape))
             pieces.setdefault((match[1], each), []).append((block, stored))
     for (part_name, each), found in pieces.items():
         shape = found[0][0].shape
-        if any(block.shape != shape for block, _ in found) or sum(block.numel for block, _ in found) != _size(shape):
+        if not _make_up([block for block, _ in found], shape):
             raise InvalidCheckpointError(f"{folder}: the files of {part_name}/{each} don't make up one tensor")
         parts[part_name][each] = SharedTensor(shape, found[0][1].dtype, tuple(found))
     return parts
 
 
-def _read_blocks(path: Path) -> Mapping[str, tuple[list[int], list[int]]]:
+def _read_blocks(path: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return name -> (whole shape, offsets) of a file of blocks."""
     with safe_open(path, framework="pt") as file:
-        blocks: Mapping[str, tuple[list[int], list[int]]] = json.loads((file.metadata() or {})[_BLOCKS])
-    return blocks
+        text = (file.metadata() or {})[_BLOCKS]
+    return fit(dict[str, tuple[tuple[int, ...], tuple[int, ...]]], parse_json(text), where=f"{path.name}: blocks")
+
+
+def _make_up(blocks: Sequence[Block], shape: tuple[int, ...]) -> bool:
+    """Return whether blocks can be those of one tensor: inside it, no two at one place, and as many values."""
+    places = {block.offsets for block in blocks if block.numel}
+    inside = all(
+        block.shape == shape
+        and len(block.offsets) == len(block.sizes) == len(shape)
+        and all(0 <= begin <= end <= side for begin, end, side in zip(block.offsets, _ends(block), shape, strict=True))
+        for block in blocks
+    )
+    return (
+        inside
+        and len(places) == sum(block.numel > 0 for block in blocks)
+        and sum(block.numel for block in blocks) == _size(shape)
+    )
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:

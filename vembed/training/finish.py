@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import traceback
@@ -21,6 +20,7 @@ from vembed.models.adapters.trained import save_trained
 from vembed.plan.hardware import cpu_cores
 from vembed.training.diagnosis import diagnose, diagnosis_text, performance, setup_of
 from vembed.training.saving import gather_encoder
+from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -180,7 +180,7 @@ def _write_report(parts: FinishParts, state: RunState, result: RunResult, *, kep
 def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> RunReport:
     """Put the report together, with what the numbers of the training say."""
     dev = parts.evaluations.dev
-    rows = _read_rows(parts.output.path / "metrics.jsonl")
+    rows = read_rows(parts.output.path / "metrics.jsonl")
     setup = setup_of(parts.plan, parts.machine, state, rows)
     findings = diagnose(rows, setup)
     _log.info("%s", diagnosis_text(rows, findings))
@@ -214,12 +214,6 @@ def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step
         findings=findings,
         performance=performance(rows, setup, **facts),
     )
-
-
-def _read_rows(path: Path) -> list[dict[str, float]]:
-    """Read metrics.jsonl; a number that wasn't finite stands there as null and is left out of its row."""
-    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.is_file() else []
-    return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
 
 def package_versions() -> dict[str, str]:

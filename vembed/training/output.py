@@ -31,8 +31,10 @@ OWN_NAMES = (
     "trackers",
     "train.log",
 )
-"""Everything that a run writes, beside its `nonfinite-step-N.json`; nothing else in the folder is ever touched. The
+"""Everything that a run writes, beside what `OWN_PATTERNS` match; nothing else in the folder is ever touched. The
 log is deleted last: what a kill leaves of a folder can still be told from other people's files."""
+
+OWN_PATTERNS = ("nonfinite-step-*.json", "metrics.jsonl.broken-*")
 
 MARKS = ("plan.json", "train.log")
 """A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
@@ -109,7 +111,8 @@ class OutputFolder:
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            for entry in [*self.path.glob("nonfinite-step-*.json"), *(self.path / name for name in OWN_NAMES)]:
+            named = [path for pattern in OWN_PATTERNS for path in self.path.glob(pattern)]
+            for entry in [*named, *(self.path / name for name in OWN_NAMES)]:
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
                 else:

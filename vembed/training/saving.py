@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from vembed.checkpoint.json_text import fit
+from vembed.checkpoint.optimizer_state import check_packed
 from vembed.checkpoint.tensors import load_into
 from vembed.distributed.failures import LastWords
 from vembed.distributed.shards import full_tensors, is_shared, reshard
@@ -98,6 +100,25 @@ def gather_encoder(encoder: Encoder, ranks: Ranks, fresh: Callable[[], Encoder])
         if tensor is not None:
             load_into(places[name], tensor)
     return whole
+
+
+def check_shape(checkpoint: LoadedCheckpoint) -> None:
+    """Refuse a checkpoint whose stamp and state aren't what a run saves.
+
+    Raises:
+        ValueError: Names what is wrong.
+        KeyError: A part of the state is missing.
+    """
+    fit(dict[str, Any], checkpoint.stamp.get("config"), where="manifest.json: stamp['config']")
+    fit(dict[str, Any], checkpoint.stamp.get("plan"), where="manifest.json: stamp['plan']")
+    if "run" not in checkpoint.state or "updater" not in checkpoint.state:
+        return  # only the model is wanted
+    step = RunState.from_json(fit(dict[str, Any], checkpoint.state["run"], where="state.json: run")).step
+    if step != checkpoint.step:
+        raise ValueError(f"state.json: it is of step {step}")
+    updater = fit(dict[str, dict[str, Any]], checkpoint.state["updater"], where="state.json: updater")
+    check_packed(updater["optimizer"])
+    fit(dict[str, float], updater["scaler"], where="state.json: updater['scaler']")
 
 
 def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON], *, elastic: bool) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from vembed.gradcache.memory import StepLimits
+from vembed.checkpoint.json_text import fit
+from vembed.gradcache.memory import StepLimits  # noqa: TC001 - the shape that a state is read as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,9 +58,10 @@ class RunState:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """Return what `to_json` wrote."""
-        values = {name: content[name] for name in cls.__dataclass_fields__ if name in content}
-        values["evaluations"] = [(int(step), dict(metrics)) for step, metrics in content["evaluations"]]
-        if values.get("step_limits") is not None:
-            values["step_limits"] = StepLimits(**values["step_limits"])
-        return cls(**values)
+        """Return what `to_json` wrote.
+
+        Raises:
+            KeyError: It lacks the evaluations.
+            ValueError: A value is of another type.
+        """
+        return fit(cls, {**content, "evaluations": content["evaluations"]}, where="state.json: run")

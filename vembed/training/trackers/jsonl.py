@@ -12,18 +12,22 @@ the last checkpoint is as good as it was.
 
 from __future__ import annotations
 
+import errno
 import io
+import itertools
 import json
 import logging
 import math
-from typing import TYPE_CHECKING
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
 
 from vembed.errors import MachineError
 from vembed.files import replace_text
 from vembed.training.trackers.base import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -91,9 +95,9 @@ class JsonlTracker(Tracker):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if not self._path.exists():
                 return 0
-            text = self._path.read_text(encoding="utf-8", errors="replace")
+            text = _text_of(self._path)
             lines = [line for line in text.split("\n") if line]
-            kept = [line for line in lines if _in_range(line, step)]
+            kept = [line for line, found in _whole_rows(lines) if found["step"] <= step]
             cut = "".join(f"{line}\n" for line in kept)
             if cut != text:
                 replace_text(self._path, cut)
@@ -103,6 +107,34 @@ class JsonlTracker(Tracker):
         if dropped:
             _log.info("%s: %d lines after step %d dropped, those steps are done again", self._path, dropped, step)
         return dropped
+
+    def say_lost(self, step: int) -> None:
+        """Warn where rows up to the checkpoint's step are missing, and keep what stands in their place aside.
+
+        Raises:
+            MachineError: The disk refused.
+        """
+        kept_as = ""
+        try:
+            text = _text_of(self._path) if os.path.lexists(self._path) else ""
+            lines = [line for line in text.split("\n") if line]
+            there = {row["step"] for _, row in _whole_rows(lines)} & {*range(1, step + 1)}
+            if len(there) == step:
+                return
+            if text:
+                aside = next(path for path in map(self._aside, itertools.count(1)) if not path.exists())
+                shutil.copyfile(self._path, aside)
+                kept_as = f"; what it holds is kept as {aside.name}"
+        except OSError as error:
+            raise self._refused(error) from error
+        _log.warning(
+            "%s: %d of the %d steps up to the checkpoint are missing, and their numbers are lost; weights and later "
+            "steps are as they would have been%s",
+            self._path, step - len(there), step, kept_as,
+        )  # fmt: skip
+
+    def _aside(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.broken-{number}")
 
     def close(self) -> None:
         """Close the file."""
@@ -117,10 +149,33 @@ class JsonlTracker(Tracker):
         )
 
 
-def _in_range(line: str, step: int) -> bool:
-    """Return whether a line is a whole row of a step up to `step`."""
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """Return the whole rows of the file, each step once; a number that wasn't finite is left out of its row."""
+    lines = _text_of(path).split("\n") if path.is_file() else []
+    return [{key: value for key, value in row.items() if value is not None} for _, row in _whole_rows(lines)]
+
+
+def _text_of(path: Path) -> str:
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "it is no file")
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _whole_rows(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the lines that are whole rows of a step later than the one before, each with its numbers."""
+    last = 0
+    for line in lines:
+        row = _row_of(line)
+        if row is not None and row["step"] > last:
+            last = row["step"]
+            yield line, row
+
+
+def _row_of(line: str) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
-        return False
-    return isinstance(row, dict) and isinstance(row.get("step"), int) and row["step"] <= step
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    return row if all(value is None or type(value) in (int, float) for value in row.values()) else None

@@ -42,6 +42,7 @@ def open_trackers(
         MachineError: The disk refuses metrics.jsonl, or a tracker misses a package.
     """
     jsonl = JsonlTracker(output / "metrics.jsonl")
+    jsonl.say_lost(resume_step)
     jsonl.cut_back(resume_step)
     trackers: list[Tracker] = [jsonl]
     for name in [report_to] if isinstance(report_to, str) else report_to:

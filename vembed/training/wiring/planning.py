@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import Field
+
+from vembed.checkpoint.json_text import fit
 from vembed.config.schema import default_of
 from vembed.distributed.runtime import start_runtime
 from vembed.models.files import DTYPES
@@ -14,7 +17,7 @@ from vembed.models.profile.profile import profile_model
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import cpu_cores
 from vembed.plan.plan import Plan, compute_dtype, make_plan
-from vembed.plan.problem import DataSize
+from vembed.plan.problem import DataSize, Mode, Strategy
 from vembed.plan.strategy import DECIDING_KEYS
 from vembed.training.wiring.data import measures_both_directions
 
@@ -27,26 +30,35 @@ if TYPE_CHECKING:
     from vembed.training.inputs import RunData
 
 
-PLAN_READ_BACK = (
-    "global_batch_size",
-    "gradient_accumulation_steps",
-    "learning_rate",
-    "steps",
-    "steps_per_epoch",
-    "warmup_steps",
-    "gradient_cache_chunk_size",
-    "gradient_cache_chunk_tokens",
-    "retain",
-    "retain_tokens",
-    "dtype",
-    "loss_tile_size",
-    "use_lora",
-    "gradient_checkpointing",
-)
-"""Decisions that a resumed run takes from its checkpoint: they change what is trained or its rounding, or the machine
-may differ."""
+_Count = Annotated[int, Field(gt=0)]
+_Share = Annotated[float, Field(ge=0, le=1)]
 
-SHARDING_READ_BACK = ("strategy", "gradient_cache", "mode", "sharding_factor", "cpu_offload")
+PLAN_READ_BACK: dict[str, Any] = {
+    "global_batch_size": _Count,
+    "gradient_accumulation_steps": _Count,
+    "learning_rate": float,
+    "steps": int,
+    "steps_per_epoch": _Count,
+    "warmup_steps": int,
+    "gradient_cache_chunk_size": _Count,
+    "gradient_cache_chunk_tokens": _Count,
+    "retain": _Share,
+    "retain_tokens": int | None,
+    "dtype": Literal["float64", "float32", "bfloat16", "float16"],
+    "loss_tile_size": _Count,
+    "use_lora": bool,
+    "gradient_checkpointing": bool,
+}
+"""Decisions that a resumed run takes from its checkpoint, and what they are: they change what is trained or its
+rounding, or the machine may differ."""
+
+SHARDING_READ_BACK: dict[str, Any] = {
+    "strategy": Strategy,
+    "gradient_cache": bool,
+    "mode": Mode | None,
+    "sharding_factor": _Count,
+    "cpu_offload": bool,
+}
 """The same, as long as there are as many processes as before."""
 
 ADAPTERS_FROM = 1_000_000_000
@@ -141,6 +153,18 @@ def _idle_augmentation(config: Config, data: RunData) -> list[str]:
         return []
     idle = {"image_augmentation": config.image_augmentation != "none", "image_flip": config.image_flip}
     return [f"{name} has no effect: the training data hold no pictures." for name, is_set in idle.items() if is_set]
+
+
+def check_decisions(checkpoint: LoadedCheckpoint) -> None:
+    """Refuse a checkpoint whose decisions are none.
+
+    Raises:
+        ValueError: Names the first that is of another type.
+    """
+    saved: Any = checkpoint.stamp["plan"]
+    for name, kind in {**PLAN_READ_BACK, **SHARDING_READ_BACK}.items():
+        if name in saved:
+            fit(kind, saved[name], where=f"manifest.json: stamp['plan'][{name!r}]")
 
 
 def read_back(plan: Plan, checkpoint: LoadedCheckpoint, config: Config) -> Plan:

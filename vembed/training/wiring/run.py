@@ -25,8 +25,9 @@ from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.output import OutputFolder
-from vembed.training.saving import PARTS, refuse_other_run
+from vembed.training.saving import PARTS, check_shape, refuse_other_run
 from vembed.training.state import RunState
+from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import load_data
 from vembed.training.wiring.launcher import under_launcher
@@ -45,7 +46,7 @@ from vembed.training.wiring.parts import (
     run_identity,
     start_alike,
 )
-from vembed.training.wiring.planning import build_plan, read_back
+from vembed.training.wiring.planning import build_plan, check_decisions, read_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -236,8 +237,11 @@ def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> Loa
         return None
     manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, ranks=runtime.ranks)
     source: Literal["auto"] | Path = "auto" if config.resume == "auto" else Path(config.resume)
-    checkpoint = manager.load(source, required=[*PARTS, "run", "updater"])
+    checkpoint = manager.load(source, required=[*PARTS, "run", "updater"], check=_check)
     if checkpoint is None:
+        lost = len(read_rows(output.path / "metrics.jsonl")) if runtime.ranks.is_first else 0
+        if lost:
+            _log.warning("%s: no checkpoint of the %d steps that it tells of; they are done again", output.path, lost)
         return None
     if checkpoint.path.resolve().parent != output.checkpoints.resolve():
         raise ConfigError(
@@ -258,6 +262,11 @@ def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> Loa
         _log.info("resume: %s was %r and is %r now", difference.key, difference.old, difference.new)
     _log.info("resume: going on from %s", checkpoint.path)
     return checkpoint
+
+
+def _check(checkpoint: LoadedCheckpoint) -> None:
+    check_shape(checkpoint)
+    check_decisions(checkpoint)
 
 
 def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from vembed.checkpoint.folder import steps_in
-from vembed.checkpoint.format import step_name
+from vembed.checkpoint.format import InvalidCheckpointError, step_name
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.schema import Config
 from vembed.errors import ConfigError
@@ -14,13 +16,12 @@ from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint, save_trained
 from vembed.models.registry import is_builtin
 from vembed.training.output import OutputFolder
-from vembed.training.saving import load_module
+from vembed.training.saving import check_shape, load_module
 from vembed.training.wiring.model import load_configured
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.checkpoint.format import JSON
     from vembed.models.encoder import Encoder
 
 
@@ -41,9 +42,15 @@ def write_saved_model(run: Path, step: int, folder: Path) -> Path:
     if not path.is_dir():
         there = ", ".join(map(str, steps_in(output.checkpoints))) or "none"
         raise ConfigError(f"{run} has no checkpoint of step {step}; it has: {there}")
-    loaded = CheckpointManager(output.checkpoints).load(path, required=["model"])
+    loaded = CheckpointManager(output.checkpoints).load(path, required=["model"], check=check_shape)
     assert loaded is not None
-    encoder = _encoder(output, loaded.stamp)
+    plan = loaded.stamp["plan"]
+    assert isinstance(plan, dict)
+    try:
+        config = Config.model_validate(loaded.stamp["config"])
+    except ValidationError as error:
+        raise InvalidCheckpointError(f"{path}: its configuration is none of this version ({error})") from error
+    encoder = _encoder(output, config, use_lora=bool(plan.get("use_lora")))
     if loaded.stamp.get("base") != encoder.base:
         raise ConfigError(
             f"{path} holds only what was trained, and {encoder.name} is no longer the model that it was trained "
@@ -54,14 +61,12 @@ def write_saved_model(run: Path, step: int, folder: Path) -> Path:
     return folder / "model"
 
 
-def _encoder(output: OutputFolder, stamp: Any) -> Encoder:
+def _encoder(output: OutputFolder, config: Config, *, use_lora: bool) -> Encoder:
     """Build the encoder that a run trained, on the CPU and as it was before training."""
-    settings: dict[str, JSON] = stamp["config"]
-    config = Config.model_validate(settings)
     if is_builtin(config.model_name):
         config = config.model_copy(update={"model_name": str(output.initial_model)})
     encoder = load_configured(config)
-    if stamp["plan"].get("use_lora"):
+    if use_lora:
         add_adapters(encoder, config)
     else:
         freeze(encoder, config.trainable)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 TIMES = re.compile(
-    r"(.*_)?seconds|.*_per_second|milliseconds_per_query|.*_imbalance|scaling_efficiency|peak_memory_bytes|checksum"
+    r"(.*_)?seconds|.*_per_second|milliseconds_per_query|.*_imbalance|scaling_efficiency|slowest_rank"
+    r"|peak_memory_bytes|checksum|findings"
 )
-"""Keys of JSON that no two runs have alike: times, and the checksum of a manifest, whose plan says what was resumed."""
+"""Keys of JSON that no two runs have alike: times, what a report finds in them, and the checksum of a manifest, whose
+plan says what was resumed."""
 
 UNCOMPARED = re.compile(r"train\.log|run\.lock|events\.out\..*|report\.(html|md)|leaderboard\.(html|md)")
 """Files that must be there, but show times; what they say beside stands in a JSON file that is compared."""

@@ -176,6 +176,16 @@ def test_graphs_are_dropped_before_chunks_are_halved_and_kept_again_in_the_next_
     assert (engine.limits.rows, engine.limits.retain, engine.limits.ran_out) == (4, retain, True)
 
 
+def test_batches_of_one_optimizer_step_that_run_out_count_once() -> None:
+    case, _ = limited_case(0.0, 5, "forward")
+    engine = engine_of(case, ChunkBudget(16, 10**6))
+    for continues in (False, True, True):
+        assert engine.step(case.pools, case.structure, continues=continues).num_repairs > 0
+        assert (engine.limits.rows, engine.limits.ran_out) == (16, True)
+    assert engine.step(case.pools, case.structure).num_repairs > 0
+    assert engine.limits.rows <= 5, "the second step"
+
+
 def test_a_second_step_that_runs_out_keeps_no_graphs_but_the_chunks() -> None:
     case, encoder = crowded_case(0.0, 3)
     engine = engine_of(case, ChunkBudget(4, 10**6), 1.0)

@@ -135,6 +135,11 @@ def test_a_repaired_run_is_told_the_chunk_to_start_with() -> None:
     assert "gradient_cache_chunk_size: 128, gradient_cache_chunk_tokens: 4096" in text
     assert "By the plan" not in text
     assert "Set retain lower, or gradient_cache_chunk_tokens, now 16384." in only({"oom_repairs": 1})
+    bare = replace(GPU, keeps_some=False)
+    assert "Set gradient_cache_chunk_tokens lower, now 16384." in only({"oom_repairs": 1}, bare)
+    small = replace(bare, smaller_chunk=(16, 2048))
+    assert "gradient_cache_chunk_tokens: 2048." in only({"oom_repairs": 1}, small)
+    assert "lower gradient_cache_chunk_tokens." in only({"peak_memory_bytes": 79e9}, bare)
     ladder = replace(GPU, oom_ladder=("gradient_checkpointing: true: 3 GiB", "use_fsdp: true: 2 GiB"))
     expected = "By the plan, in this order: gradient_checkpointing: true: 3 GiB; use_fsdp: true: 2 GiB."
     assert only({"oom_repairs": 1}, ladder).endswith(expected)

@@ -122,6 +122,7 @@ class GradCacheEngine:
         self.options = options
         self.limits = StepLimits(options.budget.rows, options.budget.tokens, options.retain)
         self._present = self.limits  # those of the attempt that is running
+        self._ran_out = False  # in this optimizer step
         self._may_repair = options.oom_retry and len(parameters) > 0
         self._gradients: Gradients = (
             ReplicatedGradients(parameters, options.ranks) if sharded is None else ShardedGradients(sharded)
@@ -137,6 +138,7 @@ class GradCacheEngine:
         *,
         assignment: RowAssignment | None = None,
         gradient_scale: float = 1.0,
+        continues: bool = False,
     ) -> StepResult:
         """Add the gradients of one batch to `.grad` of every parameter that takes part.
 
@@ -146,6 +148,7 @@ class GradCacheEngine:
             structure: Positives and identities of the whole batch.
             assignment: Which rows are on which rank; None where there is one rank.
             gradient_scale: Factor on all gradients (the loss scale of float16 training); the loss stays unscaled.
+            continues: Whether batches before this one belong to the same optimizer step: memory runs out in it once.
 
         Raises:
             ReplayDriftError: When pass 2 didn't compute what pass 1 did.
@@ -154,6 +157,7 @@ class GradCacheEngine:
         assignment = assignment or RowAssignment.alone(structure.num_queries + structure.num_documents)
         start = RngState.capture(self.options.device)
         self._present, num_repairs = self.limits, 0
+        self._ran_out = continues and self._ran_out
         while True:
             self._gradients.begin()
             try:
@@ -167,7 +171,8 @@ class GradCacheEngine:
                 torch.cuda.empty_cache()  # what is cached is cut for the larger chunks
             start.restore()
             num_repairs += 1
-        if num_repairs:
+        if num_repairs and not self._ran_out:
+            self._ran_out = True
             self._remember_repair()
         return replace(result, num_repairs=num_repairs)
 

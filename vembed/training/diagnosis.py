@@ -69,6 +69,7 @@ class Setup:
     # rows and tokens of a chunk that running out of memory left the run with, or None
     smaller_chunk: tuple[int, int] | None
     skipped_steps: int  # steps whose numbers weren't finite
+    keeps_some: bool = True  # whether any graph may be kept, so that retain can be lowered
     can_measure_utilisation: bool = True  # whether the counters of the GPU's driver can be read
     oom_ladder: tuple[str, ...] = ()  # what the plan would do against running out of memory, in this order
 
@@ -87,6 +88,7 @@ def setup_of(plan: Plan, machine: Machine, state: RunState, rows: Sequence[Mappi
         chunk_rows=plan.chunks.rows,
         chunk_tokens=plan.chunks.tokens,
         keeps_all=plan.chunks.retain >= 1 and (plan.chunks.retain_tokens is None or most <= plan.chunks.retain_tokens),
+        keeps_some=plan.chunks.retain > 0 and plan.chunks.retain_tokens != 0,
         smaller_chunk=_smaller_chunk(plan, state),
         skipped_steps=state.skipped_steps,
         can_measure_utilisation=can_measure_utilisation(),
@@ -162,13 +164,14 @@ def _repairs(numbers: Numbers) -> Finding | None:
     repairs = sum(row.get("oom_repairs", 0) for row in numbers.rows)
     if not repairs:
         return None
-    chunk = numbers.setup.smaller_chunk
+    chunk, keeps_some = numbers.setup.smaller_chunk, numbers.setup.keeps_some
     if chunk is None:
-        advice = f"Set retain lower, or gradient_cache_chunk_tokens, now {numbers.setup.chunk_tokens}."
+        keys = "retain lower, or gradient_cache_chunk_tokens" if keeps_some else "gradient_cache_chunk_tokens lower"
+        advice = f"Set {keys}, now {numbers.setup.chunk_tokens}."
     else:
         advice = (
             f"Start the next run there: gradient_cache_chunk_size: {chunk[0]}, gradient_cache_chunk_tokens: "
-            f"{chunk[1]}, or set retain lower."
+            f"{chunk[1]}{', or set retain lower' if keeps_some else ''}."
         )
     return Finding(
         "out of memory",
@@ -185,7 +188,8 @@ def _full(numbers: Numbers) -> Finding | None:
     return Finding(
         "little memory left",
         f"At the peak {bytes_text(peak)} of {bytes_text(numbers.setup.memory_bytes)} were in use.",
-        f"Longer rows may not fit: lower retain or gradient_cache_chunk_tokens.{_ladder(numbers.setup)}",
+        f"Longer rows may not fit: lower {'retain or ' if numbers.setup.keeps_some else ''}"
+        f"gradient_cache_chunk_tokens.{_ladder(numbers.setup)}",
     )
 
 

@@ -151,7 +151,13 @@ class Trainer:
             totals.data_seconds += time.perf_counter() - asked
             torch.manual_seed(batch_seed(self.seed, number, rank=self.ranks.rank))
             scale = self.updater.gradient_scale / count
-            result = self.engine.step(batch.pools, batch.structure, assignment=batch.assignment, gradient_scale=scale)
+            result = self.engine.step(
+                batch.pools,
+                batch.structure,
+                assignment=batch.assignment,
+                gradient_scale=scale,
+                continues=number > step * count,
+            )
             if result.num_repairs:
                 state.step_limits = self.engine.limits
             totals.add(batch, result, counts_masked=self.counts_masked)

@@ -54,6 +54,7 @@ class LoadOptions(TypedDict, total=False):
     query_prompt: str | None  # text before each query
     document_prompt: str | None  # text before each document
     pad_token: str | None  # padding token, for tokenizers without one
+    image_background: str | None  # behind transparent parts of pictures: "white", "black" or "none"
     max_image_pixels: int | None  # a picture whose header says more is refused before it is decoded
     device: str | None  # "cpu", "cuda", "cuda:1"; the default is the one that training would take
     bf16: bool  # encode in bfloat16 mixed precision

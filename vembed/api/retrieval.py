@@ -33,7 +33,15 @@ if TYPE_CHECKING:
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
 
-VECTOR_OPTIONS = ("model_revision", "pooling_method", "max_seq_length", "query_prompt", "document_prompt", "pad_token")
+VECTOR_OPTIONS = (
+    "model_revision",
+    "pooling_method",
+    "max_seq_length",
+    "query_prompt",
+    "document_prompt",
+    "pad_token",
+    "image_background",
+)
 """Options that change the vectors: an index keeps them, and its queries are encoded under the same."""
 
 

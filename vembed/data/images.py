@@ -2,8 +2,8 @@
 
 1. The format is told by the first bytes, never by the file's name, and must be one of `FORMATS`.
 2. Bytes and pixels are capped from the header: a picture over a cap is never decoded.
-3. Decoding takes the first frame, turns it as EXIF says, puts transparency on white, scales 16 bits to 8, and changes
-   the picture as its `Augmentation` says, if it has one.
+3. Decoding takes the first frame, turns it as EXIF says, puts transparency on a background, scales 16 bits to 8, and
+   changes the picture as its `Augmentation` says, if it has one.
 
 A picture that can't be decoded is an `ImageError` that names it; no other picture ever stands in for it.
 """
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import PIL.Image
@@ -52,6 +52,9 @@ FORMATS: dict[str, Callable[[IO[bytes]], ImageFile]] = {
     "TIFF": TiffImageFile,
 }
 """Formats that are read, each with its reader."""
+
+Background: TypeAlias = Literal["white", "black", "none"]
+"""What stands behind transparent parts; with none a picture keeps its mode, for the model's own library to convert."""
 
 _SIGNATURES = (
     (b"\x89PNG\r\n\x1a\n", "PNG"),
@@ -132,11 +135,11 @@ def check_image(image: Image, limits: ImageLimits) -> ImageHeader:
         return _header(image, handle, limits)
 
 
-def decode_image(image: Image, limits: ImageLimits) -> PIL.Image.Image:
-    """Decode a picture to 8-bit RGB.
+def decode_image(image: Image, limits: ImageLimits, background: Background = "white") -> PIL.Image.Image:
+    """Decode a picture to 8-bit RGB; with background none to 8 bits of its own mode.
 
-    The first frame of an animation; turned upright by EXIF; transparency put on white; grey of 16 bits scaled to 8.
-    Colour profiles are not applied. An `Image` with an augmentation is changed by it.
+    The first frame of an animation; turned upright by EXIF; transparency put on the background; grey of 16 bits scaled
+    to 8. Colour profiles are not applied. An `Image` with an augmentation is changed by it, in RGB.
 
     Raises:
         ImageError: As `check_image`, or the pixels are truncated or broken.
@@ -147,25 +150,27 @@ def decode_image(image: Image, limits: ImageLimits) -> PIL.Image.Image:
         try:
             picture = FORMATS[header.format](handle)
             PIL.ImageOps.exif_transpose(picture, in_place=True)
-            decoded = _to_rgb(picture)
+            decoded = _on_background(picture, background)
         except MemoryError as error:
             reason = f"not enough memory for {header.width:,} x {header.height:,} pixels; lower max_image_pixels"
             raise ImageError(image.path, reason) from error
         except _BROKEN as error:
             raise ImageError(image.path, f"the {header.format} can't be decoded: {_words(error)}") from error
-    return decoded if image.augmentation is None else augmented(decoded, image.augmentation)
+    return decoded if image.augmentation is None else augmented(decoded.convert("RGB"), image.augmentation)
 
 
-def decode_images(images: Sequence[Image], limits: ImageLimits, num_threads: int = 1) -> list[PIL.Image.Image]:
+def decode_images(
+    images: Sequence[Image], limits: ImageLimits, num_threads: int = 1, background: Background = "white"
+) -> list[PIL.Image.Image]:
     """Decode pictures in threads: Pillow's decoders release Python's lock.
 
     Returns:
-        n RGB pictures in the order of `images`.
+        n pictures in the order of `images`, as `decode_image` gives them.
 
     Raises:
         ImageError: Of the first picture, in that order, that can't be decoded.
     """
-    decode = partial(decode_image, limits=limits)
+    decode = partial(decode_image, limits=limits, background=background)
     if num_threads <= 1 or len(images) <= 1:
         return [decode(image) for image in images]
     with ThreadPoolExecutor(max_workers=min(num_threads, len(images))) as pool:
@@ -298,24 +303,26 @@ def _check_pixels(path: str, name: str, size: tuple[int, int], limits: ImageLimi
         raise ImageError(path, f"{size_words} are over the limit of {limit:,}; {fix}")
 
 
-def _to_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:
-    """Return a loaded picture of one of `_MODES` as RGB."""
+def _on_background(picture: PIL.Image.Image, background: Background) -> PIL.Image.Image:
+    """Return a picture of one of `_MODES` as RGB, or with no background in its own mode."""
     if picture.mode in _SIXTEEN_BIT:
-        return _sixteen_bit_to_rgb(picture)
+        return _sixteen_bit_to_rgb(picture, background)
+    if background == "none":
+        return picture.copy()
     if picture.has_transparency_data:
         transparent = picture.convert("RGBA")
-        white = PIL.Image.new("RGBA", picture.size, "white")
-        return PIL.Image.alpha_composite(white, transparent).convert("RGB")
+        behind = PIL.Image.new("RGBA", picture.size, background)
+        return PIL.Image.alpha_composite(behind, transparent).convert("RGB")
     return picture.convert("RGB")
 
 
-def _sixteen_bit_to_rgb(picture: PIL.Image.Image) -> PIL.Image.Image:
+def _sixteen_bit_to_rgb(picture: PIL.Image.Image, background: Background) -> PIL.Image.Image:
     """Scale 0..65535 to 0..255, which Pillow's own conversion clips."""
     grey = np.asarray(picture).astype(np.uint32)
     scaled = ((grey * 255 + 32767) // 65535).astype(np.uint8)
     transparent = picture.info.get("transparency")
-    if isinstance(transparent, int):
-        scaled[grey == transparent] = 255
+    if isinstance(transparent, int) and background != "none":
+        scaled[grey == transparent] = 255 if background == "white" else 0
     return PIL.Image.fromarray(scaled).convert("RGB")
 
 

@@ -104,7 +104,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
     def featurize_pictures(self, images: Sequence[Image]) -> Features:
         """Decode pictures and run the image processor."""
         process = partial(run_processor, self.image_processor)
-        arrays = process_pictures(images, process, self.image_limits)
+        arrays = process_pictures(images, process, self.image_limits, self.image_background)
         return Features({}, own_lengths(arrays, self.patch_size), arrays)
 
     def featurize_texts(self, texts: list[str], side: Side) -> Features:  # noqa: ARG002

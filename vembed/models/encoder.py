@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from vembed.batch import MODALITY_WORDS, modality_of
-from vembed.data.images import ImageLimits
+from vembed.data.images import Background, ImageLimits
 from vembed.errors import DataError
 from vembed.models.probe import picture_inputs, text_inputs
 from vembed.models.towers import copy_modules
@@ -69,6 +69,7 @@ class Encoder(nn.Module, ABC):
     modalities: frozenset[Modality] = frozenset({"text"})
     multi_vector: bool = False  # whether `forward` gives several vectors for each row
     image_limits: ImageLimits = ImageLimits()
+    image_background: Background = "white"  # behind transparent parts of pictures
     eval_only: tuple[nn.Module, ...] = ()  # run in evaluation mode while the rest trains: what is frozen drops nothing
     freeze_batch_norm: bool = False  # whether batch normalisation keeps the statistics of the files in training
     keeps_base: bool = False  # whether some weights stay those of the files, so that checkpoints leave them out
@@ -120,8 +121,9 @@ class Encoder(nn.Module, ABC):
         return None
 
     def training_facts(self) -> dict[str, str]:
-        """Return what trains, for `describe`."""
-        return {"trains": self.trains} if self.trains else {}
+        """Return what trains, and on what background pictures stand where that isn't white, for `describe`."""
+        own = {"image_background": self.image_background} if self.image_background != "white" else {}
+        return own | ({"trains": self.trains} if self.trains else {})
 
     def by_modality(self, items: Sequence[Item]) -> list[tuple[Modality, NDArray[np.int64]]]:
         """Return the places of the items of each modality that occurs.

@@ -12,12 +12,13 @@ import json
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from vembed.data.images import Background
 from vembed.errors import ConfigError, MachineError
 from vembed.files import is_folder
 from vembed.models.adapters.quantized import four_bit_config
@@ -29,12 +30,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.config.keys.model import ModelKeys
+    from vembed.models.encoder import Encoder
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by the names of the configuration."""
 
 WEIGHTS_FILE = "model.safetensors"
 """Where families of our own keep their weights."""
+
+PICTURES_FILE = "vembed_pictures.json"
+"""Says on what background pictures stood in training, where that wasn't white."""
 
 PICTURE_SIDE = 224
 """In pixels, where the config of an image tower names none."""
@@ -324,6 +329,26 @@ def save_weights(
     folder.mkdir(parents=True, exist_ok=True)
     weights = {key: tensor.detach().cpu().contiguous() for key, tensor in module.state_dict().items()}
     safetensors.torch.save_file(weights, folder / file, metadata=metadata)
+
+
+def save_background(encoder: Encoder, folder: Path) -> None:
+    """Write beside a model's files on what background its pictures stand; nothing where that is white."""
+    if encoder.image_background != "white":
+        (folder / PICTURES_FILE).write_text(json.dumps({"image_background": encoder.image_background}), "utf-8")
+
+
+def saved_background(files: ModelFiles) -> Background:
+    """Return the background that a model was trained with, white where its files don't say.
+
+    Raises:
+        ConfigError: The file names another one than there are.
+    """
+    if ":" in files.name and files.folder is None:  # a name of open_clip or a built-in one: no folder of ours
+        return "white"
+    found = files.read_json(PICTURES_FILE).get("image_background", "white")
+    if found not in get_args(Background):
+        raise ConfigError(f"{files.name}: {PICTURES_FILE} names the image_background {found!r}; set image_background")
+    return cast("Background", found)
 
 
 def transformer_depth(config: Any) -> int | None:

@@ -127,6 +127,7 @@ class OpenClipEncoder(TwoTowers):
 
     prefix = OPEN_CLIP_PREFIX
     marker = CONFIG_FILE
+    reads = frozenset({"image_background"})
 
     def __init__(
         self, name: str, *, model: nn.Module, tokenizer: Any, preprocess: Any, config: dict[str, Any], weights: str
@@ -209,7 +210,7 @@ class OpenClipEncoder(TwoTowers):
 
     def featurize_pictures(self, images: Sequence[Image]) -> Features:
         """Decode pictures and run open_clip's own preprocessing."""
-        arrays = process_pictures(images, self._preprocessed, self.image_limits)
+        arrays = process_pictures(images, self._preprocessed, self.image_limits, self.image_background, own_mode=True)
         return Features({}, np.full(len(images), self.picture_tokens, dtype=np.int64), arrays)
 
     def _preprocessed(self, pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.batch import Item
-    from vembed.data.images import ImageLimits
+    from vembed.data.images import Background, ImageLimits
 
 PATCH_MASK = "pixel_attention_mask"
 """Which patches of a picture are its own, (n, patches), from processors that keep a picture's shape."""
@@ -43,11 +43,16 @@ def process_pictures(
     images: Sequence[Image],
     process: Callable[[list[PIL.Image.Image]], dict[str, NDArray[Any]]],
     limits: ImageLimits,
+    background: Background = "white",
+    *,
+    own_mode: bool = False,
 ) -> dict[str, NDArray[Any]]:
     """Decode pictures and process them, block by block.
 
     Args:
-        process: Turns decoded pictures, in RGB, into arrays by name, each (number of pictures, ...).
+        process: Turns decoded pictures into arrays by name, each (number of pictures, ...).
+        background: What stands behind transparent parts.
+        own_mode: Whether `process` converts pictures itself that no background has made RGB.
 
     Returns:
         The arrays of all pictures, (n, ...), in the order given.
@@ -55,10 +60,11 @@ def process_pictures(
     Raises:
         DataError: A picture can't be decoded or is over the limits.
     """
-    parts = [
-        process(decode_images(images[start : start + DECODED_AT_ONCE], limits, torch.get_num_threads()))
-        for start in range(0, len(images), DECODED_AT_ONCE)
-    ]
+    parts = []
+    for start in range(0, len(images), DECODED_AT_ONCE):
+        block = images[start : start + DECODED_AT_ONCE]
+        pictures = decode_images(block, limits, torch.get_num_threads(), background)
+        parts.append(process(pictures if own_mode else [picture.convert("RGB") for picture in pictures]))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

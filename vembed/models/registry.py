@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
-from vembed.models.files import ModelFiles, SkeletonFiles
+from vembed.models.files import ModelFiles, SkeletonFiles, saved_background
 from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ SOME_READ = {
     "document_prompt": "query_prompt or document_prompt",
     "pad_token": "pad_token",
     "model_revision": "model_revision",
+    "image_background": "image_background",
 }
 """Keys of the model that only some encoders have a use for (`Encoder.reads`), and what a message calls them."""
 
@@ -116,6 +117,9 @@ def _load(files: ModelFiles, texts: Iterable[str]) -> Encoder:
     if files.keys.freeze_batch_norm and not encoder.batch_norms():
         raise ConfigError(f"{files.name} has no batch normalisation for freeze_batch_norm; leave it out")
     encoder.freeze_batch_norm = files.keys.freeze_batch_norm
+    if "image" in encoder.modalities:
+        wanted = files.keys.image_background
+        encoder.image_background = saved_background(files) if wanted == "auto" else wanted
     return encoder
 
 

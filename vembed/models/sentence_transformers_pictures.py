@@ -66,7 +66,7 @@ class TransformersPictures(Encoder):
     """A model of transformers with an image tower, which sentence-transformers (5.4 and later) runs too."""
 
     marker = "config.json"
-    reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit"})
+    reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit", "image_background"})
 
     @abstractmethod
     def pipeline(self) -> Pipeline:

@@ -88,6 +88,7 @@ class TinyClip(TwoTowers):
 
     builtin = "tiny-clip"
     marker = CONFIG_FILE
+    reads = frozenset({"image_background"})
     text_inputs = frozenset({"grams", "offsets", "rows"})
 
     def __init__(self, config: TinyClipConfig, *, name: str = "builtin:tiny-clip") -> None:
@@ -139,7 +140,7 @@ class TinyClip(TwoTowers):
         found = {image: self._pixels[image] for image in dict.fromkeys(images) if image in self._pixels}
         missing = [image for image in dict.fromkeys(images) if image not in found]
         if missing:
-            made = process_pictures(missing, self._resized, self.image_limits)
+            made = process_pictures(missing, self._resized, self.image_limits, self.image_background)
             found |= dict(zip(missing, made["pixels"], strict=True))
         for image, pixels in found.items():
             if image.augmentation is None:  # one that is changed doesn't come back

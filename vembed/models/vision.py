@@ -106,7 +106,7 @@ class VisionEncoder(TransformersPictures):
     def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
         """Decode pictures and run the image processor; both sides are read alike."""
         process = partial(run_processor, self.image_processor)
-        arrays = process_pictures(pictures_of(items), process, self.image_limits)
+        arrays = process_pictures(pictures_of(items), process, self.image_limits, self.image_background)
         lengths = picture_lengths(arrays["pixel_values"], int(self.backbone.config.patch_size))
         return Features({}, lengths, {"pixel_values": arrays["pixel_values"]})
 

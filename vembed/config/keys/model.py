@@ -37,6 +37,12 @@ class ModelKeys(Section):
     query_prompt: Text | None = key(None, "Text put before each query; null is the model's own, '' is none.")
     document_prompt: Text | None = key(None, "Text put before each document; null is the model's own, '' is none.")
     pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.")
+    image_background: Literal["auto", "white", "black", "none"] = key(
+        "auto",
+        "What stands behind transparent parts of pictures. none gives pictures to the model's own library as they are, "
+        "which drops transparency and converts CMYK its own way. auto is what the model's folder says it was trained "
+        "with, else white.",
+    )
     freeze_batch_norm: bool = key(
         False,
         "Keep the mean and variance of each batch normalisation as the model's files have them; its scale and shift "

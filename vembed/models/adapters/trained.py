@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.models.adapters.lora import has_adapters, merge_adapters, save_adapter
+from vembed.models.files import save_background
 from vembed.models.fingerprint import tensors_sha256
 from vembed.models.towers import is_within
 
@@ -59,3 +60,4 @@ def save_trained(encoder: Encoder, model: Path, adapter: Path) -> None:
         save_adapter(encoder, adapter)
         merge_adapters(encoder)
     encoder.save(model)
+    save_background(encoder, model)

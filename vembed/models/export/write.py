@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.files import new_folder
 from vembed.models.export.samples import TEXTS, largest_difference, num_items, picture_bytes, sample_vectors
-from vembed.models.files import DTYPES, ModelFiles
+from vembed.models.files import DTYPES, ModelFiles, save_background
 from vembed.models.registry import encoder_classes, load_encoder
 
 if TYPE_CHECKING:
@@ -192,6 +192,7 @@ def choose_form(encoder: Encoder, wanted: Form | Literal["auto"]) -> Form:
 def write_form(encoder: Encoder, form: Form, folder: Path) -> None:
     """Write an encoder, its weights as they are to be stored, without a trace of the place that it was loaded from."""
     encoder.write_form(form, folder)
+    save_background(encoder, folder)
     path = folder / "tokenizer_config.json"
     if path.is_file():
         settings = json.loads(path.read_text("utf-8"))

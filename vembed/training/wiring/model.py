@@ -12,7 +12,7 @@ from vembed.losses.registry import loss_facts
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
-from vembed.models.files import DTYPES
+from vembed.models.files import DTYPES, save_background
 from vembed.models.registry import is_builtin, load_encoder
 from vembed.training.inputs import RunData, record_texts
 from vembed.training.wiring.data import image_limits
@@ -62,6 +62,7 @@ def _load_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: 
         if not keep:
             return encoder
         encoder.save(output.initial_model)
+        save_background(encoder, output.initial_model)
     # Read back even where it was just written, so that a run that is resumed leaves the same files.
     encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
     encoder.name = config.model_name

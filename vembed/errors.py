@@ -6,6 +6,7 @@ everything else that escapes is a bug of ours and keeps its traceback.
 
 from enum import IntEnum
 
+from vembed.redact import redact
 from vembed.text import cut
 
 MOST_SHOWN = 5_000
@@ -27,8 +28,8 @@ class ExitCode(IntEnum):
 class VembedError(Exception):
     """Base of the errors that are the user's to fix.
 
-    Messages quote data: what could steer a terminal becomes visible here, once for all, and a line that is too long is
-    cut.
+    Messages quote settings and data: secrets are left out here, once for all, what could steer a terminal becomes
+    visible, and a line that is too long is cut.
     """
 
     exit_code = ExitCode.ENVIRONMENT
@@ -38,7 +39,7 @@ class VembedError(Exception):
 
 
 def _shown(message: str) -> str:
-    return "\n".join(cut(line, MOST_SHOWN) for line in message.split("\n"))
+    return "\n".join(cut(line, MOST_SHOWN) for line in redact(message).split("\n"))
 
 
 class ConfigError(VembedError):

@@ -29,9 +29,9 @@ from pathlib import Path
 from socket import gethostname
 from typing import TYPE_CHECKING, Final
 
-from vembed.config.redact import redact
 from vembed.errors import ConfigError, MachineError
 from vembed.files import replace_text
+from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

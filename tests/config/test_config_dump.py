@@ -11,10 +11,10 @@ import yaml
 from vembed.config.dump import config_hash, dump_config
 from vembed.config.load import load_config
 from vembed.config.messages import key_schemas
-from vembed.config.redact import redact
 from vembed.config.resume import on_resume, resume_differences
 from vembed.config.schema import SECTIONS, Config, key_names
 from vembed.errors import ConfigError
+from vembed.redact import redact
 
 DIFFICULT_TEXTS = [
     "",

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from vembed.config.dump import config_hash, dump_config, plain_values
 from vembed.config.load import LoadedConfig, load_config, load_values
 from vembed.config.messages import key_schemas
-from vembed.config.redact import lacks_secret, redact
 from vembed.config.resume import resume_differences
 from vembed.config.schema import ALIASES
 from vembed.errors import ConfigError
+from vembed.redact import lacks_secret, redact
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = [path.read_bytes() for path in sorted([*CONFIGS.rglob("*.yaml"), *CONFIGS.rglob("*.json")])]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, LoadOptions, load, refuse_side, refuse_unknown
 from vembed.config.keys.data import DataKeys
-from vembed.config.redact import redact
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
 from vembed.data.retrieval_sources import load_retrieval
@@ -20,6 +19,7 @@ from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 from vembed.files import home_path, is_folder
 from vembed.output_lock import hold_output
+from vembed.redact import redact
 from vembed.search.build import BuildOptions, refuse_taken, write_index
 from vembed.search.format import IndexMeta, read_meta
 from vembed.search.index import Hit, SearchIndex
@@ -90,7 +90,7 @@ def evaluate(
     task = load_retrieval(str(data), SourceOptions(role="test", split=split, keys=keys))
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(batch_size)
-    result = evaluate_task(encode, task, EvaluationOptions(system=loaded.name))
+    result = evaluate_task(encode, task, EvaluationOptions(system=redact(loaded.name)))
     cut = [
         f"{count} texts on the {side} side are longer than the model's {loaded.max_length} tokens and were cut."
         for side, count in encode.num_truncated.items()

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.config.load import load_values
-from vembed.config.redact import redact
 from vembed.config.schema import Config
 from vembed.distributed.watchdog import Watchdog
+from vembed.redact import redact
 from vembed.training.finish import RunResult
 from vembed.training.wiring.run import run_from_config
 

@@ -4,9 +4,9 @@ import hashlib
 import json
 
 from vembed.config.fields import facts_of
-from vembed.config.redact import redact_value
 from vembed.config.schema import SECTIONS, Config, fields, key_names, section_keys
 from vembed.config.text import write_mapping
+from vembed.redact import redact_value
 from vembed.registry import LOSSES
 
 

@@ -19,12 +19,12 @@ from pydantic_core import ErrorDetails
 from vembed.config.fields import BrokenRules
 from vembed.config.messages import explain, unknown_key
 from vembed.config.plugins import import_plugins
-from vembed.config.redact import MASK, lacks_secret, printable, shown
 from vembed.config.schema import ALIASES, Config, fields
 from vembed.config.settings import parse_overrides, read_values
 from vembed.config.sources import Entry, Layer, Place, Problem, Refused, raise_problems
 from vembed.config.text import MAX_NODES, Pairs, read_mapping, resolve
 from vembed.errors import ConfigError
+from vembed.redact import MASK, lacks_secret, printable, shown
 
 MAX_FILE_BYTES = 2**18
 """Bounds the time that parsing takes: most of a second."""

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vembed.config.fields import LARGEST_COUNT, Section
-from vembed.config.redact import redact_value, shown
 from vembed.config.schema import ALIASES, Config, config_class, key_names
 from vembed.errors import ConfigError
+from vembed.redact import redact_value, shown
 
 AnySection = TypeVar("AnySection", bound=Section)
 

@@ -12,8 +12,8 @@ from types import ModuleType
 
 from vembed import registry
 from vembed.config.fields import Name, Section, key
-from vembed.config.redact import printable
 from vembed.errors import ConfigError
+from vembed.redact import printable
 
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 

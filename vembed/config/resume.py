@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 from vembed.config.dump import plain_values
 from vembed.config.fields import OnResume, facts_of
-from vembed.config.redact import redact_value
 from vembed.config.schema import Config, default_of, fields
+from vembed.redact import redact_value
 
 
 class ResumeDifference(NamedTuple):

@@ -24,8 +24,8 @@ from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.keys.output import OutputKeys
 from vembed.config.plugins import PluginKeys, import_plugins
-from vembed.config.redact import redact_value
 from vembed.errors import ConfigError
+from vembed.redact import redact_value
 from vembed.registry import LOSSES
 
 ALIASES: Mapping[str, tuple[str, ...]] = {

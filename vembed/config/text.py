@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 
 import yaml
 
-from vembed.config.redact import printable, shown
 from vembed.config.sources import Refused
+from vembed.redact import printable, shown
 
 MAX_DEPTH = 8
 """Nested lists and mappings; no key needs more than two."""

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.config.redact import redact
 from vembed.distributed.failures import LAUNCHER_FOLDER, UNEXPECTED_CODE
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, ExitCode, VembedError
+from vembed.redact import RedactingFormatter, redact
 from vembed.registry import COMMANDS
 from vembed.text import visible
 from vembed.training.guards import LeaveNow, StopSignal
@@ -23,6 +23,7 @@ from vembed.training.guards import LeaveNow, StopSignal
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterator
+    from types import TracebackType
     from typing import TextIO, TypeAlias
 
     from vembed.distributed.failures import Failure
@@ -63,7 +64,7 @@ def _open_terminal(stream: TextIO) -> Iterator[None]:
         os.close(nowhere)
 
 
-class _TerminalFormatter(logging.Formatter):
+class _TerminalFormatter(RedactingFormatter):
     """Show plain lines as they are, and say the level of those that need attention."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -161,21 +162,27 @@ def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, w
     except LeaveNow as left:
         return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
     except VembedError as error:
-        return _end(watchdog, error, code=error.exit_code, message=redact(str(error)), prefix=prefix)
+        return _end(watchdog, error, code=error.exit_code, message=str(error), prefix=prefix)
     except KeyboardInterrupt as error:
         return _end(watchdog, error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
     except Exception as error:
         message = redact(f"{type(error).__name__}: {error}")
         reported = watchdog.report(error, code=UNEXPECTED_CODE, message=message)
         if reported is None:
+            sys.excepthook = _show_traceback
             raise
         if reported[0].message == message:
-            traceback.print_exc()
+            _show_traceback(type(error), error, error.__traceback__)
         return _say(*reported, message, prefix)
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)  # a program that calls the command keeps its own logging
         logger.propagate = propagate
+
+
+def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of a bug, without the secrets that its message may hold."""
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _end(watchdog: Watchdog, error: BaseException, *, code: int, message: str, prefix: str) -> int:

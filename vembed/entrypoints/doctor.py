@@ -10,9 +10,9 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from vembed.config.load import load_config
-from vembed.config.redact import redact
 from vembed.entrypoints.command import run_command
 from vembed.errors import ExitCode
+from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,6 +11,7 @@ from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
 from vembed.output_lock import hold_output
+from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,5 +98,5 @@ def _encode(parsed: argparse.Namespace) -> int:
     documents = f"{meta.num_documents:,} documents"
     if meta.num_pictures:
         documents += f" ({meta.num_pictures:,} with a picture)"
-    print(f"{documents}, {meta.model.dimension} dimensions, index {meta.factory}: {parsed.output}")
+    print(f"{documents}, {meta.model.dimension} dimensions, index {meta.factory}: {redact(str(parsed.output))}")
     return ExitCode.OK

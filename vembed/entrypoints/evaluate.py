@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, get_args
 from vembed.config.keys.data import LabelKind
 from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
-from vembed.config.redact import redact
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
 from vembed.output_lock import hold_output
+from vembed.redact import redact
 from vembed.registry import METRICS
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from vembed.config.keys.model import ModelKeys
 from vembed.config.load import file_values
 from vembed.config.messages import checked_section
 from vembed.config.plugins import import_plugins
-from vembed.config.redact import redact, redact_value
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import is_folder
 from vembed.output_lock import hold_output
+from vembed.redact import redact, redact_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +89,7 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
     is_hub = run is None and not is_folder(model)
     if parsed.base_model_license is not None and run is not None and run.base.kind == "built-in":
         raise ConfigError("--base-model-license: the run trained from scratch; leave it out")
-    title = request.output.expanduser().resolve().name
+    title = redact(request.output.expanduser().resolve().name)
 
     def card(encoder: Encoder, form: Form) -> Mapping[str, str]:
         facts = CardFacts(
@@ -171,4 +171,4 @@ def _print(exported: Exported, output: Path, license_id: str | None) -> None:
         nearest = nearest_license(license_id)
         hint = f" (did you mean {nearest}?)" if nearest else ""
         print(f"licence {license_id!r} is none of the hub's ids{hint}: the card gives it as other")
-    print(f"{exported.form} folder, {dtype} weights: {output}")
+    print(f"{exported.form} folder, {dtype} weights: {redact(str(output))}")

@@ -15,13 +15,13 @@ if not __package__:  # started as a file: Python put this folder on the path, wh
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
 from vembed.config.load import file_values, load_config
-from vembed.config.redact import redact
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 from vembed.output_lock import hold_output
+from vembed.redact import redact
 from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ import numpy as np
 
 from vembed.batch import Composed, modality_of
 from vembed.models.fingerprint import tensors_sha256
+from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -120,9 +121,14 @@ def _settings(encoder: Encoder) -> Key:
         "class": type(encoder).__name__,
         "dimension": encoder.dimension,
         "max_length": encoder.max_length,
-        "described": encoder.describe(),
+        "described": {name: _unsecret(value) for name, value in encoder.describe().items()},
         "configurations": sorted(set(configurations)),
     }
+
+
+def _unsecret(value: str) -> str:
+    """Return a text, or its hash where it holds a secret: keys are written down, and must still tell texts apart."""
+    return value if redact(value) == value else digest(value)
 
 
 def features_digest(encoder: Encoder, items: Sequence[Item], side: Side) -> str:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from vembed.plan.chunks import WHOLE_BATCH
+from vembed.redact import redact
 from vembed.text import show_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def explain(plan: Plan, *, facts: Mapping[str, str]) -> str:
     ]
     lines += [f"  {part:<{width}}  {count:>10}" for part, count in parts.items()]
     lines += ["why", *(f"  - {reason}" for reason in plan.reasons)]
-    return "\n".join(lines)
+    return redact("\n".join(lines))
 
 
 def _strategy(plan: Plan) -> str:

@@ -16,6 +16,7 @@ from vembed.plan.loading import Loading, plan_loading
 from vembed.plan.memory import BatchRows, BytesPerDevice, LossTiles, ModelSize
 from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, DataSize, PlanningProblem, Way
 from vembed.plan.strategy import choose
+from vembed.redact import redact_value
 from vembed.registry import LOSSES
 from vembed.text import show_bytes
 
@@ -119,7 +120,7 @@ class Plan:
         content |= {key: list(value) for key, value in content.items() if isinstance(value, tuple)}
         content["model"] = dict(self.model)
         content["candidates"] = [each.to_json(recommended=self.recommends(each)) for each in self.candidates]
-        return content
+        return {key: redact_value(value) for key, value in content.items()}
 
 
 def make_plan(

@@ -12,6 +12,7 @@ from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.directions import Directions, encode_directions, search_directions
 from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.evaluation.store import read_evaluation, write_evaluation
+from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -149,7 +150,7 @@ class Evaluations:
 
     def _evaluate(self, name: str, task: RetrievalData, reversed_name: str | None = None) -> Directions:
         """Evaluate the present model and write what comes out; in reverse too, where that has a name."""
-        options = EvaluationOptions(system=self.encode.encoder.name, poll=self.poll)
+        options = EvaluationOptions(system=redact(self.encode.encoder.name), poll=self.poll)
         tasks = encode_directions(self.encode, task, options, both=reversed_name is not None)
         return self.ranks.from_first(lambda: self._search(tasks, options, (name, reversed_name)))
 

@@ -18,6 +18,7 @@ from vembed.files import share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
 from vembed.models.adapters.trained import save_trained
 from vembed.plan.hardware import cpu_cores
+from vembed.redact import redact
 from vembed.training.diagnosis import diagnose, diagnosis_text, performance, setup_of
 from vembed.training.saving import gather_encoder
 from vembed.training.trackers.jsonl import read_rows
@@ -185,14 +186,14 @@ def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step
     findings = diagnose(rows, setup)
     _log.info("%s", diagnosis_text(rows, findings))
     facts = {
-        "model": parts.checkpoints.encoder.name,
+        "model": redact(parts.checkpoints.encoder.name),
         "strategy": " ".join(filter(None, (parts.plan.way.strategy, parts.plan.way.mode))),
         "device": parts.machine.device_name,
         "global_batch_size": parts.plan.batch.total,
         "gradient_accumulation_steps": parts.plan.batch.accumulated,
     }
     return RunReport(
-        title=parts.output.path.name,
+        title=redact(parts.output.path.name),
         verdict=result.verdict,
         task=parts.evaluations.verdict_task,
         baseline=result.baseline,

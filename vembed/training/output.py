@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError, MachineError
 from vembed.files import replace_text
+from vembed.redact import RedactingFormatter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +132,7 @@ class OutputFolder:
             handler = logging.FileHandler(self.path / "train.log", encoding="utf-8")
         except OSError as error:
             raise MachineError(f"{self.path / 'train.log'} can't be written: {error}") from error
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
         logger = logging.getLogger("vembed")
         logger.addHandler(handler)
         try:

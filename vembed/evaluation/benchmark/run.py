@@ -45,6 +45,7 @@ from vembed.evaluation.metrics import DEFAULT_KS
 from vembed.evaluation.provenance import digest, model_key, task_key, vectors_key
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
 from vembed.models.registry import load_encoder
+from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +150,7 @@ def run_benchmark(
     for model, label, folder in zip(models, labels, folders, strict=True):
         encoder = _load(model)
         check_model(options.variants, label, encoder)
-        run = _ModelRun(encoder, options, system=model.model_name, label=label)
+        run = _ModelRun(encoder, options, system=redact(model.model_name), label=label)
         for each in sets:
             yield run.entry(each, output, folder=folder)
         del encoder, run

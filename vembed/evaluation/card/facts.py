@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from vembed.redact import redact
 from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
         dimension=encoder.dimension,
         max_length=encoder.max_length,
         similarity=encoder.similarity,
-        prompts=encoder.prompts,
+        prompts={side: redact(prompt) for side, prompt in encoder.prompts.items()},
         num_parameters=sum(parameter.numel() for parameter in parameters),
         dtype=str(parameters[0].dtype).removeprefix("torch."),
         described=_described(encoder),
@@ -125,4 +126,4 @@ def _described(encoder: Encoder) -> dict[str, str]:
     """Return what the encoder says of itself as a model, whatever of it was trained."""
     of_training = encoder.training_facts()
     described = {label: value for label, value in encoder.describe().items() if label not in of_training}
-    return {label: _SOURCE.sub("", value) for label, value in described.items()}
+    return {label: redact(_SOURCE.sub("", value)) for label, value in described.items()}

@@ -15,6 +15,7 @@ from vembed.evaluation.significance import verdict
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
 from vembed.evaluation.text import value_text
 from vembed.losses.registry import loss_facts
+from vembed.redact import redact
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def gather_run(
     notes: list[str] = []
     sets = _sets(folder, config, notes)
     return RunFacts(
-        name=folder.resolve().name,
+        name=redact(folder.resolve().name),
         base=public_name(str(config.get("model_name", "unnamed")), bases),
         data=_data(config, bases),
         data_facts=tuple((label, without_paths(value, known)) for label, value in data_facts),

@@ -14,6 +14,7 @@ from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.models.files import DTYPES
+from vembed.redact import redact
 from vembed.training.batches import BatchSource
 from vembed.training.evaluations import Evaluations
 from vembed.training.frozen import find_frozen
@@ -184,7 +185,7 @@ def run_identity(run: Run) -> dict[str, Any]:
         "sharding_factor": run.plan.way.sharding_factor,
         "world_size": run.plan.world_size,
         "dtype": run.plan.dtype,
-        "model_name": run.config.model_name,
+        "model_name": redact(run.config.model_name),
         "num_parameters": sum(parameter.numel() for parameter in run.encoder.parameters()),
         "base": run.encoder.base,
         "data_fingerprint": run.data.fingerprint,

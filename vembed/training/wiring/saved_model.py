@@ -9,12 +9,14 @@ from pydantic import ValidationError
 from vembed.checkpoint.folder import steps_in
 from vembed.checkpoint.format import InvalidCheckpointError, step_name
 from vembed.checkpoint.manager import CheckpointManager
+from vembed.config.keys.model import ModelKeys
 from vembed.config.schema import Config
 from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint, save_trained
 from vembed.models.registry import is_builtin
+from vembed.redact import MASK, lacks_secret
 from vembed.training.output import OutputFolder
 from vembed.training.saving import check_shape, load_module
 from vembed.training.wiring.model import load_configured
@@ -63,6 +65,12 @@ def write_saved_model(run: Path, step: int, folder: Path) -> Path:
 
 def _encoder(output: OutputFolder, config: Config, *, use_lora: bool) -> Encoder:
     """Build the encoder that a run trained, on the CPU and as it was before training."""
+    lacking = [name for name in ModelKeys.model_fields if lacks_secret(getattr(config, name))]
+    if lacking:
+        raise ConfigError(
+            f"a checkpoint keeps no secrets, and {', '.join(lacking)} had one (now {MASK}); take the run's own model/, "
+            f"which is whole"
+        )
     if is_builtin(config.model_name):
         config = config.model_copy(update={"model_name": str(output.initial_model)})
     encoder = load_configured(config)

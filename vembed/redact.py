@@ -3,6 +3,7 @@
 Every pattern is bounded, so that no text takes more than a moment.
 """
 
+import logging
 import re
 
 MASK = "***"
@@ -80,6 +81,14 @@ def redact_value(value: object) -> object:
     if isinstance(value, list | tuple):
         return [redact_value(part) for part in value]
     return value
+
+
+class RedactingFormatter(logging.Formatter):
+    """Leave secrets out of log lines and their tracebacks."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line that is written."""
+        return redact(super().format(record))
 
 
 def names_secret(name: str) -> bool:

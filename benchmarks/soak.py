@@ -25,7 +25,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def play_all(folder: Path, job: int, options: argparse.Namespace, profiles: dict
         print("no full disks: this user may not mount a small one", flush=True)
     with (folder / f"outcomes-{job}.jsonl").open("w") as file:
         for number in range(options.first + job, options.first + options.rounds, options.jobs):
-            outcome = player.play(number, options.only)
+            outcome = player.play(number, _scenarios(options))
             file.write(f"{json.dumps(asdict(outcome))}\n")
             file.flush()
             print(_line(outcome, options), flush=True)
@@ -100,6 +101,16 @@ def play_all(folder: Path, job: int, options: argparse.Namespace, profiles: dict
                 shutil.copytree(player.said, kept / "said")
 
 
+def _scenarios(options: argparse.Namespace) -> dict[str, Scenario]:
+    """Return the scenarios and the disturbances of each that were asked for."""
+    chosen = {}
+    for name in options.only:
+        kinds = tuple(kind for kind in SCENARIOS[name].disturbances if not options.disturb or kind in options.disturb)
+        if kinds:
+            chosen[name] = replace(SCENARIOS[name], disturbances=kinds)
+    return chosen
+
+
 def _line(outcome: Outcome, options: argparse.Namespace) -> str:
     told = "; ".join(outcome.told)
     ended = ", ".join(map(str, outcome.codes))
@@ -108,6 +119,7 @@ def _line(outcome: Outcome, options: argparse.Namespace) -> str:
     if outcome.failures:
         line += "".join(f"\n      {kind}: {what}" for kind, what in outcome.failures[:12])
         which = f"--seed {options.seed} --first {outcome.number} --rounds 1 --only {','.join(options.only)}"
+        which += f" --disturb {','.join(options.disturb)}" if options.disturb else ""
         line += f"\n      repeat: python benchmarks/soak.py {which}"
     return line
 
@@ -136,11 +148,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first round")
     parser.add_argument("--jobs", type=int, default=1, help="rounds at the same time")
     parser.add_argument("--only", default=",".join(SCENARIOS), help="scenarios, separated by commas; default: all")
+    parser.add_argument("--disturb", default="", help="disturbances, such as kill,full; default: all of a scenario")
     parser.add_argument("--keep-failures", type=Path, metavar="DIR", help="gets folders and outputs of failed rounds")
     options = parser.parse_args()
     options.only = options.only.split(",")
+    options.disturb = options.disturb.split(",") if options.disturb else []
     if unknown := [name for name in options.only if name not in SCENARIOS]:
         parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(SCENARIOS)}")
+    if not _scenarios(options):
+        parser.error(f"--disturb {','.join(options.disturb)}: no scenario has it")
     options.seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     return options
 
@@ -152,14 +168,19 @@ def main() -> int:
     commands.warm_up()
     folder = Path(tempfile.mkdtemp(prefix="vembed-soak-"))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the folder goes
+    jobs: list[int] = []
     try:
         started = time.monotonic()
         profiles, fresh = measure(folder, options.only)
-        jobs = [commands.fork(partial(play_all, folder, job, options, profiles, fresh)) for job in range(options.jobs)]
+        jobs += [commands.fork(partial(play_all, folder, job, options, profiles, fresh)) for job in range(options.jobs)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(job, 0)[1]) for job in jobs]
         lines = [line for path in folder.glob("outcomes-*.jsonl") for line in path.read_text().splitlines()]
         outcomes = [Outcome(**json.loads(line)) for line in lines]
     finally:
+        for job in jobs:
+            with suppress(ProcessLookupError, ChildProcessError):  # it has ended
+                os.kill(job, signal.SIGTERM)
+                os.waitpid(job, 0)
         shutil.rmtree(folder, ignore_errors=True)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = f"{time.monotonic() - started:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU"

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Final
 
 import soak_commands as commands
 from soak_compare import compare
-from soak_site import SCENARIOS, Scenario
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from soak_site import Scenario
 
 DISK_BYTES: Final = 400 << 20
 SIGNALS: Final = {"term": signal.SIGTERM, "int": signal.SIGINT, "hup": signal.SIGHUP, "usr1": signal.SIGUSR1}
@@ -114,11 +115,11 @@ class Job:
         self.has_disk = commands.mount_disk(self.disk, DISK_BYTES)
         self.round, self.said, self.filler = self.disk / "round", folder / "said", self.disk / "filler"
 
-    def play(self, number: int, names: list[str]) -> Outcome:
+    def play(self, number: int, scenarios: dict[str, Scenario]) -> Outcome:
         """Play a round."""
         rng = random.Random(f"{self.seed}/{number}")
-        outcome = Outcome(number, rng.choice(names))
-        scenario = SCENARIOS[outcome.scenario]
+        outcome = Outcome(number, rng.choice(list(scenarios)))
+        scenario = scenarios[outcome.scenario]
         started = time.monotonic()
         for folder in (self.round, self.said):
             shutil.rmtree(folder, ignore_errors=True)

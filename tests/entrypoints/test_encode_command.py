@@ -97,6 +97,17 @@ def test_a_built_in_set_is_a_corpus(bag: Path, tmp_path: Path) -> None:
     assert vembed.build_index(bag, "builtin:stdlib-code", tmp_path / "index").num_documents > 100
 
 
+def test_a_missing_column_is_told_once_with_the_number_of_its_rows(call: Any, bag: Path, tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(f'{{"key": {number}, "text": "a"}}\n' for number in range(50)) + '{"_id": 1, "text": ""}\n')
+    refused = call("encode", bag, "--data", path, "--output", tmp_path / "x")
+    assert refused.code == 3
+    assert refused.err.count("no column '_id' or 'id'") == 1
+    assert "50 invalid rows" in refused.err
+    assert "(--id-column) (and 49 rows alike)" in refused.err
+    assert "more" not in refused.err
+
+
 def test_titles_columns_and_empty_texts(call: Any, bag: Path, tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_text('{"key": 7, "title": "Pie", "body": "with apples"}\n\n{"key": 8, "body": ""}\n')

@@ -63,6 +63,13 @@ def test_the_output_folder_holds_the_files_of_the_contract_and_nothing_else(fini
     assert names(folder / "checkpoints") == {"BEST", "LATEST", "step-00000008", "step-00000016"}
 
 
+def test_without_a_test_set_the_baseline_is_said_once(site: Site, tmp_path: Path) -> None:
+    run = run_keys(tmp_path, site.keys(test_data_path=None, model_name="builtin:ngram-bag", max_steps=2, eval_steps=2))
+    assert run.code == 0, run.err
+    said = [line.split()[0] for line in (run.out + run.err).splitlines() if "  mrr@10 " in line]
+    assert said == ["step-0", "step-2", "final"]
+
+
 def test_what_is_written_beside_the_contract_belongs_to_an_option(site: Site, tmp_path: Path) -> None:
     keys = site.keys(model_name="builtin:tiny-transformer", max_steps=1, eval_steps=1, report_to="tensorboard")
     assert run_keys(tmp_path, keys | {"bm25": True}).code == 0

@@ -207,7 +207,10 @@ class Corpus:
             try:
                 yield from self._checked(row, where, known, images)
             except _RowFault as fault:
-                self._log.add(where, fault.reason, column=fault.column)
+                if fault.column is None:
+                    self._log.add_alike(where, fault.reason)
+                else:
+                    self._log.add(where, fault.reason, column=fault.column)
 
     def _rows(self, file: Path) -> Iterator[RawRow]:
         if file.name.lower().endswith(TEXT_FILES):

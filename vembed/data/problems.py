@@ -25,6 +25,7 @@ class ProblemLog:
     def __init__(self, skips: int | None = None) -> None:
         self._skips = skips
         self._listed: list[str] = []
+        self._alike: dict[str, list[int]] = {}  # reason -> its line in the list, and how many rows it stands for
         self._num_never_dropped = 0
         self.count = 0
 
@@ -37,6 +38,16 @@ class ProblemLog:
     def lists_next(self) -> bool:
         """Whether the next invalid row will be shown, so that its reason is worth finding words for."""
         return len(self._listed) < MAX_LISTED
+
+    def add_alike(self, where: str, reason: str) -> None:
+        """Note a row with what is usually wrong in every row of a file: listed once, with how many rows there are."""
+        if reason in self._alike:
+            self.count += 1
+            self._alike[reason][1] += 1
+        else:
+            if self.lists_next:
+                self._alike[reason] = [len(self._listed), 1]
+            self.add(where, reason)
 
     def add(self, where: str, reason: str, *, column: str | None = None, may_drop: bool = True) -> None:
         """Note one invalid row.
@@ -71,8 +82,11 @@ class ProblemLog:
         """Return the first problems, one a line, and how many there are."""
         lines = [f"{plural(self.count, 'invalid row')} in {source}:"]
         lines += [f"  {problem}" for problem in self._listed]
-        if self.count > len(self._listed):
-            lines.append(f"  ... and {self.count - len(self._listed):,} more")
+        for place, rows in self._alike.values():
+            lines[1 + place] += f" (and {plural(rows - 1, 'row')} alike)" if rows > 1 else ""
+        told = len(self._listed) + sum(rows - 1 for _, rows in self._alike.values())
+        if self.count > told:
+            lines.append(f"  ... and {self.count - told:,} more")
         return "\n".join(lines)
 
     def _fix(self) -> str:

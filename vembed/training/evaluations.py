@@ -145,7 +145,8 @@ class Evaluations:
             return self._evaluate(name, task, reversed_name).forward
         results = [self._read(each) for each in names]
         for each, result in zip(names, results, strict=True):
-            self._say(each, result)
+            if each not in self._said:  # the baseline without a test set is the dev set's result of step 0
+                self._say(each, result)
         return results[0]
 
     def _evaluate(self, name: str, task: RetrievalData, reversed_name: str | None = None) -> Directions:
@@ -168,6 +169,7 @@ class Evaluations:
         wanted = dict.fromkeys([self.metric, "ndcg@10", "recall@10", "mrr@10"])
         numbers = "  ".join(f"{metric} {result.metrics[metric]:.4f}" for metric in wanted)
         _log.info("%-12s %s  (%s, %d queries)", name, numbers, result.task, result.num_queries)
+        self._said.add(name)
         for note in result.notes:
             if note not in self._said:
                 self._said.add(note)

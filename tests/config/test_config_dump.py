@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from vembed.config.resume import on_resume, resume_differences
 from vembed.config.schema import SECTIONS, Config, key_names
 from vembed.errors import ConfigError
 from vembed.redact import redact
+from vembed.registry import METRICS, TRACKERS
 
 DIFFICULT_TEXTS = [
     "",
@@ -219,6 +221,26 @@ def test_true_and_1_are_different_on_resume() -> None:
 
 def test_a_dumped_file_shows_no_difference_on_resume() -> None:
     assert resume_differences(yaml.safe_load(dump_config(make())), make()) == []
+
+
+def test_a_plugin_added_for_its_tracker_alone_is_told_and_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("only_trackers", "only_trackers.part", "more", "nothing"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(TRACKERS, "_plugins", {"a": "only_trackers.part", "b": "more"})
+    monkeypatch.setattr(METRICS, "_plugins", {"c": "more"})
+
+    def kinds(old: list[str], new: list[str]) -> list[str]:
+        return [each.kind for each in resume_differences(make(plugins=old).model_dump(), make(plugins=new))]
+
+    assert kinds([], ["only_trackers"]) == ["harmless"]
+    assert kinds(["more"], ["more", "only_trackers"]) == ["harmless"]
+    for old, new in [
+        ([], ["more"]),
+        ([], ["nothing"]),
+        (["only_trackers"], []),
+        (["more", "nothing"], ["nothing", "more"]),
+    ]:
+        assert kinds(old, new) == ["refused"]
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         {"early_stopping_patience": 2, "eval_strategy": "epoch"},
         "has no effect with eval_strategy no",
     ),
+    ({"model_name": "builtin:ngram-bg"}, {"model_name": "builtin:ngram-bag"}, "did you mean builtin:ngram-bag?"),
     ({"trust_remote_code": True}, {"trust_remote_code": True, "model_revision": COMMIT}, "pin it to a commit"),
     (
         {"trust_remote_code": True, "model_revision": "main"},

@@ -43,6 +43,9 @@ def test_validate_refuses_what_training_would_refuse_and_warns_of_missing_data(s
     wrong = run_keys(tmp_path, site.keys(batch_size=1), "--validate")
     assert wrong.code == 2
     assert "batch_size" in wrong.err
+    unknown = run_keys(tmp_path, site.keys(model_name="builtin:ngram-bg"), "--validate")
+    assert unknown.code == 2
+    assert "no built-in model 'builtin:ngram-bg'; did you mean builtin:ngram-bag?" in unknown.err
     right = run_keys(tmp_path, {"model_name": "builtin:ngram-bag"}, "--validate")
     assert right.code == 0
     assert "warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)" in right.out

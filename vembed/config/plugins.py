@@ -45,18 +45,29 @@ def import_plugins(names: object) -> None:
 
 def plugin_lines(names: list[str]) -> list[str]:
     """Return for each plugin where it is and what it registered, for the plan."""
-    tables = [each for each in vars(registry).values() if isinstance(each, registry.Registry)]
     lines = []
     for name in names:
-        added = [
-            f"{table.kind} {entry}"
-            for table in tables
-            for entry, module in table.plugins().items()
-            if module == name or module.startswith(f"{name}.")
-        ]
+        added = [f"{table.kind} {entry}" for table, entry in _registered(name)]
         file = getattr(sys.modules.get(name), "__file__", None) or "built in"
         lines.append(f"plugins: {name} ({file}) registers {', '.join(added) or 'nothing'}")
     return lines
+
+
+def adds_only_trackers(name: str) -> bool:
+    """Tell whether nothing that a run computes can depend on a plugin: trackers are all that it registered."""
+    tables = [table for table, _ in _registered(name)]
+    return bool(tables) and all(table is registry.TRACKERS for table in tables)
+
+
+def _registered(name: str) -> list[tuple[registry.Registry, str]]:
+    """Return what a plugin registered, each name with its table."""
+    tables = [each for each in vars(registry).values() if isinstance(each, registry.Registry)]
+    return [
+        (table, entry)
+        for table in tables
+        for entry, module in table.plugins().items()
+        if module == name or module.startswith(f"{name}.")
+    ]
 
 
 def _import(name: str) -> ModuleType:

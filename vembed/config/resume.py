@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from vembed.config.dump import plain_values
 from vembed.config.fields import OnResume, facts_of
+from vembed.config.plugins import adds_only_trackers
 from vembed.config.schema import Config, default_of, fields
 from vembed.redact import redact_value
 
@@ -32,9 +33,17 @@ def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDif
     for key, value in plain_values(new).items():
         before = redact_value(old[key]) if key in old else default_of(key)
         if not _same(before, value):
-            differences.append(ResumeDifference(key, before, value, on_resume(key)))
+            kind = "harmless" if key == "plugins" and _more_trackers(before, new.plugins) else on_resume(key)
+            differences.append(ResumeDifference(key, before, value, kind))
     gone = [key for key in old if key not in fields()]
     return differences + [ResumeDifference(key, redact_value(old[key]), None, "refused") for key in gone]
+
+
+def _more_trackers(before: object, now: list[str]) -> bool:
+    """Return whether plugins were only added, and those only for their trackers."""
+    known = before if isinstance(before, list) else []
+    added = [name for name in now if name not in known]
+    return [name for name in now if name in known] == known and all(map(adds_only_trackers, added))
 
 
 def _same(old: object, new: object) -> bool:

@@ -1,11 +1,13 @@
 """Keys of the model."""
 
+import difflib
 import re
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from vembed.config.fields import LARGEST_COUNT, Auto, Name, Section, Text, key, rule
+from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -53,6 +55,16 @@ class ModelKeys(Section):
         "Recompute activations in the backward pass: less memory, more time; auto does where a step wouldn't fit "
         "without.",
     )
+
+
+@rule("model_name")
+def _builtin_model_is_known(config: "Config") -> str | None:
+    """`model_name: builtin:NAME` names a built-in model, or that of a plugin."""
+    kind, _, name = config.model_name.partition(":")
+    if kind != "builtin" or name in ENCODERS:
+        return None
+    near = difflib.get_close_matches(name, ENCODERS.names(), n=1, cutoff=0.0)
+    return f"no built-in model {config.model_name!r}; did you mean builtin:{near[0]}?"
 
 
 @rule("trust_remote_code", "model_revision")

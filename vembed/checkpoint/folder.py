@@ -26,7 +26,7 @@ from vembed.errors import MachineError
 from vembed.files import fsync_path, replace_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
     from pathlib import Path
 
 LATEST: Final = "LATEST"
@@ -35,7 +35,8 @@ BEST: Final = "BEST"
 _SAVING: Final = ".saving-"
 _DELETING: Final = ".deleting-"
 _ABANDONED: Final = "abandoned-"
-_DISK_MARGIN: Final = 1.2
+DISK_MARGIN: Final = 1.2
+"""A save asks for so much more room than its bytes."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,17 +66,22 @@ class CheckpointFolder:
         """Return where a step's checkpoint is written."""
         return self.path / f"{_SAVING}{step_name(step)}"
 
-    def prepare(self, num_bytes: int) -> None:
+    def prepare(self, num_bytes: int, *, reserved: int = 0) -> None:
         """Make room for a save of so many bytes.
+
+        Args:
+            reserved: Bytes that must stay free beside it.
 
         Raises:
             OSError: The folder can't be made, or the disk hasn't 1.2 times the bytes.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_leftovers()
-        needed, free = int(num_bytes * _DISK_MARGIN), self._free_bytes(self.path)
-        if free < needed:
-            raise OSError(errno.ENOSPC, f"{needed / 1e6:.1f} MB needed (1.2 x the size), {free / 1e6:.1f} MB free")
+        needed, free = int(num_bytes * DISK_MARGIN), self._free_bytes(self.path)
+        if free < needed + reserved:
+            kept = f" and {reserved / 1e6:.1f} MB kept for model/" if reserved else ""
+            words = f"{needed / 1e6:.1f} MB needed (1.2 x the size){kept}, {free / 1e6:.1f} MB free"
+            raise OSError(errno.ENOSPC, words)
 
     def publish(self, step: int) -> None:
         """Give a written folder its name; what stands there was found broken and makes room.
@@ -113,6 +119,18 @@ class CheckpointFolder:
             if step < oldest_kept and step not in best:
                 with _warns(f"Old checkpoint {step_name(step)} can't be deleted"):
                     self._delete(self.step_folder(step))
+
+    def drop_oldest(self, needed: Collection[int]) -> Path | None:
+        """Delete the oldest checkpoint but those that are needed, and return where it was; None where there is none.
+
+        Raises:
+            OSError: The disk refused.
+        """
+        for step in self.steps():
+            if step not in needed:
+                self._delete(self.step_folder(step))
+                return self.step_folder(step)
+        return None
 
     def _delete(self, folder: Path) -> None:
         """Rename, then delete: a kill in between leaves no half-empty folder with a checkpoint's name."""
@@ -154,6 +172,10 @@ class CheckpointFolder:
             with contextlib.suppress(InvalidCheckpointError, FutureCheckpointError):
                 found[step] = read_manifest(self.step_folder(step))
         return found
+
+    def whole_steps(self) -> list[int]:
+        """Return the steps whose files have the right sizes, ascending."""
+        return list(self._manifests())
 
     def best_steps(self) -> list[int]:
         """Return the steps that were the best when saved, ascending: each one beats those before it."""

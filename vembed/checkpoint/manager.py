@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 from vembed.checkpoint.contents import ALONE, LoadedCheckpoint, accept, read_checkpoint, validate, write_checkpoint
@@ -30,7 +31,7 @@ from vembed.checkpoint.format import (
     parse_step,
     step_name,
 )
-from vembed.errors import ConfigError, MachineError, NonFiniteError
+from vembed.errors import ConfigError, MachineError, NonFiniteError, VembedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -95,11 +96,16 @@ class CheckpointManager:
         state: Mapping[str, JSON],
         stamp: Mapping[str, JSON],
         best: bool,
+        reserved: int | None = None,
     ) -> SaveOutcome:
         """Save a step; one that is there and whole is left as it is. The arguments are the fields of `Checkpoint`.
 
         When the disk refused, the outcome's `saved` is False, the older checkpoints are untouched and training can go
         on.
+
+        Args:
+            reserved: Given at the last step alone: bytes that the save must leave free for the model. A disk that
+                refuses then never ends the run.
 
         Raises:
             NonFiniteError: The model or the loss holds NaN or infinite weights; nothing was written.
@@ -114,10 +120,11 @@ class CheckpointManager:
             return SaveOutcome(target)
         temporary = self._folder.temporary_folder(step)
         try:
-            num_bytes = write_checkpoint(temporary, checkpoint, self.ranks, prepare=self._folder.prepare)
+            prepare = partial(self._folder.prepare, reserved=reserved or 0)
+            num_bytes = write_checkpoint(temporary, checkpoint, self.ranks, prepare=prepare)
             self.ranks.from_first(lambda: self._folder.publish(step))
         except (OSError, NonFiniteError) as problem:
-            return self._fail(step, problem)
+            return self._fail(step, problem, is_last=reserved is not None)
         self._failures = 0
         if self.ranks.is_first:  # the others needn't wait for this
             self._folder.point(step, best=best)
@@ -193,19 +200,42 @@ class CheckpointManager:
             _log.warning("The run goes on from step %d; later checkpoints are kept as %s", step, [*map(str, moved)])
         return moved
 
-    def _fail(self, step: int, problem: OSError | NonFiniteError) -> SaveOutcome:
+    def make_room(self, kept: int) -> Path | None:
+        """Delete the oldest checkpoint that nothing needs; called on the first process alone.
+
+        Args:
+            kept: A step that stays, as the newest whole one does.
+
+        Returns:
+            Where it was; None where there is none but these.
+        """
+        newest = next((step for step in reversed(self.steps()) if _validates(self._folder.step_folder(step))), None)
+        return None if newest is None else self._folder.drop_oldest((newest, kept))
+
+    def whole_ones(self) -> str:
+        """Return which checkpoints are whole by their sizes, for a message."""
+        names = [step_name(step) for step in self._folder.whole_steps()]
+        return f"{', '.join(names)} in {self.folder} {'is' if len(names) == 1 else 'are'} whole" if names else ""
+
+    def _fail(self, step: int, problem: OSError | NonFiniteError, *, is_last: bool) -> SaveOutcome:
         """Clear up after a failed save; raise for what training must not survive."""
         if self.ranks.is_first:
             self._folder.discard(step)
         if isinstance(problem, NonFiniteError):
             raise problem
         self._failures += 1
-        if self._failures >= MAX_FAILURES:
+        whole = self.ranks.from_first(self.whole_ones)
+        if is_last:
+            again = f"the same command would go on from there: {whole}" if whole else "no earlier one is whole"
+            level = logging.WARNING if self.ranks.is_first else logging.DEBUG
+            _log.log(level, "The last checkpoint is not saved in %s: %s; %s", self.folder, problem, again)
+        elif self._failures >= MAX_FAILURES:
+            saved = f"resume: {whole}" if whole else "start again: no checkpoint of this run is whole"
             raise MachineError(
                 f"{self.folder}: {self._failures} saves in a row failed, the last with: {problem}. "
-                "Free some space or point output_dir at another disk, then resume: the older checkpoints are whole."
+                f"Free some space or point output_dir at another disk, then {saved}"
             ) from problem
-        if self.ranks.is_first:
+        elif self.ranks.is_first:
             _log.warning(
                 "Checkpoint not saved in %s, training goes on (failure %d of %d in a row): %s",
                 self.folder, self._failures, MAX_FAILURES, problem,
@@ -283,6 +313,14 @@ def _refuse_file(folder: Path) -> None:
         raise InvalidCheckpointError(
             f"{folder} is no folder, and a run's checkpoints lie in one. Bring it back, or move this away to start anew"
         )
+
+
+def _validates(folder: Path) -> bool:
+    try:
+        validate(folder)
+    except VembedError:
+        return False
+    return True
 
 
 def _refuse_other_folder(path: Path) -> None:

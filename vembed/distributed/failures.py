@@ -148,6 +148,8 @@ class ExitFiles:
         paths = [Path(launcher) / f"{os.getpid()}.json"] if launcher and Path(launcher).is_dir() else []
         if to_folder and self._folder is not None and (self._is_own or _is_free(self._folder)):
             paths.append(self._folder / EXIT_FILE)
+            if self._is_own and not self._folder.is_dir():
+                _log.warning("%s is not written: the folder was moved or deleted", paths.pop())
         for path in paths:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import platform
 import traceback
@@ -9,24 +10,29 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from vembed.data.images import ImageLimits
 from vembed.distributed.shards import is_shared
+from vembed.errors import MachineError
 from vembed.evaluation.directions import Directions, recall_sums
 from vembed.evaluation.report.data import Reverse, RunReport
 from vembed.evaluation.significance import Verdict, verdict
-from vembed.files import share_permissions
+from vembed.files import new_folder, share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
 from vembed.models.adapters.trained import save_trained
 from vembed.plan.hardware import cpu_cores
 from vembed.redact import redact
+from vembed.text import show_bytes
 from vembed.training.diagnosis import diagnose, diagnosis_text, performance, setup_of
-from vembed.training.saving import gather_encoder
+from vembed.training.saving import gather_encoder, model_bytes
 from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from vembed.checkpoint.manager import CheckpointManager
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
@@ -77,14 +83,9 @@ class FinishParts:
 def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) -> RunResult:
     """Export the best model, evaluate it, judge it, report it."""
     last = _last(parts, state)
-    kept = parts.checkpoints.load_best()
-    if kept is not None:
-        _log.info("the best checkpoint is of step %d", kept)
-    if state.best_metric is not None and kept != state.best_step:
-        present = state.step if kept is None else kept
-        _log.warning("step %d was the best, but has no whole checkpoint; step %d is kept", state.best_step, present)
+    kept = _load_kept(parts, state)
     whole = gather_encoder(parts.checkpoints.encoder, parts.ranks, parts.fresh)
-    parts.ranks.from_first(lambda: _export(whole, parts.output))
+    parts.ranks.from_first(lambda: _export(whole, parts.output, parts.checkpoints.manager, kept))
     if has_adapters(parts.checkpoints.encoder) and not any(map(is_shared, parts.checkpoints.encoder.parameters())):
         merge_adapters(parts.checkpoints.encoder)  # as the first rank just did: all of them evaluate what was written
     final, bm25 = parts.evaluations.final(), parts.evaluations.bm25()
@@ -100,17 +101,57 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
             reverse=_reverse(parts.evaluations, reversed_baseline, final, last),
             last=None if last is None else last.forward,
         )
-        _publish(parts, state, result, kept_step=state.step if kept is None else kept)
+        _publish(parts, state, result, kept_step=kept)
         return result
 
     return parts.ranks.from_first(conclude)
 
 
-def _export(encoder: Encoder | None, output: OutputFolder) -> None:
+def _load_kept(parts: FinishParts, state: RunState) -> int:
+    """Put the weights that are kept into the encoder and return their step."""
+    if state.best_metric is None:
+        return state.step
+    # The encoder still has those of the last step, which may have found no room for a checkpoint.
+    loaded = None if state.best_step == state.step else parts.checkpoints.load_best()
+    kept = state.step if loaded is None else loaded
+    if kept == state.best_step:
+        _log.info("the best checkpoint is of step %d", kept)
+    else:
+        _log.warning("step %d was the best, but has no whole checkpoint; step %d is kept", state.best_step, kept)
+    return kept
+
+
+def _export(encoder: Encoder | None, output: OutputFolder, checkpoints: CheckpointManager, kept: int) -> None:
+    """Write the model, whole or not at all; where the disk is full, older checkpoints make room for it.
+
+    The newest whole checkpoint stays in any case, and the one that the model is of: until the model is written, they
+    are all that there is of the run, and a run that goes on from them gives the same model once there is room.
+    """
     assert encoder is not None
-    save_trained(encoder, output.model, output.adapter)
-    for folder in (output.model, output.adapter):
-        share_permissions(folder)
+    while True:
+        try:
+            with new_folder(output.model) as folder:
+                save_trained(encoder, folder, output.adapter)
+            share_permissions(output.adapter)
+            return
+        except (OSError, SafetensorError) as error:
+            removed = checkpoints.make_room(kept) if _is_full(error) else None
+            if removed is None:
+                whole = checkpoints.whole_ones()
+                again = f"the same command goes on from there: {whole}" if whole else "no checkpoint is whole"
+                raise MachineError(
+                    f"{output.model} can't be written: {error}. It takes about {show_bytes(model_bytes(encoder))}: "
+                    f"free some space, and run again; {again}"
+                ) from error
+            _log.warning("%s is removed: the model found no room beside it (%s)", removed, error)
+
+
+def _is_full(error: OSError | SafetensorError) -> bool:
+    """Return whether a disk or a quota was full; safetensors tells it in words alone."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        return error.errno in codes
+    return any(f"os error {code})" in str(error) for code in codes)
 
 
 def _publish(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from contextlib import contextmanager
+import sys
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,15 @@ MARKS = ("plan.json", "train.log")
 
 EARLY_END = ["exit.json"]
 """What a run of several processes leaves that failed before it began to write; beside other files it marks nothing."""
+
+
+class _LogFile(logging.FileHandler):
+    """The log's file; where it can't be written any more, that is said once, and the run goes on."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802 - the signature that logging calls
+        logger = logging.getLogger("vembed")
+        logger.removeHandler(self)
+        logger.warning("%s can't be written any more: %s", self.baseFilename, sys.exc_info()[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +139,7 @@ class OutputFolder:
             MachineError: The file can't be written.
         """
         try:
-            handler = logging.FileHandler(self.path / "train.log", encoding="utf-8")
+            handler = _LogFile(self.path / "train.log", encoding="utf-8")
         except OSError as error:
             raise MachineError(f"{self.path / 'train.log'} can't be written: {error}") from error
         handler.setFormatter(RedactingFormatter("%(asctime)s %(levelname)s %(message)s"))
@@ -139,7 +149,8 @@ class OutputFolder:
             yield
         finally:
             logger.removeHandler(handler)
-            handler.close()
+            with suppress(OSError):  # of a full disk, which `handleError` has told
+                handler.close()
 
     def write(self, name: str, text: str) -> None:
         """Write a file whole or not at all.

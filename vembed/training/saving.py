@@ -41,6 +41,9 @@ PARTS = ("model", "loss", "optimizer")
 ELASTIC_KEYS = ("strategy", "mode", "sharding_factor", "world_size")
 """How the work is spread: another way computes the same, in another order of adding up."""
 
+MODEL_MARGIN = 1.1
+"""The room that a model's folder is given, for each byte of its weights: tokenizer and settings come with them."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -56,6 +59,16 @@ def module_tensors(module: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             tensors[name] = tensor.detach()
     return tensors
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Return what tensors take in a file; of a sharded one all parts."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def model_bytes(encoder: Encoder) -> int:
+    """Return what an encoder's folder takes, but for its tokenizer: each tensor once, however often it is used."""
+    return bytes_of({id(tensor): tensor for tensor in encoder.state_dict(keep_vars=True).values()}.values())
 
 
 def load_module(module: nn.Module, tensors: Mapping[str, Saved]) -> None:
@@ -161,12 +174,19 @@ class RunCheckpoints:
     stamp: Mapping[str, JSON]  # all that a checkpoint says of its run
     words: LastWords = field(default_factory=LastWords)  # hears of what was saved
 
-    def save(self, state: RunState, *, best: bool) -> None:
-        """Save the present step. A disk that refuses is warned of by the manager, and training goes on."""
+    def save(self, state: RunState, *, best: bool, is_last: bool = False) -> None:
+        """Save the present step. A disk that refuses is warned of by the manager, and training goes on.
+
+        Args:
+            is_last: Whether the model is written next: the checkpoint must leave room for it.
+        """
         tensors, packed = self.updater.state()
         parts = {"model": module_tensors(self.encoder), "loss": module_tensors(self.loss), "optimizer": tensors}
         content: dict[str, Any] = {"run": state.to_json(), "updater": packed}
-        saved = self.manager.save(state.step, tensors=parts, state=content, stamp=self.stamp, best=best)
+        reserved = int(MODEL_MARGIN * model_bytes(self.encoder)) if is_last else None
+        saved = self.manager.save(
+            state.step, tensors=parts, state=content, stamp=self.stamp, best=best, reserved=reserved
+        )
         self.words.checkpoint = saved.path or self.words.checkpoint
 
     def restore(self, checkpoint: LoadedCheckpoint) -> RunState:

@@ -77,6 +77,7 @@ class Trainer:
     def __post_init__(self) -> None:
         self._meter = RankMeter(self.ranks, self.source.device)
         self._last_save = time.monotonic()
+        self._last_saved: int | None = None  # step, whatever became of its save
 
     def run(self) -> EvaluationResult:
         """Train from the present step to the last one.
@@ -97,14 +98,15 @@ class Trainer:
                 self._log(self._train_step(step))
                 is_best = self._evaluate_if_due()
                 if self._saves_at(state.step) or is_best:
-                    self._save(best=is_best)
+                    self._save(best=is_best, is_last=state.step == self.plan.steps.total)
                 self.stop.poll()
                 if self._stops_early():
                     break
         except PreemptedError:
             self._save(best=False)
             raise
-        self._save(best=False)
+        if self._last_saved != state.step:
+            self._save(best=False, is_last=True)
         return baseline
 
     def _steps(self) -> tqdm[int]:
@@ -239,6 +241,6 @@ class Trainer:
         due = time.monotonic() - self._last_save >= 60 * minutes  # the clocks of the ranks may differ
         return self.ranks.any(due, self.source.device)
 
-    def _save(self, *, best: bool) -> None:
-        self.checkpoints.save(self.state, best=best)
-        self._last_save = time.monotonic()
+    def _save(self, *, best: bool, is_last: bool = False) -> None:
+        self.checkpoints.save(self.state, best=best, is_last=is_last)
+        self._last_save, self._last_saved = time.monotonic(), self.state.step

@@ -18,6 +18,7 @@ from vembed.data.sampler import GlobalSampler
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, PreemptedError
+from vembed.models.adapters.lora import has_adapters
 from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.explain import explain
 from vembed.plan.table import comparison
@@ -26,6 +27,7 @@ from vembed.training.finish import FinishParts, RunResult, finish_run, package_v
 from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.output import OutputFolder
 from vembed.training.saving import PARTS, check_shape, refuse_other_run
+from vembed.training.space import DiskNeeds, free_bytes
 from vembed.training.state import RunState
 from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trainer import Trainer
@@ -128,6 +130,8 @@ def _run(
         facts = {"model": config.model_name, **run.encoder.describe(), "device": runtime.machine.device_name}
         if launcher:
             facts["started by"] = launcher
+        needs, free = _disk_needs(run), free_bytes(output.path)
+        facts["disk"] = needs.line(free)
         _log.info("%s", explain(replace(run.plan, reasons=(*notes, *run.plan.reasons)), facts=facts))
         if mode == "plan":
             _log.info("%s", comparison(run.plan))
@@ -139,6 +143,8 @@ def _run(
         if mode == "plan":
             runtime.ranks.from_first(lambda: _write_plan(run, given))
             return None
+        may_adapt = run.encoder.adapter_host() is not None and not has_adapters(run.encoder)
+        runtime.ranks.from_first(lambda: needs.refuse_small(free, output.path, config, may_adapt=may_adapt))
         runtime.ranks.from_first(lambda: _write_settings(run, given))
         return _train(run, command, stop)
 
@@ -161,6 +167,13 @@ def _claim(config: Config, output: OutputFolder, mode: Mode, *, is_fresh: bool) 
         output.start_fresh(overwrite=config.overwrite_output_dir)
     elif mode == "plan":
         output.refuse_other_files()
+
+
+def _disk_needs(run: Run) -> DiskNeeds:
+    """Count what the run will write."""
+    own = run.frozen is not None and run.config.embedding_cache == "auto"
+    embeddings = sum(side.num_bytes for side in run.frozen.sides) if own and run.frozen is not None else 0
+    return DiskNeeds.of(run.encoder, run.loss, run.plan, run.config, run.output, embeddings=embeddings)
 
 
 def _write_plan(run: Run, given: Config) -> None:

@@ -154,6 +154,19 @@ def test_one_that_reads_values_is_estimated_and_the_plan_says_why(caplog: pytest
     assert "can't be run without memory (DataDependentOutputException" in caplog.text
 
 
+def test_a_fault_of_its_own_code_is_told_as_one_and_not_estimated(folder: Path) -> None:
+    (folder / "faulty.py").write_text(
+        "import letters, vembed\n\n@vembed.register_encoder\nclass Faulty(letters.Letters):\n    builtin = 'faulty'\n\n"
+        "    def forward(self, inputs):\n        return super().forward(inputs).unit_length()\n"
+    )
+    load_config(None, ["model_name=m", "plugins=[letters, faulty]"])
+    try:
+        with pytest.raises(ConfigError, match=r"plugins: Faulty of faulty can't encode .*faulty\.py:8: AttributeError"):
+            profile_model(ModelKeys(model_name="builtin:faulty"), ProfileTarget("cpu"))
+    finally:
+        sys.modules.pop("faulty", None)
+
+
 def test_without_its_plugin_a_folder_is_told_to_need_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built("letters").save(folder / "model")
     keys = ModelKeys(model_name=str(folder / "model"))

@@ -12,6 +12,8 @@ What can't be run so is estimated by a formula, and marked.
 from __future__ import annotations
 
 import logging
+import sys
+import traceback
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +26,14 @@ from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
+from vembed.models.export.samples import sample_vectors
 from vembed.models.files import DTYPES
 from vembed.models.probe import WORDS, picture_bytes
 from vembed.models.profile.measure import CallCosts, ProfileTarget, measure_call
 from vembed.models.registry import load_encoder, load_skeleton
 from vembed.models.towers import is_within, parameters_within
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
+from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +137,7 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
             towers = [_Tower(bare, whole, tower, inputs[tower.name], target, trained) for tower in whole.towers()]
             sizes = tuple(tower.sized(without=tuple(estimated)) for tower in towers)
     except CANNOT_RUN as error:
+        _refuse_broken_plugin(keys, whole)
         return _by_formula(keys, whole, compute_dtype, f"can't be run without memory ({_told(error)})")
     parameters = list(whole.parameters())
     return ModelSize(
@@ -173,6 +178,26 @@ def _with_weights(keys: ModelKeys) -> Encoder:
         raise ConfigError(
             f"{keys.model_name}: the plan needs the size of the encoder, and its class can't build one without "
             f"training texts ({_told(error)}); let its load take none"
+        ) from error
+
+
+def _refuse_broken_plugin(keys: ModelKeys, encoder: Encoder) -> None:
+    """Run an encoder of a plugin on real tensors: what fails there too is a fault of its code, and no formula's case.
+
+    Raises:
+        ConfigError: It fails; the message says where in the plugin.
+    """
+    module = type(encoder).__module__
+    if module not in ENCODERS.plugins().values():
+        return
+    try:
+        sample_vectors(_with_weights(keys).eval())
+    except CANNOT_RUN as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f"{each.filename}:{each.lineno}: " for each in frames if each.filename == sys.modules[module].__file__]
+        raise ConfigError(
+            f"plugins: {type(encoder).__name__} of {module} can't encode sample items: "
+            f"{own[-1] if own else ''}{_told(error)}"
         ) from error
 
 

@@ -10,6 +10,7 @@ import yaml
 from model_cases import write_model
 
 import vembed
+from vembed.distributed.failures import Failure
 from vembed.entrypoints.command import run_command
 from vembed.entrypoints.export import main as export_main
 from vembed.entrypoints.train import main
@@ -104,6 +105,10 @@ def test_no_error_holds_a_secret(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["--config_override", *(f"{name}={value}" for name, value in keys.items()), f"data_path={place}"]) == 3
     assert CANARY not in "".join(capsys.readouterr())
     assert CANARY not in "".join(each.read_text() for each in (tmp_path / "run").rglob("*") if each.is_file())
+
+    failure = Failure(75, 0, "host", f"resume goes on from {place}/run/checkpoints/step-00000003")
+    assert "goes on from /" in f"{failure} {failure.to_json()}"
+    assert CANARY not in f"{failure} {failure.to_json()}"
 
     def fail() -> int:
         raise ZeroDivisionError(f"https://u:{CANARY}@h")

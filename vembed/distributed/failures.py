@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 from vembed.errors import ExitCode
 from vembed.files import replace_text
 from vembed.output_lock import LOCK_FILE
+from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,6 +66,9 @@ class Failure:
     host: str
     message: str
     time: str = field(default_factory=_now)  # UTC
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", redact(self.message))  # a path of the run's may hold a secret
 
     @classmethod
     def from_json(cls, text: str) -> Failure:

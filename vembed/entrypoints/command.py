@@ -187,6 +187,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 def _end(watchdog: Watchdog, error: BaseException, *, code: int, message: str, prefix: str) -> int:
     """Say why the command ends and return the exit code."""
+    message = redact(message)
     reported = watchdog.report(error, code=code, message=message)
     if reported is not None:
         return _say(*reported, message, prefix)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import pytest
@@ -266,6 +266,26 @@ def test_a_process_that_dies_while_writing_leaves_one_whole_evaluation(
     write_evaluation(tmp_path / "final", replace(SMALL, seconds=1.0))  # the next one cleans up
     assert read_evaluation(tmp_path / "final").seconds == 1.0
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("metrics.json", {"metrics": None}),
+        ("metrics.json", {"metrics": {"ndcg@10": "high"}}),
+        ("metrics.json", {"notes": None}),
+        ("metrics.json", {"num_hits": "3"}),
+        ("per_query.json", {"ndcg@10": [1.0]}),
+        ("per_query.json", "[" * 100_000),
+    ],
+)
+def test_values_of_another_shape_are_a_data_error(name: str, content: Any, tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "final", SMALL)
+    path = tmp_path / "final" / name
+    found = json.loads(path.read_text("utf-8"))
+    path.write_text(content if isinstance(content, str) else json.dumps(found | content), "utf-8")
+    with pytest.raises(DataError, match=f"{name}.*evaluate again"):
+        read_evaluation(tmp_path / "final")
 
 
 @pytest.mark.parametrize("name", ["metrics.json", "per_query.json", "run.trec"])

@@ -17,11 +17,11 @@ from vembed.checkpoint.format import (
     read_manifest,
     write_manifest,
 )
-from vembed.checkpoint.json_text import read_object
 from vembed.checkpoint.tensors import TensorFile, own_files, read_parts
 from vembed.distributed.ranks import Ranks
 from vembed.errors import NonFiniteError
 from vembed.files import file_sha256, fsync_path, write_durably
+from vembed.json_text import read_object
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import vembed
-from vembed.checkpoint.json_text import fit, read_object
 from vembed.errors import MachineError
 from vembed.files import write_durably
+from vembed.json_text import fit, read_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

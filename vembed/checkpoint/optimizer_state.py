@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from vembed.checkpoint.format import JSON, InvalidCheckpointError
-from vembed.checkpoint.json_text import fit
 from vembed.checkpoint.tensors import SharedTensor, load_into, whole
 from vembed.distributed.shards import is_shared
 from vembed.errors import ConfigError
+from vembed.json_text import fit
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from vembed.checkpoint.format import InvalidCheckpointError
-from vembed.checkpoint.json_text import fit, parse_json
 from vembed.distributed.shards import Block, block_of, is_first_copy, is_shared, local_part
 from vembed.files import fsync_path
+from vembed.json_text import fit, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import unquote
 
 from vembed.errors import DataError, MachineError
 from vembed.evaluation.result import EvaluationResult
 from vembed.files import new_folder
+from vembed.json_text import fit, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -32,6 +33,19 @@ PER_QUERY_FILE = "per_query.json"
 RUN_FILE = "run.trec"
 
 _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]|%(?=[0-9A-Fa-f]{2})")
+
+_SHAPES: Final[dict[str, Any]] = {
+    "num_hits": int,
+    "queries_without_hits": list[str],
+    "task": str,
+    "system": str,
+    "metrics": dict[str, float],
+    "num_queries": int,
+    "num_documents": int,
+    "notes": list[str],
+    "seconds": float,
+}
+"""Key of metrics.json -> what it holds."""
 
 
 def write_evaluation(
@@ -75,6 +89,9 @@ def read_evaluation(folder: Path) -> EvaluationResult:
     summary = _read_json(folder / METRICS_FILE)
     per_query = _read_json(folder / PER_QUERY_FILE)
     try:
+        for name, kind in _SHAPES.items():
+            fit(kind, summary[name], where=name)
+        fit(dict[str, dict[str, float]], per_query, where=PER_QUERY_FILE)
         run = _read_run(folder / RUN_FILE, num_hits=summary["num_hits"])
         run |= dict.fromkeys(summary["queries_without_hits"], ())
         return EvaluationResult(
@@ -90,6 +107,8 @@ def read_evaluation(folder: Path) -> EvaluationResult:
         )
     except KeyError as error:
         raise DataError(f"{folder / METRICS_FILE}: the key {error} is missing; evaluate again to write it.") from error
+    except ValueError as error:
+        raise DataError(f"{folder / METRICS_FILE}: {error}; evaluate again to write it.") from error
 
 
 def _metrics_text(result: EvaluationResult) -> str:
@@ -150,9 +169,11 @@ def _read_text(path: Path) -> str:
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""
     try:
-        value = json.loads(_read_text(path))
+        value = parse_json(_read_text(path))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: not JSON: {error.msg}; evaluate again to write it.") from error
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; evaluate again to write it.") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: holds a {type(value).__name__} instead of an object; evaluate again to write it.")
     return value

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from vembed.checkpoint.json_text import fit
 from vembed.gradcache.memory import StepLimits  # noqa: TC001 - the shape that a state is read as
+from vembed.json_text import fit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from vembed.checkpoint.json_text import fit
 from vembed.config.schema import default_of
 from vembed.distributed.runtime import start_runtime
+from vembed.json_text import fit
 from vembed.models.files import DTYPES
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model

@@ -1,4 +1,4 @@
-"""JSON of a checkpoint, read with suspicion: bounded in size and depth, finite, and of the shape that is asked for."""
+"""JSON that a run goes on from, read with suspicion: bounded in size and depth, finite, and of a given shape."""
 
 from __future__ import annotations
 

@@ -98,6 +98,20 @@ def test_a_run_that_cannot_fit_is_refused_before_its_first_step(disk: Disk, site
     )
 
 
+def test_a_full_disk_is_told_before_anything_is_loaded(disk: Disk, site: Site) -> None:
+    (disk.path / "config.yaml").write_bytes(bytes(4096))  # its place is taken by then
+    (disk.path / "out").mkdir()
+    disk.leave(0)
+    refused = run_keys(disk.path, site.keys())
+    assert refused.code == 5
+    assert refused.err == (
+        f"error: output folder {refused.folder} can't be written: No space left on device. Free some space, or choose "
+        f"another folder\n"
+    )
+    assert not refused.out
+    assert not [*refused.folder.iterdir()]
+
+
 def test_the_model_comes_before_the_last_checkpoint(
     disk: Disk, keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

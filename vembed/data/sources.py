@@ -81,6 +81,20 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
     return loaded
 
 
+def refuse_missing(path: str, options: SourceOptions) -> None:
+    """Refuse a path of `load_records` where no file is, or one that can't be opened, without reading any.
+
+    Raises:
+        DataError: As `load_records`.
+        MachineError: As `load_records`.
+    """
+    if path.startswith(BUILTIN_PREFIX) or preset_path(path) or beir_folder(path):
+        return
+    for file in _row_files(path, options)[0]:
+        with reading(file):
+            file.open("rb").close()
+
+
 def _load_rows(path: str, options: SourceOptions, loader: _Loader) -> LoadedRecords:
     """Read local files of rows, or a hub set."""
     files, notes = _row_files(path, options)

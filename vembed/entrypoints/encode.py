@@ -64,6 +64,9 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    from vembed.data.corpus import Corpus
+
+    Corpus(parsed.data)  # a path that leads nowhere is told before torch is imported, which takes seconds
     with hold_output(parsed.output, beside=True):
         return _encode(parsed)
 

@@ -94,6 +94,11 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace, *, command: str) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    from vembed.data.sources import refuse_missing
+    from vembed.data.splits import SourceOptions
+
+    for path in parsed.data:  # told before torch is imported, which takes seconds
+        refuse_missing(path, SourceOptions("test", parsed.split))
     with hold_output(parsed.output):
         return _evaluate(parsed, command=command)
 

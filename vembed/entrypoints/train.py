@@ -68,7 +68,11 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
         return ExitCode.OK
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
     with ExitStack() as held:
-        if mode == "train" and not process_env().is_launched:  # told before torch is imported, which takes seconds
+        if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
+            from vembed.training.inputs import refuse_missing_data
+
+            refuse_missing_data(loaded.config)
+        if mode == "train" and not process_env().is_launched:
             held.enter_context(hold_output(Path(loaded.config.output_dir)))
         num_processes = 1 if parsed.plan else _processes_to_start(loaded.config)
         if num_processes > 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vembed.batch import Composed, Image, content_id
 from vembed.data.hold_out import hold_out
 from vembed.data.retrieval_sources import load_retrieval, retrieval_from_records
-from vembed.data.sources import load_records
+from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
@@ -102,6 +102,22 @@ class RecordCounts:
         )
 
 
+def refuse_missing_data(keys: DataKeys) -> None:
+    """Refuse data of a run that aren't there, before torch is imported and a model is loaded.
+
+    Raises:
+        DataError: No training data is named, or a path leads nowhere.
+        MachineError: A file can't be opened.
+    """
+    if keys.data_path is None:
+        raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
+    refuse_missing(keys.data_path, SourceOptions("train", keys.data_split, keys))
+    if keys.val_data_path is not None:
+        refuse_missing(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys))
+    if keys.test_data_path is not None:
+        refuse_missing(keys.test_data_path, SourceOptions("test", keys.test_data_split, keys))
+
+
 def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = None) -> RunData:
     """Read and check all data of a run.
 
@@ -112,8 +128,8 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
         DataError: No training data is named, or any data is missing or broken, or is searched in another way than
             `retrieval_mode` says.
     """
-    if keys.data_path is None:
-        raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
+    refuse_missing_data(keys)
+    assert keys.data_path is not None
     options = SourceOptions("train", keys.data_split, keys, loss)
     loaded = load_records(keys.data_path, options)
     records, notes = loaded.table, list(loaded.notes)

@@ -37,7 +37,7 @@ class Image:
     """A picture that nobody has decoded yet: a checked file, or its encoded bytes."""
 
     path: str  # the file, resolved and inside the data's root; for bytes, what to call it in messages
-    data: bytes | None = None  # the encoded file itself, where the data set holds bytes instead of paths
+    data: bytes | memoryview | None = field(default=None, hash=False)  # the encoded file, where a set holds bytes
     augmentation: Augmentation | None = None  # in training batches; `content_id` doesn't depend on it
 
     def read(self) -> bytes:
@@ -46,7 +46,7 @@ class Image:
         Raises:
             OSError: It can't be read.
         """
-        return Path(self.path).read_bytes() if self.data is None else self.data
+        return Path(self.path).read_bytes() if self.data is None else bytes(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def content_id(item: Item) -> int:
     return _signed_digest(item.data) if item.data is not None else _file_id(item.path)
 
 
-def _signed_digest(content: bytes) -> int:
+def _signed_digest(content: bytes | memoryview) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 

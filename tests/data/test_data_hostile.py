@@ -343,6 +343,9 @@ def test_pictures_of_parquet_lie_on_disk_beyond_the_first(tmp_path: Path, monkey
     before = pa.total_allocated_bytes()
     table = load_records(str(path), SourceOptions("train")).table
     assert pa.total_allocated_bytes() - before < 10_000 < sum(map(len, pictures))
-    assert [record.positives[0].data for record in table] == pictures
+    held = [record.positives[0] for record in table]
+    assert pa.total_allocated_bytes() - before < 10_000
+    assert [image.data for image in held] == [image.read() for image in held] == pictures
+    assert len(set(held)) == 40
     assert [record.positives[0].data for record in table.take([39, 0])] == [pictures[39], pictures[0]]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["t.parquet"]  # no name is left behind

@@ -7,10 +7,12 @@ import tempfile
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
+
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 BLOB_BYTES = 16 * 2**20
 """Bytes of pictures that are Python objects at any one time."""
@@ -19,18 +21,39 @@ MAX_HELD_BYTES = 256 * 2**20
 """Bytes of pictures of one source that stay in memory; those of a larger source go to a file, all of them."""
 
 
+class Blobs:
+    """Bytes by number, each a view of the memory or file that holds them all: who keeps many keeps no copies."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        filled = [chunk for chunk in chunks if len(chunk)]
+        self._starts = np.cumsum([0, *map(len, filled)])
+        self._offsets = [np.frombuffer(chunk.buffers()[1], np.int64)[chunk.offset :] for chunk in filled]
+        self._data = [memoryview(chunk.buffers()[2] or b"").cast("B").toreadonly() for chunk in filled]
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return int(self._starts[-1])
+
+    def __getitem__(self, number: int) -> memoryview:
+        """Return the bytes of a number, counted from 0."""
+        chunk = int(np.searchsorted(self._starts, number, side="right")) - 1
+        place = number - int(self._starts[chunk])
+        begin, end = self._offsets[chunk][place : place + 2].tolist()
+        return self._data[chunk][begin:end]
+
+
 class BlobWriter:
-    """Collect bytes as an Arrow array; the file has no name, so that nothing of it outlives the process."""
+    """Collect bytes; the file has no name, so that nothing of it outlives the process."""
 
     def __init__(self) -> None:
-        self._blobs: list[bytes] = []
+        self._blobs: list[bytes | memoryview] = []
         self._num_bytes = 0  # of `_blobs`
         self._chunks: list[Any] = []
         self._num_held = 0  # bytes of `_chunks`
         self._file: IO[bytes] | None = None
         self._writer: Any = None
 
-    def add(self, blob: bytes) -> None:
+    def add(self, blob: bytes | memoryview) -> None:
         """Append one.
 
         Raises:
@@ -41,8 +64,8 @@ class BlobWriter:
         if self._num_bytes >= BLOB_BYTES:
             self._flush()
 
-    def finish(self) -> Any:
-        """Return all of them, in order, as a chunked Arrow array.
+    def finish(self) -> Blobs:
+        """Return all of them, in order.
 
         Raises:
             MachineError: The disk of the file is full.
@@ -51,13 +74,13 @@ class BlobWriter:
 
         self._flush()
         if self._file is None:
-            return pa.chunked_array(self._chunks, type=pa.large_binary())
+            return Blobs(self._chunks)
         with _writing():
             self._writer.close()
             self._file.flush()
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
         self._file.close()
-        return pa.ipc.open_file(pa.py_buffer(mapped)).read_all()["bytes"]
+        return Blobs(pa.ipc.open_file(pa.py_buffer(mapped)).read_all()["bytes"].chunks)
 
     def _flush(self) -> None:
         import pyarrow as pa

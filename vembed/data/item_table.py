@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from vembed.batch import Composed, Image
-from vembed.data.blobs import BlobWriter
+from vembed.data.blobs import Blobs, BlobWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ class ItemTable(NamedTuple):
     """Items by number."""
 
     columns: Any  # Arrow table of `text`, and of `path` and `bytes` where there are pictures
-    blobs: Any  # chunked Arrow array of what `bytes` counts into
+    blobs: Blobs  # what `bytes` counts into
 
     def at(self, numbers: NDArray[np.int64]) -> list[Item]:
         """Return the items of some numbers, in that order; numbers may repeat."""
@@ -45,7 +45,7 @@ class ItemTable(NamedTuple):
     def _item(self, text: Any, path: str | None, number: int | None) -> Item:
         if path is None:
             return str(text)
-        image = Image(path) if number is None else Image(path, self.blobs[number].as_py())
+        image = Image(path) if number is None else Image(path, self.blobs[number])
         return image if text is None else Composed(image, text)
 
 

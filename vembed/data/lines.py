@@ -27,7 +27,7 @@ MAX_LINE_BYTES = 64 * 2**20
 MAX_BLANK_LINES = 1_000_000
 """Most blank lines in a row."""
 
-MAX_GZIP_RATIO, GZIP_FREE_BYTES = 200, 16 * 2**20
+MAX_GZIP_RATIO, GZIP_FREE_BYTES = 200, 4 * 2**20
 """Most bytes out of a gzip file for each byte in it, beyond the first few: texts reach 3 to 20, gzip itself 1,032."""
 
 PIECE_BYTES = 2**20

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 BATCH_ROWS = 64
 """Rows that are Python objects at a time: each may hold pictures, or a text that is stored once."""
 
-BUFFER_BYTES = 2**20
-"""Read ahead in each column; without it Arrow holds all of a column of a row group, gigabytes where it has pictures."""
+_STREAMED = {"buffer_size": 2**20, "pre_buffer": False}
+"""Read each column a little ahead: by default Arrow holds whole row groups, gigabytes where they have pictures."""
 
 MAX_COLUMNS = 10_000
 MAX_ROW_BYTES = 256 * 2**20
@@ -30,7 +30,7 @@ MAX_ROW_BYTES = 256 * 2**20
 MAX_PAGE_RATIO, PAGE_FREE_BYTES = 200, 64 * 2**20
 """Most bytes out of the compressed pages of a column for each byte in them, beyond the first few."""
 
-MAX_ROW_RATIO, ROW_FREE_BYTES = 1000, 2**30
+MAX_ROW_RATIO, ROW_FREE_BYTES = 1000, 2**29
 """Most bytes of all rows for each byte of the file, beyond the first few: a repeated text is stored once."""
 
 MAX_ROWS_PER_BYTE, FREE_ROWS = 100, 1_000_000
@@ -60,7 +60,7 @@ def parquet_rows(
 
     number = 0
     try:
-        with open_regular(path) as handle, pq.ParquetFile(handle, buffer_size=BUFFER_BYTES) as file:
+        with open_regular(path) as handle, pq.ParquetFile(handle, **_STREAMED) as file:
             names = _wanted_columns(file, wanted, path.name)
             size = os.fstat(handle.fileno()).st_size
             _refuse_bomb(file.metadata, names, size, path)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,22 +19,23 @@ from vembed.distributed.failures import (
     Beat,
     ExitFiles,
     Failure,
+    LastWords,
     ended_ranks,
     failed_in_collective,
     late_ranks,
     lateness_of,
     look,
+    loss_of_store,
     read_failure,
     silence_of,
     silent_ranks,
     write_for_the_dead,
 )
 from vembed.distributed.ranks import Ranks
+from vembed.distributed.shared_store import SharedStore, StoreLostError
 from vembed.distributed.watchdog import Watchdog
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rank_pool import RankPool
 
 
@@ -134,6 +136,39 @@ def test_the_first_claim_is_the_runs_failure_and_the_second_hears_of_it() -> Non
     finally:
         for watchdog in watchdogs:
             watchdog.stop(together=False)
+
+
+def test_the_loss_of_the_store_names_who_is_gone_and_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    beats = {0: beat(), 1: replace(beat(), pid=ended.pid)}
+    words = LastWords()
+    words.doing = "training"
+    lost = loss_of_store(beats, own=0, is_orphan=True).with_advice(words)
+    assert lost.message.endswith("and rank 1 on host are gone (killed from outside?); nothing was saved, and the same "
+                                 "command starts again")  # fmt: skip
+    assert lost.message.startswith("the launcher on ")
+    words.checkpoint = Path("out/checkpoints/step-00000020")
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    lost = loss_of_store({0: beat(), 1: beat()}, own=1, is_orphan=False).with_advice(words)
+    assert (lost.code, lost.rank) == (5, 1)
+    assert lost.message == (
+        "the launcher at 10.0.0.1, or its machine or network, is gone (killed from outside?); resume goes on from "
+        "out/checkpoints/step-00000020"
+    )
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    assert loss_of_store({}, own=1, is_orphan=False).message.startswith("rank 0 at 10.0.0.1, or its machine")
+
+
+def test_torchs_errors_of_a_store_become_one_of_ours() -> None:
+    class Broken:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("Broken pipe")
+
+    broken: Any = Broken()
+    with pytest.raises(StoreLostError, match="can't be reached: Broken pipe"):
+        SharedStore(broken, rank=0, world_size=2).has("first/1")
 
 
 def test_rank_0_which_may_keep_the_store_leaves_last() -> None:

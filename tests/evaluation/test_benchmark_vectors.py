@@ -158,5 +158,9 @@ def test_names_are_short_and_no_two_are_alike(tmp_path: Path, monkeypatch: pytes
     assert "BM25" not in folders
     assert set_labels(["scifact/test", "tldr/test"], ["x/scifact", "x/tldr"]) == ["scifact/test", "tldr/test"]
     assert set_labels(["s/test", "s/test"], ["x/s", "y/s"]) == ["s/test (x/s)", "s/test (y/s)"]
+    for secret in ("secret=one", "secret=two"):
+        (tmp_path / secret).mkdir()
+    assert model_labels(["bag", "secret=one"]) == ["bag", "secret=***"]
+    assert model_labels(["secret=one", "secret=two"]) == ["secret=*** #1", "secret=*** #2"]
     with pytest.raises(ConfigError, match="x/s is named twice"):
         set_labels(["s", "s"], ["x/s", "x/s/"])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
 from vembed.files import is_folder
+from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +29,7 @@ def model_labels(names: Sequence[str]) -> list[str]:
     if len(set(parts)) < len(parts):
         repeated = next(name for name, own in zip(names, parts, strict=True) if parts.count(own) > 1)
         raise ConfigError(f"{repeated} is named twice")
-    return ["/".join(_last_parts(own, [other for other in parts if other != own])) for own in parts]
+    return _without_secrets(["/".join(_last_parts(own, [other for other in parts if other != own])) for own in parts])
 
 
 def folder_names(names: Sequence[str], *, taken: Sequence[str] = ()) -> list[str]:
@@ -50,7 +51,9 @@ def set_labels(names: Sequence[str], paths: Sequence[str]) -> list[str]:
         if count > 1:
             raise ConfigError(f"--data: {path} is named twice")
     counts = Counter(names)
-    return [f"{name} ({path})" if counts[name] > 1 else name for name, path in zip(names, paths, strict=True)]
+    return _without_secrets(
+        [f"{name} ({path})" if counts[name] > 1 else name for name, path in zip(names, paths, strict=True)]
+    )
 
 
 def unique_folders(labels: Sequence[str], *, taken: Sequence[str] = ()) -> list[str]:
@@ -61,6 +64,12 @@ def unique_folders(labels: Sequence[str], *, taken: Sequence[str] = ()) -> list[
         f"{name}-{hashlib.sha256(label.encode()).hexdigest()[:8]}" if counts[name] > 1 else name
         for name, label in zip(plain, labels, strict=True)
     ]
+
+
+def _without_secrets(labels: Sequence[str]) -> list[str]:
+    """Redact labels; those that only a secret told apart are numbered."""
+    shown = [redact(label) for label in labels]
+    return [f"{label} #{number}" if shown.count(label) > 1 else label for number, label in enumerate(shown, start=1)]
 
 
 def _last_parts(own: tuple[str, ...], others: Sequence[tuple[str, ...]]) -> tuple[str, ...]:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from vembed.distributed.failures import Beat, Failure
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 _CLAIM, _CLAIMS, _HEARD, _LEAVING, _PARTED = "failure", "claims", "heard", "leaving", "parted"
+
+
+LOOK_SECONDS: Final = 0.1
+"""From one look at what others say to the next."""
 
 
 class StoreLostError(MachineError):
@@ -111,3 +116,10 @@ class SharedStore:
     def all_beat(self) -> bool:
         """Return whether every process has told something."""
         return self.has(*(f"beat/{rank}" for rank in range(self._world_size)))
+
+
+def wait(is_over: Callable[[], bool], seconds: float | None) -> None:
+    """Wait until something is over, or for some seconds."""
+    until = None if seconds is None else time.monotonic() + seconds
+    while not is_over() and (until is None or time.monotonic() < until):
+        time.sleep(LOOK_SECONDS)

@@ -40,12 +40,12 @@ from vembed.distributed.failures import (
     silence_of,
     silent_ranks,
 )
-from vembed.distributed.shared_store import SharedStore, StoreLostError
+from vembed.distributed.shared_store import SharedStore, StoreLostError, wait
 from vembed.errors import ExitCode
 from vembed.output_lock import machine_name
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -270,14 +270,14 @@ class Watchdog:
 
     def _await_claim(self, seconds: float) -> Failure | None:
         """Return the failure that another process claims within some seconds, if any."""
-        _wait(lambda: self.first_failure() is not None, seconds)
+        wait(lambda: self.first_failure() is not None, seconds)
         return self.first_failure()
 
     def _await_all(self, seconds: float | None) -> None:
         """Wait until every process leaves; without a limit of seconds, until one has failed."""
         self._shared.leave()
         with self.patience():
-            _wait(
+            wait(
                 lambda: self._shared.all_leave() or (seconds is None and self.first_failure() is not None),
                 seconds,
             )
@@ -287,7 +287,7 @@ class Watchdog:
         if self._rank > 0:
             self._shared.part()
         elif self._shared.all_leave():
-            _wait(self._shared.others_parted, FAREWELL_SECONDS)
+            wait(self._shared.others_parted, FAREWELL_SECONDS)
 
     def _part_after(self, first: Failure, *, is_ours: bool) -> None:
         """Stay until the others know why the run ends; the one that told of it may keep the store."""
@@ -297,7 +297,7 @@ class Watchdog:
                 return
             self._shared.hear()
             if is_ours:
-                _wait(lambda: self._shared.all_have_heard(but=first.rank), FAREWELL_SECONDS)
+                wait(lambda: self._shared.all_have_heard(but=first.rank), FAREWELL_SECONDS)
         if self._loss is not None:
             time.sleep(LINGER_SECONDS)
 
@@ -374,7 +374,7 @@ class Watchdog:
     def _find_loss(self) -> Failure:
         """Return the failure that the loss of the store is, with the processes that were gone when it was found."""
         if self._loss is None:
-            _wait(lambda: self._is_orphan, FIRST_SECONDS)  # a process that ends closes its sockets first
+            wait(lambda: self._is_orphan, FIRST_SECONDS)  # a process that ends closes its sockets first
             loss = loss_of_store(self._known, own=self._rank, is_orphan=self._is_orphan)
             self._loss = loss.with_advice(self.words)
         return self._loss
@@ -394,10 +394,3 @@ class Watchdog:
         sys.stderr.flush()
         time.sleep(0.0 if self._loss is None else LINGER_SECONDS)
         os._exit(failure.code)
-
-
-def _wait(is_over: Callable[[], bool], seconds: float | None) -> None:
-    """Wait until something is over, or for some seconds."""
-    until = None if seconds is None else time.monotonic() + seconds
-    while not is_over() and (until is None or time.monotonic() < until):
-        time.sleep(BEAT_SECONDS / 10)

@@ -43,7 +43,7 @@ def test_examples_come_from_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         collect()
         return seen
 
-    assert len(examples(None)) == 5
+    assert len(examples(None)) == 4
     assert examples(None) == examples(None)
     assert examples("1") == examples("1") != examples(None)
     assert examples("2") != examples("1")

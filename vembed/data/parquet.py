@@ -28,7 +28,7 @@ MAX_ROW_BYTES = 256 * 2**20
 """Most bytes of the columns that are read of a row: four pictures of the largest size that is read."""
 
 MAX_PAGE_RATIO, PAGE_FREE_BYTES = 200, 64 * 2**20
-"""Most bytes out of the compressed pages of a column for each byte in them, beyond the first few."""
+"""Most bytes out of the compressed pages of a row group for each byte of the file, beyond the first few."""
 
 MAX_ROW_RATIO, ROW_FREE_BYTES = 1000, 2**29
 """Most bytes of all rows for each byte of the file, beyond the first few: a repeated text is stored once."""
@@ -63,7 +63,7 @@ def parquet_rows(
         with open_regular(path) as handle, pq.ParquetFile(handle, **_STREAMED) as file:
             names = _wanted_columns(file, wanted, path.name)
             size = os.fstat(handle.fileno()).st_size
-            _refuse_bomb(file.metadata, names, size, path)
+            _refuse_bomb(file.metadata, size, path)
             num_bytes = 0
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=names):
                 num_bytes += batch.nbytes
@@ -101,20 +101,18 @@ def _wanted_columns(file: Any, wanted: Callable[[Sequence[str]], Sequence[str]],
     return list(wanted(names))
 
 
-def _refuse_bomb(metadata: Any, names: Sequence[str], size: int, path: Path) -> None:
+def _refuse_bomb(metadata: Any, size: int, path: Path) -> None:
     """Refuse a file whose own figures say that it holds nothing, or the same, over and over."""
     if metadata.num_rows > max(FREE_ROWS, MAX_ROWS_PER_BYTE * size):
         raise DataError(f"{path}: {metadata.num_rows:,} rows in {size:,} bytes, as no set of texts or pictures has")
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):
-            unpacked = column.total_uncompressed_size
-            if unpacked <= max(PAGE_FREE_BYTES, MAX_PAGE_RATIO * column.total_compressed_size):
-                continue
-            if any(column.path_in_schema == name or column.path_in_schema.startswith(f"{name}.") for name in names):
-                raise DataError(
-                    f"{path}: column {quoted(column.path_in_schema)} unpacks to {show_bytes(unpacked)}, over "
-                    f"{MAX_PAGE_RATIO} times its size; if that is meant, save the rows as JSONL"
-                )
+    for number in range(metadata.num_row_groups):
+        # Of the group as a whole: what Arrow says of single columns ends the process where the file is broken.
+        unpacked = metadata.row_group(number).total_byte_size
+        if unpacked > max(PAGE_FREE_BYTES, MAX_PAGE_RATIO * size):
+            raise DataError(
+                f"{path}: its rows unpack to {show_bytes(unpacked)}, over {MAX_PAGE_RATIO} times the file's size; if "
+                "that is meant, save them as JSONL"
+            )
 
 
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | str]:

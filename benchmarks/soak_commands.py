@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import errno
 import importlib
 import os
 import signal
@@ -191,12 +192,18 @@ def mount_disk(folder: Path, num_bytes: int) -> bool:
 
 def fill_disk(filler: Path, leave_bytes: int) -> None:
     """Write a file that leaves only so many bytes of its disk."""
-    disk = os.statvfs(filler.parent)
-    size = disk.f_bavail * disk.f_frsize - leave_bytes
-    if size > 0:
-        descriptor = os.open(filler, os.O_WRONLY | os.O_CREAT)
-        os.posix_fallocate(descriptor, 0, size)
-        os.close(descriptor)
+    descriptor = os.open(filler, os.O_WRONLY | os.O_CREAT)
+    while True:
+        disk = os.fstatvfs(descriptor)
+        size = disk.f_bavail * disk.f_frsize - leave_bytes
+        try:
+            if size > 0:
+                os.posix_fallocate(descriptor, os.fstat(descriptor).st_size, size)
+            break
+        except OSError as error:  # the command wrote in between: look again
+            if error.errno != errno.ENOSPC:
+                raise
+    os.close(descriptor)
 
 
 def reap(running: Running | None = None) -> None:

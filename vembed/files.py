@@ -101,11 +101,24 @@ def new_folder(output: Path, *, kept: Collection[str] = ()) -> Iterator[Path]:
             if (old / name).exists():
                 (old / name).replace(output / name)
         fsync_path(output.parent)
+    except Exception as error:
+        if (refused := _disk_error(error)) is None:
+            raise
+        raise refused from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if old.exists() and not output.exists():
             old.replace(output)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _disk_error(error: Exception) -> OSError | None:
+    """Return as an OSError what a disk refused and a library in C++ (faiss) or Rust (tokenizers) says in words."""
+    if type(error) not in {Exception, RuntimeError}:
+        return None
+    found = (code for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO) if os.strerror(code) in str(error))
+    code = next(found, None)
+    return None if code is None else OSError(code, os.strerror(code))
 
 
 def file_sha256(path: Path) -> str:

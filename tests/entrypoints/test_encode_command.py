@@ -188,21 +188,30 @@ def test_an_index_is_replaced_only_when_asked_and_other_files_never(
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Error in faiss::write_index: write error in index.faiss: 4 != 8 (No space left on device)"),
+        Exception("No space left on device (os error 28)"),
+    ],
+    ids=["Python", "faiss", "tokenizers"],
+)
 def test_a_failed_replacement_leaves_the_old_index(
-    call: Any, bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Any, bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     folder = tmp_path / "index"
     vembed.build_index(bag, corpus, folder)
     before = {name: (folder / name).read_bytes() for name in FILES}
 
     def full(path: Path) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "fsync_path", full)
         refused = call("encode", bag, "--data", corpus, "--output", folder, "--overwrite")
     assert refused.code == 5
-    assert "No space left" in refused.err
+    assert "the index can't be written: [Errno 28] No space left on device. Free some space" in refused.err
     assert {name: (folder / name).read_bytes() for name in FILES} == before
     assert [path.name for path in tmp_path.iterdir()] == ["index"]
     assert call("search", folder, "apple").code == 0

@@ -217,17 +217,19 @@ def test_early_stopping_ends_the_run_and_a_second_start_does_not_go_on(site: Sit
     assert second.rows == first.rows
 
 
+@pytest.mark.parametrize("error", [RuntimeError("no ink"), pytest.param(OSError("no ink"), marks=pytest.mark.slow)])
 def test_a_report_that_fails_leaves_the_model_the_verdict_and_exit_code_0(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def fail(*_: object) -> None:
-        raise RuntimeError("no ink")
+        raise error
 
     monkeypatch.setattr(vembed.evaluation.report.write, "write_report", fail)
     outcome = run_keys(tmp_path, site.keys())
     assert outcome.code == 0
     assert "error: the report could not be written; the model is complete" in outcome.err
     assert "no ink" in outcome.err
+    assert ("Traceback" in outcome.err) == isinstance(error, RuntimeError), "a full disk is no fault of the program"
     assert outcome.last_line.startswith("improved")
     assert load_encoder(ModelKeys(model_name=str(outcome.folder / "model"))).dimension == 32
     assert not (outcome.folder / "report").exists()

@@ -215,6 +215,8 @@ def _write_report(parts: FinishParts, state: RunState, result: RunResult, *, kep
 
     try:
         write_report(parts.output.path / "report", _report(parts, state, result, kept_step=kept_step))
+    except OSError as error:
+        _log.error("the report could not be written; the model is complete: %s", error)
     except Exception:  # noqa: BLE001 - whatever it is, the model stands; the log has the traceback
         _log.error("the report could not be written; the model is complete\n%s", traceback.format_exc())
 

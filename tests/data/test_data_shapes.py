@@ -97,7 +97,7 @@ def test_no_two_scenes_of_a_split_are_alike_and_the_parts_are_all_used(tables: d
         scenes = shapes.scenes_of(role)
         assert len(set(scenes)) == len(scenes) == shapes.NUM_SCENES[role]
         assert {len(scene.things) for scene in scenes} == {1, 2}
-        assert len({record.positives[0].data for record in tables[role]}) == len(scenes)  # type: ignore[union-attr]
+        assert len({record.positives[0].read() for record in tables[role]}) == len(scenes)  # type: ignore[union-attr]
     scenes = shapes.scenes_of("train")
     assert {thing.colour for scene in scenes for thing in scene.things} == set(COLOURS)
     assert {scene.place for scene in scenes} == {*shapes.PLACES, *shapes.RELATIONS}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -31,9 +32,12 @@ from vembed.distributed.failures import (
     silent_ranks,
     write_for_the_dead,
 )
+from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.ranks import Ranks
+from vembed.distributed.runtime import start_runtime
 from vembed.distributed.shared_store import SharedStore, StoreLostError
 from vembed.distributed.watchdog import Watchdog
+from vembed.errors import MachineError
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
@@ -169,6 +173,19 @@ def test_torchs_errors_of_a_store_become_one_of_ours() -> None:
     broken: Any = Broken()
     with pytest.raises(StoreLostError, match="can't be reached: Broken pipe"):
         SharedStore(broken, rank=0, world_size=2).has("first/1")
+
+
+def test_a_launcher_that_is_gone_before_its_processes_met_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = ProcessEnv(1, 2, local_rank=1, local_world_size=2, main_port=port)
+    for name, value in (process.environment() | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(MachineError, match=r"rank 1 of 2: the launcher at 127\.0\.0\.1 is gone .* start the run again"):
+        start_runtime(deterministic=False)
+    assert time.monotonic() - start < 5
 
 
 def test_rank_0_which_may_keep_the_store_leaves_last() -> None:

@@ -311,7 +311,7 @@ def test_a_stopped_export_leaves_nothing(site: Site, tmp_path: Path) -> None:
         capture_output=True, text=True, env=environment(), timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 75, done.stderr
-    assert "stopped by a signal; nothing was written" in done.stderr
+    assert "stopped by SIGTERM; nothing was written" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from torch.utils.data import dataloader
 
 import vembed.training.loading as room
 from vembed.batch import Composed, Image
@@ -240,6 +241,23 @@ def test_a_killed_worker_is_an_error_that_says_so_soon(rows: Path, number: signa
     assert time.monotonic() - started < 60
     assert f"process {workers[1].pid}" in str(caught.value)
     assert not any(worker.is_alive() for worker in workers)
+
+
+def test_a_worker_that_is_killed_while_the_others_start_is_the_same_error(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_index = dataloader._MultiProcessingDataLoaderIter._try_put_index
+
+    def put_behind_a_death(iterator: Any) -> None:
+        if iterator._workers[0].is_alive():
+            os.kill(iterator._workers[0].pid, signal.SIGKILL)
+            time.sleep(0.5)
+        put_index(iterator)
+
+    monkeypatch.setattr(dataloader._MultiProcessingDataLoaderIter, "_try_put_index", put_behind_a_death)
+    monkeypatch.setattr(dataloader._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
+    with pytest.raises(MachineError, match="killed by SIGKILL"), loader_of(source_of(rows), 2) as loader:
+        loader.batch(0)
 
 
 def test_signals_for_all_do_not_end_a_worker(rows: Path) -> None:

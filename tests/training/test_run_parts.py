@@ -164,7 +164,7 @@ def test_the_fingerprint_covers_all_that_a_run_reads(tmp_path: Path, monkeypatch
 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n" for n in range(4)))
-    keys = DataKeys(data_path=str(rows), test_data_path="test")
+    keys = DataKeys(data_path=str(rows), test_data_path="builtin:shapes")
 
     def fingerprint(*, document: str = "d", grade: int = 1, query: str = "q") -> str:
         task = RetrievalData("test", {"1": query}, {"2": document}, {"1": {"2": grade}})

@@ -7,6 +7,7 @@ in the environment which one it is. Nothing here launches anything.
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
@@ -131,6 +132,7 @@ def _join(process: ProcessEnv, timeout_seconds: int) -> torch.device:
         _refuse_shared_devices(process, num_devices())
     os.environ.update(process.environment())
     timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
+    _refuse_lost_launcher(process)
     try:
         state = PartialState(cpu=on_cpu, timeout=timeout)
     except dist.DistError as error:
@@ -144,6 +146,19 @@ def _join(process: ProcessEnv, timeout_seconds: int) -> torch.device:
         )
     device: torch.device = state.device
     return device
+
+
+def _refuse_lost_launcher(process: ProcessEnv) -> None:
+    """Refuse to wait for a launcher that has ended: where it keeps the store, it was there before its processes."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return
+    try:
+        socket.create_connection((process.main_address, process.main_port), timeout=STORE_SECONDS).close()
+    except OSError as error:
+        raise MachineError(
+            f"rank {process.rank} of {process.world_size}: the launcher at {process.main_address} is gone (killed from "
+            f"outside?), or can't be reached: {error.strerror or error}; start the run again"
+        ) from error
 
 
 def _refuse_other_count(process: ProcessEnv, asked: int | Literal["auto"]) -> None:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from vembed.batch import Composed, Features, Image
 from vembed.distributed.shards import is_shared
@@ -138,7 +139,8 @@ class BatchLoader:
     def _start(self, step: int) -> None:
         """Fork the workers, for all steps from one on."""
         num_workers = self._loading.num_workers
-        with _ready_to_fork(), warnings.catch_warnings():
+        signal_handling._set_SIGCHLD_handler()  # once for all; set by DataLoader, it would be lost with the next line
+        with _ready_to_fork(), _children_may_die(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)  # the plan says it
             loader: DataLoader[_Parcel | _Failure] = DataLoader(
                 _FeaturedSteps(self._source, num_workers, os.getpid()),
@@ -255,7 +257,11 @@ def _unchanged(made: Any) -> Any:
 
 @contextmanager
 def _children_may_die() -> Iterator[None]:
-    """Keep torch's handler of SIGCHLD still: it raises wherever this thread stands, here in the middle of closing."""
+    """Keep torch's handler of SIGCHLD still: it raises wherever this thread stands.
+
+    Where workers start, nobody could say yet which of them died, and DataLoader finds out when a batch doesn't come;
+    where they are closed, it would stop that half-way.
+    """
     if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
         yield
         return

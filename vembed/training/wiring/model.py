@@ -59,13 +59,13 @@ def _load_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: 
         return load_configured(config)
     if not keep or not output.initial_model.is_dir():
         encoder = load_configured(config, record_texts(data.records))
-        if not keep:
-            return encoder
-        encoder.save(output.initial_model)
-        save_background(encoder, output.initial_model)
-    # Read back even where it was just written, so that a run that is resumed leaves the same files.
-    encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
-    encoder.name = config.model_name
+        if keep:
+            encoder.save(output.initial_model)
+            save_background(encoder, output.initial_model)
+    if keep:  # read back even where it was just written, so that a run that is resumed leaves the same files
+        encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
+        encoder.name = config.model_name
+    torch.manual_seed(config.seed)  # adapters are drawn alike, whether the model was made just now or read back
     return encoder
 
 

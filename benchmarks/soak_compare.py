@@ -15,6 +15,9 @@ TIMES = re.compile(
 """Keys of JSON that no two runs have alike: times, what a report finds in them, and the checksum of a manifest, whose
 plan says what was resumed."""
 
+BEFORE_ITS_EVALUATION = re.compile(rf"{TIMES.pattern}|stale_evaluations|size")
+"""The same for checkpoints but the last: a stop saves its step before the evaluation that belongs to it."""
+
 UNCOMPARED = re.compile(r"train\.log|run\.lock|events\.out\..*|report\.(html|md)|leaderboard\.(html|md)")
 """Files that must be there, but show times; what they say beside stands in a JSON file that is compared."""
 
@@ -42,7 +45,7 @@ def compare(whole: Path, other: Path) -> Comparison:
     last = _last_checkpoint(expected)
     divergences = [f"{name} is missing" for name in sorted(expected - found) if _must_be_there(name, last)]
     both = [name for name in sorted(expected & found) if not UNCOMPARED.fullmatch(Path(name).name)]
-    divergences += [f"{name}: {what}" for name in both if (what := _difference(whole, other, name))]
+    divergences += [f"{name}: {what}" for name in both if (what := _difference(whole, other, name, last))]
     leftovers = [name for name in sorted(found - expected) if not _may_be_there(name)]
     return Comparison(tuple(divergences), tuple(leftovers))
 
@@ -70,7 +73,7 @@ def _may_be_there(name: str) -> bool:
     return bool(CHECKPOINT.fullmatch(name) or EVENTS.fullmatch(Path(name).name))
 
 
-def _difference(whole: Path, other: Path, name: str) -> str:
+def _difference(whole: Path, other: Path, name: str, last: str) -> str:
     """Say how two files differ; an empty text when they don't."""
     if name.endswith("/"):
         return ""
@@ -80,10 +83,12 @@ def _difference(whole: Path, other: Path, name: str) -> str:
     if not name.endswith((".json", ".jsonl")):
         return _first_difference(*contents)
     try:
-        parsed = [_parse(name, content) for content in contents]
+        one, two = (_parse(name, content) for content in contents)
     except ValueError as error:
         return f"no JSON ({error})"
-    return _json_difference(*parsed)
+    found = CHECKPOINT.fullmatch(name)
+    ignored = TIMES if found is None or found["name"] == last else BEFORE_ITS_EVALUATION
+    return _json_difference(one, two, ignored)
 
 
 def _first_difference(one: bytes, two: bytes) -> str:
@@ -98,18 +103,19 @@ def _parse(name: str, content: bytes) -> Any:
     return [json.loads(line) for line in text.splitlines()] if name.endswith(".jsonl") else json.loads(text)
 
 
-def _json_difference(one: Any, two: Any, where: str = "") -> str:
-    """Return the first difference of two JSON values beside times; an empty text when there is none."""
+def _json_difference(one: Any, two: Any, ignored: re.Pattern[str], where: str = "") -> str:
+    """Return the first difference of two JSON values beside ignored keys; an empty text when there is none."""
     if isinstance(one, dict) and isinstance(two, dict):
-        keys = [key for key in one | two if not TIMES.fullmatch(key)]
+        keys = [key for key in one | two if not ignored.fullmatch(key)]
         if missing := [key for key in keys if key not in one or key not in two]:
             return f"{where}/{missing[0]} is on one side only"
-        return next(filter(None, (_json_difference(one[key], two[key], f"{where}/{key}") for key in keys)), "")
+        return next(filter(None, (_json_difference(one[key], two[key], ignored, f"{where}/{key}") for key in keys)), "")
     if isinstance(one, list) and isinstance(two, list):
         two = [each for each in two if not (isinstance(each, str) and RESUMED.fullmatch(each))]
         if len(one) != len(two):
             return f"{where} has {len(one)} entries undisturbed, {len(two)} now"
         pairs = enumerate(zip(one, two, strict=True))
-        return next(filter(None, (_json_difference(*pair, f"{where}[{n}]") for n, pair in pairs)), "")
+        found = (_json_difference(left, right, ignored, f"{where}[{n}]") for n, (left, right) in pairs)
+        return next(filter(None, found), "")
     same = one == two and type(one) is type(two)
     return "" if same else f"{where} is {str(one)[:60]} undisturbed, {str(two)[:60]} now"

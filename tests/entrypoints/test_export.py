@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -240,15 +241,20 @@ def test_what_was_trained_from_scratch_has_no_licence_before_it(site: Site, in_f
     assert_examples_agree(card, {"vembed"})
 
 
-def test_a_card_that_fails_never_loses_the_model(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RuntimeError("no card today"), OSError(errno.ENOSPC, "no card today")])
+def test_a_card_that_fails_never_loses_the_model(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def failing(facts: object) -> str:
-        raise RuntimeError("no card today")
+        raise error
 
     monkeypatch.setattr(vembed.training.card, "render_card", failing)
     done = run_keys(tmp_path, site.keys(max_steps=1, eval_strategy="no", eval_steps=None))
     assert done.code == 0, done.err
     assert "the model card could not be written; the model is complete" in done.err
-    assert "no card today" in (done.folder / "train.log").read_text()
+    log = (done.folder / "train.log").read_text()
+    assert "no card today" in log
+    assert ("Traceback" in log) == isinstance(error, RuntimeError), "a full disk is no bug"
     assert not (done.folder / "model" / "README.md").exists()
     load_encoder(ModelKeys(model_name=str(done.folder / "model")))
 

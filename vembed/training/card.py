@@ -47,5 +47,7 @@ def write_model_card(
         facts = CardFacts(title=run.name, folder=output.model.name, model=model, run=run, versions=written_with())
         replace_text(output.model / CARD_FILE, render_card(facts))
         share_permissions(output.model)
+    except OSError as error:
+        _log.error("the model card could not be written; the model is complete: %s", error)
     except Exception:  # noqa: BLE001 - whatever it is, the model stands; the log has the traceback
         _log.error("the model card could not be written; the model is complete\n%s", traceback.format_exc())

@@ -126,11 +126,14 @@ def test_a_model_without_its_tokenizer_is_refused(bert_folder: Path) -> None:
     load(bert_folder, pad_token="[PAD]")
 
 
-def test_weights_that_no_file_holds_are_refused_instead_of_random(bert_folder: Path) -> None:
+def test_weights_that_no_file_holds_are_refused_instead_of_random(
+    bert_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     weights = load_file(bert_folder / "model.safetensors")
     without_pooler = {key: tensor for key, tensor in weights.items() if not key.startswith("pooler.")}
     save_file(without_pooler, bert_folder / "model.safetensors", metadata={"format": "pt"})
     load(bert_folder)
+    assert "newly initialized" not in caplog.text, "a pooler that nobody uses"
     del without_pooler["encoder.layer.1.output.dense.weight"]
     save_file(without_pooler, bert_folder / "model.safetensors", metadata={"format": "pt"})
     refused(bert_folder, r"1 weights of BertModel are in none of its files, first encoder.layer.1.output.dense.weight")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from vembed.files import is_folder
 from vembed.models.adapters.quantized import four_bit_config
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -169,9 +170,10 @@ class ModelFiles:
         if self.load_in_4bit:
             extra["quantization_config"] = four_bit_config()
         backbone: PreTrainedModel
-        backbone, loading = self._load(
-            auto_class, subfolder, config=config, output_loading_info=True, **extra, **self._attention()
-        )
+        with quiet_loading():
+            backbone, loading = self._load(
+                auto_class, subfolder, config=config, output_loading_info=True, **extra, **self._attention()
+            )
         prepare_backbone(backbone)
         self._refuse_missing(backbone, sorted(loading["missing_keys"]))
         return backbone
@@ -360,6 +362,19 @@ def transformer_period(config: Any) -> int:
     """Return after how many layers the kinds of a stack's layers come again."""
     kinds = list(getattr(config, "layer_types", None) or [])
     return next((period for period in range(1, len(kinds)) if kinds[period:] == kinds[:-period]), max(1, len(kinds)))
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Keep transformers from telling which weights a folder lacks: what matters of that is refused here."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def prepare_backbone(backbone: PreTrainedModel) -> None:

@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import PIL.Image
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.files import new_folder
 from vembed.models.export.samples import TEXTS, largest_difference, num_items, picture_bytes, sample_vectors
-from vembed.models.files import DTYPES, ModelFiles, save_background
+from vembed.models.files import DTYPES, ModelFiles, quiet_loading, save_background
 from vembed.models.registry import encoder_classes, load_encoder
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def export_model(
     wanted = sample_vectors(encoder) if dtype != DTYPES[computing] else before
     _refuse_nonfinite(before, wanted, dtype)
     poll()
-    with new_model_folder(output) as folder, _quiet_loading():
+    with new_model_folder(output) as folder, quiet_loading():
         encoder.to(dtype)
         write_form(encoder, form, folder)
         for name, text in extra_files(encoder, form).items():
@@ -198,17 +197,6 @@ def write_form(encoder: Encoder, form: Form, folder: Path) -> None:
         settings = json.loads(path.read_text("utf-8"))
         kept = {key: value for key, value in settings.items() if key not in SOURCE_SETTINGS}
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-@contextmanager
-def _quiet_loading() -> Iterator[None]:
-    """Keep transformers from telling which weights a folder lacks: what matters of that is refused or compared here."""
-    before = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.set_verbosity(before)
 
 
 def _refuse_nonfinite(before: Vectors, after: Vectors, dtype: torch.dtype) -> None:

@@ -16,7 +16,14 @@ vembed COMMAND --help tells more. --plugins imports Python modules first, such a
 
 def main() -> int:
     """Run the command that the first word names and return its exit code."""
-    words = sys.argv[1:]
+    try:
+        return _run(sys.argv[1:])
+    except KeyboardInterrupt:  # before the command itself looks after signals
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        return ExitCode.INTERRUPTED
+
+
+def _run(words: list[str]) -> int:
     if words and words[0].startswith("--plugins="):
         words[:1] = words[0].split("=", 1)
     try:

@@ -113,8 +113,12 @@ def new_folder(output: Path, *, kept: Collection[str] = ()) -> Iterator[Path]:
 
 
 def _disk_error(error: Exception) -> OSError | None:
-    """Return as an OSError what a disk refused and a library in C++ (faiss) or Rust (tokenizers) says in words."""
-    if type(error) not in {Exception, RuntimeError}:
+    """Return as an OSError what a disk refused and faiss, tokenizers or safetensors say in words."""
+    if type(error).__name__ not in {
+        "Exception",
+        "RuntimeError",
+        "SafetensorError",
+    }:  # of tokenizers, faiss, safetensors
         return None
     found = (code for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO) if os.strerror(code) in str(error))
     code = next(found, None)

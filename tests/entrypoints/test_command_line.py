@@ -200,3 +200,38 @@ def test_the_command_leaves_the_callers_logging_alone(site: Site, tmp_path: Path
     with caplog.at_level("INFO", logger="vembed"):
         logger.info("still heard")
     assert "still heard" in caplog.text
+
+
+def test_an_interrupt_while_a_command_is_imported_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import vembed.__main__ as program
+
+    def interrupted(name: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(program.COMMANDS, "load", interrupted)
+    monkeypatch.setattr("sys.argv", ["vembed", "encode"])
+    assert program.main() == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_disk_that_is_full_at_the_first_weights_is_one_sentence(
+    tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors import SafetensorError
+
+    from vembed.models.text import TextEncoder
+
+    def full(encoder: object, folder: Path) -> None:
+        (folder / "half").write_bytes(b"half a file")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(TextEncoder, "save", full)
+    done = run_keys(tmp_path, site.keys(model_name="builtin:tiny-transformer"))
+    assert done.code == 5
+    assert done.err == (
+        f"error: {done.folder}/initial_model can't be written: No space left on device. Free some space, or choose "
+        "another output_dir\n"
+    )
+    assert not [path for path in done.folder.iterdir() if "initial_model" in path.name]

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.errors import ConfigError
+from vembed.errors import ConfigError, MachineError
+from vembed.files import new_folder
 from vembed.losses.base import LossCommon
 from vembed.losses.registry import loss_facts
 from vembed.models.adapters.lora import add_adapters
@@ -19,6 +20,7 @@ from vembed.training.wiring.data import image_limits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
     from vembed.config.schema import Config
     from vembed.losses.base import BatchLoss
@@ -60,13 +62,22 @@ def _load_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: 
     if not keep or not output.initial_model.is_dir():
         encoder = load_configured(config, record_texts(data.records))
         if keep:
-            encoder.save(output.initial_model)
-            save_background(encoder, output.initial_model)
+            _save_initial(encoder, output.initial_model)
     if keep:  # read back even where it was just written, so that a run that is resumed leaves the same files
         encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
         encoder.name = config.model_name
     torch.manual_seed(config.seed)  # adapters are drawn alike, whether the model was made just now or read back
     return encoder
+
+
+def _save_initial(encoder: Encoder, folder: Path) -> None:
+    try:
+        with new_folder(folder) as temporary:
+            encoder.save(temporary)
+            save_background(encoder, temporary)
+    except OSError as error:
+        fix = "Free some space, or choose another output_dir"
+        raise MachineError(f"{folder} can't be written: {error.strerror or error}. {fix}") from error
 
 
 def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:

@@ -158,6 +158,7 @@ class Job:
             is_fresh=is_fresh,
             moment=moment,
         )
+        command.said.touch()  # it may be killed before it opens it
         running = commands.start(command)
         if plan is not None and plan.operation is None:
             _disturb(running, plan, self.filler)

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -285,7 +285,8 @@ class Watchdog:
     def _part(self) -> None:
         """Say that this process needs the store no more; rank 0, which may keep it, stays until the others have."""
         if self._rank > 0:
-            self._shared.part()
+            with suppress(StoreLostError):  # rank 0 has waited for long enough; nothing is asked of the store any more
+                self._shared.part()
         elif self._shared.all_leave():
             wait(self._shared.others_parted, FAREWELL_SECONDS)
 

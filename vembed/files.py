@@ -102,7 +102,7 @@ def new_folder(output: Path, *, kept: Collection[str] = ()) -> Iterator[Path]:
                 (old / name).replace(output / name)
         fsync_path(output.parent)
     except Exception as error:
-        if (refused := _disk_error(error)) is None:
+        if (refused := disk_error(error)) is None:
             raise
         raise refused from error
     finally:
@@ -112,16 +112,12 @@ def new_folder(output: Path, *, kept: Collection[str] = ()) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _disk_error(error: Exception) -> OSError | None:
-    """Return as an OSError what a disk refused and faiss, tokenizers or safetensors say in words."""
-    if type(error).__name__ not in {
-        "Exception",
-        "RuntimeError",
-        "SafetensorError",
-    }:  # of tokenizers, faiss, safetensors
+def disk_error(error: Exception) -> OSError | None:
+    """Return as an OSError what a disk refused and faiss, tokenizers or safetensors say in words; None for the rest."""
+    if type(error).__name__ not in {"Exception", "RuntimeError", "SafetensorError"}:
         return None
-    found = (code for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO) if os.strerror(code) in str(error))
-    code = next(found, None)
+    known = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+    code = next((code for code in known if os.strerror(code) in str(error)), None)
     return None if code is None else OSError(code, os.strerror(code))
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from vembed.checkpoint.format import InvalidCheckpointError
 from vembed.distributed.shards import Block, block_of, is_first_copy, is_shared, local_part
-from vembed.files import fsync_path
+from vembed.files import disk_error, fsync_path
 from vembed.json_text import fit, parse_json
 
 if TYPE_CHECKING:
@@ -111,9 +111,9 @@ class TensorFile:
         try:
             save_file(dict(_unshared(self.tensors)), path, header)
         except SafetensorError as error:
-            if "I/O error" not in str(error):
+            if (refused := disk_error(error)) is None:
                 raise
-            raise OSError(f"{path.name}: {error}") from error
+            raise refused from error
         # safetensors makes files for their owner only; a checkpoint is as readable as the folder that it lies in.
         path.chmod(path.parent.stat().st_mode & 0o666)
         fsync_path(path)

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from safetensors import SafetensorError
-
 from vembed.data.images import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
@@ -134,8 +132,9 @@ def _export(encoder: Encoder | None, output: OutputFolder, checkpoints: Checkpoi
                 save_trained(encoder, folder, output.adapter)
             share_permissions(output.adapter)
             return
-        except (OSError, SafetensorError) as error:
-            removed = checkpoints.make_room(kept) if _is_full(error) else None
+        except OSError as error:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            removed = checkpoints.make_room(kept) if is_full else None
             if removed is None:
                 whole = checkpoints.whole_ones()
                 again = f"the same command goes on from there: {whole}" if whole else "no checkpoint is whole"
@@ -144,14 +143,6 @@ def _export(encoder: Encoder | None, output: OutputFolder, checkpoints: Checkpoi
                     f"free some space, and run again; {again}"
                 ) from error
             _log.warning("%s is removed: the model found no room beside it (%s)", removed, error)
-
-
-def _is_full(error: OSError | SafetensorError) -> bool:
-    """Return whether a disk or a quota was full; safetensors tells it in words alone."""
-    codes = (errno.ENOSPC, errno.EDQUOT)
-    if isinstance(error, OSError):
-        return error.errno in codes
-    return any(f"os error {code})" in str(error) for code in codes)
 
 
 def _publish(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> None:

@@ -163,7 +163,7 @@ def new_model_folder(output: Path) -> Iterator[Path]:
     try:
         with new_folder(output) as temporary:
             yield temporary
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise MachineError(
             f"{output}: the model can't be written: {error}. Free some space, or choose another folder"
         ) from error

@@ -15,8 +15,11 @@ TIMES = re.compile(
 """Keys of JSON that no two runs have alike: times, what a report finds in them, and the checksum of a manifest, whose
 plan says what was resumed."""
 
-BEFORE_ITS_EVALUATION = re.compile(rf"{TIMES.pattern}|stale_evaluations|size")
-"""The same for checkpoints but the last: a stop saves its step before the evaluation that belongs to it."""
+OF_AN_EVALUATION = re.compile(rf"{TIMES.pattern}|evaluated_step|evaluations|stale_evaluations|best_step|best_metric")
+"""The same of a checkpoint that was saved by a stop, before the evaluation of its step: the run does it on resuming."""
+
+OF_THE_STATE = re.compile(rf"{TIMES.pattern}|state\.json")
+"""The same of a checkpoint's manifest: the file that it names is compared itself."""
 
 UNCOMPARED = re.compile(r"train\.log|run\.lock|events\.out\..*|report\.(html|md)|leaderboard\.(html|md)")
 """Files that must be there, but show times; what they say beside stands in a JSON file that is compared."""
@@ -45,7 +48,7 @@ def compare(whole: Path, other: Path) -> Comparison:
     last = _last_checkpoint(expected)
     divergences = [f"{name} is missing" for name in sorted(expected - found) if _must_be_there(name, last)]
     both = [name for name in sorted(expected & found) if not UNCOMPARED.fullmatch(Path(name).name)]
-    divergences += [f"{name}: {what}" for name in both if (what := _difference(whole, other, name, last))]
+    divergences += [f"{name}: {what}" for name in both if (what := _difference(whole, other, name))]
     leftovers = [name for name in sorted(found - expected) if not _may_be_there(name)]
     return Comparison(tuple(divergences), tuple(leftovers))
 
@@ -73,7 +76,7 @@ def _may_be_there(name: str) -> bool:
     return bool(CHECKPOINT.fullmatch(name) or EVENTS.fullmatch(Path(name).name))
 
 
-def _difference(whole: Path, other: Path, name: str, last: str) -> str:
+def _difference(whole: Path, other: Path, name: str) -> str:
     """Say how two files differ; an empty text when they don't."""
     if name.endswith("/"):
         return ""
@@ -86,9 +89,17 @@ def _difference(whole: Path, other: Path, name: str, last: str) -> str:
         one, two = (_parse(name, content) for content in contents)
     except ValueError as error:
         return f"no JSON ({error})"
-    found = CHECKPOINT.fullmatch(name)
-    ignored = TIMES if found is None or found["name"] == last else BEFORE_ITS_EVALUATION
-    return _json_difference(one, two, ignored)
+    return _json_difference(one, two, _ignored_keys(name, one, two))
+
+
+def _ignored_keys(name: str, one: Any, two: Any) -> re.Pattern[str]:
+    """Return the keys that needn't agree in two JSON files of a name."""
+    if CHECKPOINT.fullmatch(name) is None:
+        return TIMES
+    if name.endswith("manifest.json"):
+        return OF_THE_STATE
+    evaluated = [content.get("run", {}).get("evaluated_step") for content in (one, two)]
+    return TIMES if evaluated[0] == evaluated[1] else OF_AN_EVALUATION
 
 
 def _first_difference(one: bytes, two: bytes) -> str:

@@ -89,6 +89,23 @@ def test_what_is_missing_and_what_was_left_over_is_found(folders: tuple[Path, Pa
     assert found.leftovers == left
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"evaluated_step": 0, "evaluations": [[0, {}]]}, ""),
+        ({"evaluated_step": 0, "skipped_steps": 1}, "/run/skipped_steps is 0 undisturbed, 1 now"),
+        ({"evaluations": [[0, {}]]}, "/run/evaluations has 2 entries undisturbed, 1 now"),
+    ],
+)
+def test_a_checkpoint_may_lack_the_evaluation_that_a_stop_came_before_and_nothing_else(
+    folders: tuple[Path, Path], changes: dict[str, Any], said: str
+) -> None:
+    run = {"step": 2, "skipped_steps": 0, "evaluated_step": 2, "evaluations": [[0, {}], [2, {}]]}
+    for folder, found in zip(folders, (run, run | changes), strict=True):
+        (folder / "out" / STEP / "state.json").write_text(json.dumps({"run": found}))
+    assert compare(*folders).divergences == ((f"out/{STEP}/state.json: {said}",) if said else ())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_a_resume_that_forgets_the_optimizer_is_a_divergence(

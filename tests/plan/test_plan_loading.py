@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vembed.config.schema import Config
 from vembed.plan.hardware import Machine
-from vembed.plan.loading import plan_loading
+from vembed.plan.loading import ROW_BYTES, plan_loading
 from vembed.plan.problem import DataSize
 
 if TYPE_CHECKING:
@@ -32,6 +32,17 @@ def test_auto_takes_the_cores_that_training_leaves_where_there_are_pictures() ->
     assert planned(CPU, texts) == (0, 0, "num_workers 0: no pictures to decode")
     assert planned(CPU, texts, 3)[:2] == (3, 6)
     assert planned(CPU, PICTURES, 0)[0] == 0
+
+
+def test_texts_are_tokenized_by_workers_where_an_accelerator_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = replace(CPU, device="cuda", num_busy_cores=1)
+    texts = replace(PICTURES, pictures_per_record=0.0, picture_bytes=0)
+    assert planned(machine, texts)[:2] == (7, 14)
+    assert "8 cores less 1 that training keeps busy leave 7, of which at most 8 tokenize" in planned(machine, texts)[2]
+    assert "up to 14 batches ahead, 10.9 MiB of tokens" in planned(machine, texts)[2]
+    assert planned(replace(machine, num_cores=1), texts)[:2] == (0, 0)
+    monkeypatch.setattr("vembed.plan.loading.cpu_memory_bytes", lambda: 8 * 3 * 200 * ROW_BYTES)  # three batches
+    assert planned(machine, texts)[:2] == (3, 3)
 
 
 def test_batches_ahead_stay_within_a_share_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:

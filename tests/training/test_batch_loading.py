@@ -16,10 +16,12 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from model_cases import write_model
 from torch.utils.data import dataloader
 
+import vembed.training.batches as made
 import vembed.training.loading as room
-from vembed.batch import Composed, Image
+from vembed.batch import Image
 from vembed.config.keys.model import ModelKeys
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
@@ -28,6 +30,7 @@ from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError, MachineError
+from vembed.losses.base import BatchStructure
 from vembed.models.probe import picture_bytes
 from vembed.models.registry import load_encoder
 from vembed.plan.loading import Loading
@@ -36,7 +39,6 @@ from vembed.training.loading import BatchLoader
 from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
-    from vembed.batch import Item
     from vembed.data.sources import LoadedRecords
     from vembed.training.batches import PreparedBatch
 
@@ -80,7 +82,7 @@ def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmen
     sampler = GlobalSampler(len(records), batch_size=BATCH, seed=3)
     assert sampler.steps_per_epoch == STEPS_PER_EPOCH
     changes = Augmenter("strong", flip=True, seed=3) if augmenter is None else augmenter
-    return BatchSource(records, sampler, encoder, torch.device("cpu"), changes)
+    return BatchSource(records, sampler, encoder, torch.device("cpu"), changes, counts_masked=True)
 
 
 def loader_of(source: BatchSource, num_workers: int, *, num_steps: int = 9) -> BatchLoader:
@@ -93,7 +95,8 @@ def numbers_of(batch: PreparedBatch) -> dict[str, bytes]:
         "positives": batch.structure.positives_P2.numpy(),
         "queries": batch.structure.query_ids_Q.numpy(),
         "documents": batch.structure.document_ids_D.numpy(),
-        "records": np.array(batch.batch.record_ids),
+        "records": np.array(batch.featured.record_ids),
+        "masked": np.array(batch.featured.num_masked),
         "truncated": np.array(batch.num_truncated),
     }
     for place, pool in enumerate(batch.pools):
@@ -126,6 +129,36 @@ def test_texts_are_tokenized_ahead_as_well(rows: Path, tmp_path: Path) -> None:
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"query": f"a {n}", "positive": f"b {n}"}) + "\n" for n in range(NUM_RECORDS)))
     source = source_of(texts, "builtin:ngram-bag")
+    with loader_of(source, 2) as loader:
+        assert [numbers_of(loader.batch(step)) for step in range(4)] == [
+            numbers_of(source.batch(step)) for step in range(4)
+        ]
+
+
+def test_this_process_neither_deals_rows_nor_counts_nor_tokenizes(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, source = os.getpid(), source_of(rows)
+    expected = numbers_of(source.batch(0))
+    work: list[tuple[Any, str]] = [(made, name) for name in ("collate", "assign_rows", "count_masked")]
+    for owner, name in (*work, (BatchStructure, "of"), (type(source.encoder), "featurize")):
+        original = getattr(owner, name)
+
+        def elsewhere(*args: Any, original: Any = original, name: str = name) -> Any:
+            assert os.getpid() != here, name
+            return original(*args)
+
+        monkeypatch.setattr(owner, name, elsewhere)
+    with loader_of(source, 1) as loader:
+        assert numbers_of(loader.batch(0)) == expected
+    with pytest.raises(AssertionError, match="collate"):
+        source.batch(0)
+
+
+def test_a_fast_tokenizer_that_used_its_threads_here_tokenizes_in_a_worker(tmp_path: Path) -> None:
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"query": f"a {n}", "positive": f"b {n}"}) + "\n" for n in range(NUM_RECORDS)))
+    source = source_of(texts, str(write_model(tmp_path / "bert", "bert")))
+    assert source.encoder.tokenizer.is_fast  # type: ignore[union-attr]
+    source.encoder.featurize(["a b c"] * 4000, "query")  # by as many threads as there are cores
     with loader_of(source, 2) as loader:
         assert [numbers_of(loader.batch(step)) for step in range(4)] == [
             numbers_of(source.batch(step)) for step in range(4)
@@ -191,7 +224,8 @@ def test_a_picture_that_vanished_is_the_error_that_it_is_without_workers(rows: P
     source.batch(0)  # the identities of the pictures are known by now, as they are in a run
     source.batch(1)
     source.batch(2)
-    names = {image.path for item in source.batch(1).batch.documents if isinstance(image := item, Image)}
+    wanted = source.records.take(source.sampler.rows(1).tolist())
+    names = {image.path for record in wanted for image in record.positives if isinstance(image, Image)}
     for name in names:
         Path(name).unlink()
     source.encoder._pixels.clear()  # type: ignore[operator,union-attr]
@@ -310,11 +344,29 @@ def test_a_worker_that_is_at_something_long_is_not_waited_for(rows: Path, monkey
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_encoded_bytes_of_pictures_stay_in_the_worker(tmp_path: Path) -> None:
-    pictures = [Image(f"row {number}", drawn(number)) for number in range(2)]
-    items: list[Item] = ["a text", pictures[0], Composed(pictures[1], "a text")]
-    light = [room._without_bytes(item) for item in items]
-    assert light == ["a text", Image("row 0"), Composed(Image("row 1"), "a text")]
+def test_texts_and_pictures_stay_in_the_worker_and_arrays_come_in_one_block(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is pickled beside the block is small, whatever the batch."""
+    source = source_of(rows)
+    for free in (0, 1 << 40):
+        monkeypatch.setattr(room, "_free_shared_memory", lambda free=free: free)
+        parcel = room._Parcel.of(source.features(0), 1)
+        pickled = pickle.dumps(parcel.rest)
+        assert b"noise" not in pickled
+        assert b".png" not in pickled
+        assert len(pickled) < 6000
+        assert isinstance(parcel.block, torch.Tensor) == (free > 0)
+        arrays = [values for features, _ in parcel.unpacked().parts for values in features.per_row.values()]
+        block = np.asarray(parcel.block)
+        assert arrays
+        assert all(np.shares_memory(array, block) and array.flags.writeable for array in arrays)
+
+
+def test_blocks_of_batches_that_differ_a_little_are_of_one_size_and_none_is_an_eighth_too_large() -> None:
+    assert len({room.block_bytes(540_000_000 + 150_528 * more) for more in range(40)}) == 1
+    for num_bytes in (100_000, 1 << 20, (1 << 20) + 1, 616_562_688, (1 << 30) - 1):
+        assert num_bytes <= room.block_bytes(num_bytes) <= num_bytes * 1.125
 
 
 def test_pinning_changes_no_number_and_a_chunk_of_pictures_is_not_copied(
@@ -332,7 +384,7 @@ def test_pinning_changes_no_number_and_a_chunk_of_pictures_is_not_copied(
         monkeypatch.setattr(room, "_free_shared_memory", lambda shares=shares: shares)
         parcel = room._Parcel.of(source.features(0), 1).pin_memory()
         assert numbers_of(source.prepared(parcel.unpacked())) == numbers_of(source.batch(0))
-    assert len(pinned) == 2
+    assert len(pinned) == 2, "one block each"
     pool = next(pool for pool in source.prepared(parcel.unpacked()).pools if pool.features.per_row)
     pixels = pool.features.per_row["pixels"]
     assert len(pixels) >= 4

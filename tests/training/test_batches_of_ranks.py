@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,8 +14,10 @@ from vembed.data.augment import Augmenter
 from vembed.training.trainer import batch_seed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from vembed.batch import Features, Item, Side
     from vembed.training.batches import FeaturedBatch
 
 PLAIN = Augmenter("none", flip=False, seed=0)
@@ -35,10 +37,10 @@ def test_the_ranks_make_each_row_of_the_same_batch_once(tmp_path: Path, world_si
     rows = write_rows(tmp_path)
     alone = source_of(rows, augmenter=PLAIN).features(0)
     shared = of_ranks(rows, world_size, 0)
-    num_rows = len(alone.batch.queries) + len(alone.batch.documents)
+    num_rows = alone.structure.num_queries + alone.structure.num_documents
     assert sorted(slot for each in shared for slot in real_slots(each)) == list(range(num_rows))
     for rank, each in enumerate(shared):
-        assert each.batch.record_ids == alone.batch.record_ids
+        assert each.record_ids == alone.record_ids
         assert [own.tolist() for own in each.assignment.slots] == [own.tolist() for own in shared[0].assignment.slots]
         assert sorted(real_slots(each)) == each.assignment.slots[rank].tolist()
     pixels = {int(slot): row for features, slots in alone.parts for slot, row in _pictures(features, slots)}
@@ -46,6 +48,26 @@ def test_the_ranks_make_each_row_of_the_same_batch_once(tmp_path: Path, world_si
         for features, slots in each.parts:
             for slot, row in _pictures(features, slots):
                 np.testing.assert_array_equal(row, pixels[slot])
+
+
+def test_each_rank_reads_its_own_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = source_of(write_rows(tmp_path), augmenter=PLAIN)
+    featurize, num_items = type(source.encoder).featurize, 0
+
+    def counted(encoder: Any, items: Sequence[Item], side: Side) -> Features:
+        nonlocal num_items
+        num_items += len(items)
+        return featurize(encoder, items, side)
+
+    monkeypatch.setattr(type(source.encoder), "featurize", counted)
+    counts = []
+    for rank in range(4):
+        featured = replace(source, rank=rank, world_size=4).features(0)
+        counts.append(num_items)
+        num_items = 0
+    num_rows = featured.structure.num_queries + featured.structure.num_documents
+    assert sum(counts) == num_rows >= 8
+    assert max(counts) - min(counts) <= 1
 
 
 def _pictures(features: object, slots: np.ndarray) -> list[tuple[int, np.ndarray]]:
@@ -57,7 +79,7 @@ def _pictures(features: object, slots: np.ndarray) -> list[tuple[int, np.ndarray
 def test_a_rank_without_a_row_of_a_modality_gets_a_spare_one_so_that_all_call_every_tower(tmp_path: Path) -> None:
     """A batch of 2 captions on 3 ranks: one has none."""
     shared = of_ranks(write_rows(tmp_path), 3, 2)
-    assert len(shared[0].batch.queries) == 2
+    assert shared[0].structure.num_queries == 2
     assert all(len(each.parts) == 2 for each in shared)
     spares = [slots.tolist() for each in shared for _, slots in each.parts if (slots < 0).any()]
     assert spares == [[-1]] * len(spares)
@@ -68,8 +90,8 @@ def test_a_rank_without_a_row_of_a_modality_gets_a_spare_one_so_that_all_call_ev
     for each in shared:
         cut = tuple((replace(features, num_truncated=len(slots)), slots) for features, slots in each.parts)
         num_cut += source.prepared(replace(each, parts=cut)).num_truncated
-    batch = shared[0].batch
-    assert num_cut == len(batch.queries) + len(batch.documents), "a spare row is not counted a second time"
+    structure = shared[0].structure
+    assert num_cut == structure.num_queries + structure.num_documents, "a spare row is not counted a second time"
 
 
 def test_no_two_ranks_and_no_two_batches_draw_the_same_random_numbers() -> None:

@@ -11,7 +11,7 @@ from vembed.data.collate import collate
 from vembed.data.records import Record
 from vembed.losses.base import BatchStructure
 from vembed.losses.masks import false_negative_mask, positive_mask
-from vembed.training.totals import count_masked
+from vembed.training.batches import count_masked
 
 if TYPE_CHECKING:
     from vembed.batch import ContrastiveBatch

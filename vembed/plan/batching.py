@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vembed.plan.loading import ROW_BYTES
 from vembed.text import show_bytes
 
 if TYPE_CHECKING:
@@ -27,9 +28,6 @@ LEAST_QUERIES = 64
 
 EMBEDDINGS_SHARE, HOST_SHARE = 20, 8
 """One part in so many of a device's memory is for embeddings, of the host's for the batch itself."""
-
-ROW_BYTES = 4096
-"""Host memory of a row of text on its way through a step: tokens, lengths, ids."""
 
 
 @dataclass(frozen=True, slots=True)

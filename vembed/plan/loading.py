@@ -18,6 +18,9 @@ MOST_WORKERS = 8
 BATCHES_PER_WORKER = 2
 """One that is being made, and one that waits."""
 
+ROW_BYTES = 4096
+"""Host memory of a row of text on its way through a step: tokens, lengths, ids."""
+
 MEMORY_SHARE = 8
 """Batches ahead take at most one part in so many of the machine's memory, beside the first of each worker."""
 
@@ -32,12 +35,15 @@ class Loading:
 
 
 def plan_loading(keys: DataKeys, machine: Machine, data: DataSize, *, num_queries: int) -> Loading:
-    """Decide the number of data workers: the cores that don't compute, where there are pictures to decode.
+    """Decide the number of data workers: the cores that don't compute, where there are pictures or an accelerator.
 
     Args:
         num_queries: Records of a batch on one device.
     """
-    batch_bytes = round(num_queries * data.pictures_per_record * data.picture_bytes)
+    if data.pictures_per_record:  # beside which texts are nothing
+        batch_bytes, content = round(num_queries * data.pictures_per_record * data.picture_bytes), "pixels"
+    else:
+        batch_bytes, content = round(num_queries * (1 + data.documents_per_query) * ROW_BYTES), "tokens"
     budget = cpu_memory_bytes() // MEMORY_SHARE
     num_workers, why = _num_workers(keys.num_workers, machine, data)
     if keys.num_workers == "auto" and num_workers * batch_bytes > budget:
@@ -47,7 +53,7 @@ def plan_loading(keys: DataKeys, machine: Machine, data: DataSize, *, num_querie
         return Loading(0, 0, f"num_workers 0: {why}")
     per_worker = BATCHES_PER_WORKER if BATCHES_PER_WORKER * num_workers * batch_bytes <= budget else 1
     ahead = per_worker * num_workers
-    amount = f"up to {ahead} batches ahead, {show_bytes(ahead * batch_bytes)} of pixels"
+    amount = f"up to {ahead} batches ahead, {show_bytes(ahead * batch_bytes)} of {content}"
     return Loading(num_workers, ahead, f"num_workers {num_workers}: {why}; {amount}")
 
 
@@ -56,10 +62,11 @@ def _num_workers(wanted: int | Literal["auto"], machine: Machine, data: DataSize
     if wanted != "auto":
         more = f", more than the {machine.num_cores} cores" if wanted > machine.num_cores else ""
         return wanted, f"as set{more}"
-    if not data.pictures_per_record:
-        return 0, "no pictures to decode"
+    if not data.pictures_per_record and machine.device == "cpu":
+        return 0, "no pictures to decode"  # and tokenizing would take its threads from training
     if sys.platform != "linux":
         return 0, "data workers need Linux"
     spare = max(0, machine.num_cores - machine.num_busy_cores)
     cores = f"{machine.num_cores} cores less {machine.num_busy_cores} that training keeps busy"
-    return min(MOST_WORKERS, spare), f"{cores} leave {spare}, of which at most {MOST_WORKERS} decode"
+    work = "decode" if data.pictures_per_record else "tokenize"
+    return min(MOST_WORKERS, spare), f"{cores} leave {spare}, of which at most {MOST_WORKERS} {work}"

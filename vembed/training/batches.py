@@ -1,8 +1,8 @@
 """The batch of a step, as the engine takes it: pools of tokenized rows and the structure of the batch.
 
-It is made in two parts. `BatchSource.features` does all that costs time, on the CPU: it decodes and tokenizes. It is a
-function of (seed, epoch, step) and the rank, so it may run ahead in another process. `BatchSource.prepared` does what
-must happen in this one: the encoder comes in.
+It is made in two parts. `BatchSource.features` does all that costs time, on the CPU: it deals the rows to the ranks,
+counts, decodes and tokenizes. It is a function of (seed, epoch, step) and the rank, so it may run ahead in another
+process. `BatchSource.prepared` does what must happen in this one: the encoder comes in.
 
 Every rank knows the whole batch and tokenizes its own rows of it. A rank that has no row of a modality which the batch
 holds gets a spare one (slot -1): all ranks then call all towers, and what comes of it is thrown away.
@@ -63,8 +63,10 @@ class FeaturedBatch:
     spare row.
     """
 
-    batch: ContrastiveBatch  # the rows of all ranks
-    assignment: RowAssignment  # which of them are whose
+    record_ids: tuple[int, ...]  # rows of the training records, all ranks'
+    structure: BatchStructure  # on the CPU: losses that stream list cells there, and read nothing back
+    num_masked: int | None  # pairs that are no negatives; None where the loss masks none
+    assignment: RowAssignment  # which rows are whose
     parts: tuple[tuple[Features, NDArray[np.int64]], ...]
 
 
@@ -72,10 +74,18 @@ class FeaturedBatch:
 class PreparedBatch:
     """Everything that a step needs."""
 
-    batch: ContrastiveBatch  # the rows of all ranks
-    assignment: RowAssignment  # which of them are whose
+    featured: FeaturedBatch  # the rows of all ranks
     pools: tuple[Pool, ...]  # this rank's; what goes through one tower shares a pool, so that it packs tighter
-    structure: BatchStructure  # on the CPU: losses that stream list cells there, and read nothing back
+
+    @property
+    def structure(self) -> BatchStructure:
+        """What the loss knows of the batch."""
+        return self.featured.structure
+
+    @property
+    def assignment(self) -> RowAssignment:
+        """Which rows are whose."""
+        return self.featured.assignment
 
     @property
     def num_truncated(self) -> int:
@@ -95,6 +105,7 @@ class BatchSource:
     rank: int = 0  # this process among those that share a batch
     world_size: int = 1
     stored: StoredEmbeddings | None = None  # embeddings of what a frozen tower would encode, or None
+    counts_masked: bool = False  # whether the loss masks false negatives
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.
@@ -105,7 +116,7 @@ class BatchSource:
         return self.prepared(self.features(step))
 
     def features(self, step: int) -> FeaturedBatch:
-        """Decode and tokenize this rank's rows of a step.
+        """Deal the rows of a step to the ranks, and decode and tokenize those of this rank.
 
         Raises:
             DataError: A picture can't be read any more.
@@ -121,7 +132,8 @@ class BatchSource:
         groups = [places for _, places in self.encoder.by_modality(items)]
         assignment = assign_rows(groups, estimated_costs(items, self.encoder.max_length), self.world_size)
         own = [self._own_part(batch, group, assignment) for group in groups]
-        return FeaturedBatch(batch, assignment, tuple(own))
+        num_masked = count_masked(batch) if self.counts_masked else None
+        return FeaturedBatch(batch.record_ids, BatchStructure.of(batch), num_masked, assignment, tuple(own))
 
     def prepared(self, featured: FeaturedBatch) -> PreparedBatch:
         """Give features to the encoder."""
@@ -131,7 +143,7 @@ class BatchSource:
             else Pool(self.encoder, self.encoder.collate, features, slots, self.encoder.num_vectors(features))
             for features, slots in featured.parts
         )
-        return PreparedBatch(featured.batch, featured.assignment, pools, BatchStructure.of(featured.batch))
+        return PreparedBatch(featured, pools)
 
     def _own_part(
         self, batch: ContrastiveBatch, group: NDArray[np.int64], assignment: RowAssignment
@@ -217,3 +229,26 @@ def _text(item: Item) -> str:
     if isinstance(item, Composed):
         return item.text
     return "" if isinstance(item, Image) else item
+
+
+def count_masked(batch: ContrastiveBatch) -> int:
+    """Return how many (query, document) pairs of a batch are false negatives that the loss masks.
+
+    A document is masked for a query when it repeats the content of a positive of that query, or of an equal one, or the
+    query itself; explicit positives aren't counted. Pairs are counted by content, times how often each content stands
+    in the batch: what `false_negative_mask` marks, in O(P log P) for P positive pairs.
+    """
+    query_ids, query_rows, query_counts = _contents(batch.query_ids_Q)
+    document_ids, document_rows, document_counts = _contents(batch.document_ids_D)
+    positives_P2 = np.unique(batch.positives_P2, axis=0)
+    known = np.stack([query_rows[positives_P2[:, 0]], document_rows[positives_P2[:, 1]]], axis=1)
+    _, same_queries, same_documents = np.intersect1d(query_ids, document_ids, assume_unique=True, return_indices=True)
+    itself = np.stack([same_queries, same_documents], axis=1)
+    related = np.unique(np.concatenate([known, itself]), axis=0)
+    return int((query_counts[related[:, 0]] * document_counts[related[:, 1]]).sum()) - len(positives_P2)
+
+
+def _contents(ids_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Return the distinct contents, which of them each row has, and how many rows have each."""
+    contents, rows_N, counts = np.unique(ids_N, return_inverse=True, return_counts=True)
+    return contents, rows_N.reshape(-1), counts

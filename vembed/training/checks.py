@@ -61,7 +61,7 @@ def dry_run(source: BatchSource, engine: GradCacheEngine, encoder: Encoder) -> N
     _log.info(
         "dry run: one step of %d queries in %.2f s, %d chunks, loss %.4f, gradient norm %.3g, peak memory %.2f GiB; "
         "nothing was written",
-        len(batch.batch.queries),
+        batch.structure.num_queries,
         time.perf_counter() - started,
         result.num_chunks,
         result.loss,

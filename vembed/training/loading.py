@@ -2,7 +2,8 @@
 
 1. Each worker has the whole `BatchSource` and makes every n-th step's features; a batch is a function of its step, so
    nothing depends on how many workers there are. torch's DataLoader hands out the steps and keeps the order.
-2. Pixels come back through shared memory where there is room for them, else through the pipe, like all the rest.
+2. All arrays of a batch come back in one block of shared memory where there is room for it, else through the pipe, like
+   the rest. Neither texts nor encoded pictures do: nobody needs them behind this point.
 3. This process makes the pools. A worker computes nothing on a device.
 
 Workers are forked, not started anew: records and tokenizers stay shared with this process, nothing has to be pickled
@@ -19,20 +20,23 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import sys
 import threading
 import warnings
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from io import BytesIO
 from multiprocessing.connection import wait
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 from torch.utils.data._utils import signal_handling
 
-from vembed.batch import Composed, Features, Image
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError, VembedError
 from vembed.training.batches import BatchSource, FeaturedBatch
@@ -42,12 +46,9 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
     from types import TracebackType
 
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.batch import ContrastiveBatch, Item
-    from vembed.gradcache.row_assignment import RowAssignment
     from vembed.plan.loading import Loading
     from vembed.training.batches import PreparedBatch
 
@@ -55,6 +56,9 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only
 
 TOKENIZERS_SWITCH = "TOKENIZERS_PARALLELISM"
 """Read by Hugging Face's tokenizers; unset, they warn of a fork."""
+
+ALIGNMENT = 64
+"""Where an array may begin in a block, in bytes: any type of number can be read there."""
 
 CLOSE_SECONDS = 10.0
 """How long workers may take to end what they are at, before they are killed: nothing of theirs is needed then."""
@@ -175,57 +179,58 @@ class BatchLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
-    """A batch on its way from a worker."""
+    """A batch on its way from a worker: its arrays in one block of memory, and the rest pickled."""
 
-    batch: ContrastiveBatch  # the rows; pictures without their encoded bytes, which nobody needs behind this point
-    assignment: RowAssignment  # as in `FeaturedBatch`
-    # as in `FeaturedBatch`, the entries with one row per item apart
-    parts: tuple[tuple[Features, dict[str, NDArray[Any] | Tensor], NDArray[np.int64]], ...]
+    rest: bytes
+    places: tuple[tuple[int, int], ...]  # first and last byte of each array in the block
+    block: NDArray[np.uint8] | Tensor  # a shared tensor where the memory for that has room for every worker's
+    is_read_by_device: bool  # whether arrays go to an accelerator as they are: pixels, but not ragged token ids
 
     @classmethod
     def of(cls, featured: FeaturedBatch, num_workers: int) -> _Parcel:
-        """Pack a batch: its pixels as shared tensors where the memory for that has room for every worker's."""
-        num_bytes = sum(values.nbytes for features, _ in featured.parts for values in features.per_row.values())
-        shares = num_workers * num_bytes < _free_shared_memory()
-        batch = featured.batch
-        light = replace(
-            batch,
-            queries=tuple(map(_without_bytes, batch.queries)),
-            documents=tuple(map(_without_bytes, batch.documents)),
-        )
-        return cls(
-            light,
-            featured.assignment,
-            tuple(
-                (
-                    replace(features, per_row={}),
-                    {name: torch.from_numpy(values) if shares else values for name, values in features.per_row.items()},
-                    slots,
-                )
-                for features, slots in featured.parts
-            ),
-        )
+        """Pack a batch."""
+        rest, buffers = BytesIO(), list[PickleBuffer]()
+        _Pickler(rest, protocol=5, buffer_callback=buffers.append).dump(featured)
+        arrays = [buffer.raw() for buffer in buffers]
+        starts = np.cumsum([0, *(-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays)]).tolist()
+        num_bytes = block_bytes(starts[-1])
+        shared = None
+        if num_workers * num_bytes < _free_shared_memory():
+            shared = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(num_bytes))
+        block = np.empty(num_bytes, dtype=np.uint8) if shared is None else shared.numpy()
+        places = tuple((start, start + array.nbytes) for start, array in zip(starts, arrays, strict=False))
+        for (start, stop), array in zip(places, arrays, strict=True):
+            block[start:stop] = array
+        is_read_by_device = any(features.per_row for features, _ in featured.parts)
+        return cls(rest.getvalue(), places, block if shared is None else shared, is_read_by_device)
 
     def pin_memory(self) -> _Parcel:
-        """Return the parcel with its pixels where an accelerator reads them without this process; DataLoader asks."""
-        return replace(
-            self,
-            parts=tuple(
-                (features, {name: torch.as_tensor(values).pin_memory() for name, values in per_row.items()}, slots)
-                for features, per_row, slots in self.parts
-            ),
-        )
+        """Return the parcel where an accelerator reads its pixels without this process; DataLoader asks."""
+        return replace(self, block=torch.as_tensor(self.block).pin_memory()) if self.is_read_by_device else self
 
     def unpacked(self) -> FeaturedBatch:
-        """Return what was packed; shared memory is seen, not copied."""
-        return FeaturedBatch(
-            self.batch,
-            self.assignment,
-            tuple(
-                (replace(features, per_row={name: _array(values) for name, values in per_row.items()}), slots)
-                for features, per_row, slots in self.parts
-            ),
-        )
+        """Return what was packed; the block is seen, not copied."""
+        block = memoryview(np.asarray(self.block))
+        # It was pickled by this program, in a process of its own.
+        featured = pickle.loads(self.rest, buffers=[block[start:stop] for start, stop in self.places])  # noqa: S301
+        assert isinstance(featured, FeaturedBatch)
+        return featured
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as arrays, whose memory stays apart."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, torch.Tensor) else NotImplemented
+
+
+def block_bytes(num_bytes: int) -> int:
+    """Return the size of the block for so many bytes: one of eight between powers of two, so that sizes come again.
+
+    Page-locked memory is kept for the next block of the size; without that it would grow with every larger batch.
+    """
+    step = 1 << max(12, num_bytes.bit_length() - 4)
+    return max(1, -(-num_bytes // step)) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,16 +312,6 @@ def _become_worker(number: int) -> None:  # noqa: ARG001 - the signature that Da
     for tensor in (*encoder.parameters(), *encoder.buffers()):
         if tensor.device.type == "cpu" and not is_shared(tensor):
             tensor.data = tensor.new_empty(0)
-
-
-def _without_bytes(item: Item) -> Item:
-    if isinstance(item, Composed):
-        return replace(item, image=replace(item.image, data=None))
-    return replace(item, data=None) if isinstance(item, Image) else item
-
-
-def _array(values: NDArray[Any] | Tensor) -> NDArray[Any]:
-    return values.numpy() if isinstance(values, torch.Tensor) else values
 
 
 def _free_shared_memory() -> int:

@@ -72,7 +72,6 @@ class Trainer:
     output_keys: OutputKeys  # when it logs and saves
     evaluation_keys: EvaluationKeys  # what chooses the best checkpoint, and when to stop early
     seed: int
-    counts_masked: bool  # the loss masks false negatives
 
     def __post_init__(self) -> None:
         self._meter = RankMeter(self.ranks, self.source.device)
@@ -162,7 +161,7 @@ class Trainer:
             )
             if result.num_repairs:
                 state.step_limits = self.engine.limits
-            totals.add(batch, result, counts_masked=self.counts_masked)
+            totals.add(batch, result)
         totals.add_ranks(self.ranks, self.source.device)
         return totals
 
@@ -182,7 +181,7 @@ class Trainer:
             "num_chunks": totals.num_chunks,
             "oom_repairs": totals.num_repairs,
             **times,
-            **({"masked_negatives": totals.num_masked} if self.counts_masked else {}),
+            **({} if totals.num_masked is None else {"masked_negatives": totals.num_masked}),
         }
 
     def _log(self, metrics: Mapping[str, float]) -> None:

@@ -73,7 +73,8 @@ class DataKeys(Section):
     num_workers: Auto | Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = key(
         "auto",
         "Data workers per process, which decode and tokenize the batches of coming steps; with 0 the training process "
-        "does it. auto: none for texts, else the cores that training leaves free, at most 8. No result depends on it.",
+        "does it. auto: the cores that training leaves free, at most 8; none on a CPU that trains on texts alone. No "
+        "result depends on it.",
         unit="processes",
         on_resume="harmless",
     )

@@ -104,6 +104,7 @@ def batch_source(run: Run, stored: StoredEmbeddings | None = None) -> BatchSourc
         rank=ranks.rank,
         world_size=ranks.world_size,
         stored=stored,
+        counts_masked=getattr(config.loss_keys(), "mask_false_negatives", False),
     )
 
 

@@ -326,7 +326,6 @@ def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
                     output_keys=config,
                     evaluation_keys=config,
                     seed=config.seed,
-                    counts_masked=getattr(config.loss_keys(), "mask_false_negatives", False),
                 )
                 baseline = trainer.run()
         finally:

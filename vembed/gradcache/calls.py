@@ -22,6 +22,7 @@ import torch
 from vembed.batch import ranges
 from vembed.gradcache.chunking import Chunk, ChunkBudget, plan_chunks
 from vembed.gradcache.replay import RngState
+from vembed.gradcache.transfer import Transfer, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -136,8 +137,8 @@ def _call(pool: Pool, chunk: Chunk, places_N: NDArray[np.int64], device: torch.d
         counts = pool.num_vectors[chunk.rows]
         places = ranges(places, counts[is_own])
         is_own = np.repeat(is_own, counts)
-    own = None if is_own.all() else torch.from_numpy(np.flatnonzero(is_own)).to(device, non_blocking=True)
-    return Call(pool, chunk, torch.from_numpy(places).to(device, non_blocking=True), own)
+    own = None if is_own.all() else to_device(np.flatnonzero(is_own), device)
+    return Call(pool, chunk, to_device(places, device), own)
 
 
 def equal_calls(calls: Sequence[Call], pools: Sequence[Pool], ranks: Ranks, device: torch.device) -> list[Call]:
@@ -169,6 +170,11 @@ def _shortest(pool: Pool, calls: Sequence[Call]) -> Chunk:
     return Chunk(rows=np.array([pool.features.lengths.argmin()]), width=min(call.chunk.width for call in calls))
 
 
+def _inputs(call: Call) -> dict[str, Tensor]:
+    """Return the inputs of a call, on the CPU."""
+    return call.pool.collate(call.pool.features, call.chunk.rows, call.chunk.width)
+
+
 class Passes:
     """Runs the calls of a step.
 
@@ -182,6 +188,7 @@ class Passes:
         self.device = device
         self.autocast_dtype = autocast_dtype
         self.replay_rng = replay_rng
+        self._transfer = Transfer(device)
 
     def first(self, calls: Sequence[Call], *, num_vectors: int) -> Tensor:
         """Encode everything once and return this rank's embeddings (V, E), at least float32.
@@ -191,7 +198,7 @@ class Passes:
         """
         table: Tensor | None = None
         frozen: dict[int, bool] = {}
-        for call in calls:
+        for call, inputs in self._transfer.ahead(calls, _inputs):
             call.rng = RngState.capture(self.device)
             # A spare call draws no random numbers from those of the rank's own rows.
             drawing = call.rng.replayed() if call.is_spare else nullcontext()
@@ -199,7 +206,7 @@ class Passes:
             probes = id(call.pool) not in frozen
             call.frozen = frozen.get(id(call.pool), False)
             with torch.set_grad_enabled(probes or (call.retained and not call.frozen)), drawing:
-                z = self._encode(call)
+                z = self._encode(call, inputs)
             if probes:
                 call.frozen = frozen[id(call.pool)] = not z.requires_grad
             if call.retained and not call.frozen:
@@ -207,7 +214,7 @@ class Passes:
             if table is None:
                 table = z.new_empty(num_vectors, z.shape[1])
             table[call.places] = call.kept(z.detach())
-            del z
+            del z, inputs
         if table is None:
             raise ValueError("a step needs at least one row on every rank, if only a spare one")
         return table.detach()
@@ -227,22 +234,19 @@ class Passes:
                 graph, call.graph = call.graph, None
                 torch.autograd.backward(graph, call.gradient(u_VE, graph))
                 del graph
-        for call in calls:
-            if call.retained or call.frozen:
-                continue
+        replayed = [call for call in calls if not (call.retained or call.frozen)]
+        for call, inputs in self._transfer.ahead(replayed, _inputs):
             assert call.rng is not None
             with call.rng.replayed() if self.replay_rng else nullcontext():
-                z = self._encode(call)
+                z = self._encode(call, inputs)
             if not call.is_spare:
                 worst = torch.maximum(worst, (call.kept(z.detach()) - z_VE[call.places]).abs().max())
             torch.autograd.backward(z, call.gradient(u_VE, z))
-            del z
+            del z, inputs
         return worst
 
-    def _encode(self, call: Call) -> Tensor:
+    def _encode(self, call: Call, inputs: dict[str, Tensor]) -> Tensor:
         """Encode a chunk; the embeddings come out in at least float32."""
-        inputs = call.pool.collate(call.pool.features, call.chunk.rows, call.chunk.width)
-        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
         with self._autocast():
             z = call.pool.encode(inputs)
         return z.to(torch.promote_types(z.dtype, torch.float32))

@@ -210,7 +210,7 @@ class _Parcel:
 
     def unpacked(self) -> FeaturedBatch:
         """Return what was packed; the block is seen, not copied."""
-        block = memoryview(np.asarray(self.block))
+        block = np.asarray(self.block).data
         # It was pickled by this program, in a process of its own.
         featured = pickle.loads(self.rest, buffers=[block[start:stop] for start, stop in self.places])  # noqa: S301
         assert isinstance(featured, FeaturedBatch)

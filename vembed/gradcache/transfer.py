@@ -1,0 +1,84 @@
+"""Bring the inputs of encoder calls to the device, one call ahead of the one that computes.
+
+A CUDA device copies on a stream of its own, out of page-locked memory: while it computes a call it copies the inputs of
+the next one, and this process waits for neither. Other devices get the inputs of a call when it is its turn; a CPU sees
+them where they lie.
+
+No memory is written again too early:
+
+1. torch keeps the page-locked memory that is made here until its copy has run. Pixels that a batch brings along in such
+   memory live as long as the batch, and a step ends by reading a number that comes after all its copies.
+2. The memory of a copy belongs to the stream that copies; `record_stream` keeps it until the computation that reads it
+   has run, too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+T = TypeVar("T")
+
+CALLS_AHEAD = 1
+"""Calls whose inputs are on their way while another one computes."""
+
+
+class Transfer:
+    """Brings inputs to a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None  # made with the first copy
+
+    def ahead(
+        self, items: Iterable[T], make: Callable[[T], dict[str, Tensor]]
+    ) -> Iterator[tuple[T, dict[str, Tensor]]]:
+        """Yield each item with its inputs on the device.
+
+        Args:
+            make: Returns the inputs of an item, on the CPU.
+        """
+        if self._device.type != "cuda":
+            for item in items:
+                yield item, {name: each.to(self._device, non_blocking=True) for name, each in make(item).items()}
+            return
+        sent: deque[tuple[T, dict[str, Tensor], torch.cuda.Event]] = deque()
+        for item in items:
+            sent.append((item, *self._send(make(item))))
+            if len(sent) > CALLS_AHEAD:
+                yield self._received(*sent.popleft())
+        while sent:
+            yield self._received(*sent.popleft())
+
+    def _send(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event]:
+        """Begin to copy inputs, and return the copies with the event of their arrival."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._stream):
+            copies = {
+                name: (each.pin_memory() if each.device.type == "cpu" else each).to(self._device, non_blocking=True)
+                for name, each in inputs.items()
+            }
+            return copies, self._stream.record_event()
+
+    def _received(self, item: T, copies: dict[str, Tensor], arrival: torch.cuda.Event) -> tuple[T, dict[str, Tensor]]:
+        """Let the computation wait for copies, and keep them until it has run."""
+        computing = torch.cuda.current_stream(self._device)
+        computing.wait_event(arrival)
+        for each in copies.values():
+            each.record_stream(computing)
+        return item, copies
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return a small array on a device, on the present stream, without waiting for what the device is at."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

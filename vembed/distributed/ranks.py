@@ -186,14 +186,18 @@ class Ranks:
         """
         if self.is_one:
             return x_RE
-        self._count()
-        longest = max(counts)
-        padded = _padded(x_RE, longest)
-        gathered = x_RE.new_empty(self.world_size * longest, *x_RE.shape[1:])
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
-        if min(counts) == longest:
+        gathered = self.gather_blocks(x_RE, max(counts))
+        if min(counts) == max(counts):
             return gathered
-        return torch.cat([gathered[rank * longest :][:count] for rank, count in enumerate(counts)])
+        return torch.cat([rows[:count] for rows, count in zip(gathered.split(max(counts)), counts, strict=True)])
+
+    def gather_blocks(self, x_RE: Tensor, num_rows: int) -> Tensor:
+        """Return the rows of all ranks in blocks of `num_rows`, one for each rank; behind its rows stand zeros."""
+        self._count()
+        own = x_RE.contiguous() if len(x_RE) == num_rows else _padded(x_RE, num_rows)
+        gathered = x_RE.new_empty(self.world_size * num_rows, *x_RE.shape[1:])
+        dist.all_gather_into_tensor(gathered, own, group=self.group)
+        return gathered
 
     def sum_own_rows(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
         """Add rows up over the ranks and return this rank's: the way back from `gather_rows`.
@@ -204,16 +208,22 @@ class Ranks:
         """
         if self.is_one:
             return x_RE
+        blocks = torch.cat([_padded(rows, max(counts)) for rows in x_RE.split(list(counts))])
+        return self.sum_own_block(blocks)[: counts[self.rank]]
+
+    def sum_own_block(self, x_RE: Tensor) -> Tensor:
+        """Add blocks of rows up over the ranks and return this rank's: the way back from `gather_blocks`.
+
+        Args:
+            x_RE: This rank's share of all blocks; it may be overwritten.
+        """
+        num_rows = len(x_RE) // self.world_size
+        if x_RE.device.type == "cpu":  # gloo would do the same with a copy of all blocks
+            return self.sum_(x_RE)[self.rank * num_rows :][:num_rows].clone()
         self._count()
-        longest = max(counts)
-        padded = x_RE
-        if min(counts) < longest:
-            padded = x_RE.new_zeros(self.world_size * longest, *x_RE.shape[1:])
-            for rank, rows in enumerate(x_RE.split(list(counts))):
-                padded[rank * longest :][: len(rows)] = rows
-        summed = x_RE.new_empty(longest, *x_RE.shape[1:])
-        dist.reduce_scatter_tensor(summed, padded, dist.ReduceOp.SUM, group=self.group)
-        return summed[: counts[self.rank]]
+        summed = x_RE.new_empty(num_rows, *x_RE.shape[1:])
+        dist.reduce_scatter_tensor(summed, x_RE, dist.ReduceOp.SUM, group=self.group)
+        return summed
 
     def sum_(self, x: Tensor) -> Tensor:
         """Add a tensor up over the ranks, in place."""

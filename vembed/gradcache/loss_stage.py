@@ -5,11 +5,15 @@ tiles of its part of the queries, what the columns need is merged in between, an
 up and hands every rank those of its own rows. Any other loss is computed by every rank over the whole batch, by
 autograd: nothing is left to add up. Either way the number of collectives depends on nothing.
 
-Shape legend: V vectors of this rank, N of all ranks, E dim.
+Memory, beside what the loss holds of the similarities: the embeddings of all ranks and their gradients once each, and
+this rank's own. Neither order, padding nor the largest number makes a further copy.
+
+Shape legend: V vectors of this rank, N of all ranks, B >= N of equal blocks for each rank, E dim.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -67,24 +71,34 @@ class LossStage:
             counts_N: Vectors of each row, where rows have several.
             gradient_scale: Factor on `u_VE`.
         """
-        z_NE = self._gathered(z_VE, assignment)
+        places_N = self._block_places(assignment, z_VE.device)
+        room_BE = z_VE if places_N is None else self._gathered(z_VE, assignment, places_N)
+        z_NE = room_BE[: assignment.num_rows]
+        largest: Tensor = torch.linalg.vector_norm(z_NE, math.inf)  # |z| itself would be a copy of all embeddings
         streamed = self.loss.streamed if structure.num_queries >= self.ranks.world_size else None
         if streamed is not None:
-            loss, rank_loss, u_VE, own = self._streamed(streamed, z_NE, structure, assignment)
+            loss, rank_loss, u_NE, own = self._streamed(streamed, z_NE, structure)
+            u_VE = u_NE
+            if places_N is not None:  # the embeddings have been read: their memory takes the gradients
+                summed_VE = self.ranks.sum_own_block(room_BE.index_copy_(0, places_N, u_NE))
+                u_VE = summed_VE[: len(z_VE)]
         else:
             loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
             rank_loss, u_VE = loss, u_NE if self.ranks.is_one else u_NE[self._own(assignment, u_NE.device)]
-        return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), own, z_NE.abs().max())
+        return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), own, largest)
 
-    def _gathered(self, z_VE: Tensor, assignment: RowAssignment) -> Tensor:
-        """Return the embeddings of all ranks in the order of [queries; documents]."""
+    def _block_places(self, assignment: RowAssignment, device: torch.device) -> Tensor | None:
+        """Return the place of each row of the batch among the blocks of all ranks; None on a single rank."""
         if self.ranks.is_one:
-            return z_VE
-        z_NE = torch.empty(assignment.num_rows, z_VE.shape[1], dtype=z_VE.dtype, device=z_VE.device)
-        z_NE[torch.from_numpy(assignment.rank_order).to(z_VE.device, non_blocking=True)] = self.ranks.gather_rows(
-            z_VE, assignment.counts
-        )
-        return z_NE
+            return None
+        return torch.from_numpy(assignment.block_places()).to(device, non_blocking=True)
+
+    def _gathered(self, z_VE: Tensor, assignment: RowAssignment, places_N: Tensor) -> Tensor:
+        """Return the embeddings of all ranks in the order of [queries; documents], with room for the blocks behind."""
+        gathered_BE = self.ranks.gather_blocks(z_VE, max(assignment.counts))
+        room_BE = torch.empty_like(gathered_BE)
+        torch.index_select(gathered_BE, 0, places_N, out=room_BE[: assignment.num_rows])
+        return room_BE
 
     def _own(self, assignment: RowAssignment, device: torch.device) -> Tensor:
         return torch.from_numpy(assignment.slots[self.ranks.rank]).to(device, non_blocking=True)
@@ -108,8 +122,9 @@ class LossStage:
         return loss.detach(), u_NE, dict(zip(own, found, strict=True))
 
     def _streamed(
-        self, streamed: StreamedLoss, z_NE: Tensor, structure: BatchStructure, assignment: RowAssignment
+        self, streamed: StreamedLoss, z_NE: Tensor, structure: BatchStructure
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Return the loss, that of this rank's queries, and this rank's share of the gradients of all embeddings."""
         num_queries, ranks = structure.num_queries, self.ranks
         first, stop = (num_queries * each // ranks.world_size for each in (ranks.rank, ranks.rank + 1))
         batch = StreamedBatch(z_NE[first:stop], z_NE[num_queries:], structure, first)
@@ -123,9 +138,8 @@ class LossStage:
         summed = {
             name: total.view_as(part).to(part.dtype) for (name, part), total in zip(found.own.items(), own, strict=True)
         }
-        order = torch.from_numpy(assignment.rank_order).to(z_NE.device, non_blocking=True)
         rank_loss = found.loss * (num_queries / (stop - first))  # it was divided by all queries
-        return loss.squeeze(), rank_loss, ranks.sum_own_rows(u_NE[order], assignment.counts), summed
+        return loss.squeeze(), rank_loss, u_NE, summed
 
     def _merged(self, statistics: Statistics) -> Statistics:
         """Merge the columns over ranks: the largest maximum first, then the sums that belong to it."""

@@ -50,6 +50,13 @@ class RowAssignment:
         places[self.slots[rank]] = np.arange(len(self.slots[rank]))
         return places
 
+    def block_places(self) -> NDArray[np.int64]:
+        """Return the place of each row of the batch, (N,), where each rank has a block as large as the largest."""
+        places = np.empty(self.num_rows, dtype=np.int64)
+        for rank, own in enumerate(self.slots):
+            places[own] = rank * max(self.counts) + np.arange(len(own))
+        return places
+
     def of_vectors(self, counts_N: NDArray[np.int64]) -> RowAssignment:
         """Return the assignment of the vectors, where row i has `counts_N[i]` of them and row i + 1 follows row i."""
         starts_N = np.cumsum(counts_N) - counts_N

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from vembed.config.fields import Section
 from vembed.errors import ConfigError
+from vembed.plan.memory import LOSS_STRIP_TILES
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class LossFacts:
     columns: tuple[ExtraColumn, ...] = ()  # of the data, beside our own
     takes: tuple[Supervision, ...] = ("positives",)
     memory: Memory = "matrix"
+    # With memory "tiles", by its keys: the blocks that live at once, and at most those of a strip of rows beside them.
+    blocks: Callable[[Any], tuple[int, int]] = lambda _: (2, LOSS_STRIP_TILES)
     multi_vector: bool = False
     formula: str = ""  # plain text
     source: str = ""  # paper, as in a list of references

@@ -211,6 +211,7 @@ class LossTiles:
     size: int  # rows and columns of a block, at most
     count: int  # blocks that live at once
     memory: str = "tiles"  # as the loss's facts say: blocks, the whole "matrix", listed "pairs", or "tokens"
+    strip: int = LOSS_STRIP_TILES  # most blocks of a strip of rows that is kept beside them; 0 where none is
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +252,7 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
         vectors = size.row_vectors if tiles.memory == "tokens" else 1
         return WHOLE_COPIES * rows.all_queries * rows.all_documents * vectors**2
     tile = min(tiles.size, rows.num_queries) * min(tiles.size, rows.all_documents)
-    strip = min(LOSS_STRIP_TILES * tiles.size**2, rows.num_queries * rows.all_documents)
+    strip = min(tiles.strip * tiles.size**2, rows.num_queries * rows.all_documents)
     return tiles.count * tile + strip
 
 

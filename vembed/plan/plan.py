@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vembed.config.keys.distributed import DistributedKeys
-    from vembed.config.keys.loss import LossKeys
     from vembed.config.keys.optimisation import OptimisationKeys
     from vembed.config.schema import Config
     from vembed.plan.chunks import ChunkPlan
@@ -238,7 +237,7 @@ def _reduction_notes(keys: DistributedKeys, num_devices: int, way: Way) -> list[
     return notes
 
 
-def _loss_tiles(keys: LossKeys, machine: Machine, model: ModelSize) -> tuple[LossTiles, list[str]]:
+def _loss_tiles(keys: Config, machine: Machine, model: ModelSize) -> tuple[LossTiles, list[str]]:
     """Return the blocks of the similarity matrix; a Matryoshka loss holds one for each prefix beside the others."""
     prefixes, notes = keys.mrl_dims or (), []
     if prefixes and max(prefixes) < model.dimension:
@@ -249,4 +248,6 @@ def _loss_tiles(keys: LossKeys, machine: Machine, model: ModelSize) -> tuple[Los
     size = keys.loss_tile_size
     if size == "auto":
         size = CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE
-    return LossTiles(size, 2 + len(prefixes), LOSSES.load(keys.loss_type).memory), notes
+    facts = LOSSES.load(keys.loss_type)
+    count, strip = facts.blocks(keys.loss_keys())
+    return LossTiles(size, count + len(prefixes), facts.memory, strip), notes

@@ -7,12 +7,19 @@ import math
 from vembed.config.fields import key
 from vembed.config.keys.loss import MaskKeys, PrefixKeys, TemperatureKeys, TileKeys
 from vembed.losses.registry import LossFacts
+from vembed.plan.memory import LOSS_STRIP_TILES
 
 
 class InfoNCEKeys(TileKeys, PrefixKeys, MaskKeys, TemperatureKeys):
     """Keys of InfoNCE."""
 
     loss_bidirectional: bool = key(False, "Average the losses of query -> document and document -> query.")
+
+
+def _blocks(keys: InfoNCEKeys) -> tuple[int, int]:
+    """Return the logits' block and one to compute in; one direction alone has a strip in the place of the former."""
+    is_one_sweep = not keys.loss_bidirectional and keys.mrl_dims is None
+    return (1, LOSS_STRIP_TILES) if is_one_sweep else (2, 0)
 
 
 FACTS = LossFacts(
@@ -22,6 +29,7 @@ FACTS = LossFacts(
     loss="vembed.losses.infonce:InfoNCE",
     keys=InfoNCEKeys,
     memory="tiles",
+    blocks=_blocks,
     formula="L_i = -log( sum over j in P(i) of exp(l_ij)  /  sum over j in P(i) and N(i) of exp(l_ij) )",
     source='van den Oord et al., 2018, "Representation Learning with Contrastive Predictive Coding"',
     citation="""@article{oord2018representation,

@@ -37,6 +37,7 @@ FACTS = LossFacts(
     loss="vembed.losses.sigmoid:SigmoidLoss",
     keys=SigmoidKeys,
     memory="tiles",
+    blocks=lambda _: (2, 0),  # the logits, and their terms before they are summed
     formula="L = 1/Q sum over i, j of log(1 + exp(-y_ij (s S_ij + b)))",
     source='Zhai et al., 2023, "Sigmoid Loss for Language Image Pre-Training"',
     citation="""@inproceedings{zhai2023sigmoid,

@@ -1,0 +1,90 @@
+"""The bytes that the loss stage really allocates, against those that the plan counts for it."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from vembed.batch import ContrastiveBatch
+from vembed.config.load import load_config
+from vembed.distributed.ranks import Ranks
+from vembed.gradcache.loss_stage import LossStage
+from vembed.gradcache.row_assignment import RowAssignment
+from vembed.losses.base import BatchStructure, LossCommon
+from vembed.losses.registry import loss_facts
+from vembed.models.profile.live import LiveBytes
+from vembed.plan.devices import Devices
+from vembed.plan.hardware import Machine
+from vembed.plan.memory import ModelSize
+from vembed.plan.plan import make_plan
+from vembed.plan.problem import DataSize
+
+if TYPE_CHECKING:
+    from rank_pool import RankPool
+
+PAIRS, DIMENSION, TILE = 1536, 512, 128
+"""With these the embeddings take ten times what the loss holds of the similarities, and as much as ten steps would."""
+
+
+def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
+    """Return the bytes of a rank's worst moment: its embeddings, and what the stage allocates beside them."""
+    rows = np.arange(2 * PAIRS)
+    slots = [rows[each::world_size] for each in range(world_size)]
+    if uneven:
+        slots = [np.sort(np.concatenate([slots[0], slots[1][:uneven]])), slots[1][uneven:]]
+    assignment = RowAssignment(tuple(slots))
+    first = np.arange(PAIRS)
+    batch = ContrastiveBatch(
+        queries=("",) * PAIRS,
+        documents=("",) * PAIRS,
+        positives_P2=np.stack([first, first], axis=1),
+        query_ids_Q=first,
+        document_ids_D=PAIRS + first,
+        record_ids=tuple(range(PAIRS)),
+    )
+    config = load_config(None, overrides(kind)).config
+    loss = loss_facts(config.loss_type).build(config.loss_keys(), LossCommon(torch.float32, DIMENSION, TILE))
+    torch.manual_seed(rank)
+    z_VE = torch.nn.functional.normalize(torch.randn(len(slots[rank]), DIMENSION), dim=-1)
+    ranks = Ranks() if world_size == 1 else Ranks.of_this_process()
+    live = LiveBytes([z_VE])
+    with live:
+        LossStage(loss, ranks).run(z_VE, BatchStructure.of(batch), assignment)
+    return z_VE.nbytes + max(accumulate(live.events))
+
+
+def overrides(kind: str) -> list[str]:
+    keys = {
+        "one direction": [],
+        "both directions": ["loss_bidirectional=true"],
+        "prefixes": ["mrl_dims=[512, 64]"],
+        "sigmoid": ["loss_type=sigmoid"],
+    }
+    return ["model_name=m", f"global_batch_size={PAIRS}", f"loss_tile_size={TILE}", *keys[kind]]
+
+
+def planned(kind: str, world_size: int) -> int:
+    """Return what the plan counts for the stage."""
+    machine = Machine("cpu", "the CPU", 1 << 36, 1, fast_bf16=False)
+    model = ModelSize.by_formula(
+        num_parameters=1, num_trainable=1, bytes_per_value=4, dimension=DIMENSION, max_length=8,
+        activation_bytes_per_token=1,
+    )  # fmt: skip
+    config = load_config(None, overrides(kind)).config
+    plan = make_plan(config, machine, model, DataSize(PAIRS, 1.0), devices=Devices.of(machine, world_size))
+    return plan.bytes_per_device.loss + plan.bytes_per_device.embeddings
+
+
+@pytest.mark.parametrize("kind", ["one direction", "both directions", "prefixes", "sigmoid"])
+def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: str) -> None:
+    alone = peak_on(0, kind, 1, 0)
+    assert planned(kind, 1) == pytest.approx(alone, rel=0.05)
+    for uneven in (0, 20):
+        largest = max(two_ranks.run(peak_on, kind, 2, uneven))
+        assert planned(kind, 2) == pytest.approx(largest, rel=0.05)
+    table = 2 * PAIRS * DIMENSION * 4
+    assert largest < 3.4 * table, "the embeddings of all ranks and their gradients once, and half of both for its own"

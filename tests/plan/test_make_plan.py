@@ -17,6 +17,7 @@ from vembed.plan.hardware import GIB, Machine, cpu_cores, cpu_memory_bytes
 from vembed.plan.memory import LOSS_STRIP_TILES, BatchRows, LossTiles, ModelSize, loss_bytes
 from vembed.plan.plan import Plan, make_plan
 from vembed.plan.problem import DataSize
+from vembed.plan.reserve import BLAS_BYTES, CONTEXT_BYTES
 from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def test_auto_retention_keeps_what_a_part_of_the_spare_memory_holds_and_says_the
     assert made.chunks.retain == 1.0
     assert made.chunks.retain_tokens is not None
     kept_bytes = made.chunks.retain_tokens * 100_000
-    room = (0.95 * GPU.memory_bytes - 1.5 * GIB) / 1.1 - (made.bytes_per_device.total - kept_bytes)
+    room = (0.95 * GPU.memory_bytes - CONTEXT_BYTES - BLAS_BYTES) / 1.1 - (made.bytes_per_device.total - kept_bytes)
     assert kept_bytes == pytest.approx(0.5 * room, abs=100_000)
     assert "to spare holds the activations of" in reason(made, f"retain: at most {made.chunks.retain_tokens} tokens ")
     assert made.fits

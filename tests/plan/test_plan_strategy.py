@@ -12,7 +12,8 @@ from vembed.config.load import load_config
 from vembed.errors import ConfigError
 from vembed.plan.devices import parse_devices
 from vembed.plan.plan import Plan, make_plan
-from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE
+from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, Way
+from vembed.plan.reserve import reserve
 from vembed.plan.strategy import prior
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -70,13 +71,14 @@ def test_what_does_not_fit_replicated_takes_the_rows_alternative_and_says_the_ar
 def test_around_the_border_of_a_devices_memory_the_plan_changes_and_always_fits(devices: str) -> None:
     """States of full fine-tuning take 16 bytes a parameter: just under the border it is replicated, just over not."""
     memory = parse_devices(devices).memory_bytes
-    limit = (FIT_SHARE * memory - FIT_RESERVE_BYTES) / FIT_FACTOR
+    reserved = sum(reserve("cuda", Way("ddp"), 4).values())
+    limit = (FIT_SHARE * memory - reserved) / FIT_FACTOR
     under, over = (planned(devices, share * limit / 16, "use_lora=false") for share in (0.85, 1.02))
     assert under.way.mode is None
     assert over.way.strategy == "fsdp"
     assert under.fits
     assert over.fits
-    needed = FIT_FACTOR * over.bytes_per_device.total + FIT_RESERVE_BYTES
+    needed = FIT_FACTOR * over.bytes_per_device.total + reserved
     assert needed <= FIT_SHARE * memory
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vembed.plan.cost_model import weigh
 from vembed.plan.memory import ADAM_STATES, BatchRows
-from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, Way, all_ways
+from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, Way, all_ways
 from vembed.plan.strategy import DECIDING_KEYS, choose
 from vembed.text import show_bytes, show_count
 
@@ -145,7 +145,8 @@ def _one_device(problem: PlanningProblem) -> str:
         best = max(fitting, key=lambda each: each.relative_speed)
         return f"Does it fit on one device? Yes: {best.way} needs {show_bytes(best.least_bytes)}."
     least = min(full, key=lambda each: each.least_bytes)
-    missing = FIT_FACTOR * least.least_bytes + FIT_RESERVE_BYTES - FIT_SHARE * problem.devices.memory_bytes
+    reserved = sum(alone.reserve(least.way).values())
+    missing = FIT_FACTOR * least.least_bytes + reserved - FIT_SHARE * problem.devices.memory_bytes
     return (
         f"Does it fit on one device? No: even {least.way} needs {show_bytes(least.least_bytes)}, and with reserve "
         f"{show_bytes(missing)} are missing."
@@ -165,10 +166,11 @@ def _faster(problem: PlanningProblem, choice: Choice) -> str:
 
 def _missing(problem: PlanningProblem, choice: Choice) -> str:
     chosen = choice.chosen
+    limit = problem.limit_bytes(chosen.way)
     if chosen.fits:
-        spare = problem.limit_bytes - chosen.bytes_per_device.total
+        spare = limit - chosen.bytes_per_device.total
         return f"How much memory is missing? None: {show_bytes(max(0, spare))} are to spare, reserve left out."
-    missing = chosen.least_bytes - problem.limit_bytes
+    missing = chosen.least_bytes - limit
     return f"How much memory is missing? {show_bytes(max(0, missing))} on each device, with reserve."
 
 

@@ -86,7 +86,8 @@ def weigh(problem: PlanningProblem, way: Way) -> Candidate:
     states = _states(problem, way, model)
     loss, gathered = loss_bytes(model, problem.rows, problem.tiles), gathered_bytes(model, problem.rows)
     fixed = states.parameters + states.gradients + states.optimizer + states.reduction + states.sharding
-    room = problem.limit_bytes - fixed - loss - gathered
+    limit = problem.limit_bytes(way)
+    room = limit - fixed - loss - gathered
     bare = choose_chunks(problem, way, room_bytes=room)
     chunks = plan_retention(problem, way, bare, room_bytes=room - bare.activation_bytes)
     activations, keeps_all = chunks.activation_bytes, chunks.kept_share == 1
@@ -111,7 +112,7 @@ def weigh(problem: PlanningProblem, way: Way) -> Candidate:
         bytes_per_device=sizes,
         least_bytes=least.total,
         host_bytes=states.host,
-        fits=sizes.total <= problem.limit_bytes and (way.gradient_cache or keeps_all),
+        fits=sizes.total <= limit and (way.gradient_cache or keeps_all),
         chunks=chunks,
         relative_speed=plain / (compute + waiting),
         communication_bytes=sent,

@@ -14,7 +14,8 @@ from vembed.plan.devices import Devices
 from vembed.plan.hardware import cpu_memory_bytes
 from vembed.plan.loading import Loading, plan_loading
 from vembed.plan.memory import BatchRows, BytesPerDevice, LossTiles, ModelSize
-from vembed.plan.problem import FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE, DataSize, PlanningProblem, Way
+from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, DataSize, PlanningProblem, Way
+from vembed.plan.reserve import reserve_notes
 from vembed.plan.strategy import choose
 from vembed.redact import redact_value
 from vembed.registry import LOSSES
@@ -143,6 +144,7 @@ def make_plan(
     choice = choose(problem)
     chosen = choice.chosen
     steps, step_notes = plan_steps(config, config, batch, data.num_records, drop_last=config.drop_last)
+    reserved = problem.reserve(chosen.way)
     loading = plan_loading(config, machine, data, num_queries=rows.num_queries)
     return Plan(
         way=chosen.way,
@@ -161,7 +163,8 @@ def make_plan(
             *batch.reasons,
             *_reduction_notes(config, devices.count, chosen.way),
             *chosen.chunks.reasons,
-            memory_sentence(chosen, devices.memory_bytes),
+            memory_sentence(chosen, devices.memory_bytes, sum(reserved.values())),
+            *reserve_notes(reserved),
             loading.reason,
         ),
         world_size=devices.count,
@@ -187,12 +190,12 @@ def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) ->
     return torch_dtype, ()
 
 
-def memory_sentence(candidate: Candidate, memory_bytes: int) -> str:
+def memory_sentence(candidate: Candidate, memory_bytes: int, reserved: int) -> str:
     """Return the arithmetic of whether a candidate fits."""
     total = candidate.bytes_per_device.total
-    needed = FIT_FACTOR * total + FIT_RESERVE_BYTES
+    needed = FIT_FACTOR * total + reserved
     arithmetic = (
-        f"1.1 x {show_bytes(total)} + 1.5 GiB = {show_bytes(needed)} against 95% of "
+        f"1.1 x {show_bytes(total)} + {show_bytes(reserved)} = {show_bytes(needed)} against 95% of "
         f"{show_bytes(memory_bytes)} = {show_bytes(FIT_SHARE * memory_bytes)}"
     )
     return f"memory: {arithmetic}: {'fits' if candidate.fits else 'may not fit; a smaller batch_size helps'}"

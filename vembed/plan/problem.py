@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from vembed.plan.reserve import reserve
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
     from vembed.plan.hardware import Machine
     from vembed.plan.memory import BatchRows, LossTiles, ModelSize, TowerSize
 
-FIT_FACTOR, FIT_RESERVE_BYTES, FIT_SHARE = 1.1, int(1.5 * (1 << 30)), 0.95
-"""A step fits when 1.1 x prediction + 1.5 GiB is at most 95% of the memory."""
+FIT_FACTOR, FIT_SHARE = 1.1, 0.95
+"""A step fits when 1.1 x prediction + reserve is at most 95% of the memory."""
 
 Strategy = Literal["single", "ddp", "ddp_gradcache", "fsdp", "fsdp_lora"]
 Mode = Literal["fast", "lean", "sharded"]
@@ -83,10 +85,13 @@ class PlanningProblem:
     dtype: str  # what the encoder computes in
     tiles: LossTiles  # blocks of the similarity matrix
 
-    @property
-    def limit_bytes(self) -> int:
-        """Most that the prediction for one device may be."""
-        return int((FIT_SHARE * self.devices.memory_bytes - FIT_RESERVE_BYTES) / FIT_FACTOR)
+    def limit_bytes(self, way: Way) -> int:
+        """Return the most that the prediction for one device may be."""
+        return int((FIT_SHARE * self.devices.memory_bytes - sum(self.reserve(way).values())) / FIT_FACTOR)
+
+    def reserve(self, way: Way) -> dict[str, int]:
+        """Return the bytes that stay free on each device, by what needs them."""
+        return reserve(self.machine.device, way, self.devices.count)
 
     @property
     def compute_bytes(self) -> int:

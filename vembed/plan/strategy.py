@@ -233,14 +233,14 @@ def _steps_down(problem: PlanningProblem, row: MatrixRow, wished: Sequence[Candi
 
 
 def _too_large(problem: PlanningProblem, name: str, candidate: Candidate) -> str:
-    sizes = candidate.bytes_per_device
-    if sizes.total <= problem.limit_bytes:
+    sizes, limit = candidate.bytes_per_device, problem.limit_bytes(candidate.way)
+    if sizes.total <= limit:
         return (
             f"{name} would keep all graphs of the batch: {show_bytes(sizes.activations)} of activations, more of the "
             f"spare memory than an estimate may take"
         )
     return (
-        f"{name} doesn't fit: {show_bytes(sizes.total)} predicted, at most {show_bytes(problem.limit_bytes)} of "
+        f"{name} doesn't fit: {show_bytes(sizes.total)} predicted, at most {show_bytes(limit)} of "
         f"{show_bytes(problem.devices.memory_bytes)} with reserve"
     )
 

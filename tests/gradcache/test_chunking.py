@@ -1,7 +1,13 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+
+PAIRS = 32_768
 
 
 @pytest.fixture
@@ -10,21 +16,28 @@ def lengths() -> np.ndarray:
     return np.minimum(256, rng.lognormal(np.log(40), 0.7, 500).astype(np.int64) + 1)
 
 
-@pytest.mark.parametrize(
-    "budget", [ChunkBudget(7, 10**9), ChunkBudget(10**9, 600), ChunkBudget(16, 1024, 8), ChunkBudget(1, 1)]
-)
-def test_each_row_is_in_exactly_one_chunk_within_the_budget(lengths: np.ndarray, budget: ChunkBudget) -> None:
+@pytest.mark.parametrize("bucketed", [False, True])
+@pytest.mark.parametrize("limits", [(7, 10**9), (10**9, 600), (16, 1024), (1, 1), (10**9, 10**9)])
+def test_each_row_is_in_exactly_one_chunk_within_the_budget(
+    lengths: np.ndarray, limits: tuple[int, int], bucketed: bool
+) -> None:
+    budget = ChunkBudget(*limits, bucketed)
     chunks = plan_chunks(lengths, budget)
-    assert sorted(np.concatenate([chunk.rows for chunk in chunks])) == list(range(len(lengths)))
+    own = [chunk.rows[: len(chunk.rows) - chunk.num_spare] for chunk in chunks]
+    assert sorted(np.concatenate(own)) == list(range(len(lengths)))
+    assert [chunk.num_spare for chunk in chunks[:-1]] == [0] * (len(chunks) - 1)
     for chunk in chunks:
         assert len(chunk.rows) <= budget.rows
+        assert chunk.num_spare < len(chunk.rows)
         assert chunk.padded_tokens <= budget.tokens or len(chunk.rows) == 1
-        assert chunk.width % budget.width_multiple == 0
-        assert lengths[chunk.rows].max() <= chunk.width < lengths[chunk.rows].max() + budget.width_multiple
+        longest = lengths[chunk.rows].max()
+        assert longest <= chunk.width
+        assert chunk.width == longest if not bucketed else chunk.width < max(1.125 * longest, longest + 256 / 64)
 
 
-def test_widest_chunk_comes_first(lengths: np.ndarray) -> None:
-    widths = [chunk.width for chunk in plan_chunks(lengths, ChunkBudget(32, 2048))]
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_widest_chunk_comes_first(lengths: np.ndarray, bucketed: bool) -> None:
+    widths = [chunk.width for chunk in plan_chunks(lengths, ChunkBudget(32, 2048, bucketed))]
     assert widths == sorted(widths, reverse=True)
     assert widths[0] > widths[-1]
 
@@ -37,16 +50,88 @@ def test_sorting_leaves_at_most_five_percent_padding() -> None:
     assert in_data_order > 2 * lengths.sum()
 
 
-@pytest.mark.parametrize("multiple", [1, 8])
-def test_rows_of_no_tokens_still_have_a_chunk_and_are_not_padded(multiple: int) -> None:
-    (chunk,) = plan_chunks(np.array([0, 0]), ChunkBudget(8, 8, multiple))
+@pytest.mark.parametrize("bucketed", [False, True])
+def test_rows_of_no_tokens_still_have_a_chunk_and_are_not_padded(bucketed: bool) -> None:
+    (chunk,) = plan_chunks(np.array([0, 0]), ChunkBudget(8, 8, bucketed))
     assert chunk.width == 1
     assert len(chunk.rows) == 2
-    first, last = plan_chunks(np.array([0, 3, 0]), ChunkBudget(1, 80, multiple))[:2]
-    assert (first.width, last.width) == (-(-3 // multiple) * multiple, 1)
+    first, last = plan_chunks(np.array([0, 3, 0]), ChunkBudget(1, 80, bucketed))[:2]
+    assert (first.width, last.width) == (3, 1)
 
 
-@pytest.mark.parametrize("numbers", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
-def test_a_budget_of_nothing_is_refused(numbers: tuple[int, int, int]) -> None:
+def text_lengths(rng: np.random.Generator) -> np.ndarray:
+    """Tokens of 65,536 texts: lognormal, median 40, at most 256."""
+    return np.clip(rng.lognormal(np.log(40), 0.7, 2 * PAIRS), 2, 256).astype(np.int64)
+
+
+def question_lengths(rng: np.random.Generator) -> np.ndarray:
+    """Tokens of 32,768 questions and as many passages."""
+    queries = np.clip(rng.lognormal(np.log(12), 0.4, PAIRS), 2, 64)
+    return np.concatenate([queries, np.clip(rng.lognormal(np.log(120), 0.6, PAIRS), 2, 256)]).astype(np.int64)
+
+
+def token_lengths(file: Path, *keys: str) -> np.ndarray:
+    """Tokens of real texts, four characters each."""
+    rows = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    return np.minimum(512, np.array([len(row[key]) // 4 + 2 for row in rows for key in keys]))
+
+
+def shapes_and_padding(
+    draw: Callable[[np.random.Generator], np.ndarray], tokens: int, *, steps: int = 100
+) -> tuple[int, float]:
+    """Count what an accelerator sees in so many steps: distinct shapes, and padded tokens for each real one."""
+    rng = np.random.default_rng(0)
+    shapes, padded, real = set(), 0, 0
+    for _ in range(steps):
+        lengths = draw(rng)
+        for chunk in plan_chunks(lengths, ChunkBudget(2**14, tokens, bucketed=True)):
+            shapes.add((len(chunk.rows), chunk.width))
+            padded += chunk.padded_tokens
+        real += lengths.sum()
+    return len(shapes), padded / real
+
+
+@pytest.mark.parametrize(
+    ("draw", "tokens"), [(text_lengths, 16_384), (text_lengths, 131_072), (question_lengths, 32_768)]
+)
+def test_a_hundred_large_steps_see_few_shapes_and_little_padding(
+    draw: Callable[[np.random.Generator], np.ndarray], tokens: int
+) -> None:
+    count, padding = shapes_and_padding(draw, tokens)
+    assert count <= 40
+    assert padding <= 1.06
+
+
+def test_large_steps_of_real_texts_see_few_shapes_and_little_padding(real_data: Path) -> None:
+    commands = token_lengths(real_data / "tldr" / "train.jsonl", "query", "positive")
+    abstracts = token_lengths(real_data / "scifact" / "corpus.jsonl", "text")
+    claims = token_lengths(real_data / "scifact" / "queries.jsonl", "text")
+
+    def scifact(rng: np.random.Generator) -> np.ndarray:
+        return np.concatenate([rng.choice(abstracts, PAIRS), rng.choice(claims, PAIRS)])
+
+    for draw in (lambda rng: rng.choice(commands, 2 * PAIRS), scifact):
+        count, padding = shapes_and_padding(draw, 32_768, steps=50)
+        assert count <= 40
+        assert padding <= 1.06
+
+
+@pytest.mark.parametrize("length", [50, 77, 197])
+@pytest.mark.parametrize("tokens", [16_384, 131_072])
+def test_rows_of_one_length_are_not_padded_and_have_up_to_three_shapes(length: int, tokens: int) -> None:
+    count, padding = shapes_and_padding(lambda _: np.full(PAIRS, length), tokens, steps=2)
+    assert count <= 3
+    assert padding <= 1.02
+
+
+def test_a_batch_that_fits_one_call_is_one_call_without_spare_rows() -> None:
+    lengths = np.array([9, 17, 100, 3])
+    (chunk,) = plan_chunks(lengths, ChunkBudget(4, 4 * 104, bucketed=True))
+    assert (chunk.rows.tolist(), chunk.width, chunk.num_spare) == ([2, 1, 0, 3], 104, 0)
+    assert len(plan_chunks(lengths, ChunkBudget(4, 4 * 104 - 1, bucketed=True))) > 1
+
+
+@pytest.mark.parametrize("numbers", [(0, 1), (1, 0)])
+def test_a_budget_of_nothing_is_refused(numbers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="positive"):
         ChunkBudget(*numbers)

@@ -52,7 +52,8 @@ BUDGETS = {
     "uneven rows": ChunkBudget(4, 10**6),
     "tokens": ChunkBudget(10**6, 60),
     "one row each": ChunkBudget(1, 10**6),
-    "wide": ChunkBudget(5, 10**6, width_multiple=8),
+    "buckets": ChunkBudget(4, 10**6, bucketed=True),
+    "buckets of tokens": ChunkBudget(10**6, 90, bucketed=True),
 }
 
 

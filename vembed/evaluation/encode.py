@@ -46,14 +46,13 @@ CPU_TOKENS = 2048
 """Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""
 
 ACCELERATOR_TOKENS = 65_536
-ACCELERATOR_WIDTH_MULTIPLE = 8
 
 
 def encoding_budget(device: torch.device, rows: int) -> ChunkBudget:
     """Return the limits of one encoder call that suit a device."""
     if device.type == "cpu":
         return ChunkBudget(rows, CPU_TOKENS)
-    return ChunkBudget(rows, ACCELERATOR_TOKENS, ACCELERATOR_WIDTH_MULTIPLE)
+    return ChunkBudget(rows, ACCELERATOR_TOKENS, bucketed=True)
 
 
 def refuse_several_vectors(encoder: Encoder) -> None:

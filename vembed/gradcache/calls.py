@@ -131,6 +131,7 @@ def fit_one_chunk(calls: Sequence[Call], budget: ChunkBudget) -> bool:
 def _call(pool: Pool, chunk: Chunk, places_N: NDArray[np.int64], device: torch.device) -> Call:
     """Say where the vectors of a chunk belong."""
     slots = pool.slots[chunk.rows]
+    slots[len(slots) - chunk.num_spare :] = -1
     is_own = slots >= 0
     places = places_N[slots[is_own]]
     if pool.num_vectors is not None:

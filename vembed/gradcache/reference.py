@@ -44,8 +44,9 @@ def reference_step(
         for chunk in chunks:
             z = pool.encode(pool.collate(pool.features, chunk.rows, chunk.width))
             counts = np.ones(len(chunk.rows), int) if pool.num_vectors is None else pool.num_vectors[chunk.rows]
-            for slot, own in zip(pool.slots[chunk.rows], z.split(counts.tolist()), strict=True):
-                rows[slot] = own
+            own = len(chunk.rows) - chunk.num_spare
+            for slot, vectors in zip(pool.slots[chunk.rows[:own]], z.split(counts.tolist())[:own], strict=True):
+                rows[slot] = vectors
     known = [row for row in rows if row is not None]
     z_VE = torch.cat(known)
     if loss.multi_vector:

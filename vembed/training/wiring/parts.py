@@ -162,7 +162,7 @@ def _budget(run: Run) -> ChunkBudget:
     return ChunkBudget(
         rows=run.plan.chunks.rows,
         tokens=run.plan.chunks.tokens,
-        width_multiple=1 if run.runtime.device.type == "cpu" else 8,
+        bucketed=run.runtime.device.type != "cpu",
     )
 
 

@@ -21,6 +21,7 @@ from vembed.evaluation.provenance import model_key
 from vembed.models.adapters.trained import save_trained
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.files import PICTURES_FILE
+from vembed.models.pictures import normalised
 from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
@@ -65,8 +66,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pixels_of(encoder: Encoder, image: Image) -> NDArray[np.float32]:
-    name = "pixels" if isinstance(encoder, TinyClip) else "pixel_values"
-    values: NDArray[np.float32] = encoder.featurize([image], "document").per_row[name][0]
+    """Return what the network sees of a picture."""
+    inputs = encoder.collate(encoder.featurize([image], "document"), np.arange(1), 1)
+    pixels = inputs["pixels"] if isinstance(encoder, TinyClip) else normalised(inputs, encoder.normalisation)
+    values: NDArray[np.float32] = pixels[0].numpy()
     return values
 
 

@@ -40,7 +40,7 @@ SHARED_SLICE_ROWS = 1024
 """The same on each of several ranks, which look at signals only between slices."""
 
 PICTURE_SLICE_ROWS = 256
-"""Pictures that are decoded at a time: at 224 x 224 each is 600 kB of pixels. Two slices stand in memory."""
+"""Pictures that are decoded at a time: at 224 x 224 each is 150 kB of pixels. Two slices stand in memory."""
 
 CPU_TOKENS = 2048
 """Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""

@@ -123,6 +123,7 @@ def _settings(encoder: Encoder) -> Key:
         "max_length": encoder.max_length,
         "described": {name: _unsecret(value) for name, value in encoder.describe().items()},
         "configurations": sorted(set(configurations)),
+        **({} if encoder.normalisation is None else {"normalisation": str(encoder.normalisation)}),
     }
 
 

@@ -63,10 +63,7 @@ class Transfer:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
-            copies = {
-                name: (each.pin_memory() if each.device.type == "cpu" else each).to(self._device, non_blocking=True)
-                for name, each in inputs.items()
-            }
+            copies = {name: _pinned(each).to(self._device, non_blocking=True) for name, each in inputs.items()}
             return copies, self._stream.record_event()
 
     def _received(self, item: T, copies: dict[str, Tensor], arrival: torch.cuda.Event) -> tuple[T, dict[str, Tensor]]:
@@ -81,4 +78,9 @@ class Transfer:
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """Return a small array on a device, on the present stream, without waiting for what the device is at."""
     tensor = torch.from_numpy(array)
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    return (_pinned(tensor) if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """Return a tensor in page-locked memory; one that is there, on a device or empty, as it is."""
+    return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.numel() else tensor

@@ -81,7 +81,7 @@ class TwoTowers(Encoder):
             ids = features.columns["input_ids"].take(rows)
             # Beside a picture the width is that of both.
             width = int(ids.lengths.max()) if inputs else min(width, self.max_length)
-            inputs["input_ids"] = torch.from_numpy(ids.padded(width, self.padding_id)).long()
+            inputs["input_ids"] = torch.from_numpy(ids.padded(width, self.padding_id))
         return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:

@@ -21,6 +21,8 @@ from vembed.models.encoder import Recipe
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     blank_picture,
+    last_step,
+    normalised,
     own_lengths,
     picture_lengths,
     process_pictures,
@@ -78,6 +80,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
         assert isinstance(pad_id, int)
         self.padding_id = pad_id
         self.patch_size = int(config.vision_config.patch_size)
+        self.normalisation = last_step(image_processor)
         blank = run_processor(image_processor, [blank_picture()])
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], self.patch_size)[0])
         for key in TEMPERATURE_PARAMETERS:
@@ -103,7 +106,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
 
     def featurize_pictures(self, images: Sequence[Image]) -> Features:
         """Decode pictures and run the image processor."""
-        process = partial(run_processor, self.image_processor)
+        process = partial(run_processor, self.image_processor, in_bytes=self.normalisation is not None)
         arrays = process_pictures(images, process, self.image_limits, self.image_background)
         return Features({}, own_lengths(arrays, self.patch_size), arrays)
 
@@ -130,11 +133,11 @@ class DualEncoder(TwoTowers, TransformersPictures):
 
     def embed_texts(self, inputs: dict[str, Tensor]) -> Tensor:
         """Run the text tower and its projection."""
-        return unit(self._towers.get_text_features(input_ids=inputs["input_ids"]).pooler_output)
+        return unit(self._towers.get_text_features(input_ids=inputs["input_ids"].long()).pooler_output)
 
     def embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
         """Run the image tower and its projection."""
-        pixels = inputs["pixel_values"].to(self.model.dtype)
+        pixels = normalised(inputs, self.normalisation).to(self.model.dtype)
         return unit(self._towers.get_image_features(**{**inputs, "pixel_values": pixels}).pooler_output)
 
     def save(self, folder: Path) -> None:

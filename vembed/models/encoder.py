@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Item, Modality, Side
     from vembed.models.files import ModelFiles
+    from vembed.models.pictures import Normalisation
     from vembed.models.probe import TowerInputs
     from vembed.models.towers import Tower
     from vembed.plan.memory import TowerSize
@@ -70,6 +71,7 @@ class Encoder(nn.Module, ABC):
     multi_vector: bool = False  # whether `forward` gives several vectors for each row
     image_limits: ImageLimits = ImageLimits()
     image_background: Background = "white"  # behind transparent parts of pictures
+    normalisation: Normalisation | None = None  # of pixels that are bytes until `forward`; None: none are, or by itself
     eval_only: tuple[nn.Module, ...] = ()  # run in evaluation mode while the rest trains: what is frozen drops nothing
     freeze_batch_norm: bool = False  # whether batch normalisation keeps the statistics of the files in training
     keeps_base: bool = False  # whether some weights stay those of the files, so that checkpoints leave them out
@@ -161,7 +163,7 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Make the inputs of one call to `forward`.
+        """Make the inputs of one call to `forward`, while the call before it may still compute.
 
         Args:
             features: Features of any number of items.

@@ -302,7 +302,7 @@ class SkeletonFiles(ModelFiles):
         side = getattr(getattr(config, "vision_config", config), "image_size", PICTURE_SIDE)
 
         def process(images: list[Any], return_tensors: str) -> dict[str, torch.Tensor]:  # noqa: ARG001
-            return {"pixel_values": torch.zeros(len(images), 3, side, side)}
+            return {"pixel_values": torch.zeros(len(images), 3, side, side, dtype=torch.uint8)}
 
         return process
 

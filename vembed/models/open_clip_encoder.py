@@ -25,7 +25,7 @@ from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError, MachineError
 from vembed.models.composed import TwoTowers
 from vembed.models.files import PICTURE_SIDE, save_weights, tokenizer_facts
-from vembed.models.pictures import blank_picture, process_pictures
+from vembed.models.pictures import blank_picture, normalised, process_pictures, until_bytes
 from vembed.models.pooling import unit
 from vembed.models.probe import picture_inputs, token_inputs
 from vembed.models.towers import Tower, find_layers, find_tower, layer_values
@@ -136,7 +136,7 @@ class OpenClipEncoder(TwoTowers):
         self.name = name
         self.model = model
         self.tokenizer = tokenizer
-        self.preprocess = preprocess
+        self.preprocess, self.normalisation = until_bytes(preprocess)
         self.config = config
         self.weights = weights
         self.max_length = config.get("text_cfg", {}).get("context_length", 77)
@@ -214,7 +214,7 @@ class OpenClipEncoder(TwoTowers):
         return Features({}, np.full(len(images), self.picture_tokens, dtype=np.int64), arrays)
 
     def _preprocessed(self, pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
-        return {"pixel_values": np.stack([self.preprocess(picture).numpy() for picture in pictures])}
+        return {"pixel_values": np.stack([np.asarray(self.preprocess(picture)) for picture in pictures])}
 
     def featurize_texts(self, texts: list[str], side: Side) -> Features:  # noqa: ARG002
         """Tokenize texts; both sides are read alike."""
@@ -233,7 +233,7 @@ class OpenClipEncoder(TwoTowers):
 
     def embed_texts(self, inputs: dict[str, Tensor]) -> Tensor:
         """Run the text tower and its projection."""
-        ids_RT = inputs["input_ids"]
+        ids_RT = inputs["input_ids"].long()
         if self.causal_texts is None:
             return unit(self._parts.encode_text(ids_RT))
         return unit(self.causal_texts.encode(self.model, ids_RT))
@@ -241,7 +241,7 @@ class OpenClipEncoder(TwoTowers):
     def embed_pictures(self, inputs: dict[str, Tensor]) -> Tensor:
         """Run the image tower and its projection."""
         dtype = next(self._parts.visual.parameters()).dtype
-        return unit(self._parts.encode_image(inputs["pixel_values"].to(dtype)))
+        return unit(self._parts.encode_image(normalised(inputs, self.normalisation).to(dtype)))
 
     def save(self, folder: Path) -> None:
         """Write a folder that open_clip (`local-dir:`) and vembed load."""
@@ -347,7 +347,7 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
         files.name,
         model=model,
         tokenizer=tokenizer_facts(shape["text_cfg"].get("context_length", 77)),
-        preprocess=lambda _: torch.zeros(3, height, width),
+        preprocess=lambda _: torch.zeros(3, height, width, dtype=torch.uint8),
         config=config,
         weights="none",
     )

@@ -1,7 +1,12 @@
-"""What every encoder of pictures does around its own processor: decode in blocks, and count patches."""
+"""What every encoder of pictures does around its own processor: decode in blocks, normalise, count patches.
+
+Pixels are bytes until they are on the device, a quarter of the float32 that a model's own processor makes of them at
+last. There they become that float32.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +27,9 @@ if TYPE_CHECKING:
 
 PATCH_MASK = "pixel_attention_mask"
 """Which patches of a picture are its own, (n, patches), from processors that keep a picture's shape."""
+
+SAME_PIXELS = 1e-6
+"""Most that two ways to normalise a pixel differ by where only rounding does: some float32 steps of values up to 3."""
 
 DECODED_AT_ONCE = 32
 """Pictures that stand decoded in memory at full size; a photograph takes some 40 MB."""
@@ -68,9 +76,89 @@ def process_pictures(
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
-def run_processor(processor: Any, pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
-    """Run an image processor of transformers; what it makes depends on the model, at least `pixel_values`."""
-    made = processor(images=pictures, return_tensors="pt")
+@dataclass(frozen=True, slots=True)
+class Normalisation:
+    """What becomes of bytes of pixels: (value / divisor - mean) / std for each channel, float32, in this order."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    divisor: float = 1.0
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """Return pictures (n, channels, height, width), or their patches (n, patches, values), as float32.
+
+        The numbers of a channel are scalars of the operations: as a tensor they would have to be sent to the device.
+        """
+        x = pixels.to(torch.float32)
+        if self.divisor != 1.0:
+            x.div_(self.divisor)
+        if len(set(self.mean)) == len(set(self.std)) == 1:
+            return x.sub_(self.mean[0]).div_(self.std[0])
+        # The values of a pixel stand side by side in a patch.
+        dim, by_channel = (1, x) if x.ndim == 4 else (-1, x.unflatten(-1, (-1, len(self.mean))))
+        for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
+            by_channel.select(dim, channel).sub_(mean).div_(std)
+        return x
+
+
+def normalised(inputs: Mapping[str, Tensor], normalisation: Normalisation | None) -> Tensor:
+    """Return the pixels of a call as the processor alone makes them; what isn't bytes is so already."""
+    pixels = inputs["pixel_values"]
+    if normalisation is None or pixels.is_floating_point():
+        return pixels
+    x = normalisation(pixels)
+    return x.mul_(inputs[PATCH_MASK].unsqueeze(-1)) if PATCH_MASK in inputs else x  # processors pad with zeros at last
+
+
+def last_step(processor: Any) -> Normalisation | None:
+    """Return what a processor of transformers does at last, to pixels that are bytes; None where they aren't.
+
+    It is tried on a picture of noise. DINOv3's rescales before it resizes: its pixels are never whole numbers, and
+    rounding would change them. The same holds for one that pads pictures after all else.
+    """
+    if getattr(processor, "do_rescale", None) is None or getattr(processor, "do_pad", False):
+        return None
+    rescale = torch.tensor(1.0 / processor.rescale_factor if processor.do_rescale else 1.0)
+    mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else (0.0, 1.0)
+    # In float32 and in this order, as torchvision's processors do.
+    fused = [tuple((torch.tensor(each).expand(3) * rescale).tolist()) for each in (mean, std)]
+    found = Normalisation(mean=fused[0], std=fused[1])
+    noise = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+    wanted, made = (
+        run_processor(processor, [PIL.Image.fromarray(noise)], in_bytes=in_bytes) for in_bytes in (False, True)
+    )
+    if made["pixel_values"].dtype != np.uint8:
+        return None
+    tensors = {name: torch.from_numpy(values) for name, values in made.items()}
+    own = torch.from_numpy(wanted["pixel_values"]).float()
+    return found if torch.allclose(normalised(tensors, found), own, rtol=0, atol=SAME_PIXELS) else None
+
+
+def until_bytes(preprocess: Any) -> tuple[Callable[[PIL.Image.Image], Any], Normalisation | None]:
+    """Return a pipeline of torchvision up to bytes (3, side, side) and its last step; else the whole and None."""
+    from torchvision.transforms import Compose, Normalize, ToTensor
+
+    steps: Sequence[Any] = getattr(preprocess, "transforms", ())
+    if len(steps) < 2 or not isinstance(steps[-2], ToTensor) or not isinstance(steps[-1], Normalize):
+        return preprocess, None
+    before, last = Compose(steps[:-2]), steps[-1]
+
+    def in_bytes(picture: PIL.Image.Image) -> NDArray[np.uint8]:
+        return np.asarray(before(picture)).transpose(2, 0, 1)
+
+    return in_bytes, Normalisation(tuple(last.mean), tuple(last.std), divisor=255.0)
+
+
+def run_processor(
+    processor: Any, pictures: list[PIL.Image.Image], *, in_bytes: bool = False
+) -> dict[str, NDArray[Any]]:
+    """Run an image processor of transformers; what it makes depends on the model, at least `pixel_values`.
+
+    Args:
+        in_bytes: Whether the last step, from bytes to float32, is left to the device.
+    """
+    options = {"do_rescale": False, "do_normalize": False} if in_bytes else {}
+    made = processor(images=pictures, return_tensors="pt", **options)
     return {name: tensor.numpy() for name, tensor in made.items()}
 
 

@@ -15,6 +15,8 @@ from vembed.models.encoder import Recipe
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     blank_picture,
+    last_step,
+    normalised,
     picture_lengths,
     pictures_of,
     process_pictures,
@@ -84,6 +86,7 @@ class VisionEncoder(TransformersPictures):
         self.dimension = int(config.hidden_size)
         has_head = getattr(config, "vision_use_head", True)
         self.pooling, self._reason = VISION_FAMILIES[config.model_type] if has_head else _MEAN
+        self.normalisation = last_step(image_processor)
         blank = run_processor(image_processor, [blank_picture()])
         self.picture_tokens = int(picture_lengths(blank["pixel_values"], int(config.patch_size))[0])
         for name_of, parameter in backbone.named_parameters():
@@ -105,7 +108,7 @@ class VisionEncoder(TransformersPictures):
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
         """Decode pictures and run the image processor; both sides are read alike."""
-        process = partial(run_processor, self.image_processor)
+        process = partial(run_processor, self.image_processor, in_bytes=self.normalisation is not None)
         arrays = process_pictures(pictures_of(items), process, self.image_limits, self.image_background)
         lengths = picture_lengths(arrays["pixel_values"], int(self.backbone.config.patch_size))
         return Features({}, lengths, {"pixel_values": arrays["pixel_values"]})
@@ -116,7 +119,8 @@ class VisionEncoder(TransformersPictures):
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return embeddings (R, E) of unit length, at least float32."""
-        outputs = self.backbone(pixel_values=inputs["pixel_values"].to(self.backbone.dtype))
+        pixels = normalised(inputs, self.normalisation).to(self.backbone.dtype)
+        outputs = self.backbone(pixel_values=pixels)
         if self.pooling == "head":
             return unit(outputs.pooler_output)
         hidden_RTH = outputs.last_hidden_state

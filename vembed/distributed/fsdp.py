@@ -23,6 +23,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -242,7 +243,13 @@ def _mesh(device: torch.device, factor: int, world: int) -> DeviceMesh:
         raise MachineError(f"sharding_factor {factor} doesn't divide the {world} processes; set it to {nearest}")
     if factor == world:
         return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (world // factor, factor), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (world // factor, factor), mesh_dim_names=("replicate", "shard"))
+    everyone = dist.group.WORLD
+    assert everyone is not None, "the processes have met"
+    timeout = everyone._get_backend(device).options._timeout  # which new groups don't take over
+    for group in mesh.get_all_groups():
+        dist.set_timeout(timeout, group)
+    return mesh
 
 
 def _precision(encoder: nn.Module, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

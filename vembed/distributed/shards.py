@@ -102,8 +102,8 @@ def whole_tensor(shard: DTensor) -> Tensor:
     return cast("DTensor", shard.to(shard.device_mesh.device_type)).full_tensor()
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """Return the L2 norm of all gradients together, a scalar, equal on all processes.
+def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
+    """Return the L2 norm of all gradients together, a scalar on the device, equal on all processes.
 
     Where there are shards, every process must call it; without any this is exactly torch's own arithmetic.
     """
@@ -111,11 +111,18 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     whole = [gradient for gradient in gradients if not is_shared(gradient)]
     if not shards:
         return nn.utils.get_total_norm(whole)
-    norm = whole_tensor(cast("DTensor", nn.utils.get_total_norm(shards)))
-    if not whole:
-        return norm
-    together: Tensor = torch.linalg.vector_norm(torch.stack([norm, nn.utils.get_total_norm(whole).to(norm)]))
-    return together
+    # Each part is squared where it lies: offloaded ones on the CPU, where the processes of accelerators can't talk.
+    own = [gradient for gradient in shards if is_first_copy(gradient)]
+    square = ranks.sum_(_squared_norm(own).to(shards[0].device_mesh.device_type))
+    square += _squared_norm(whole).to(square.device)
+    return square.sqrt().to(torch.promote_types(shards[0].dtype, torch.float32))
+
+
+def _squared_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the squared L2 norm of this process's parts of gradients, a scalar in float64: squares overflow sooner."""
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64)
+    return torch.stack(torch._foreach_norm([local_part(each) for each in gradients])).double().square().sum()
 
 
 def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -128,13 +135,12 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) 
     """
     whole = [parameter for parameter in parameters if not is_shared(parameter)]
     nn.utils.clip_grads_with_norm_(whole, max_norm, norm)
-    if len(whole) == len(parameters):
-        return
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
-    for parameter in parameters:
-        if is_shared(parameter) and parameter.grad is not None:
-            local = cast("DTensor", parameter.grad).to_local()
-            local.mul_(factor.to(local.device, local.dtype))
+    parts = [
+        local_part(parameter.grad) for parameter in parameters if is_shared(parameter) and parameter.grad is not None
+    ]
+    if parts:
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's own
+        torch._foreach_mul_(parts, factor.to(parts[0].device))
 
 
 def reshard(encoder: nn.Module) -> None:

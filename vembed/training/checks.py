@@ -57,7 +57,7 @@ def dry_run(source: BatchSource, engine: GradCacheEngine, encoder: Encoder) -> N
     encoder.train()
     batch = source.batch(0)
     result = engine.step(batch.pools, batch.structure, assignment=batch.assignment)
-    norm = total_norm([p.grad for p in encoder.parameters() if p.grad is not None])
+    norm = total_norm([p.grad for p in encoder.parameters() if p.grad is not None], engine.options.ranks)
     _log.info(
         "dry run: one step of %d queries in %.2f s, %d chunks, loss %.4f, gradient norm %.3g, peak memory %.2f GiB; "
         "nothing was written",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vembed.checkpoint.optimizer_state import pack_optimizer, unpack_optimizer
+from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import clip_gradients, local_part, total_norm
 
 if TYPE_CHECKING:
@@ -105,13 +106,22 @@ class Updater:
 
     Args:
         keys: AdamW's settings. Matrices decay; biases, norms and the logit scale don't.
+        ranks: Who shares the parameters, where any are shards.
     """
 
     def __init__(
-        self, encoder: Encoder, loss: BatchLoss, keys: OptimisationKeys, schedule: Schedule, *, loss_scaling: bool
+        self,
+        encoder: Encoder,
+        loss: BatchLoss,
+        keys: OptimisationKeys,
+        schedule: Schedule,
+        *,
+        loss_scaling: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         self.schedule = schedule
         self.loss_scaling = loss_scaling
+        self._ranks = ranks or Ranks()
         self._max_grad_norm = keys.max_grad_norm
         self._loss = loss
         self._names: dict[Tensor, str] = {
@@ -153,7 +163,7 @@ class Updater:
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         if self.loss_scaling:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], 1 / self.gradient_scale)
-        norm = total_norm(gradients)
+        norm = total_norm(gradients, self._ranks)
         value = norm.item()
         self._overflowed = self.loss_scaling and not math.isfinite(value)
         if self._max_grad_norm is not None and math.isfinite(value):
@@ -185,12 +195,11 @@ class Updater:
 
     def module_norms(self) -> Mapping[str, float]:
         """Return the L2 norm of the gradients of each module, for the report of a bad step; all ranks must call it."""
-        squares: dict[str, float] = {}
+        gradients: dict[str, list[Tensor]] = {}
         for parameter, name in self._names.items():
             if parameter.grad is not None:
-                module, norm = name.rpartition(".")[0], total_norm([parameter.grad.double()]).item()
-                squares[module] = squares.get(module, 0.0) + norm * norm
-        return {module: math.sqrt(value) for module, value in squares.items()}
+                gradients.setdefault(name.rpartition(".")[0], []).append(parameter.grad.double())
+        return {module: total_norm(own, self._ranks).item() for module, own in gradients.items()}
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, JSON]]:
         """Return everything to save: tensors and JSON."""

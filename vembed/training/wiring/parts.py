@@ -175,7 +175,8 @@ def build_updater(run: Run) -> Updater:
     """Return the optimizer with its schedule."""
     config, plan = run.config, run.plan
     schedule = Schedule(plan.batch.learning_rate, config.scheduler_type, plan.steps.warmup, plan.steps.total)
-    return Updater(run.encoder, run.loss, config, schedule, loss_scaling=plan.dtype == "float16")
+    scales = plan.dtype == "float16"
+    return Updater(run.encoder, run.loss, config, schedule, loss_scaling=scales, ranks=run.runtime.ranks)
 
 
 def run_identity(run: Run) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from vembed.errors import MachineError, VembedError
 from vembed.gradcache.calls import Passes, Pool, Retention, equal_calls, fit_one_chunk, plan_calls
 from vembed.gradcache.gradients import ReplicatedGradients, ShardedGradients
 from vembed.gradcache.loss_stage import LossStage
-from vembed.gradcache.memory import RepairNeeded, StepLimits, is_out_of_memory
+from vembed.gradcache.memory import RepairNeeded, StepLimits, free_cache, is_out_of_memory
 from vembed.gradcache.replay import RngState
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.gradcache.stopwatch import Stopwatch
@@ -167,8 +167,7 @@ class GradCacheEngine:
                 self._lower_limits(repair)
             # Behind the handler, as the tensors of the attempt live as long as the traceback.
             self._gradients.abandon()
-            if self.options.device.type == "cuda":
-                torch.cuda.empty_cache()  # what is cached is cut for the larger chunks
+            free_cache(self.options.device)
             start.restore()
             num_repairs += 1
         if num_repairs and not self._ran_out:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 
@@ -12,15 +12,54 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-CPU_ALLOCATOR_MESSAGES = ("can't allocate memory", "not enough memory")
-"""What torch's CPU allocator says; it raises a plain RuntimeError."""
+_ALLOCATORS: Final = (
+    "out of memory",  # CUDA and its driver, HIP, XPU, MPS, Triton
+    "ALLOC_FAILED",  # cuBLAS, hipBLAS, cuDNN before version 9
+    "ALLOCATION_FAILED",  # cuDNN
+    "Invalid buffer size",  # MPS, of a tensor larger than any may be
+    "can't allocate memory",  # torch on the CPU, on Linux and on Windows
+    "not enough memory",
+    "bad_alloc",  # C++
+)
+"""What torch and the libraries under it say, in plain RuntimeErrors, where they find no memory for a call."""
+
+_COLLECTIVES: Final = ("Failed to CUDA", "out of memory")
+"""What NCCL says where it finds no memory for its buffers."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that memory, of the device or the host, ran out."""
+    """Return whether an error says that memory, of the device or the host, ran out in a call that can be repeated."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in CPU_ALLOCATOR_MESSAGES)
+    if not isinstance(error, RuntimeError) or _is_of_collective(error):
+        return False
+    return any(words in str(error) for words in _ALLOCATORS)
+
+
+def collective_advice(error: BaseException) -> str | None:
+    """Return what to do where a collective found no memory, which breaks it for good; None after any other error."""
+    if not _is_of_collective(error) or not any(words in str(error) for words in _COLLECTIVES):
+        return None
+    return (
+        "NCCL found no memory for its buffers, and no process can go on: torch held the rest of the device. Set "
+        "gradient_cache_chunk_tokens or batch_size to a smaller number, retain: 0, or end other programs on the device"
+    )
+
+
+def free_cache(device: torch.device) -> None:
+    """Give back what a device's allocator keeps, which is cut for larger chunks.
+
+    Raises:
+        RuntimeError: The device is broken for good, which no repair cures.
+    """
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.synchronize()
+        module.empty_cache()
+
+
+def _is_of_collective(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and "nccl" in str(error).lower()
 
 
 class RepairNeeded(Exception):  # noqa: N818 - no error: the step is done again

@@ -21,14 +21,19 @@ from vembed.data.augment import Augmenter
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
+from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
+from vembed.distributed.shards import is_shared
 from vembed.errors import NonFiniteError
 from vembed.evaluation.encode import ItemEncoder
+from vembed.gradcache.calls import Passes
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.replay import RngState
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.trainable import freeze
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
+from vembed.plan.problem import Way
 from vembed.training import frozen
 from vembed.training.batches import BatchSource
 from vembed.training.frozen import FrozenItems, find_frozen
@@ -88,7 +93,13 @@ class Site:
     folder: Path
 
     def find(self, encoder: TinyClip, folder: Path | None = None, **changes: Any) -> FrozenItems:
-        plain = {"is_shared": False, "epochs": 2.0, "augments": False, "precision": "float32"}
+        plain = {
+            "is_shared": False,
+            "epochs": 2.0,
+            "augments": False,
+            "precision": "float32",
+            "passes": Passes(CPU),
+        }
         return find_frozen(encoder, self.records, folder or self.folder, **{**plain, **changes})
 
 
@@ -258,7 +269,7 @@ def test_nothing_is_kept_of_towers_that_train_and_a_folder_for_it_is_said_to_be_
 
 
 def test_an_encoder_without_its_weights_is_refused(site: Site) -> None:
-    with pytest.raises(ValueError, match="while the encoder is whole"):
+    with pytest.raises(ValueError, match="once the encoder has its weights"):
         site.find(new_encoder().to("meta"))
     assert site.find(new_encoder()).sides
 
@@ -325,6 +336,65 @@ def test_ranks_share_the_encoding_and_read_one_file(two_ranks: RankPool, site: S
         assert alone.step(batch.pools, batch.structure, assignment=batch.assignment).loss == pytest.approx(
             loss, rel=1e-5
         )
+
+
+class MixedVision(TinyClip):
+    """An image tower whose attention takes no float32, as flash attention's, and only tensors of one device."""
+
+    def embed_pictures(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16, "FlashAttention only support fp16 and bf16 data type"
+        assert torch.is_autocast_enabled("cpu")
+        return super().embed_pictures(inputs)
+
+
+def test_looking_computes_in_the_precision_of_the_run(site: Site) -> None:
+    encoder = new_encoder()
+    encoder.__class__ = MixedVision
+    found = site.find(encoder, precision="bfloat16", passes=Passes(CPU, torch.bfloat16))
+    assert [side.modality for side in found.sides] == ["image"]
+
+
+class Elsewhere(TinyClip):
+    """Towers that compute elsewhere than their weights are, as sharded ones do."""
+
+    def embed_pictures(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert {each.device.type for each in inputs.values()} == {"meta"}
+        return torch.empty(1, self.dimension, device="meta")
+
+    def embed_texts(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.embed_pictures(inputs)
+
+
+def test_looking_computes_on_the_device_of_the_run(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = new_encoder()
+    encoder.__class__ = Elsewhere
+    present = RngState.capture(CPU)
+    monkeypatch.setattr(RngState, "capture", staticmethod(lambda _: present))
+    assert site.find(encoder, passes=Passes(torch.device("meta"))).sides
+
+
+def sharded_on(rank: int, folder: str) -> list[tuple[str, ...]]:
+    """Look for frozen towers in a model whose weights two ranks share."""
+    site = Site(load_records(f"{folder}/rows.jsonl", SourceOptions(role="train")).table, Path(folder) / "kept")
+    encoder, ranks = new_encoder(), Ranks.of_this_process()
+    whole = site.find(encoder)
+    found = []
+    for mode in ("fast", "lean"):
+        encoder = new_encoder()
+        way = Way("fsdp", mode=mode, sharding_factor=2)  # type: ignore[arg-type]
+        sharded = shard_encoder(encoder, way, ranks, device=CPU)
+        items = site.find(encoder, sharded=sharded)
+        assert items.notes == whole.notes
+        assert [side.key for side in items.sides] == [side.key for side in whole.sides]
+        assert all(is_shared(each) for each in encoder.parameters() if each.ndim > 0), "the shards are back"
+        found.append(tuple(side.modality for side in items.sides))
+    return found
+
+
+def test_a_frozen_tower_is_found_where_ranks_share_its_weights_under_the_same_key(
+    two_ranks: RankPool, site: Site, tmp_path: Path
+) -> None:
+    assert two_ranks.run(sharded_on, str(tmp_path)) == [[("image",), ("image",)]] * 2
 
 
 @pytest.mark.slow

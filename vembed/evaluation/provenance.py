@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from vembed.batch import Composed, modality_of
+from vembed.distributed.shards import is_shared, whole_tensor
 from vembed.models.fingerprint import tensors_sha256
 from vembed.redact import redact
 
@@ -56,7 +58,7 @@ def items_digest(items: Iterable[Item]) -> str:
 
 
 def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
-    """Return what an encoder is: its weights, and what it does with them.
+    """Return what an encoder is: its weights, and what it does with them. All ranks that share its weights call it.
 
     Args:
         frozen_only: Leave out parameters that are trained: what they are today doesn't matter to frozen parts.
@@ -64,8 +66,9 @@ def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
     Returns:
         "weights", the hash of all parameters and buffers, and "encoder", the hash of its settings.
     """
-    parameters = [each for each in encoder.named_parameters() if not (frozen_only and each[1].requires_grad)]
-    weights = tensors_sha256([*parameters, *encoder.named_buffers()])
+    parameters = (each for each in encoder.named_parameters() if not (frozen_only and each[1].requires_grad))
+    tensors = chain(parameters, encoder.named_buffers())
+    weights = tensors_sha256((name, whole_tensor(each) if is_shared(each) else each) for name, each in tensors)
     return {"weights": weights, "encoder": digest(_settings(encoder))}
 
 
@@ -118,7 +121,7 @@ def _settings(encoder: Encoder) -> Key:
             settings = {key: value for key, value in to_dict().items() if key not in _UNSTABLE_SETTINGS}
             configurations.append(json.dumps(settings, sort_keys=True, default=str))
     return {
-        "class": type(encoder).__name__,
+        "class": type(encoder).__name__.removeprefix("FSDP"),  # which torch puts before the name of a sharded one
         "dimension": encoder.dimension,
         "max_length": encoder.max_length,
         "described": {name: _unsecret(value) for name, value in encoder.describe().items()},

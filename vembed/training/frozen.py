@@ -34,7 +34,8 @@ from vembed.errors import MachineError
 from vembed.evaluation.array_file import FREE_SHARE, ArrayFile
 from vembed.evaluation.index import check_finite
 from vembed.evaluation.provenance import digest, features_digest, model_key
-from vembed.gradcache.calls import Pool
+from vembed.gradcache.calls import Pool, Retention, plan_calls
+from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.replay import RngState
 
 if TYPE_CHECKING:
@@ -46,9 +47,11 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.data.records import Record, RecordTable
+    from vembed.distributed.fsdp import ShardedEncoder
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
+    from vembed.gradcache.calls import Passes
     from vembed.models.encoder import Encoder
 
 BLOCK_ROWS = 8192
@@ -205,15 +208,19 @@ def find_frozen(
     epochs: float,
     augments: bool,
     precision: str,
+    passes: Passes,
+    sharded: ShardedEncoder | None = None,
 ) -> FrozenItems:
     """Return what of the training records is encoded once.
 
     Args:
-        encoder: As it will be trained; whole, on any device. Later it may be moved or sharded.
+        encoder: As it will be trained.
         is_shared: Whether the user named the folder: runs share it, so that everything frozen is kept there.
         epochs: How often this run sees its records.
         augments: Whether pictures are changed at random.
         precision: What the encoder computes in.
+        passes: Encode as the steps will.
+        sharded: The handle of an encoder whose weights the ranks share; all of them must call this.
     """
     reasons = _unfit(encoder)
     if reasons:
@@ -227,7 +234,10 @@ def find_frozen(
     for modality in sorted({kind for kind, _ in items.first}):
         own = [side for side in get_args(Side) if (modality, side) in items.first]
         samples = {side: _take(records, items.places(modality, side)[:1])[0] for side in own}
-        is_frozen, is_random = _probe(encoder, samples)
+        is_frozen, is_random = _probe(encoder, samples, passes)
+        if sharded is not None:
+            sharded.abandon()
+            sharded.reshard()
         if not is_frozen:
             continue
         reason = _why_not(items, modality, is_random=is_random, augments=augments, epochs=epochs, is_shared=is_shared)
@@ -246,8 +256,8 @@ def find_frozen(
 def _unfit(encoder: Encoder) -> tuple[str, ...]:
     """Say what rules keeping out before anything is looked at; empty where nothing does."""
     parameters = list(encoder.parameters())
-    if any(parameter.is_meta or hasattr(parameter, "full_tensor") for parameter in parameters):
-        raise ValueError("frozen towers are looked for while the encoder is whole, before its weights are sharded")
+    if any(parameter.is_meta for parameter in parameters):
+        raise ValueError("frozen towers are looked for once the encoder has its weights")
     if not any(parameter.ndim > 1 and not parameter.requires_grad for parameter in parameters):
         return ("embedding_cache has no effect: all weights of the model train",)
     if encoder.multi_vector:
@@ -259,23 +269,23 @@ def _unfit(encoder: Encoder) -> tuple[str, ...]:
     return ()
 
 
-def _probe(encoder: Encoder, samples: Mapping[Side, Item]) -> tuple[bool, bool]:
+def _probe(encoder: Encoder, samples: Mapping[Side, Item], passes: Passes) -> tuple[bool, bool]:
     """Encode an item of each side as training would; return whether all need no gradient, and if one is random."""
-    was_training, device = encoder.training, next(encoder.parameters()).device
-    before = RngState.capture(device)
+    was_training, alone = encoder.training, np.zeros(1, dtype=np.int64)
+    before = RngState.capture(passes.device)
     encoder.train()
-    needs_gradient = []
+    are_frozen = []
     try:
         for side, item in samples.items():
-            features = encoder.featurize([item], side)
-            inputs = encoder.collate(features, np.zeros(1, dtype=np.int64), int(features.lengths[0]))
-            z = encoder({name: tensor.to(device) for name, tensor in inputs.items()})
-            needs_gradient.append(z.requires_grad)
-        after = RngState.capture(device)
+            pool = Pool(encoder, encoder.collate, encoder.featurize([item], side), alone)
+            calls = plan_calls([pool], alone, ChunkBudget(1, 1), Retention(0.0), passes.device)
+            passes.first(calls, num_vectors=1)
+            are_frozen += [call.frozen for call in calls]
+        after = RngState.capture(passes.device)
     finally:
         encoder.train(was_training)
         before.restore()
-    return not any(needs_gradient), not before.equals(after)
+    return all(are_frozen), not before.equals(after)
 
 
 def _why_not(

@@ -11,6 +11,7 @@ from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, plain_values
 from vembed.data.augment import Augmenter
 from vembed.evaluation.encode import ItemEncoder
+from vembed.gradcache.calls import Passes
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.models.files import DTYPES
@@ -68,25 +69,23 @@ class Run:
     sharded: ShardedEncoder | None = None
 
 
-def frozen_items(
-    config: Config, output: OutputFolder, data: RunData, encoder: Encoder, plan: Plan
-) -> FrozenItems | None:
-    """Return which training items are encoded once, as a frozen tower makes the same of them in every epoch.
-
-    The encoder must be whole: this comes before its weights are sharded.
-    """
+def frozen_items(run: Run) -> FrozenItems | None:
+    """Return which training items are encoded once, as a frozen tower makes the same of them in every epoch."""
+    config, plan = run.config, run.plan
     if config.embedding_cache == "never":
         return None
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
     is_shared = config.embedding_cache != "auto"
     return find_frozen(
-        encoder,
-        data.records,
-        Path(config.embedding_cache) if is_shared else output.frozen_embeddings,
+        run.encoder,
+        run.data.records,
+        Path(config.embedding_cache) if is_shared else run.output.frozen_embeddings,
         is_shared=is_shared,
         epochs=plan.steps.total / plan.steps.per_epoch,
         augments=augmenter.acts,
         precision=plan.dtype,
+        passes=Passes(run.runtime.device, autocast_dtype(plan)),
+        sharded=run.sharded,
     )
 
 

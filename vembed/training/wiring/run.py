@@ -17,7 +17,8 @@ from vembed.config.resume import resume_differences
 from vembed.data.sampler import GlobalSampler
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
-from vembed.errors import ConfigError, PreemptedError
+from vembed.errors import ConfigError, MachineError, PreemptedError
+from vembed.gradcache.memory import collective_advice
 from vembed.models.adapters.lora import has_adapters
 from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.explain import explain
@@ -95,6 +96,11 @@ def run_from_config(
         return _run(config, mode, command, sources or {}, watchdog, stop)
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}{watchdog.words}") from stopped
+    except RuntimeError as error:
+        advice = collective_advice(error)
+        if advice is None:
+            raise
+        raise MachineError(f"{advice}{watchdog.words}") from error
 
 
 def _run(
@@ -232,16 +238,17 @@ def _assemble(
     plan = replace(plan, model=encoder.describe())
     loss = build_loss(config, plan, encoder).to(runtime.device)
     runtime.ranks.copy_from_first(loss.parameters())
-    frozen = frozen_items(config, output, data, encoder, plan)
-    if frozen is not None:
-        plan = replace(plan, reasons=(*plan.reasons, *frozen.notes))
     sharded = None
     if shards:
         from vembed.distributed.fsdp import shard_encoder  # a replicated run is spared a second of imports
 
         dtype = autocast_dtype(plan)
         sharded = shard_encoder(encoder, plan.way, runtime.ranks, device=runtime.device, compute_dtype=dtype)
-    return Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, frozen, sharded)
+    run = Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, sharded=sharded)
+    frozen = frozen_items(run)
+    if frozen is None:
+        return run
+    return replace(run, frozen=frozen, plan=replace(plan, reasons=(*plan.reasons, *frozen.notes)))
 
 
 def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> LoadedCheckpoint | None:

@@ -142,6 +142,8 @@ def test_precision_is_the_users_word_or_what_the_device_is_fast_at(
     assert made.dtype == dtype
     decided = machine is GPU and not overrides
     assert any(each.startswith("bf16: NVIDIA H200 computes faster") for each in made.reasons) == decided
+    emulating = plan(*overrides, machine=replace(GPU, device_name="Tesla T4", fast_bf16=False))
+    assert any("Tesla T4 only emulates it" in each for each in emulating.reasons) == (not overrides)
 
 
 def test_the_bytes_of_a_step_are_what_the_parts_add_up_to() -> None:

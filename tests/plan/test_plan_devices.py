@@ -47,6 +47,14 @@ def test_the_names_that_drivers_give_find_their_figures() -> None:
     assert find_known("Radeon") is None
 
 
+@pytest.mark.parametrize(
+    ("text", "has_bf16"),
+    [("1xT4", False), ("2xv100", False), ("2xRTX 2080 Ti-11GB", False), ("2xRTX4090", True), ("1xL4", True)],
+)
+def test_devices_that_emulate_bfloat16_are_planned_without_it(text: str, has_bf16: bool) -> None:
+    assert parse_devices(text).machine(8).fast_bf16 == has_bf16
+
+
 def test_a_group_within_a_machine_is_joined_faster_than_one_over_several() -> None:
     devices = parse_devices("2x8xH100-80GB")
     assert devices.bandwidth(8) == KNOWN_DEVICES["H100"].link

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def plan_of(rank: int, memory_bytes: list[int]) -> dict[str, Any]:
     config = load_config(None, ["model_name=builtin:tiny-transformer", "batch_size=auto"]).config
-    machine = Machine("cpu", f"CPU {rank}", memory_bytes[rank], 1 + rank, fast_bf16=False)
+    taken = max(memory_bytes) - memory_bytes[rank]
+    machine = Machine("cuda", f"GPU {rank}", memory_bytes[rank], 1 + rank, fast_bf16=rank == 0, taken_bytes=taken)
     runtime = Runtime(torch.device("cpu"), machine, Ranks(rank, len(memory_bytes)), rank, len(memory_bytes))
     items = SimpleNamespace(num_pictures=0, has_pictures=False)
     counts = SimpleNamespace(num_records=50_000, num_documents=50_000, items=items)
@@ -33,3 +34,6 @@ def test_ranks_with_unequal_memory_agree_on_the_plan_for_the_smallest(two_ranks:
     assert first["memory_bytes"] == 4 * GIB
     (alone, _) = two_ranks.run(plan_of, [64 * GIB, 64 * GIB])
     assert alone["memory_bytes"] == 64 * GIB
+    assert first["dtype"] == "float32", "one of them only emulates bfloat16"
+    assert any("other programs hold 60.0 GiB beside it" in reason for reason in first["reasons"])
+    assert not any("other programs" in reason for reason in alone["reasons"])

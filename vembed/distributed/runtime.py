@@ -6,8 +6,10 @@ in the environment which one it is. Nothing here launches anything.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
@@ -15,6 +17,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
+from accelerate.utils import check_cuda_p2p_ib_support
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from vembed.distributed.devices import num_devices, processes_to_start
@@ -23,12 +26,23 @@ from vembed.distributed.ranks import Ranks
 from vembed.distributed.watchdog import STORE_SECONDS, Watchdog
 from vembed.errors import ConfigError, MachineError
 from vembed.plan.hardware import Machine, cpu_cores, cpu_memory_bytes
+from vembed.plan.reserve import CONTEXT_BYTES
 
 TIMEOUT_SECONDS = 600
 """Longest wait for another process where the caller doesn't say."""
 
 GRACE_SECONDS = 30
 """A collective itself gives up this much later than the watch, which can say who is missing."""
+
+ALLOCATOR_SETTINGS = "expandable_segments:True"
+"""Chunks differ in size: blocks that grow leave no holes between them."""
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Read in this order: the first that is set is the user's word."""
+
+_LINK_VARIABLES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +70,7 @@ def start_runtime(
     plans_only: bool = False,
     watchdog: Watchdog | None = None,
 ) -> Runtime:
-    """Find the device, join the other processes and fix the number formats.
-
-    float32 matrix products run in full float32 unless mixed precision is asked for: TF32 stays off, so that equal
-    settings mean equal arithmetic on every machine.
+    """Find the device, join the other processes and fix the arithmetic.
 
     Args:
         deterministic: Use only kernels whose result doesn't depend on scheduling.
@@ -77,9 +88,9 @@ def start_runtime(
     else:
         local_world_size = process.local_world_size
         _refuse_other_count(process, num_processes)
+    _set_allocator()
     device = _join(process, timeout_seconds)
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False  # convolutions have a switch of their own, and it is on
+    _fix_arithmetic()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
@@ -103,13 +114,29 @@ def _shared_store(rank: int) -> PrefixStore:
 
 def local_device() -> torch.device:
     """Return the device of this process, without joining any others."""
-    process = process_env()
-    torch.set_float32_matmul_precision("highest")
+    _set_allocator()
+    _fix_arithmetic()
     if num_devices() == 0:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
-    return torch.device(accelerator.type, process.local_rank % num_devices())
+    return torch.device(accelerator.type, process_env().local_rank % num_devices())
+
+
+def _set_allocator() -> None:
+    """Let the device's allocator grow its blocks, unless the user set it otherwise; CUDA reads it when it starts."""
+    is_supported = num_devices() > 0 and torch.version.cuda is not None and sys.platform == "linux"
+    if is_supported and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        os.environ[_ALLOCATOR_VARIABLES[-1]] = ALLOCATOR_SETTINGS
+
+
+def _fix_arithmetic() -> None:
+    """Let equal settings mean equal arithmetic on every machine, and in both passes over a chunk."""
+    # Full float32 unless mixed precision is asked for; convolutions have a switch of their own, and it is on.
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    # Its attention makes a plan for each new shape (20 to 900 ms), and promises no equal dropout masks in two passes.
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def shut_down(watchdog: Watchdog) -> None:
@@ -124,12 +151,12 @@ def shut_down(watchdog: Watchdog) -> None:
 
 def _join(process: ProcessEnv, timeout_seconds: int) -> torch.device:
     """Initialise the process group where there are several processes, and return the device of this one."""
-    on_cpu = num_devices() == 0
     if process.world_size == 1:
-        alone: torch.device = PartialState(cpu=on_cpu).device
-        return alone
+        return local_device()
+    on_cpu = num_devices() == 0
     if not on_cpu:
         _refuse_shared_devices(process, num_devices())
+        leave_out_broken_links()
     os.environ.update(process.environment())
     timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
     _refuse_lost_launcher(process)
@@ -146,6 +173,18 @@ def _join(process: ProcessEnv, timeout_seconds: int) -> torch.device:
         )
     device: torch.device = state.device
     return device
+
+
+def leave_out_broken_links() -> None:
+    """Keep NCCL off ways between cards that their driver offers and they don't have, as accelerate's launcher does."""
+    missing = [name for name in _LINK_VARIABLES if name not in os.environ]
+    if missing and not check_cuda_p2p_ib_support():
+        os.environ.update(dict.fromkeys(missing, "1"))
+        _log.warning(
+            "this driver lets RTX 40 cards copy to each other, which they can't: %s set to 1, and data goes through "
+            "the host's memory. Install driver 550.40.07 or newer, which doesn't need it",
+            " and ".join(missing),
+        )
 
 
 def _refuse_lost_launcher(process: ProcessEnv) -> None:
@@ -194,7 +233,9 @@ def describe_machine(device: torch.device, *, num_processes: int = 1) -> Machine
         return Machine("cpu", "the CPU", memory_bytes, cores, fast_bf16=False, num_busy_cores=threads)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        return Machine(
-            "cuda", properties.name, properties.total_memory, cores, fast_bf16=torch.cuda.is_bf16_supported()
-        )
+        free_bytes, all_bytes = torch.cuda.mem_get_info(device)
+        own_bytes = torch.cuda.memory_reserved(device) + CONTEXT_BYTES  # which the plan's reserve counts
+        taken = max(0, all_bytes - free_bytes - own_bytes)  # by the display, say
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        return Machine("cuda", properties.name, all_bytes - taken, cores, fast_bf16=has_bf16, taken_bytes=taken)
     return Machine(device.type, device.type, cpu_memory_bytes() // num_processes, cores, fast_bf16=False)

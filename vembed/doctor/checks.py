@@ -47,7 +47,7 @@ MEANINGS = {
     "OMP_NUM_THREADS": "threads of one process on the CPU",
     "CUDA_VISIBLE_DEVICES": "GPUs that this program may see",
     "CUDA_LAUNCH_BLOCKING": "1: the program waits for every kernel",
-    "PYTORCH_ALLOC_CONF": "settings of the memory allocator",
+    "PYTORCH_ALLOC_CONF": "settings of the memory allocator; unset, a run on GPUs takes expandable_segments:True",
     "PYTORCH_CUDA_ALLOC_CONF": "settings of the memory allocator, by its older name",
     "WORLD_SIZE": "processes of the run, set by a launcher",
     "RANK": "this process, set by a launcher",

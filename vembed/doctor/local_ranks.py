@@ -107,7 +107,10 @@ def _serve(
     try:
         device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
         if device.type == "cuda":
+            from vembed.distributed.runtime import leave_out_broken_links  # accelerate takes a second to import
+
             torch.cuda.set_device(device)
+            leave_out_broken_links()
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",  # no port that another program may have

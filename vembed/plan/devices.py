@@ -41,6 +41,9 @@ KNOWN_DEVICES: Mapping[str, Known] = {
 }
 """The longest name that a device's own name holds, spaces left out, is taken."""
 
+WITHOUT_BF16 = ("V100", "P100", "T4", "RTX20", "QUADRORTX", "TITAN", "GTX")
+"""Parts of the names of devices that only emulate bfloat16."""
+
 UNKNOWN_DEVICE = Known(0, 100, 20)
 CPU_TFLOPS_PER_CORE, CPU_LINK = 0.05, 5.0
 
@@ -88,7 +91,8 @@ class Devices:
 
     def machine(self, num_cores: int) -> Machine:
         """Return one of the machines, for a plan that is made elsewhere."""
-        return Machine("cuda", self.name, self.memory_bytes, num_cores, fast_bf16=self.name not in ("V100", "T4"))
+        has_bf16 = not any(each in _plain(self.name) for each in WITHOUT_BF16)
+        return Machine("cuda", self.name, self.memory_bytes, num_cores, fast_bf16=has_bf16)
 
     def __str__(self) -> str:
         where = f" on {self.nodes} machines" if self.nodes > 1 else ""
@@ -97,9 +101,12 @@ class Devices:
 
 def find_known(name: str) -> Known | None:
     """Return the figures of a device by its name, e.g. "NVIDIA H100 80GB HBM3"; None when it isn't in the table."""
-    plain = name.upper().replace(" ", "").replace("-", "").replace("_", "")
-    names = [each for each in KNOWN_DEVICES if each in plain]
+    names = [each for each in KNOWN_DEVICES if each in _plain(name)]
     return KNOWN_DEVICES[max(names, key=len)] if names else None
+
+
+def _plain(name: str) -> str:
+    return name.upper().replace(" ", "").replace("-", "").replace("_", "")
 
 
 def parse_devices(text: str) -> Devices:

@@ -18,6 +18,7 @@ class Machine:
     memory_bytes: int  # of one process: its accelerator's, else the container's or the machine's
     num_cores: int  # that this process may use
     fast_bf16: bool  # whether bfloat16 saves time
+    taken_bytes: int = 0  # of the accelerator's memory, by other programs: `memory_bytes` leaves it out
     num_busy_cores: int = 1  # by training itself: on a CPU its threads, else the core that feeds the device
 
 

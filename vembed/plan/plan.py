@@ -163,7 +163,7 @@ def make_plan(
             *batch.reasons,
             *_reduction_notes(config, devices.count, chosen.way),
             *chosen.chunks.reasons,
-            memory_sentence(chosen, devices.memory_bytes, sum(reserved.values())),
+            memory_sentence(chosen, devices.memory_bytes, sum(reserved.values()), machine.taken_bytes),
             *reserve_notes(reserved),
             loading.reason,
         ),
@@ -187,17 +187,20 @@ def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) ->
         return "bfloat16", ()
     if keys.bf16 == "auto" and machine.fast_bf16 and torch_dtype == "float32":
         return "bfloat16", (f"bf16: {machine.device_name} computes faster in bfloat16; weights stay float32",)
+    if keys.bf16 == "auto" and machine.device == "cuda" and torch_dtype == "float32":
+        return torch_dtype, (f"bf16: {machine.device_name} only emulates it, slowly; fp16: true is fast there",)
     return torch_dtype, ()
 
 
-def memory_sentence(candidate: Candidate, memory_bytes: int, reserved: int) -> str:
-    """Return the arithmetic of whether a candidate fits."""
+def memory_sentence(candidate: Candidate, memory_bytes: int, reserved: int, taken: int) -> str:
+    """Return the arithmetic of whether a candidate fits; `taken` are the bytes that other programs hold beside it."""
     total = candidate.bytes_per_device.total
     needed = FIT_FACTOR * total + reserved
     arithmetic = (
         f"1.1 x {show_bytes(total)} + {show_bytes(reserved)} = {show_bytes(needed)} against 95% of "
         f"{show_bytes(memory_bytes)} = {show_bytes(FIT_SHARE * memory_bytes)}"
     )
+    arithmetic += f" (other programs hold {show_bytes(taken)} beside it)" if taken else ""
     return f"memory: {arithmetic}: {'fits' if candidate.fits else 'may not fit; a smaller batch_size helps'}"
 
 

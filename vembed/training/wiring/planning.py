@@ -68,10 +68,17 @@ ADAPTERS_FROM = 1_000_000_000
 def build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
     """Decide what the configuration left open, before the encoder is built.
 
-    The first rank does, for the smallest memory of all, so that unequal machines agree.
+    The first rank does, for the smallest memory of all and in what all compute fast, so that unequal machines agree.
     """
-    least = min(runtime.ranks.gather_objects(runtime.machine.memory_bytes))
-    runtime = replace(runtime, machine=replace(runtime.machine, memory_bytes=least))
+    machines = runtime.ranks.gather_objects(runtime.machine)
+    least = min(machines, key=lambda each: each.memory_bytes)
+    machine = replace(
+        runtime.machine,
+        memory_bytes=least.memory_bytes,
+        taken_bytes=least.taken_bytes,
+        fast_bf16=all(each.fast_bf16 for each in machines),
+    )
+    runtime = replace(runtime, machine=machine)
     return runtime.ranks.from_first(lambda: _build_plan(config, runtime, data))
 
 

@@ -181,15 +181,32 @@ class Passes:
 
     Args:
         replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
+        is_sharded: Whether the weights are: their units reduce gradients before a shared copy would have its own.
     """
 
     def __init__(
-        self, device: torch.device, autocast_dtype: torch.dtype | None = None, *, replay_rng: bool = True
+        self,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None = None,
+        *,
+        replay_rng: bool = True,
+        is_sharded: bool = False,
     ) -> None:
         self.device = device
         self.autocast_dtype = autocast_dtype
         self.replay_rng = replay_rng
+        self.is_sharded = is_sharded
         self._transfer = Transfer(device)
+
+    def shared_casts(self) -> AbstractContextManager[None]:
+        """Return a context for both passes in which mixed precision casts a weight once, and not in each call.
+
+        Autocast forgets its copies of weights at the end of the outermost context. This one switches it off, so that
+        what is between the passes doesn't see it. A copy that a call without a graph makes has one itself.
+        """
+        if self.autocast_dtype is None or self.is_sharded:
+            return nullcontext()
+        return torch.autocast(self.device.type, enabled=False)
 
     def first(self, calls: Sequence[Call], *, num_vectors: int) -> Tensor:
         """Encode everything once and return this rank's embeddings (V, E), at least float32.
@@ -255,5 +272,4 @@ class Passes:
     def _autocast(self) -> AbstractContextManager[None]:
         if self.autocast_dtype is None:
             return nullcontext()
-        # One context per chunk: its cache of cast weights must not outlive a no_grad call, or pass 2 has no graph.
         return torch.autocast(self.device.type, self.autocast_dtype)

@@ -127,7 +127,9 @@ class GradCacheEngine:
         self._gradients: Gradients = (
             ReplicatedGradients(parameters, options.ranks) if sharded is None else ShardedGradients(sharded)
         )
-        self._passes = Passes(options.device, options.autocast_dtype, replay_rng=options.replay_rng)
+        self._passes = Passes(
+            options.device, options.autocast_dtype, replay_rng=options.replay_rng, is_sharded=sharded is not None
+        )
         self._loss_stage = LossStage(loss, options.ranks)
         self.stopwatch = Stopwatch(options.device)
 
@@ -161,7 +163,8 @@ class GradCacheEngine:
         while True:
             self._gradients.begin()
             try:
-                result = self._attempt(pools, structure, assignment, gradient_scale)
+                with self._passes.shared_casts():
+                    result = self._attempt(pools, structure, assignment, gradient_scale)
                 break
             except RepairNeeded as repair:
                 self._lower_limits(repair)

@@ -68,15 +68,15 @@ def test_rows_are_padded_at_the_right_whatever_the_tokenizer_does(tmp_path: Path
     encoder = load(write_model(tmp_path, "qwen3"))
     assert encoder.tokenizer.padding_side == "left"
     inputs = encoder.collate(encoder.featurize(["sea", "s"], "query"), np.arange(2), 6)
-    assert inputs["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
+    assert inputs["lengths"].tolist() == [4, 2]
     assert inputs["input_ids"][1, 2:].tolist() == [encoder.tokenizer.pad_token_id] * 4
 
 
-def test_a_chunk_without_padding_carries_no_mask(bert_folder: Path) -> None:
+def test_a_chunk_without_padding_carries_no_lengths(bert_folder: Path) -> None:
     encoder = load(bert_folder)
     features = encoder.featurize(["sea", "sun", "s"], "query")
     assert set(encoder.collate(features, np.array([1, 0]), 5)) == {"input_ids"}
-    assert set(encoder.collate(features, np.array([1, 2]), 5)) == {"input_ids", "attention_mask"}
+    assert set(encoder.collate(features, np.array([1, 2]), 5)) == {"input_ids", "lengths"}
 
 
 def test_joined_features_encode_as_the_parts_with_prompts_of_unequal_length(bert_folder: Path) -> None:

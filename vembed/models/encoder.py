@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast, get_args
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -76,6 +77,7 @@ class Encoder(nn.Module, ABC):
     freeze_batch_norm: bool = False  # whether batch normalisation keeps the statistics of the files in training
     keeps_base: bool = False  # whether some weights stay those of the files, so that checkpoints leave them out
     base: str | None = None  # fingerprint of those weights
+    packs: bool = False  # whether `collate` lays rows end to end, so that no token is padding
     trains: str = ""  # what of it trains, for people; empty until that is decided
 
     @classmethod
@@ -161,6 +163,14 @@ class Encoder(nn.Module, ABC):
         All items are of one modality; each becomes a row.
         """
 
+    def why_not_packed(self, device: str, dtype: torch.dtype) -> str:  # noqa: ARG002
+        """Say why rows can't lie end to end on a device, computed in a type; empty where `pack` makes them."""
+        return "the encoder has no form for them"
+
+    def pack(self) -> None:
+        """Lay the rows of each call end to end from now on."""
+        raise NotImplementedError(f"{self.name} has no form for rows that lie end to end")
+
     @abstractmethod
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
         """Make the inputs of one call to `forward`, while the call before it may still compute.
@@ -168,7 +178,7 @@ class Encoder(nn.Module, ABC):
         Args:
             features: Features of any number of items.
             rows: The R rows that the call sees.
-            width: Padded length, at least the longest of those rows.
+            width: Padded length, at least the longest of those rows; tokens of the call where rows are packed.
 
         Returns:
             Tensors on the CPU, first dimension R unless the encoder packs rows.

@@ -52,15 +52,18 @@ def _has_encoder_half(config: PreTrainedConfig) -> bool:
     return MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(config.model_type, "").endswith("EncoderModel")
 
 
+def is_decoder_type(config: PreTrainedConfig) -> bool:
+    """Return whether a model is of a type that is a decoder, whatever its own attention."""
+    kind = config.model_type
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
 def _is_causal(config: PreTrainedConfig) -> bool:
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", None) is False:
         return False
     if getattr(config, "is_decoder", False):
         return True
-    return (
-        config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    )
+    return is_decoder_type(config)
 
 
 FAMILIES: tuple[TextFamily, ...] = (

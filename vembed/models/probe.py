@@ -63,13 +63,13 @@ def token_inputs(longest: int, *, padded: bool = False, masked: bool = False) ->
 
     Args:
         padded: Whether every text is padded to that length.
-        masked: Whether a mask goes with them: rows of a chunk are seldom all of one length.
+        masked: Whether their lengths go with them: rows of a chunk are seldom all of one.
     """
     width = longest if padded else next((width for width in WIDTHS if width <= longest), 1)
 
     def make() -> dict[str, Tensor]:
         ids = torch.empty(ROWS, width, dtype=torch.long, device="meta")
-        return {"input_ids": ids, "attention_mask": ids} if masked else {"input_ids": ids}
+        return {"input_ids": ids, "lengths": ids[:, 0].int()} if masked else {"input_ids": ids}
 
     return TowerInputs("text", longest, width, padded, make)
 

@@ -1,8 +1,8 @@
 """The text encoder: a Hugging Face transformer, pooling, optional dense layers, normalisation.
 
-It follows sentence-transformers' description of a model first, else the model's family. Rows of a chunk are always
-padded at the right, whatever side the tokenizer pads: bidirectional attention masks the padding, causal attention never
-sees it, and absolute positions start at the first real token. A chunk whose rows are all equally long carries no mask.
+It follows sentence-transformers' description of a model first, else the model's family. Rows of a chunk are padded at
+the right, whatever side the tokenizer pads: bidirectional attention masks the padding, causal attention never sees it,
+and absolute positions start at the first real token. Where the plan says so they lie end to end, without padding.
 
 Shape legend: R rows, T tokens, H hidden dim, E embedding dim.
 """
@@ -11,21 +11,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from transformers import AutoModelForTextEncoding
 
 from vembed.batch import Features, Ragged, texts_of
-from vembed.errors import ConfigError
+from vembed.models import attention, packing
 from vembed.models.encoder import Encoder, Recipe
-from vembed.models.families import family_of, refuse_type
+from vembed.models.families import family_of, is_decoder_type, refuse_type
 from vembed.models.files import transformer_depth, transformer_period
-from vembed.models.pooling import pool
+from vembed.models.packing import PackedRows
+from vembed.models.pooling import pool, pool_packed
 from vembed.models.probe import token_inputs
 from vembed.models.registry import is_builtin
 from vembed.models.sentence_transformers_format import (
@@ -33,6 +32,7 @@ from vembed.models.sentence_transformers_format import (
     read_sentence_transformers,
     write_sentence_transformers,
 )
+from vembed.models.text_spec import TextSpec, check_dense, decide_spec, position_offset
 from vembed.models.towers import find_tower, layer_values
 from vembed.plan.memory import CallCost, TowerSize
 
@@ -41,35 +41,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
-    from transformers import BatchEncoding, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Item, Side
-    from vembed.config.keys.model import ModelKeys
     from vembed.models.encoder import Form, Similarity
     from vembed.models.files import ModelFiles
-    from vembed.models.pooling import PoolingMode
     from vembed.models.probe import TowerInputs
-    from vembed.models.sentence_transformers_format import Dense, SentenceTransformersFolder
+    from vembed.models.sentence_transformers_format import Dense
     from vembed.models.towers import Tower
-
-FALLBACK_MAX_LENGTH = 512
-"""Where neither the tokenizer nor the config of a model names a longest input."""
 
 _BUILT_IN = {"pooling": "built in", "max_seq_length": "built in"}
 """Where an encoder from scratch has its decisions from."""
-
-
-@dataclass(frozen=True, slots=True)
-class TextSpec:
-    """How texts go through a transformer."""
-
-    pooling: tuple[PoolingMode, ...]  # several are concatenated
-    max_length: int  # in tokens, special ones included
-    prompts: Mapping[Side, str] = field(default_factory=lambda: {"query": "", "document": ""})
-    include_prompt: bool = True  # whether the tokens of the prompt are pooled too
-    normalize: bool = True
-    lower_case: bool = False
-    origin: Mapping[str, str] = field(default_factory=dict)  # decision -> file or key that it was read from
 
 
 class TextEncoder(Encoder):
@@ -95,6 +77,7 @@ class TextEncoder(Encoder):
         dense: Sequence[Dense] = (),
     ) -> None:
         super().__init__()
+        attention.spare_masks(backbone)
         self.name = name
         self.backbone = backbone
         self.tokenizer = tokenizer
@@ -122,10 +105,10 @@ class TextEncoder(Encoder):
         refuse_type(files.name, config, files.dtype)
         tokenizer = files.tokenizer(subfolder)
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
-        spec = _spec(files.keys, described, config, tokenizer)
+        spec = decide_spec(files.keys, described, config, tokenizer)
         # The backbone has its type from loading; .to would also round the rotary frequencies, which stay float32.
         dense = [load_dense(files, path).to(files.dtype) for path in (described.dense_paths if described else ())]
-        _check_dense(dense, backbone, spec, files.name)
+        check_dense(dense, backbone, spec, files.name)
         return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, dense=dense)
 
     @property
@@ -171,38 +154,74 @@ class TextEncoder(Encoder):
             self._prompt_lengths[prompt] = len(ids) - int(ends_special)
         return self._prompt_lengths[prompt]
 
+    def why_not_packed(self, device: str, dtype: torch.dtype) -> str:
+        """Say why rows of texts can't lie end to end; empty where they can."""
+        config = self.backbone.config.get_text_config()
+        return packing.why_not_packed(config) or attention.why_not_packed(self.backbone, device, dtype)
+
+    def pack(self) -> None:
+        """Lay the rows of each call end to end from now on."""
+        self.packs = True
+        self.backbone.config.get_text_config()._attn_implementation = attention.NAME
+
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
-        """Pad at the right, never past `max_length`; the mask is left out when nothing is padded."""
-        width = min(width, self.spec.max_length)  # a width rounded up could pass the last position embedding
+        """Lay rows end to end, or pad them at the right, never past `max_length`, with lengths unless all are equal."""
         ids = features.columns["input_ids"].take(rows)
-        inputs = {"input_ids": torch.from_numpy(ids.padded(width, self._pad_id)).long()}
-        if (ids.lengths < width).any():
-            mask_RT = np.arange(width) < ids.lengths[:, None]
-            inputs["attention_mask"] = torch.from_numpy(mask_RT).long()
+        if self.packs:
+            inputs = packing.pack(ids, width, self._pad_id)
+        else:
+            width = min(width, self.spec.max_length)  # a width rounded up could pass the last position embedding
+            inputs = {"input_ids": torch.from_numpy(ids.padded(width, self._pad_id))}
+            if (ids.lengths < width).any():
+                inputs["lengths"] = torch.from_numpy(ids.lengths.astype(np.int32))
         if "prompt_lengths" in features.per_row:
             inputs["prompt_lengths"] = torch.from_numpy(features.per_row["prompt_lengths"][rows])
         return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return embeddings (R, E); everything behind the transformer runs in at least float32."""
-        ids_RT = inputs["input_ids"]
-        mask_RT = inputs.get("attention_mask")
-        hidden_RTH = self.backbone(input_ids=ids_RT, attention_mask=mask_RT).last_hidden_state
-        with torch.autocast(hidden_RTH.device.type, enabled=False):
-            x = pool(hidden_RTH, self._pooled_tokens(inputs), self.spec.pooling)
+        pooled = self._packed if "rows" in inputs else self._padded
+        x = pooled(inputs["input_ids"].long(), inputs)
+        with torch.autocast(x.device.type, enabled=False):
             for layer in self.dense:
                 x = layer(x)
             return F.normalize(x, dim=-1) if self.spec.normalize else x
 
-    def _pooled_tokens(self, inputs: dict[str, Tensor]) -> Tensor:
+    def _padded(self, ids_RT: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the transformer on padded rows and pool them."""
+        real_RT = torch.ones_like(ids_RT, dtype=torch.bool)
+        if "lengths" in inputs:
+            places_T = torch.arange(ids_RT.shape[1], device=ids_RT.device)
+            real_RT = places_T < inputs["lengths"][:, None]
+        # A decoder that is given no mask looks for packed rows, which it would have to wait for.
+        takes_mask = "lengths" in inputs or is_decoder_type(self.backbone.config)
+        hidden_RTH = self.backbone(input_ids=ids_RT, attention_mask=real_RT if takes_mask else None).last_hidden_state
+        with torch.autocast(hidden_RTH.device.type, enabled=False):
+            return pool(hidden_RTH, self._pooled_tokens(real_RT, inputs), self.spec.pooling)
+
+    def _packed(self, ids_1T: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the transformer on rows that lie end to end and pool them."""
+        rows = PackedRows.of(inputs)
+        config = self.backbone.config.get_text_config()
+        offset = position_offset(config)
+        hidden_1TH = self.backbone(
+            input_ids=ids_1T,
+            attention_mask=attention.packed_mask(self.backbone, rows.segment_T),
+            position_ids=rows.positions(ids_1T, offset - 1 if offset else None),
+            cu_seq_lens_q=rows.starts_S1,
+            max_length_q=rows.longest,
+        ).last_hidden_state
+        with torch.autocast(hidden_1TH.device.type, enabled=False):
+            first_R = rows.first_pooled(inputs.get("prompt_lengths"))
+            return pool_packed(hidden_1TH[0], rows.starts_S1, first_R, rows.place_T, self.spec.pooling)
+
+    def _pooled_tokens(self, real_RT: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """Return which tokens are pooled, bool (R, T). A text that its prompt fills up is pooled over all of it."""
-        ids_RT = inputs["input_ids"]
-        mask_RT = inputs["attention_mask"].bool() if "attention_mask" in inputs else torch.ones_like(ids_RT).bool()
         if "prompt_lengths" not in inputs:
-            return mask_RT
-        positions_T = torch.arange(ids_RT.shape[1], device=ids_RT.device)
-        beyond_RT = mask_RT & (positions_T >= inputs["prompt_lengths"][:, None])
-        return torch.where(beyond_RT.any(dim=1, keepdim=True), beyond_RT, mask_RT)
+            return real_RT
+        places_T = torch.arange(real_RT.shape[1], device=real_RT.device)
+        beyond_RT = real_RT & (places_T >= inputs["prompt_lengths"][:, None])
+        return torch.where(beyond_RT.any(dim=1, keepdim=True), beyond_RT, real_RT)
 
     def save(self, folder: Path) -> None:
         """Write a folder that sentence-transformers, transformers and vembed load."""
@@ -216,7 +235,7 @@ class TextEncoder(Encoder):
             "query_prompt": repr(self.spec.prompts["query"]),
             "document_prompt": repr(self.spec.prompts["document"]),
             "similarity": "cosine" if self.spec.normalize else "dot product",
-            "attention": str(self.backbone.config._attn_implementation),
+            "attention": attention.attention_name(self.backbone) + (", rows end to end" if self.packs else ""),
         }
         origin = _BUILT_IN if is_builtin(self.name) else self.spec.origin  # also when it was read back from its run
         return {
@@ -332,96 +351,3 @@ def count_truncated(encoded: BatchEncoding, lengths: NDArray[np.int64], max_leng
         return sum(bool(encoding.overflowing) for encoding in encoded.encodings)
     # A tokenizer in Python doesn't say what it cut: texts of just the full length count too.
     return int((lengths == max_length).sum())
-
-
-def _check_dense(dense: list[Dense], backbone: PreTrainedModel, spec: TextSpec, name: str) -> None:
-    """Refuse dense layers that don't take what comes before them: pooling_method may have been overridden."""
-    width = int(backbone.config.get_text_config().hidden_size) * len(spec.pooling)
-    for layer in dense:
-        if layer.linear.in_features != width:
-            raise ConfigError(
-                f"{name}: a Dense layer takes {layer.linear.in_features} values, pooling {' + '.join(spec.pooling)} "
-                f"leaves {width}; leave pooling_method out"
-            )
-        width = layer.linear.out_features
-
-
-def _spec(
-    keys: ModelKeys,
-    described: SentenceTransformersFolder | None,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-) -> TextSpec:
-    """Decide pooling, length and prompts: the user's word, else sentence-transformers' files, else the family."""
-    if described is not None:
-        spec = TextSpec(
-            pooling=described.pooling,
-            max_length=0,
-            prompts=described.prompts,
-            include_prompt=described.include_prompt,
-            normalize=described.normalize,
-            lower_case=described.lower_case,
-            origin={"pooling": "modules.json", "similarity": "modules.json"},
-        )
-    else:
-        family = family_of(config)
-        if getattr(config, "is_encoder_decoder", False) and family.auto_class is not AutoModelForTextEncoding:
-            raise ConfigError(
-                f"{keys.model_name} is an encoder-decoder ({config.model_type}) whose encoder half transformers "
-                f"doesn't load alone; its output would be the decoder's. Take an encoder, a decoder or a T5-like model"
-            )
-        spec = TextSpec(pooling=(family.pooling,), max_length=0, origin={"pooling": f"{family.name}: {family.reason}"})
-    max_length, length_origin = _max_length(keys, described, config, tokenizer)
-    origin = {**spec.origin, "max_seq_length": length_origin}
-    given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
-    prompts = {side: prompt for side, prompt in given.items() if prompt is not None}
-    spec = replace(spec, max_length=max_length, prompts={**spec.prompts, **prompts})
-    if keys.pooling_method != "auto":
-        wanted: PoolingMode = "lasttoken" if keys.pooling_method == "last_token" else keys.pooling_method
-        spec = replace(spec, pooling=(wanted,))
-        origin["pooling"] = "pooling_method"
-    return replace(spec, origin=origin)
-
-
-def _max_length(
-    keys: ModelKeys,
-    described: SentenceTransformersFolder | None,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[int, str]:
-    """Return the longest input and where it was read."""
-    text_config = config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None)
-    if positions is not None and positions < 1:
-        positions = None
-    offset = _position_offset(config)
-    limit = None if positions is None else positions - offset
-    if keys.max_seq_length != "auto":
-        if limit is not None and keys.max_seq_length > limit:
-            raise ConfigError(
-                f"max_seq_length {keys.max_seq_length} is over the {limit} positions that {keys.model_name} was built "
-                f"with"
-            )
-        return keys.max_seq_length, "max_seq_length"
-    if described is not None and described.max_length is not None:
-        if limit is not None and offset and described.max_length > limit:
-            return limit, "config.json"  # the file forgot the positions that this family loses
-        return described.max_length, "sentence_bert_config.json"
-    candidates = {"tokenizer_config.json": tokenizer.model_max_length, "config.json": limit}
-    known = {file: length for file, length in candidates.items() if length is not None and length < 1_000_000}
-    if not known:
-        return FALLBACK_MAX_LENGTH, "no file names one"
-    file = min(known, key=lambda name: known[name])
-    return known[file], file
-
-
-def _position_offset(config: PreTrainedConfig) -> int:
-    """Return how many positions RoBERTa-like models lose: theirs start behind the padding id."""
-    roberta_like = {
-        *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod"),
-        *("mpnet", "longformer", "data2vec-text", "ibert", "luke"),
-    }
-    if config.model_type not in roberta_like:
-        return 0
-    pad = getattr(config, "pad_token_id", None)
-    return (pad if isinstance(pad, int) else 1) + 1

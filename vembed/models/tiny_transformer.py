@@ -13,7 +13,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from vembed.models.files import prepare_backbone, tokenizer_facts
-from vembed.models.text import TextEncoder, TextSpec
+from vembed.models.text import TextEncoder
+from vembed.models.text_spec import TextSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

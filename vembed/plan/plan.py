@@ -14,6 +14,7 @@ from vembed.plan.devices import Devices
 from vembed.plan.hardware import cpu_memory_bytes
 from vembed.plan.loading import Loading, plan_loading
 from vembed.plan.memory import BatchRows, BytesPerDevice, LossTiles, ModelSize
+from vembed.plan.packing import plan_packing
 from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, DataSize, PlanningProblem, Way
 from vembed.plan.reserve import reserve_notes
 from vembed.plan.strategy import choose
@@ -51,6 +52,7 @@ PLACES = {
     "gradient_cache_chunk_tokens": "chunks.tokens",
     "retain": "chunks.retain",
     "retain_tokens": "chunks.retain_tokens",
+    "packing": "packing",
     "dtype": "dtype",
     "loss_tile_size": "loss_tile_size",
     "steps": "steps.total",
@@ -93,6 +95,7 @@ class Plan:
     world_size: int  # processes
     dtype: str  # what the encoder computes in
     loss_tile_size: int  # rows and columns of the blocks in which the similarity matrix is computed
+    packing: bool  # whether the rows of an encoder call lie end to end instead of being padded
     bucket_bytes: int  # gradients that one collective adds up
     bytes_per_device: BytesPerDevice  # predicted peak of one process
     fits: bool  # with reserve
@@ -141,6 +144,7 @@ def make_plan(
     rows, num_pictures = _batch_rows(batch, devices, data)
     tiles, tile_notes = _loss_tiles(config, machine, model)
     problem = PlanningProblem(config, machine, devices, model, rows, num_pictures, dtype, tiles)
+    packing, packing_reason = plan_packing(config, machine, model)
     choice = choose(problem)
     chosen = choice.chosen
     steps, step_notes = plan_steps(config, config, batch, data.num_records, drop_last=config.drop_last)
@@ -163,6 +167,7 @@ def make_plan(
             *batch.reasons,
             *_reduction_notes(config, devices.count, chosen.way),
             *chosen.chunks.reasons,
+            packing_reason,
             memory_sentence(chosen, devices.memory_bytes, sum(reserved.values()), machine.taken_bytes),
             *reserve_notes(reserved),
             loading.reason,
@@ -170,6 +175,7 @@ def make_plan(
         world_size=devices.count,
         dtype=dtype,
         loss_tile_size=tiles.size,
+        packing=packing,
         bucket_bytes=config.ddp_bucket_cap_mb << 20,
         bytes_per_device=chosen.bytes_per_device,
         fits=chosen.fits,

@@ -56,6 +56,12 @@ class BatchKeys(Section):
         "same gradients; auto takes a part of the memory to spare.",
         acts_with=IN_CHUNKS,
     )
+    packing: Auto | bool = key(
+        "auto",
+        "Lay the rows of an encoder call end to end instead of padding them; attention stays in each row. auto does "
+        "where the device has a fast operator for it and the model's type is proven to compute the same. On a CPU true "
+        "is a slow reference: attention weighs all pairs of a call's tokens.",
+    )
     oom_retry: bool = key(
         True,
         "Do a step that runs out of memory again without kept graphs, then in chunks of half the size, instead of "

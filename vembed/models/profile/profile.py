@@ -150,6 +150,7 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
         picture_bytes=picture_bytes(whole),
         checkpointable=all(size.saved_checkpointed is not size.saved for size in (*sizes, *estimated.values())),
         vectors=_vectors(whole),
+        why_not_packed=whole.why_not_packed(target.device, compute_dtype),
     )
 
 

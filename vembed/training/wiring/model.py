@@ -33,7 +33,7 @@ def build_encoder(config: Config, plan: Plan, output: OutputFolder, data: RunDat
     """Load the encoder, and freeze what doesn't train.
 
     Args:
-        plan: Says whether adapters train, and whether activations are computed again.
+        plan: Says whether adapters train, whether activations are computed again, and whether rows lie end to end.
         output: Holds an encoder that was built from scratch: resuming needs the tokenizer that it trained.
         keep: Whether an encoder that is built from scratch is written there.
 
@@ -47,6 +47,8 @@ def build_encoder(config: Config, plan: Plan, output: OutputFolder, data: RunDat
         add_adapters(encoder, config)
     else:
         freeze(encoder, config.trainable)
+    if plan.packing:
+        encoder.pack()
     encoder.base = base_fingerprint(encoder)
     return encoder
 

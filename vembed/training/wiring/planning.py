@@ -44,6 +44,7 @@ PLAN_READ_BACK: dict[str, Any] = {
     "gradient_cache_chunk_tokens": _Count,
     "retain": _Share,
     "retain_tokens": int | None,
+    "packing": bool,
     "dtype": Literal["float64", "float32", "bfloat16", "float16"],
     "loss_tile_size": _Count,
     "use_lora": bool,

@@ -1,0 +1,232 @@
+"""Rows that lie end to end have the vectors and the gradients of padded ones."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from adapter_cases import wake
+from packing_cases import (
+    LENGTHS,
+    PAD,
+    POSITIONS,
+    SHAPES,
+    build,
+    encode,
+    largest_difference,
+    rows,
+    with_gradients,
+)
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vembed.config.keys.adapters import AdapterKeys
+from vembed.models import attention
+from vembed.models.adapters.lora import add_adapters
+from vembed.models.packing import PACKED_TYPES
+from vembed.models.pooling import POOLING_MODES
+from vembed.models.profile.measure import ProfileTarget, become_fake
+from vembed.models.profile.measure import _autocast as autocast
+
+if TYPE_CHECKING:
+    from vembed.batch import Features
+    from vembed.models.text import TextEncoder
+
+
+def difference(encoder: TextEncoder, features: Features, **changes: Any) -> float:
+    """Return the largest relative difference of vectors and gradients between padded and packed rows."""
+    padded = with_gradients(encode(encoder, features, packed=False), encoder)
+    packed = with_gradients(encode(encoder, features, packed=True, **changes), encoder)
+    return largest_difference(padded, packed)
+
+
+def test_every_type_that_is_packed_is_proven_here() -> None:
+    assert SHAPES.keys() == PACKED_TYPES
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_vectors_and_gradients_are_those_of_padded_rows(kind: str) -> None:
+    encoder, features = build(kind), rows()
+    assert encoder.why_not_packed("cpu", torch.float64) == ""
+    assert difference(encoder, features) <= 1e-10
+    names = {name for name, parameter in encoder.named_parameters() if parameter.grad is not None}
+    assert {name.removeprefix("backbone.") for name in names} > {"embeddings.word_embeddings.weight"} or len(names) > 9
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3", "gemma3_text", "mistral"])
+def test_the_comparison_sees_a_row_that_looks_into_the_next_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    all_of_them = torch.ones(1, 1, sum(LENGTHS), sum(LENGTHS), dtype=torch.bool)
+    monkeypatch.setattr(attention, "packed_mask", lambda *_: all_of_them)
+    assert difference(build(kind), rows()) > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["modernbert", "qwen3", "gemma3_text", "mistral"])
+def test_the_comparison_sees_a_window_that_is_not_kept(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = attention._near
+    monkeypatch.setattr(
+        attention, "_near", lambda count, reach, *, causal, device: whole(count, -1, causal=causal, device=device)
+    )
+    assert difference(build(kind), rows()) > 1e-3
+
+
+@pytest.mark.parametrize("mode", POOLING_MODES)
+@pytest.mark.parametrize("prompts", [None, (2, 17, 1, 8, 3, 0)])
+def test_every_pooling_goes_by_rows_and_leaves_prompts_out(mode: Any, prompts: Any) -> None:
+    encoder = build("bert", pooling=(mode,), include_prompt=prompts is None)
+    assert difference(encoder, rows(prompts=prompts), width=96) <= 1e-10
+    if prompts is not None and mode != "lasttoken":
+        with_prompts = encode(encoder, rows(), packed=True)
+        assert (encode(encoder, rows(prompts=prompts), packed=True) - with_prompts).abs().max() > 1e-3
+
+
+def test_several_poolings_and_vectors_of_any_length_stay_as_they_are() -> None:
+    encoder = build("qwen3", pooling=("mean", "lasttoken", "max"), normalize=False)
+    assert difference(encoder, rows()) <= 1e-10
+    assert encode(encoder, rows(), packed=True).shape == (len(LENGTHS), 96)
+
+
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert", "qwen3"])
+def test_filling_up_a_call_changes_nothing(kind: str) -> None:
+    encoder, features = build(kind, dtype=torch.float64), rows()
+    encoder.pack()
+    inputs = encoder.collate(features, np.arange(len(LENGTHS)), 256)
+    assert inputs["input_ids"].shape == (1, 256)
+    assert (inputs["input_ids"][0, sum(LENGTHS) :] == PAD).all()
+    assert inputs["lengths"].tolist() == [*LENGTHS, 256 - sum(LENGTHS)]  # longer than the model has positions
+    assert 256 - sum(LENGTHS) > POSITIONS + 2
+    assert difference(encoder, features, width=256) <= 1e-10
+
+
+def test_a_row_alone_and_rows_of_one_token_are_packed_too() -> None:
+    encoder = build("bert")
+    for lengths in ((7,), (1,), (1, 1, 1)):
+        assert difference(encoder, rows(lengths)) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3"])
+def test_gradient_checkpointing_computes_the_same(kind: str) -> None:
+    encoder, features = build(kind).train(), rows()
+    plain = with_gradients(encode(encoder, features, packed=True), encoder)
+    encoder.enable_gradient_checkpointing()
+    again = with_gradients(encode(encoder, features, packed=True), encoder)
+    assert largest_difference(plain, again) == 0
+    assert largest_difference(with_gradients(encode(encoder, features, packed=False), encoder), again) <= 1e-10
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3"])
+def test_adapters_have_the_gradients_of_padded_rows(kind: str) -> None:
+    encoder = build(kind)
+    add_adapters(encoder, AdapterKeys(lora_r=2, lora_dropout=0.0))
+    wake(encoder)
+    assert difference(encoder, rows()) <= 1e-10
+    assert all("lora_" in name for name, each in encoder.named_parameters() if each.grad is not None)
+
+
+def test_dropped_attention_weights_are_drawn_again_from_the_same_state() -> None:
+    encoder = build("bert", attention_probs_dropout_prob=0.3, hidden_dropout_prob=0.1).train()
+    vectors = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        vectors.append(encode(encoder, rows(), packed=True))
+    assert torch.equal(vectors[0], vectors[1])
+    assert not torch.equal(vectors[0], vectors[2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "device", "dtype", "words"),
+    [
+        ("mpnet", {}, "cpu", torch.float32, "no test proves that a mpnet model"),
+        ("qwen3", {"is_causal": False}, "cpu", torch.float32, "made bidirectional"),
+        ("bert", {"attn_implementation": "eager"}, "cpu", torch.float32, "attn_implementation eager"),
+        ("bert", {}, "cuda", torch.float32, "half precision, and the run in float32"),
+        ("bert", {}, "mps", torch.bfloat16, "no operator for them is known on mps"),
+        ("qwen3", {"head_dim": 20}, "cuda", torch.bfloat16, "heads of 20 dims"),
+        ("bert", {"attention_probs_dropout_prob": 0.1}, "cuda", torch.bfloat16, "drops 0.1 of its attention weights"),
+        ("distilbert", {"attention_dropout": 0.2}, "cuda", torch.bfloat16, "drops 0.2"),
+    ],
+)
+def test_what_cannot_be_packed_says_why(kind: str, changes: Any, device: str, dtype: torch.dtype, words: str) -> None:
+    assert words in build(kind, **changes).why_not_packed(device, dtype)
+
+
+def by_segments(
+    query_THD: torch.Tensor,
+    key_THD: torch.Tensor,
+    value_THD: torch.Tensor,
+    starts_S1: torch.Tensor,
+    longest: int,
+    *,
+    dropout: float,
+    scaling: float | None,
+    window: tuple[int, int],
+) -> torch.Tensor:
+    """Attend to packed rows, one after the other, as the operators of accelerators say that they do."""
+    assert starts_S1.dtype == torch.int32
+    assert int(starts_S1.diff().max()) <= longest
+    assert dropout == 0
+    groups = query_THD.shape[1] // key_THD.shape[1]
+    out = []
+    for start, end in itertools.pairwise(starts_S1.tolist()):
+        q, k, v = (each[start:end].transpose(0, 1) for each in (query_THD, key_THD, value_THD))
+        back = torch.arange(end - start)[:, None] - torch.arange(end - start)
+        left, right = (end if reach < 0 else reach for reach in window)
+        weights = (q @ k.repeat_interleave(groups, 0).mT * scaling).masked_fill(
+            (back > left) | (-back > right), -torch.inf
+        )
+        out.append((weights.softmax(-1) @ v.repeat_interleave(groups, 0)).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_what_an_operator_is_told_gives_the_vectors_and_gradients_of_padded_rows(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "packed_mask", lambda *_: torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    monkeypatch.setattr(attention, "_packed_operator", lambda: by_segments)
+    assert difference(build(kind), rows(), width=96) <= 1e-10
+
+
+class Calls(TorchDispatchMode):
+    """Collects the operations that run, with the shape and type of what they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, Any]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found.append((function.name(), args))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows"),
+    [
+        ("bert", [[-1, -1]] * 2),
+        ("modernbert", [[-1, -1], [4, 4]]),
+        ("qwen3", [[-1, 0], [4, 0]]),
+        ("llama", [[-1, 0]] * 2),
+    ],
+)
+def test_a_gpu_that_is_not_there_gets_torchs_operator_in_half_precision_without_a_wait(kind: str, windows: Any) -> None:
+    encoder = build(kind, dtype=torch.float32)
+    encoder.pack()
+    made = encoder.collate(rows(), np.arange(len(LENGTHS)), 256)
+    with FakeTensorMode(allow_non_fake_inputs=True), sdpa_kernel(SDPBackend.FLASH_ATTENTION), Calls() as calls:
+        become_fake(encoder, "cuda")
+        inputs = {name: torch.empty(each.shape, dtype=each.dtype, device="cuda") for name, each in made.items()}
+        with autocast(ProfileTarget("cuda", torch.bfloat16)):
+            z_RE = encoder(inputs)
+    assert (z_RE.shape, z_RE.dtype, z_RE.device.type) == ((len(LENGTHS), 32), torch.float32, "cuda")
+    attended = [args for name, args in calls.found if name == "torch_attn::_varlen_attn"]
+    assert [args[9] for args in attended] == windows
+    assert all(args[0].shape == (256, 2, 16) and args[5] == 256 for args in attended)
+    assert {each.dtype for args in attended for each in args[:3]} == {torch.bfloat16}
+    assert not any(each in name for name, _ in calls.found for each in ("_local_scalar_dense", "nonzero", "scaled_dot"))
+
+
+def test_hidden_dropout_and_half_precision_are_no_obstacle_on_a_gpu() -> None:
+    assert build("bert", hidden_dropout_prob=0.1).why_not_packed("cuda", torch.bfloat16) == ""

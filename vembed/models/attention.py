@@ -1,0 +1,310 @@
+"""Attention for rows that are padded at the right, and for rows that lie end to end.
+
+transformers makes masks for any padding, and looks into them for what can be left out: each look waits for the device.
+Here padding stands at the right, always, so that nothing needs a look:
+
+1. Causal attention takes no mask: padding stands behind every token that counts, and none of them sees it.
+2. Other attention takes a number for each token that is added to its scores, (R, 1, 1, T), made on the device.
+3. Packed rows take their cumulative lengths and an operator for them; on a CPU a mask of blocks is the reference.
+
+Shape legend: R rows, T tokens of a row or of all rows end to end, S segments of these, H heads, D their dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+NAME = "vembed"
+"""What these functions are called among the attention functions of transformers."""
+
+_OWN_ATTENTION = frozenset({"mpnet"})
+"""Types of models whose layers call no attention function, but take the masks of one."""
+
+HALF = (torch.float16, torch.bfloat16)
+
+_LARGEST_HEAD = 256
+"""Of flash attention; it is a multiple of 8 too."""
+
+_LEAST_CAPABILITY = (8, 0)
+"""Of the devices that flash attention runs on."""
+
+
+def spare_masks(backbone: PreTrainedModel) -> None:
+    """Let a transformer that uses torch's attention take it without looks into its masks."""
+    config = backbone.config.get_text_config()
+    if config._attn_implementation == "sdpa" or config.model_type in _OWN_ATTENTION:
+        config._attn_implementation = NAME
+
+
+def attention_name(backbone: PreTrainedModel) -> str:
+    """Return the attention that a transformer uses, by the name that a user gives it."""
+    config = backbone.config.get_text_config()
+    if config._attn_implementation != NAME:
+        return str(config._attn_implementation)
+    return "eager" if config.model_type in _OWN_ATTENTION else "sdpa"
+
+
+def compute_dtype(device_type: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type that attention computes in: that of mixed precision where it is on, else the weights' own."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
+
+
+def right_padding_mask(
+    *,
+    kv_length: int,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
+    **others: Any,
+) -> Tensor | None:
+    """Return the mask of rows that are padded at the right, in the form that `transformers.masking_utils` asks for it.
+
+    Args:
+        kv_length: T.
+        attention_mask: True for tokens, (R, T); None where none is padding.
+        local_size: Tokens that see each other where attention is local.
+        allow_is_causal_skip: Whether attention is causal, or causal and local, and no more.
+        allow_is_bidirectional_skip: Whether a token sees all others, or all that are near, and no more.
+        dtype: Of the embeddings.
+        others: What the general mask is made of.
+    """
+    if allow_is_causal_skip:
+        attention_mask = None
+    sees_all = local_size is None or kv_length < local_size
+    if sees_all and (allow_is_causal_skip or allow_is_bidirectional_skip):
+        if attention_mask is None:
+            return None
+        dtype = compute_dtype(attention_mask.device.type, dtype)
+        hidden_RT = torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, -torch.inf)
+        return hidden_RT[:, None, None, :]
+    return sdpa_mask(
+        kv_length=kv_length,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        dtype=dtype,
+        **others,
+    )
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend in a layer of transformers.
+
+    Args:
+        module: The layer.
+        query: (R, H, T, D).
+        key: (R, fewer or equal H, T, D).
+        value: The same.
+        attention_mask: Of padded rows; of packed ones without an operator for them, which tokens share a row,
+            (1, 1, T, T).
+        dropout: Share of the weights that is dropped.
+        scaling: Of the scores.
+        is_causal: Whether a token sees none behind it; None is as the layer says.
+        sliding_window: Tokens at less than this distance see each other; None is all.
+        cu_seq_lens_q: Where packed rows begin, and their end, int32, (S + 1,); None: rows are padded.
+        max_length_q: At least the tokens of the longest packed row.
+        others: For torch's attention.
+
+    Returns:
+        (R, T, H, D).
+    """
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    if cu_seq_lens_q is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+        )
+    reach = -1 if sliding_window is None else sliding_window - 1
+    if attention_mask is not None and attention_mask.shape[-1] == query.shape[2]:
+        near_TT = _near(query.shape[2], reach, causal=causal, device=query.device)
+        mask = attention_mask if near_TT is None else attention_mask & near_TT
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=False
+        )
+    dtype = compute_dtype(query.device.type, query.dtype)
+    query_THD, key_THD, value_THD = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
+    assert max_length_q is not None
+    out_THD = _packed_operator()(
+        query_THD,
+        key_THD,
+        value_THD,
+        cu_seq_lens_q,
+        max_length_q,
+        dropout=dropout,
+        scaling=scaling,
+        window=(reach, 0 if causal else reach),
+    )
+    return out_THD.unsqueeze(0), None
+
+
+def packed_mask(backbone: PreTrainedModel, segment_T: Tensor) -> Tensor:
+    """Return the mask that a transformer is given with packed rows: which tokens share one, bool (1, 1, T, T).
+
+    Where an operator knows their lengths it is a mask of one token, which only keeps transformers from making another.
+    """
+    device_type = segment_T.device.type
+    if device_type != "cpu" and not why_not_packed(backbone, device_type, compute_dtype(device_type, backbone.dtype)):
+        segment_T = segment_T[:1]
+    return (segment_T[:, None] == segment_T[None, :])[None, None]
+
+
+def _near(num_tokens: int, reach: int, *, causal: bool, device: torch.device) -> Tensor | None:
+    """Return which tokens a token may see by their distance alone, bool (T, T); None is all."""
+    if not causal and reach < 0:
+        return None
+    places_T = torch.arange(num_tokens, device=device)
+    back_TT = places_T[:, None] - places_T[None, :]
+    near_TT = back_TT >= 0 if causal else back_TT.abs() <= reach
+    return near_TT & (back_TT <= reach) if causal and reach >= 0 else near_TT
+
+
+def why_not_packed(backbone: PreTrainedModel, device_type: str, dtype: torch.dtype) -> str:
+    """Say why attention can't take packed rows on a device; empty where it can.
+
+    Args:
+        device_type: "cpu", or that of an accelerator.
+        dtype: What it computes in.
+    """
+    config = backbone.config.get_text_config()
+    if attention_name(backbone) == "eager":
+        return "attn_implementation eager has no form for them"
+    if device_type == "cpu":
+        return ""
+    if device_type != "cuda":
+        return f"no operator for them is known on {device_type}"
+    if not (_has_flash_attn() or _has_varlen()):
+        return f"torch {torch.__version__} has no operator for them and flash-attn isn't installed"
+    if dtype not in HALF:
+        return f"their operators compute in half precision, and the run in {str(dtype).removeprefix('torch.')}"
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head > _LARGEST_HEAD or head % 8:
+        return f"their operators take no attention heads of {head} dims"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
+        return "their operators need a GPU of capability 8.0 or more"
+    dropout = attention_dropout(backbone)
+    if dropout and not _has_flash_attn():
+        return f"the model drops {dropout:g} of its attention weights, which torch's operator can't; flash-attn can"
+    return ""
+
+
+def attention_dropout(backbone: PreTrainedModel) -> float:
+    """Return the share of attention weights that a model drops in training."""
+    config = backbone.config.get_text_config()
+    return max(float(getattr(config, key, 0.0) or 0.0) for key in ("attention_probs_dropout_prob", "attention_dropout"))
+
+
+@functools.cache
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+@functools.cache
+def _has_varlen() -> bool:
+    """Return whether torch's operator takes all that attention needs; the first ones took less."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+
+
+@functools.cache
+def _packed_operator() -> Callable[..., Tensor]:
+    """Return what attends to packed rows on an accelerator."""
+    return _flash_attn if _has_flash_attn() else _varlen_attn
+
+
+def _flash_attn(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    starts_S1: Tensor,
+    longest: int,
+    *,
+    dropout: float,
+    scaling: float | None,
+    window: tuple[int, int],
+) -> Tensor:
+    """Attend by the package flash-attn."""
+    out_THD: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
+        query_THD,
+        key_THD,
+        value_THD,
+        starts_S1,
+        starts_S1,
+        longest,
+        longest,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=window[1] == 0,
+        window_size=window,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return out_THD
+
+
+def _varlen_attn(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    starts_S1: Tensor,
+    longest: int,
+    *,
+    dropout: float,
+    scaling: float | None,
+    window: tuple[int, int],
+) -> Tensor:
+    """Attend by torch's own operator, which drops no weights."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    if dropout:
+        raise ValueError(f"torch's operator for packed rows drops no attention weights, and {dropout} are to be")
+    out_THD = varlen_attn(
+        query_THD,
+        key_THD,
+        value_THD,
+        starts_S1,
+        starts_S1,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=window,
+        enable_gqa=query_THD.shape[1] != key_THD.shape[1],
+    )
+    assert isinstance(out_THD, torch.Tensor)
+    return out_THD
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, right_padding_mask)

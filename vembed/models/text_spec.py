@@ -1,0 +1,130 @@
+"""How texts go through a transformer: by the user's word, else sentence-transformers' files, else the family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from transformers import AutoModelForTextEncoding
+
+from vembed.errors import ConfigError
+from vembed.models.families import family_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from vembed.batch import Side
+    from vembed.config.keys.model import ModelKeys
+    from vembed.models.pooling import PoolingMode
+    from vembed.models.sentence_transformers_format import Dense, SentenceTransformersFolder
+
+FALLBACK_MAX_LENGTH = 512
+"""Where neither the tokenizer nor the config of a model names a longest input."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextSpec:
+    """How texts go through a transformer."""
+
+    pooling: tuple[PoolingMode, ...]  # several are concatenated
+    max_length: int  # in tokens, special ones included
+    prompts: Mapping[Side, str] = field(default_factory=lambda: {"query": "", "document": ""})
+    include_prompt: bool = True  # whether the tokens of the prompt are pooled too
+    normalize: bool = True
+    lower_case: bool = False
+    origin: Mapping[str, str] = field(default_factory=dict)  # decision -> file or key that it was read from
+
+
+def check_dense(dense: list[Dense], backbone: PreTrainedModel, spec: TextSpec, name: str) -> None:
+    """Refuse dense layers that don't take what comes before them: pooling_method may have been overridden."""
+    width = int(backbone.config.get_text_config().hidden_size) * len(spec.pooling)
+    for layer in dense:
+        if layer.linear.in_features != width:
+            raise ConfigError(
+                f"{name}: a Dense layer takes {layer.linear.in_features} values, pooling {' + '.join(spec.pooling)} "
+                f"leaves {width}; leave pooling_method out"
+            )
+        width = layer.linear.out_features
+
+
+def decide_spec(
+    keys: ModelKeys,
+    described: SentenceTransformersFolder | None,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> TextSpec:
+    """Decide pooling, length and prompts: the user's word, else sentence-transformers' files, else the family."""
+    if described is not None:
+        spec = TextSpec(
+            pooling=described.pooling,
+            max_length=0,
+            prompts=described.prompts,
+            include_prompt=described.include_prompt,
+            normalize=described.normalize,
+            lower_case=described.lower_case,
+            origin={"pooling": "modules.json", "similarity": "modules.json"},
+        )
+    else:
+        family = family_of(config)
+        if getattr(config, "is_encoder_decoder", False) and family.auto_class is not AutoModelForTextEncoding:
+            raise ConfigError(
+                f"{keys.model_name} is an encoder-decoder ({config.model_type}) whose encoder half transformers "
+                f"doesn't load alone; its output would be the decoder's. Take an encoder, a decoder or a T5-like model"
+            )
+        spec = TextSpec(pooling=(family.pooling,), max_length=0, origin={"pooling": f"{family.name}: {family.reason}"})
+    max_length, length_origin = _max_length(keys, described, config, tokenizer)
+    origin = {**spec.origin, "max_seq_length": length_origin}
+    given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
+    prompts = {side: prompt for side, prompt in given.items() if prompt is not None}
+    spec = replace(spec, max_length=max_length, prompts={**spec.prompts, **prompts})
+    if keys.pooling_method != "auto":
+        wanted: PoolingMode = "lasttoken" if keys.pooling_method == "last_token" else keys.pooling_method
+        spec = replace(spec, pooling=(wanted,))
+        origin["pooling"] = "pooling_method"
+    return replace(spec, origin=origin)
+
+
+def _max_length(
+    keys: ModelKeys,
+    described: SentenceTransformersFolder | None,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[int, str]:
+    """Return the longest input and where it was read."""
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if positions is not None and positions < 1:
+        positions = None
+    offset = position_offset(config)
+    limit = None if positions is None else positions - offset
+    if keys.max_seq_length != "auto":
+        if limit is not None and keys.max_seq_length > limit:
+            raise ConfigError(
+                f"max_seq_length {keys.max_seq_length} is over the {limit} positions that {keys.model_name} was built "
+                f"with"
+            )
+        return keys.max_seq_length, "max_seq_length"
+    if described is not None and described.max_length is not None:
+        if limit is not None and offset and described.max_length > limit:
+            return limit, "config.json"  # the file forgot the positions that this family loses
+        return described.max_length, "sentence_bert_config.json"
+    candidates = {"tokenizer_config.json": tokenizer.model_max_length, "config.json": limit}
+    known = {file: length for file, length in candidates.items() if length is not None and length < 1_000_000}
+    if not known:
+        return FALLBACK_MAX_LENGTH, "no file names one"
+    file = min(known, key=lambda name: known[name])
+    return known[file], file
+
+
+def position_offset(config: PreTrainedConfig) -> int:
+    """Return how many positions RoBERTa-like models lose: theirs start behind the padding id."""
+    roberta_like = {
+        *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod"),
+        *("mpnet", "longformer", "data2vec-text", "ibert", "luke"),
+    }
+    if config.model_type not in roberta_like:
+        return 0
+    pad = getattr(config, "pad_token_id", None)
+    return (pad if isinstance(pad, int) else 1) + 1

@@ -20,8 +20,7 @@ import os
 import re
 import statistics
 import sys
-import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,58 +30,25 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from engine_workload import SHAPES, Workload, batch_of, build_workload
 from measure import Measurement, measure
 
-from vembed.batch import ContrastiveBatch, Features, Ragged
-from vembed.config.keys.model import ModelKeys
-from vembed.config.schema import Config
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.replay import RngState
-from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.models.registry import load_encoder
-from vembed.training.wiring.planning import plan_elsewhere
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
-SHAPES = {"small": (6, 384, 12), "minilm": (6, 384, 12), "bert-base": (12, 768, 12)}
-"""Layers, width and heads of the encoder."""
+    from vembed.batch import Ragged
 
 TEMPERATURE = 0.05
-VOCABULARY = 8192
 PEER_ROWS = (2, 4, 8, 16, 32, 64)
 PEER_TOKENS = (256, 512, 1024)
 DEFAULT_PEER = "ST cached, 32 rows"
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """One model and one batch, in the forms that the trainers take.
-
-    Attributes:
-        device: Where the step runs.
-        encoder: The model as vembed loads it.
-        peer: The same weights as a SentenceTransformer.
-        columns: Token ids of the queries and of the documents.
-        autocast: Type of mixed precision, or None.
-        retain_tokens: Tokens whose graphs vembed's plan keeps on this machine (`retain: auto`).
-    """
-
-    device: torch.device
-    encoder: Any
-    peer: Any
-    columns: tuple[Ragged, Ragged]
-    autocast: torch.dtype | None
-    retain_tokens: int | None
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of every text."""
-        return np.concatenate([column.lengths for column in self.columns])
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +100,14 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--rounds", type=int, default=5, help="steps of each variant")
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 1024], help="vembed's chunk budgets")
+    parser.add_argument("--peer-rows", type=int, nargs="+", default=PEER_ROWS, help="rows of the peer's mini-batches")
+    parser.add_argument("--peer-tokens", type=int, nargs="*", default=PEER_TOKENS, help="tokens of them")
+    parser.add_argument(
+        "--check-texts",
+        type=int,
+        help="texts of the batch whose gradients are compared and operations counted; all by default, which must fit "
+        "as one graph",
+    )
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument(
         "--no-plain", action="store_true", help="leave the step without caching out: it takes most memory"
@@ -147,7 +121,8 @@ def _arguments() -> argparse.Namespace:
 def _compare(arguments: argparse.Namespace, lengths: str) -> Iterator[dict[str, dict[str, float]]]:
     """Yield the table's rows after each round; print them after the last."""
     errors, flops = {}, {}
-    exact = build_workload(arguments, lengths, dropout=0.0)
+    checked = argparse.Namespace(**vars(arguments) | {"texts": arguments.check_texts or arguments.texts})
+    exact = build_workload(checked, lengths, dropout=0.0)
     variants = _variants(exact, arguments)
     plain_gradients, flops["plain"] = measure(partial(_gradients, variants["plain"]), exact.device).value
     errors["plain"] = 0.0
@@ -203,74 +178,6 @@ def _print(rows: dict[str, dict[str, float]], workload: Workload, lengths: str) 
         print(f"vembed in no more memory: {ours}, {rows[best]['cpu_seconds'] / rows[ours]['cpu_seconds']:.2f}x")
 
 
-def build_workload(arguments: argparse.Namespace, lengths: str, *, dropout: float) -> Workload:
-    """Build model and batch. The encoder is vembed's own loading of what the peer saved."""
-    from sentence_transformers import SentenceTransformer
-
-    rng = np.random.default_rng(arguments.seed)
-    num_pairs = arguments.texts // 2
-    columns = tuple(_token_ids(num_pairs, lengths, arguments.median, rng) for _ in range(2))
-    device = torch.device(arguments.device)
-    with tempfile.TemporaryDirectory() as folder:
-        _save_model(Path(folder), arguments, dropout)
-        peer = SentenceTransformer(folder, device=arguments.device)
-        encoder = load_encoder(ModelKeys(model_name=folder)).to(device)
-        # Measured like a step, in a child: the plan's profile runs a backward, after which no child could run one.
-        planned = measure(partial(_planned_retention, folder, num_pairs, bf16=arguments.bf16), device).value
-    autocast = torch.bfloat16 if arguments.bf16 else None
-    assert len(columns) == 2
-    return Workload(device, encoder.train(), peer.train(), columns, autocast, planned)
-
-
-def _planned_retention(model: str, num_pairs: int, *, bf16: bool) -> int | None:
-    config = Config(model_name=model, batch_size=num_pairs, bf16=bf16)
-    return plan_elsewhere(config, None, shape=None, num_records=num_pairs).chunks.retain_tokens
-
-
-def _token_ids(num_rows: int, lengths: str, median: int, rng: np.random.Generator) -> Ragged:
-    """Draw texts as token ids; 5 and above are words."""
-    drawn = rng.lognormal(np.log(median), 0.7, num_rows) if lengths == "mixed" else np.full(num_rows, median)
-    return Ragged.from_rows([rng.integers(5, VOCABULARY, min(256, max(4, int(length)))) for length in drawn])
-
-
-def _save_model(folder: Path, arguments: argparse.Namespace, dropout: float) -> None:
-    """Write a BERT with random weights as a sentence-transformers model."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer import modules
-    from tokenizers import Tokenizer, models
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
-
-    layers, width, heads = SHAPES[arguments.shape]
-    torch.manual_seed(arguments.seed)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        num_hidden_layers=arguments.layers or layers,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        max_position_embeddings=256,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-    )
-    backbone = folder / "backbone"
-    BertModel(config).save_pretrained(backbone)
-    words = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4}
-    words |= {f"w{index}": index for index in range(5, VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-        mask_token="[MASK]",
-        model_max_length=256,
-    ).save_pretrained(backbone)
-    transformer = modules.Transformer(str(backbone))
-    pooling = modules.Pooling(width, pooling_mode="mean")
-    SentenceTransformer(modules=[transformer, pooling, modules.Normalize()]).save(str(folder))
-
-
 def _variants(workload: Workload, arguments: argparse.Namespace) -> dict[str, Variant]:
     """Return every way to compute the step, by its name in the table."""
     ours: list[tuple[str, ChunkBudget, float]] = []
@@ -286,8 +193,10 @@ def _variants(workload: Workload, arguments: argparse.Namespace) -> dict[str, Va
     automatic = partial(our_step, workload, ChunkBudget(2**20, arguments.tokens[0]), 1.0, workload.retain_tokens)
     name = f"vembed, {arguments.tokens[0]} tokens, retain auto"
     variants.append(Variant(name, automatic, partial(_own_parameters, workload)))
-    peers: list[tuple[str, dict[str, Any]]] = [(f"ST cached, {n} rows", {"mini_batch_size": n}) for n in PEER_ROWS]
-    peers += [(f"ST cached, {n} tokens", {"mini_batch_num_tokens": n}) for n in PEER_TOKENS]
+    peers: list[tuple[str, dict[str, Any]]] = [
+        (f"ST cached, {n} rows", {"mini_batch_size": n}) for n in arguments.peer_rows
+    ]
+    peers += [(f"ST cached, {n} tokens", {"mini_batch_num_tokens": n}) for n in arguments.peer_tokens]
     peer_parameters = partial(_peer_parameters, workload)
     variants += [Variant(name, partial(_peer_step, workload, options), peer_parameters) for name, options in peers]
     variants.append(Variant("GradCache padding, 32 rows", partial(_batch_padded_step, workload, 32), peer_parameters))
@@ -310,27 +219,16 @@ def _named(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 def our_step(workload: Workload, budget: ChunkBudget, retain: float, retain_tokens: int | None = None) -> int:
     """Run vembed's engine; return padded tokens."""
-    encoder = workload.encoder
-    features = [Features({"input_ids": column}, column.lengths) for column in workload.columns]
-    pool = Pool(encoder, encoder.collate, Features.concat(features), np.arange(len(workload.lengths)))
-    num_pairs = len(workload.columns[0].lengths)
-    batch = ContrastiveBatch(
-        queries=("",) * num_pairs,
-        documents=("",) * num_pairs,
-        positives_P2=np.stack([np.arange(num_pairs)] * 2, axis=1),
-        query_ids_Q=np.arange(num_pairs),
-        document_ids_D=np.arange(num_pairs, 2 * num_pairs),
-        record_ids=tuple(range(num_pairs)),
-    )
+    pool, structure = batch_of(workload)
     options = EngineOptions(
-        budget=budget,
+        budget=replace(budget, bucketed=workload.device.type != "cpu"),
         device=workload.device,
         retain=retain,
         retain_tokens=retain_tokens,
         autocast_dtype=workload.autocast,
     )
     engine = GradCacheEngine(InfoNCE(temperature=TEMPERATURE).to(workload.device), options)
-    return engine.step([pool], BatchStructure.of(batch, workload.device)).padded_tokens
+    return engine.step([pool], structure).padded_tokens
 
 
 def _padded(column: Ragged, device: torch.device) -> dict[str, Tensor]:

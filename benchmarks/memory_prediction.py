@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from memory_cases import CASES, GPU_CASES, Case
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.config.keys.adapters import AdapterKeys
@@ -34,7 +38,6 @@ from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.lora import add_adapters
@@ -51,54 +54,14 @@ from vembed.plan.problem import DataSize, Way
 from vembed.training.optimizer import Schedule, Updater
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from vembed.distributed.fsdp import ShardingMode
     from vembed.models.encoder import Encoder
 
 TILE_SIZE = 1024
 MOST_ROWS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One model and one way to train it.
-
-    Attributes:
-        name: For people.
-        model: A model's name, or the shape of one: config.json of transformers, model_cfg of open_clip.
-        pairs: Queries of the batch; each has one document.
-        tokens: Tokens of each text.
-        pictures: Whether the documents are pictures.
-        chunk_tokens: Most padded tokens of a chunk.
-        retain: Share of the batch whose graphs are kept.
-        gradient_checkpointing: Whether layers are recomputed.
-        bf16: Whether the encoder computes in bfloat16.
-        lora: Whether adapters train beside a frozen base.
-        trainable: What trains otherwise.
-        ranks: Processes that share the batch, texts only.
-        fsdp_mode: What stays whole during a step; None replicates.
-    """
-
-    name: str
-    model: str | dict[str, Any]
-    pairs: int = 24
-    tokens: int = 64
-    pictures: bool = False
-    chunk_tokens: int = 1024
-    retain: float = 0.0
-    gradient_checkpointing: bool = False
-    bf16: bool = False
-    lora: bool = False
-    trainable: str = "all"
-    ranks: int = 1
-    fsdp_mode: ShardingMode | None = None
-
-    @property
-    def assignment(self) -> RowAssignment:
-        """The rows of each rank: its share of the queries, and their documents."""
-        shares = np.array_split(np.arange(self.pairs), self.ranks)
-        return RowAssignment(tuple(np.concatenate([share, self.pairs + share]) for share in shares))
 
 
 def build(case: Case, folder: Path, device: str) -> Encoder:
@@ -122,8 +85,8 @@ def keys_of(case: Case, folder: Path) -> ModelKeys:
     return ModelKeys(model_name=str(path))
 
 
-def measure_step(case: Case, device: torch.device) -> dict[str, int]:
-    """Run two steps and return the bytes of the second: what stays from step to step, and the peak."""
+def prepare(case: Case, device: torch.device) -> tuple[Encoder, Updater, Callable[[int], tuple[float, float]]]:
+    """Return a case's encoder with random weights, its optimizer, and the step, which gives loss and gradient norm."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         encoder = build(case, Path(folder), str(device))
@@ -131,13 +94,13 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
     compute_dtype = torch.bfloat16 if case.bf16 else None
     sharded = None
     if case.fsdp_mode is not None:
-        way = Way("fsdp", mode=case.fsdp_mode, sharding_factor=ranks.world_size)
+        way = Way("fsdp", mode=case.fsdp_mode, sharding_factor=ranks.world_size, cpu_offload=case.cpu_offload)
         sharded = shard_encoder(encoder, way, ranks, device=device, compute_dtype=compute_dtype)
     loss = InfoNCE(temperature=0.05, tile_size=TILE_SIZE).to(device)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
     updater = Updater(encoder, loss, OptimisationKeys(), schedule, loss_scaling=False)
     options = EngineOptions(
-        budget=ChunkBudget(MOST_ROWS, case.chunk_tokens),
+        budget=ChunkBudget(MOST_ROWS, case.chunk_tokens, bucketed=device.type != "cpu"),
         device=device,
         retain=case.retain,
         autocast_dtype=compute_dtype,
@@ -146,12 +109,23 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
     trained = [each for each in encoder.parameters() if each.requires_grad]
     engine = GradCacheEngine(loss, options, trained, sharded=sharded)
     pools, structure = make_batch(case, encoder, ranks.rank)
+    structure = structure.to(device)
 
-    def step(number: int) -> None:
-        engine.step(pools, structure, assignment=None if ranks.is_one else case.assignment)
-        updater.gradient_norm()
+    def step(number: int) -> tuple[float, float]:
+        result = engine.step(pools, structure, assignment=None if ranks.is_one else case.assignment)
+        norm = updater.gradient_norm()
         updater.update(number)
+        return result.loss, norm
 
+    return encoder, updater, step
+
+
+def measure_step(case: Case, device: torch.device) -> dict[str, int]:
+    """Run two steps and return the bytes of the second: what stays from step to step, and the peak.
+
+    On a GPU also what the caching allocator took at its peak, and what the driver has given to all processes by then.
+    """
+    encoder, updater, step = prepare(case, device)
     step(0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -159,7 +133,9 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
         stays = torch.cuda.memory_allocated(device)
         step(1)
         torch.cuda.synchronize(device)
-        return {"stays": stays, "peak": torch.cuda.max_memory_allocated(device)}
+        free, total = torch.cuda.mem_get_info(device)
+        peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return {"stays": stays, "peak": peak, "reserved": reserved, "driver": total - free}
     stays = _bytes_that_stay(encoder, updater)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step(1)
@@ -190,7 +166,7 @@ def make_batch(case: Case, encoder: Encoder, rank: int) -> tuple[list[Pool], Bat
         ]
     else:
         own = case.assignment.slots[rank]
-        pools = [Pool(encoder, encoder.collate, _texts(case, len(own), encoder), own)]
+        pools = [Pool(encoder, encoder.collate, _texts(case, 2 * case.pairs, encoder).take(own), own)]
     batch = ContrastiveBatch(
         queries=("",) * case.pairs,
         documents=("",) * case.pairs,
@@ -254,6 +230,7 @@ def predict(case: Case, device: str) -> dict[str, int]:
 def compare(case: Case, device: str) -> dict[str, Any]:
     """Predict a case here, and measure it in processes of its own."""
     predicted = predict(case, device)
+    others = _taken_bytes()
     command = [sys.executable, str(Path(__file__)), "--device", device, "--measure", json.dumps(asdict(case))]
     with tempfile.TemporaryDirectory() as folder:
         words = [[*command, "--rank", str(rank), "--meet", str(Path(folder) / "meet")] for rank in range(case.ranks)]
@@ -263,6 +240,8 @@ def compare(case: Case, device: str) -> dict[str, Any]:
     if any(each.returncode for each in running):
         raise RuntimeError(f"case {case.name} failed:\n" + "\n".join(errors for _, errors in said))
     measured = max((json.loads(out.strip().splitlines()[-1]) for out, _ in said), key=lambda each: each["peak"])
+    if "driver" in measured:
+        measured["driver"] -= others
     return {
         "case": case.name,
         "predicted": predicted,
@@ -271,93 +250,14 @@ def compare(case: Case, device: str) -> dict[str, Any]:
     }
 
 
-def bert(hidden: int = 384, layers: int = 6, tokens: int = 64) -> dict[str, Any]:
-    """Return the shape of a BERT that takes texts of so many tokens."""
-    return {
-        "model_type": "bert",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 32,
-        "intermediate_size": 4 * hidden,
-        "vocab_size": 30522,
-        "max_position_embeddings": tokens,
-    }
-
-
-def clip(text: int = 256, vision: int = 384, layers: int = 6, tokens: int = 48) -> dict[str, Any]:
-    """Return the shape of a CLIP whose pictures are 49 patches."""
-    stack = {"num_hidden_layers": layers}
-    return {
-        "model_type": "clip",
-        "projection_dim": text,
-        "text_config": {
-            **stack,
-            "hidden_size": text,
-            "num_attention_heads": text // 64,
-            "intermediate_size": 4 * text,
-            "vocab_size": 20000,
-            "max_position_embeddings": tokens,
-            "bos_token_id": 0,
-            "eos_token_id": 2,
-        },
-        "vision_config": {
-            **stack,
-            "hidden_size": vision,
-            "num_attention_heads": vision // 64,
-            "intermediate_size": 4 * vision,
-            "image_size": 224,
-            "patch_size": 32,
-        },
-    }
-
-
-def qwen(hidden: int = 512, layers: int = 8, tokens: int = 64) -> dict[str, Any]:
-    """Return the shape of a decoder with shared key heads."""
-    return {
-        "model_type": "qwen3",
-        "hidden_size": hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 128,
-        "head_dim": 64,
-        "intermediate_size": 3 * hidden,
-        "vocab_size": 30000,
-        "max_position_embeddings": tokens,
-    }
-
-
-CASES = (
-    Case("BERT, nothing kept", bert()),
-    Case("BERT, half kept", bert(), retain=0.5),
-    Case("BERT, all kept", bert(), retain=1.0),
-    Case("BERT, plain training", bert(), chunk_tokens=8192),
-    Case("BERT, gradient checkpointing", bert(), chunk_tokens=2048, gradient_checkpointing=True),
-    Case("BERT, bfloat16, half kept", bert(), retain=0.5, bf16=True),
-    Case("BERT, LoRA", bert(), chunk_tokens=2048, lora=True),
-    Case("BERT, last 2 layers", bert(), retain=1.0, trainable="last_2_layers"),
-    Case("Qwen3, nothing kept", qwen()),
-    Case("Qwen3, gradient checkpointing", qwen(), chunk_tokens=2048, gradient_checkpointing=True),
-    Case("BERT, 2 ranks, replicated", bert(), ranks=2, retain=0.5),
-    Case("BERT, 2 ranks, fsdp fast", bert(), ranks=2, fsdp_mode="fast"),
-    Case("BERT, 2 ranks, fsdp lean", bert(), ranks=2, fsdp_mode="lean"),
-    Case("BERT, 2 ranks, fsdp sharded", bert(), ranks=2, fsdp_mode="sharded"),
-    Case("BERT, 2 ranks, fsdp fast, bf16", bert(), ranks=2, fsdp_mode="fast", bf16=True, retain=0.5),
-    Case(
-        "BERT, bfloat16, checkpointing",
-        bert(512, 24),
-        pairs=16,
-        chunk_tokens=512,
-        bf16=True,
-        gradient_checkpointing=True,
-    ),
-    Case("CLIP, nothing kept", clip(), tokens=48, pictures=True),
-    Case("CLIP, half kept", clip(), tokens=48, pictures=True, retain=0.5),
-    Case("CLIP, all kept", clip(), tokens=48, pictures=True, retain=1.0),
-    Case("CLIP, the image tower", clip(), tokens=48, pictures=True, trainable="vision"),
-    Case("open_clip ViT-B-32", "open_clip:ViT-B-32", pairs=16, tokens=77, pictures=True, chunk_tokens=512),
-    Case("tiny-transformer, half kept", "builtin:tiny-transformer", tokens=128, retain=0.5),
-    Case("tiny-clip", "builtin:tiny-clip", pairs=512, tokens=64, pictures=True, chunk_tokens=8192),
-)
+def _taken_bytes() -> int:
+    """Return the memory of the first GPU that is taken before a case runs, by the driver; 0 where nobody can tell."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return 0
+    words = [command, "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    said = subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    return int(said) << 20 if said.isdigit() else 0
 
 
 def main() -> int:
@@ -378,7 +278,8 @@ def main() -> int:
         if case.ranks > 1:
             dist.destroy_process_group()
         return 0
-    wanted = [case for case in CASES if not arguments.cases or case.name.startswith(tuple(arguments.cases))]
+    asked = tuple(arguments.cases) or ("GPU",) * (arguments.device == "cuda")
+    wanted = [case for case in (*CASES, *GPU_CASES) if (case.name.startswith(asked) if asked else case in CASES)]
     print(
         f"{'MB':32}{'weights':>9}{'gradients':>10}{'AdamW':>8}{'activations':>12}{'total':>8}{'measured':>10}{'ratio':>7}"
     )

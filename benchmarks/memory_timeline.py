@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 import matplotlib as mpl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import engine
+from engine import our_step
+from engine_workload import build_workload
 
 from vembed.gradcache.chunking import ChunkBudget
 
@@ -41,10 +42,10 @@ def main() -> int:
     settings = argparse.Namespace(
         texts=arguments.texts, seed=0, median=40, device="cpu", shape="small", layers=None, bf16=False
     )
-    workload = engine.build_workload(settings, "mixed", dropout=0.1)
+    workload = build_workload(settings, "mixed", dropout=0.1)
     budget = ChunkBudget(2**20, arguments.tokens)
     variants: dict[str, Callable[[], object]] = {
-        f"retain {retain:g}": partial(engine.our_step, workload, budget, retain) for retain in (1.0, 0.5, 0.0)
+        f"retain {retain:g}": partial(our_step, workload, budget, retain) for retain in (1.0, 0.5, 0.0)
     }
     curves = {name: _recorded(step) for name, step in variants.items()}
     for name, (_, megabytes) in curves.items():

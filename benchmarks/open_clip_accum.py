@@ -288,7 +288,8 @@ def _our_step(workload: Workload, captions: Features, rows: int, *, retain: floa
         record_ids=tuple(range(num_pairs)),
     )
     loss = _loss_of(workload)
-    options = EngineOptions(ChunkBudget(rows, 2**30), workload.device, retain=retain, autocast_dtype=workload.autocast)
+    budget = ChunkBudget(rows, 2**30, bucketed=workload.device.type != "cpu")
+    options = EngineOptions(budget, workload.device, retain=retain, autocast_dtype=workload.autocast)
     engine = GradCacheEngine(loss, options)
     engine.step(pools, BatchStructure.of(batch, workload.device))
     gradient = loss.get_parameter("log_scale").grad

@@ -1,7 +1,8 @@
 """Compare the strategies for the shipped examples as the planner computes them: `python benchmarks/strategy_table.py`.
 
-Prints the tables of docs/distributed.md in Markdown. No model and no data is read: shapes lie in configs/shapes. Ways
-that shard over a part of the devices or live in the host's memory are left out unless one of them is chosen.
+Prints the tables of docs/distributed.md in Markdown, with `--machines` that of docs/gpu.md. No model and no data is
+read: shapes lie in configs/shapes. Ways that shard over a part of the devices or live in the host's memory are left out
+unless one of them is chosen.
 """
 
 from __future__ import annotations
@@ -19,6 +20,13 @@ EXAMPLES = (
     ("configs/qwen3_vl_2b_gradcache.yaml", "4xA100-80GB", "configs/shapes/qwen3_vl_2b.json"),
     ("configs/qwen3_vl_8b_fsdp_lora.yaml", "8xA100-80GB", "configs/shapes/qwen3_vl_8b.json"),
 )
+
+MACHINES = ("1xRTX4090-24GB", "1xH100-80GB", "1xH200-141GB", "8xH100-80GB")
+MODELS = ("bert_base", "qwen3_0_6b", "qwen3_4b", "qwen3_8b")
+RUN = ("batch_size=4096", "max_seq_length=512")
+"""What is planned for each machine: texts of up to 512 tokens, 4,096 pairs a device."""
+
+MACHINE_HEADS = ("Model", "Devices", "Way", "GiB per device", "Tokens of a call", "Graphs kept", "Relative speed")
 
 HEADS = ("Way", "GiB per device", "Fits", "Relative speed", "Scaling", "GiB sent per step")
 
@@ -86,8 +94,30 @@ def rows_of(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def machine_row(model: str, devices: str) -> tuple[str, ...]:
+    """Return what the planner chooses for a model on some devices."""
+    words = command_of("configs/finetune_text.yaml", devices, f"configs/shapes/{model}.json")
+    plan = read_plan([*words, "--records", "1000000", "--config_override", *RUN])
+    best = next(each for each in plan["candidates"] if each["recommended"])
+    way = way_of(best) + (", checkpointing" if best["gradient_checkpointing"] else "")
+    return (
+        model,
+        devices,
+        way if plan["fits"] else f"none fits; nearest: {way}",
+        f"{best['bytes_per_device']['total'] / (1 << 30):.1f}",
+        f"{plan['gradient_cache_chunk_tokens']:,}",
+        f"{best['retain']:.2f}",
+        f"{best['relative_speed']:.2f}",
+    )
+
+
 def main() -> None:
-    """Print a table for each example."""
+    """Print a table for each example, or one of machines and models."""
+    if sys.argv[1:] == ["--machines"]:
+        rows = (machine_row(model, devices) for model in MODELS for devices in MACHINES)
+        for cells in (MACHINE_HEADS, tuple("---" for _ in MACHINE_HEADS), *rows):
+            print(f"| {' | '.join(cells)} |")
+        return
     for example in EXAMPLES:
         words = command_of(*example)
         lines = [HEADS, tuple("---" for _ in HEADS), *rows_of(read_plan(words))]

@@ -38,7 +38,7 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_plan_of_a_small_step_is_true(benchmark_module: ModuleType) -> None:
-    shape = benchmark_module.bert(hidden=128, layers=3, tokens=48)
+    shape = sys.modules["memory_cases"].bert(hidden=128, layers=3, tokens=48)
     case = benchmark_module.Case("small", shape, pairs=24, tokens=48, chunk_tokens=768, retain=0.5)
     predicted = benchmark_module.predict(case, "cpu")
     measured = benchmark_module.measure_step(case, torch.device("cpu"))

@@ -1,0 +1,398 @@
+"""Parts of the proof that run the engine: exact gradients, what the host waits for, sizes of chunks, repair, 8B.
+
+Models have random weights and the shapes of configs/shapes; on a CPU a layer or two of the same families.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import traceback
+import warnings
+from collections import Counter
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from proof_rows import Finding, Setting, Skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import torch
+    from engine_workload import Workload
+    from torch import Tensor
+
+    from vembed.gradcache.engine import GradCacheEngine, StepResult
+    from vembed.models.encoder import Encoder
+
+SHAPES = Path(__file__).resolve().parents[1] / "configs" / "shapes"
+
+GIB = 1 << 30
+BYTES_FOR_8B = 40 * GIB
+
+EXACT = 1e-9
+"""Most that a gradient may differ from the plain step's in float64, relative to its norm."""
+
+WORSE_IN_BF16 = 2.0
+"""Most that chunks may add to the error of bfloat16: they round sums of other lengths."""
+
+
+def _shape(family: str, setting: Setting) -> dict[str, Any]:
+    """Return the config of a model of a family."""
+    import memory_cases as small
+
+    if setting.is_small:
+        modern = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+        return {
+            "bert": small.bert(64, 2, 256),
+            "qwen3": small.qwen(128, 2, 256),
+            "clip": small.clip(64, 64, 1),
+            "modernbert": {"model_type": "modernbert", **modern},
+        }[family]
+    if family == "modernbert":
+        return {"model_type": "modernbert"}  # its defaults are those of the base model
+    file = {"bert": "bert_base", "qwen3": "qwen3_0_6b", "clip": "clip_vit_base_patch32", "8B": "qwen3_8b"}[family]
+    content: dict[str, Any] = json.loads((SHAPES / f"{file}.json").read_text("utf-8"))
+    return content
+
+
+def _encoder(shape: dict[str, Any], setting: Setting, dtype: str = "float32", **keys: Any) -> Encoder:
+    """Return a model with random weights on the device, in training."""
+    from pydantic import ValidationError
+
+    from vembed.config.keys.model import ModelKeys
+    from vembed.models.registry import load_skeleton
+
+    path = setting.folder / "shape.json"
+    path.write_text(json.dumps(shape), "utf-8")
+    try:
+        named = ModelKeys.model_validate({"model_name": str(path), "torch_dtype": dtype, **keys})
+    except ValidationError as error:
+        if any(each["type"] == "extra_forbidden" for each in error.errors()):
+            raise Skipped(f"this vembed has no key {' or '.join(keys)}") from error
+        raise
+    return load_skeleton(named, device=setting.device).train()
+
+
+def _workload(encoder: Encoder, setting: Setting, pairs: int, autocast: torch.dtype | None = None) -> Workload:
+    """Return a batch of texts of lognormal lengths, median 40 tokens."""
+    import numpy as np
+    import torch
+    from engine_workload import Workload, token_ids
+
+    rng = np.random.default_rng(0)
+    columns = (token_ids(pairs, "mixed", 40, rng), token_ids(pairs, "mixed", 40, rng))
+    return Workload(torch.device(setting.device), encoder, None, columns, autocast, None)
+
+
+def _engine(workload: Workload, tokens: int, retain: float = 0.0) -> GradCacheEngine:
+    import torch
+
+    from vembed.gradcache.chunking import ChunkBudget
+    from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+    from vembed.losses.infonce import InfoNCE
+
+    dtype = next(workload.encoder.parameters()).dtype
+    loss_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    loss = InfoNCE(temperature=0.05, dtype=loss_dtype).to(workload.device)
+    budget = ChunkBudget(1 << 20, tokens, bucketed=workload.device.type != "cpu")
+    options = EngineOptions(budget, workload.device, retain, autocast_dtype=workload.autocast)
+    return GradCacheEngine(loss, options, [each for each in workload.encoder.parameters() if each.requires_grad])
+
+
+def _gradients(encoder: Encoder) -> dict[str, Tensor]:
+    """Take the gradients out of a model."""
+    found = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
+    encoder.zero_grad(set_to_none=True)
+    return found
+
+
+def _error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """Return the largest difference of a parameter's gradient, relative to its norm; zero in truth is left out."""
+    if found.keys() != truth.keys():
+        return float("inf")
+    norms = {name: float(each.norm()) for name, each in truth.items()}
+    floor = 1e-6 * max(norms.values())
+    return max(float((found[name] - truth[name]).norm()) / norm for name, norm in norms.items() if norm > floor)
+
+
+def _whole_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """Return the difference of all gradients together, relative to their norm."""
+    square = sum(float((found[name] - each).square().sum()) for name, each in truth.items())
+    return float((square / sum(float(each.square().sum()) for each in truth.values())) ** 0.5)
+
+
+def exactness(setting: Setting) -> Iterator[Finding]:
+    """Compare the gradients of a step in chunks with those of the plain step, then replay one with dropout."""
+    import torch
+    from engine_workload import batch_of
+    from memory_cases import bert
+
+    shape, pairs = bert(128, 2, 256), 24 if setting.is_small else 256
+    still = {**shape, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    workload = _workload(_encoder(still, setting, "float64"), setting, pairs)
+    truth, found = _plain_gradients(workload), _chunked_gradients(workload)
+    error = _error(found, truth)
+    yield Finding("float64", {"gradient error": error, "most": EXACT}, held=error <= EXACT)
+    torch.manual_seed(0)
+    workload = _workload(_encoder(still, setting), setting, pairs)
+    truth = _plain_gradients(workload)
+    rounded = replace(workload, autocast=torch.bfloat16)
+    plain, chunked = (_whole_error(found(rounded), truth) for found in (_plain_gradients, _chunked_gradients))
+    figures = {"error of the chunks": chunked, "of the plain step": plain}
+    yield Finding("bfloat16 against float32", figures, held=chunked <= WORSE_IN_BF16 * plain)
+    workload = _workload(_encoder(shape, setting), setting, pairs, torch.bfloat16)
+    pool, structure = batch_of(workload)
+    drift = _engine(workload, 512).step([pool], structure).replay_drift  # raises where it is more than rounding
+    yield Finding("replay with dropout, bfloat16", {"drift": drift}, held=True)
+
+
+def _chunked_gradients(workload: Workload) -> dict[str, Tensor]:
+    from engine_workload import batch_of
+
+    pool, structure = batch_of(workload)
+    _engine(workload, 512, retain=0.3).step([pool], structure)
+    return _gradients(workload.encoder)
+
+
+def _plain_gradients(workload: Workload) -> dict[str, Tensor]:
+    """Return the gradients of the batch in one graph."""
+    import torch
+    from engine_workload import batch_of
+
+    from vembed.gradcache.reference import reference_step
+
+    def encode(inputs: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(workload.device.type, workload.autocast, enabled=workload.autocast is not None):
+            z: Tensor = workload.encoder({name: each.to(workload.device) for name, each in inputs.items()})
+        return z.to(torch.promote_types(z.dtype, torch.float32))
+
+    pool, structure = batch_of(workload)
+    reference_step([replace(pool, encode=encode)], structure, _engine(workload, 512).loss)  # type: ignore[arg-type]
+    return _gradients(workload.encoder)
+
+
+def host(setting: Setting) -> Iterator[Finding]:
+    """Count what a step waits for, and how long the device works in it."""
+    import torch
+    from engine_workload import batch_of
+
+    on_gpu = setting.device == "cuda"
+    pairs, tokens = (16, 256) if setting.is_small else (2048, 16384)
+    encoder = _encoder(_shape("bert", setting), setting)
+    workload = _workload(encoder, setting, pairs, torch.bfloat16 if on_gpu else None)
+    pool, structure = batch_of(workload)
+    counted = []
+    for factor in (1, 2):
+        engine = _engine(workload, tokens // factor)
+        results = [engine.step([pool], structure) for _ in range(2)]  # what is done once is done
+        with _synchronisations(setting) as places:
+            engine.step([pool], structure)
+        counted.append(sum(places.values()))
+        yield Finding(f"waits of a step, {results[0].num_chunks} chunks", {"waits": counted[-1], "at": dict(places)})
+    yield Finding("waits for each chunk more", {"waits": counted[1] - counted[0]}, held=counted[1] == counted[0])
+    engine = _engine(workload, tokens)
+    seconds, result = _median_step(engine, workload, rounds=1 if setting.is_small else 5)
+    engine.stopwatch.read()
+    engine.step([pool], structure)
+    parts = engine.stopwatch.read()
+    figures: dict[str, Any] = {"step_seconds": seconds, "chunks": result.num_chunks, "parts": dict(parts)}
+    figures["loss share (aim: under 0.05)"] = parts.get("loss", 0.0) / max(1e-9, sum(parts.values()))
+    if on_gpu:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            engine.step([pool], structure)
+            torch.cuda.synchronize()
+        kernels = sum(each.self_device_time_total for each in profile.key_averages()) / 1e6
+        figures["busy (aim: 0.85)"] = kernels / seconds
+    else:
+        figures["busy"] = "counted on a GPU only"
+    yield Finding("where the time of a step goes", figures)
+
+
+@contextlib.contextmanager
+def _synchronisations(setting: Setting) -> Iterator[Counter[str]]:
+    """Count by place in our code where the host waits for the device; on a CPU, where it reads a number from one."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    places: Counter[str] = Counter()
+
+    class CountReads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                places[_own_place()] += 1
+            return func(*args, **kwargs or {})
+
+    def note(message: Any, *rest: Any, **more: Any) -> None:  # noqa: ARG001
+        if "synchronizing" in str(message):
+            places[_own_place()] += 1
+
+    if setting.device == "cpu":
+        with CountReads():  # type: ignore[no-untyped-call]
+            yield places
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield places
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _own_place() -> str:
+    """Return the innermost line of vembed that is at work, and the library's where it waits in one."""
+    stack = [each for each in traceback.extract_stack() if not each.filename.startswith(__file__)]
+    own = [each for each in stack if f"{Path('vembed')}/" in each.filename] or stack
+    return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
+
+
+def _median_step(engine: GradCacheEngine, workload: Workload, *, rounds: int) -> tuple[float, StepResult]:
+    from engine_workload import batch_of
+
+    pool, structure = batch_of(workload)
+    return _median(lambda: engine.step([pool], structure), workload.encoder, rounds=rounds)
+
+
+def _median(step: Callable[[], StepResult], encoder: Encoder, *, rounds: int) -> tuple[float, StepResult]:
+    """Return the median seconds of a step behind one that warms up; a step ends with reading its loss."""
+    result, seconds = step(), []
+    for _ in range(rounds):
+        encoder.zero_grad(set_to_none=True)
+        started = time.perf_counter()
+        result = step()
+        seconds.append(time.perf_counter() - started)
+    return sorted(seconds)[len(seconds) // 2], result
+
+
+def sweep(family: str, setting: Setting, *, packing: bool = False, compile: bool = False) -> Iterator[Finding]:  # noqa: A002
+    """Time a step with chunks of 1k to 64k tokens."""
+    import torch
+
+    keys: dict[str, Any] = {"packing": True} if packing else {}
+    encoder = _encoder(_shape(family, setting), setting, **keys)
+    if compile:
+        _compile(encoder)
+    autocast = torch.bfloat16 if setting.device == "cuda" else None
+    for tokens in (128, 512) if setting.is_small else (1024, 4096, 16384, 65536):
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            seconds, result = _timed_sweep_step(family, encoder, setting, tokens, autocast)
+        except torch.OutOfMemoryError as error:
+            yield Finding(f"{tokens} tokens", {"out of memory": str(error).partition(".")[0]})
+            return  # larger ones won't fit either
+        figures = {"tokens/s": result.tokens / seconds, "chunks": result.num_chunks, "step_seconds": seconds}
+        figures["padding"] = result.padded_tokens / result.tokens
+        if setting.device == "cuda":
+            figures["peak_bytes"] = torch.cuda.max_memory_allocated()
+        yield Finding(f"{tokens} tokens", figures)
+
+
+def _timed_sweep_step(
+    family: str, encoder: Encoder, setting: Setting, tokens: int, autocast: torch.dtype | None
+) -> tuple[float, StepResult]:
+    from memory_cases import Case
+    from memory_prediction import make_batch
+
+    rounds = 1 if setting.is_small else 2
+    if family != "clip":
+        workload = _workload(encoder, setting, 8 if setting.is_small else 1024, autocast)
+        return _median_step(_engine(workload, tokens), workload, rounds=rounds)
+    case = Case("sweep", {}, pairs=8 if setting.is_small else 1024, tokens=16, pictures=True)
+    pools, structure = make_batch(case, encoder, 0)
+    engine = _engine(_workload(encoder, setting, 1, autocast), tokens)
+    return _median(lambda: engine.step(pools, structure.to(engine.options.device)), encoder, rounds=rounds)
+
+
+def _compile(encoder: Encoder) -> None:
+    try:
+        compiling = import_module("vembed.models.compiling")
+    except ModuleNotFoundError as error:
+        raise Skipped("this vembed has no key compile") from error
+    compiling.compile_layers(encoder, strict=True)
+
+
+def repair(setting: Setting) -> Iterator[Finding]:
+    """Let a step run out of memory: it must be done again in smaller chunks, with the same gradients."""
+    import torch
+    from engine_workload import batch_of
+
+    shape = {**_shape("bert", setting), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    workload = _workload(_encoder(shape, setting), setting, 16 if setting.is_small else 512)
+    pool, structure = batch_of(workload)
+    tokens = 512 if setting.is_small else 32768
+    if setting.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if setting.device == "cuda" else 0
+    whole = _engine(workload, tokens).step([pool], structure)
+    truth = _gradients(workload.encoder)
+    if setting.device == "cuda":
+        room = before + (torch.cuda.max_memory_allocated() - before) // 2
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    else:
+        pool = replace(pool, encode=_without_memory(workload.encoder, tokens // 2))
+    try:
+        result = _engine(workload, tokens).step([pool], structure)
+    finally:
+        if setting.device == "cuda":
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    error = _error(_gradients(workload.encoder), truth)
+    figures = {"repairs": result.num_repairs, "chunks before": whole.num_chunks, "chunks after": result.num_chunks}
+    held = result.num_repairs > 0 and error < 1e-3
+    yield Finding("half of the memory", {**figures, "gradient error": error}, held=held)
+
+
+def _without_memory(encoder: Encoder, most_tokens: int) -> Callable[[dict[str, Tensor]], Tensor]:
+    """Return an encoder that has no memory for large calls: a CPU has no limit to set."""
+    import torch
+
+    def encode(inputs: dict[str, Tensor]) -> Tensor:
+        if inputs["input_ids"].numel() > most_tokens:
+            raise torch.OutOfMemoryError("this call stands for one that doesn't fit")
+        z: Tensor = encoder(inputs)
+        return z
+
+    return encode
+
+
+def one_step_at_8b(setting: Setting) -> Iterator[Finding]:
+    """Train a decoder of 8B for a step with LoRA, checkpointing and random weights."""
+    import torch
+    from engine_workload import batch_of
+
+    from vembed.config.keys.adapters import AdapterKeys
+    from vembed.config.keys.optimisation import OptimisationKeys
+    from vembed.models.adapters.lora import add_adapters
+    from vembed.training.optimizer import Schedule, Updater
+
+    if setting.device != "cuda" or torch.cuda.mem_get_info()[0] < BYTES_FOR_8B:
+        raise Skipped(f"it takes a GPU with {BYTES_FOR_8B / GIB:.0f} GiB free")
+    encoder = _encoder(_shape("8B", setting), setting, "bfloat16")
+    add_adapters(encoder, AdapterKeys())
+    encoder.enable_gradient_checkpointing()
+    encoder.to(setting.device)
+    workload = _workload(encoder.train(), setting, 128, torch.bfloat16)
+    pool, structure = batch_of(workload)
+    engine = _engine(workload, 8192)
+    schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
+    updater = Updater(encoder, engine.loss, OptimisationKeys(), schedule, loss_scaling=False)
+    for number in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        result = engine.step([pool], structure)
+        norm = float(updater.gradient_norm())
+        updater.update(number)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - started
+        figures = {"step_seconds": seconds, "tokens/s": result.tokens / seconds, "loss": result.loss, "norm": norm}
+        figures |= {"peak_bytes": torch.cuda.max_memory_allocated(), "drift": result.replay_drift}
+        yield Finding(f"step {number + 1}", figures, held=0 < norm < float("inf"))

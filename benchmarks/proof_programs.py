@@ -1,0 +1,276 @@
+"""Parts of the proof that start programs: other benchmarks, two ranks, and the commands that a user types."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from proof_rows import Finding, Setting, Skipped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+
+SAME = 1e-4
+"""Most that losses and norms of two ranks may differ from those of one process, relative: float32 adds up in order."""
+
+RANKS_SECONDS = 120
+"""Longest wait for two ranks, for all the ways that they go through."""
+
+NOTICE_SECONDS = 30
+"""Longest time from the end of a rank to that of the other: `nccl_timeout` of the run that is killed."""
+
+
+def _environment(setting: Setting, **more: str) -> dict[str, str]:
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if setting.device == "cpu":
+        own |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **own, **more}
+
+
+def _start(words: Sequence[object], setting: Setting, log: Path, **variables: str) -> subprocess.Popen[str]:
+    """Start a Python program whose output goes to a file."""
+    with log.open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, *map(str, words)],
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=setting.folder,
+            env=_environment(setting, **variables),
+        )
+
+
+def _run(words: Sequence[object], setting: Setting, *, codes: Sequence[int] = (0,)) -> str:
+    """Run a Python program to its end and return what it said.
+
+    Raises:
+        Skipped: It needs a package that isn't installed.
+        RuntimeError: It ended with another code; its last line is in the message.
+    """
+    log = setting.folder / "said.txt"
+    code = _start(words, setting, log).wait()
+    said = log.read_text("utf-8", errors="replace")
+    if code not in codes:
+        raise _failure(f"{Path(str(words[0])).name} ended with code {code}", said)
+    return said
+
+
+def _failure(what: str, said: str) -> Exception:
+    """Return what to raise for a program that failed, by what it said last."""
+    missing = re.search(r"No module named '((?!vembed)\w+)", said)
+    if missing is not None:
+        return Skipped(f"{missing[1]} is not installed")
+    if "Duplicate GPU" in said:
+        return Skipped("this NCCL gives a GPU to one rank only; newer ones take NCCL_MULTI_RANK_GPU_ENABLE=1")
+    lines = said.strip().splitlines()
+    return RuntimeError(f"{what}: {lines[-1] if lines else 'it said nothing'}")
+
+
+def plan_against_memory(setting: Setting) -> Iterator[Finding]:
+    """Compare what the plan predicts with what a step allocates, the allocator reserves, and the driver gives."""
+    from vembed.plan.problem import FIT_FACTOR, Way
+    from vembed.plan.reserve import reserve
+
+    results = setting.folder / "memory.json"
+    cases = ["BERT, LoRA"] if setting.is_small else ["GPU"]
+    _run([HERE / "memory_prediction.py", *cases, "--device", setting.device, "--json", results], setting)
+    for each in json.loads(results.read_text("utf-8")):
+        predicted, measured = each["predicted"]["total"], each["measured"]
+        figures = {"predicted_bytes": predicted, "allocated_bytes": measured["peak"]}
+        figures["predicted/allocated (aim: 0.95 to 1.05)"] = each["ratio"]
+        most = measured["peak"]
+        if "driver" in measured:
+            figures |= {"reserved_bytes": measured["reserved"], "driver_bytes": measured["driver"]}
+            figures["predicted/reserved (aim: 0.9 to 1.1)"] = predicted / measured["reserved"]
+            most = measured["driver"]
+        room = FIT_FACTOR * predicted + sum(reserve(setting.device, Way("single"), 1).values())
+        yield Finding(each["case"], figures, held=most <= room)  # what the plan takes to fit must fit
+
+
+def sentence_transformers(setting: Setting) -> Iterator[Finding]:
+    """Compare with sentence-transformers' cached loss, in its fastest setting of a sweep."""
+    words: list[object] = ["--lengths", "mixed", "--no-plain", "--output", setting.folder]
+    if setting.is_small:
+        words += ["--texts", 16, "--layers", 1, "--rounds", 1, "--tokens", 256, "--peer-rows", 8, "--peer-tokens"]
+    else:
+        words += ["--device", "cuda", "--shape", "bert-base", "--bf16", "--texts", 8192, "--check-texts", 512]
+        words += ["--rounds", 3, "--tokens", 16384, 65536]
+        words += ["--peer-rows", 64, 256, 1024, "--peer-tokens", 16384, 65536]
+    _run([HERE / "engine.py", *words, "--only", r"^ST|^vembed, \d+ tokens"], setting)
+    rows = json.loads((setting.folder / "engine.json").read_text("utf-8"))["results"]["mixed"]
+    yield from _compared(rows, peer="ST", error="gradient_error")
+
+
+def open_clip(setting: Setting) -> Iterator[Finding]:
+    """Compare with open_clip's gradient accumulation."""
+    words: list[object] = ["--output", setting.folder]
+    if setting.is_small:
+        words += ["--batch", 8, "--rows", 4, "--rounds", 1]
+    else:
+        words += ["--device", "cuda", "--shape", "vit-b-32", "--batch", 2048, "--rows", 256, "--rounds", 3, "--bf16"]
+    _run([HERE / "open_clip_accum.py", *words], setting)
+    rows = json.loads((setting.folder / "open_clip_accum.json").read_text("utf-8"))["results"]
+    yield from _compared(rows, peer="open_clip", error="encoder_error")
+
+
+def _compared(rows: dict[str, dict[str, float]], *, peer: str, error: str) -> Iterator[Finding]:
+    """Yield a row for each variant, with its speed over the fastest of the peer's."""
+    best = min((name for name in rows if name.startswith(peer)), key=lambda name: rows[name]["cpu_seconds"])
+    for name, row in rows.items():
+        figures = {"seconds": row["cpu_seconds"], f"over {best}": rows[best]["cpu_seconds"] / row["cpu_seconds"]}
+        yield Finding(name, figures | {"peak_bytes": int(row["peak_bytes"]), error: row[error]})
+
+
+def ranks(setting: Setting) -> Iterator[Finding]:
+    """Train on two ranks of one device in every way, then kill one of a run and see how the other ends."""
+    import torch
+    from proof_ranks import ALONE, WAYS, trajectory
+
+    alone = trajectory(ALONE, torch.device(setting.device))
+    todo = list(WAYS)
+    while todo:
+        said, failure = _two_ranks(todo, setting)
+        for each in said:
+            todo.remove(each["way"])
+            if "refused" in each:
+                yield Finding(each["way"], {}, why_not=each["refused"])
+                continue
+            error = max(abs(own / one - 1) for own, one in zip(each["trajectory"], alone, strict=True))
+            yield Finding(each["way"], {"error against one process": error, "most": SAME}, held=error <= SAME)
+        if todo and isinstance(failure, Skipped):
+            raise failure
+        if todo:
+            yield Finding(todo.pop(0), {"error": str(failure)}, held=False)
+    yield _killed_rank(setting)
+
+
+def _two_ranks(ways: Sequence[str], setting: Setting) -> tuple[list[dict[str, Any]], Exception]:
+    """Run two ranks through some ways; return what rank 0 said, and why it said no more."""
+    logs = [setting.folder / f"rank{rank}.txt" for rank in range(2)]
+    meet = setting.folder / f"meet{time.monotonic_ns()}"
+    running = [
+        _start(
+            [HERE / "proof_ranks.py", *ways, "--device", setting.device, "--rank", rank, "--meet", meet],
+            setting,
+            log,
+            NCCL_MULTI_RANK_GPU_ENABLE="1",
+        )
+        for rank, log in enumerate(logs)
+    ]
+    until = time.monotonic() + RANKS_SECONDS
+    while any(each.poll() is None for each in running) and time.monotonic() < until:
+        if any(each.poll() not in (None, 0) for each in running):
+            time.sleep(2)  # the other may say why
+            break
+        time.sleep(0.1)
+    for each in running:
+        each.kill()
+        each.wait()
+    texts = [log.read_text("utf-8", errors="replace") for log in logs]
+    said = [json.loads(line) for line in texts[0].splitlines() if line.startswith("{")]
+    errors = [line for text in reversed(texts) for line in text.splitlines() if not line.startswith("{")]
+    return said, _failure(f"two ranks, codes {[each.returncode for each in running]}", "\n".join(errors))
+
+
+def _killed_rank(setting: Setting) -> Finding:
+    """Kill rank 1 of a run that is under way; rank 0 must say who is gone, and end with code 5 soon."""
+    output = setting.folder / "killed"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    overrides = [f"nccl_timeout={NOTICE_SECONDS}", "max_steps=100000", "warmup_steps=1", f"output_dir={output}"]
+    words = [ROOT / "vembed/entrypoints/train.py", *_text_run(overrides)]
+    # Each believes to be alone on a machine with one device: no launcher gives a device to two.
+    meet = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    meet |= {"MASTER_PORT": str(port), "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    logs = [setting.folder / f"killed{rank}.txt" for rank in range(2)]
+    first, second = (_start(words, setting, log, RANK=str(rank), **meet) for rank, log in enumerate(logs))
+    try:
+        _wait_for_step(output, 2, first)
+        second.kill()
+        started = time.monotonic()
+        code = first.wait(timeout=2 * NOTICE_SECONDS)
+    finally:
+        for each in (first, second):
+            each.kill()
+            each.wait()
+    exit_file = output / "exit.json"
+    said = json.loads(exit_file.read_text("utf-8")) if exit_file.is_file() else {}
+    figures = {"seconds to notice": time.monotonic() - started, "code": code, "said": said.get("message", "nothing")}
+    return Finding("kill -9 of rank 1", figures, held=code == 5 and said.get("rank") == 1)
+
+
+def _text_run(overrides: Sequence[str]) -> list[str]:
+    """Return the arguments of a run that trains a small text model, and leaves out what isn't training."""
+    usual = ["eval_strategy=no", "test_data_path=null", "bm25=false", "report_to=none", "logging_steps=1"]
+    return [str(ROOT / "configs" / "quickstart_text.yaml"), "--config_override", *usual, *overrides]
+
+
+def _wait_for_step(output: Path, step: int, process: subprocess.Popen[str], seconds: float = 200) -> None:
+    """Wait until a run has logged a step.
+
+    Raises:
+        RuntimeError: It ended before, or takes too long.
+    """
+    log = output / "metrics.jsonl"
+    until = time.monotonic() + seconds
+    while not (log.is_file() and len(_steps(output)) >= step):
+        if process.poll() is not None or time.monotonic() > until:
+            said = Path(str(process.args[0] if isinstance(process.args, list) else "")).name
+            raise RuntimeError(f"{said}: no step {step} yet, code {process.poll()}")
+        time.sleep(0.01)
+
+
+def _steps(output: Path) -> list[dict[str, Any]]:
+    lines = (output / "metrics.jsonl").read_text("utf-8").splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [row for row in rows if "loss" in row]
+
+
+def commands(setting: Setting) -> Iterator[Finding]:
+    """Run what a user types: the quickstart, then a run that is stopped, resumed and compared with one that wasn't."""
+    started = time.monotonic()
+    quick = setting.folder / "quick"
+    shortened = ["max_steps=2", "test_data_path=null"] if setting.is_small else []
+    words = [ROOT / "configs/quickstart.yaml", "--config_override", f"output_dir={quick}", *shortened]
+    said = _run([ROOT / "run.py", *words], setting)
+    verdict = said.strip().splitlines()[-1]
+    whole = "improved" in verdict or setting.is_small
+    figures = {"seconds": time.monotonic() - started, "verdict": verdict}
+    yield Finding("quickstart", figures, held=whole and (quick / "model").is_dir())
+    outputs = [setting.folder / name for name in ("whole", "stopped")]
+    runs = [
+        [ROOT / "run.py", *_text_run([f"max_steps={24 if setting.is_small else 200}", f"output_dir={output}"])]
+        for output in outputs
+    ]
+    _run(runs[0], setting)
+    log = setting.folder / "stopped.txt"
+    process = _start(runs[1], setting, log)
+    try:
+        _wait_for_step(outputs[1], 3, process)
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    saved = len(_steps(outputs[1]))
+    _run(runs[1], setting)
+    losses = [_steps(output)[-1]["loss"] for output in outputs]
+    files = [sorted((output / "model").rglob("*.safetensors")) for output in outputs]
+    equal = [each.read_bytes() for each in files[0]] == [each.read_bytes() for each in files[1]] and len(files[0]) > 0
+    error = abs(losses[1] / losses[0] - 1)
+    figures = {"code of the stop": code, "steps by then": saved, "weights equal": equal, "error of the loss": error}
+    # Some kernels of a GPU add up in an order of their own.
+    held = equal if setting.is_small else error < 1e-2
+    yield Finding("stopped by SIGTERM and resumed", figures, held=held and code in (0, 75))

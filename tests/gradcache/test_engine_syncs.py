@@ -39,18 +39,30 @@ NUM_QUERIES = 6
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for the device: numbers that are read, and copies that aren't asynchronous."""
+    """Counts what makes the host wait for the device: numbers that are read, and copies that aren't asynchronous.
+
+    They aren't either where they are asked to be, but read memory that isn't page-locked.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.pinned: list[torch.Tensor] = []
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Take the place of `pin_memory`, which needs a device."""
+        self.pinned.append(tensor)
+        return tensor
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function.name(), kwargs or {}
-        if name in ("aten::_to_copy", "aten::copy_") and not kwargs.get("non_blocking"):
+        if name in ("aten::_to_copy", "aten::copy_"):
             here, there = args[0].device, args[1].device if name == "aten::copy_" else kwargs.get("device")
             if there is not None and here != torch.device(there):
-                self.counts["a copy that waits"] += 1
+                if not kwargs.get("non_blocking"):
+                    self.counts["a copy that waits"] += 1
+                elif args[0].numel() and not any(args[0] is each for each in self.pinned):
+                    self.counts["a copy out of pageable memory"] += 1
         elif any(part in name for part in SHAPE_DEPENDS_ON_VALUES):
             self.counts[name] += 1
         elif name == "aten::index.Tensor" and any(
@@ -80,6 +92,9 @@ def loss_stage_waits(monkeypatch: pytest.MonkeyPatch, kind: str, tile_size: int)
 
     monkeypatch.setattr(cells, "_numpy", from_cpu)
     monkeypatch.setattr(FakeTensor, "tolist", to_list)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: waits.pin(tensor))
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name, parameter in list(loss.named_parameters()):
             setattr(loss, name, torch.nn.Parameter(torch.empty((), dtype=parameter.dtype, device="cuda")))
@@ -107,7 +122,8 @@ def test_a_copy_that_waits_and_a_boolean_index_would_be_seen() -> None:
             torch.ones(3).to("cuda", non_blocking=True)
             x.cpu()
             float(x.sum())
-    assert waits.counts == {"a copy that waits": 2, "a number": 1}
+            waits.pin(torch.ones(3)).to("cuda", non_blocking=True)
+    assert waits.counts == {"a copy that waits": 2, "a number": 1, "a copy out of pageable memory": 1}
     real = Waits()
     with real:
         y = torch.arange(3)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from engine_cases import make_case
@@ -18,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.transfer import Transfer, to_device
+from vembed.gradcache.transfer import Transfer
+from vembed.losses.base import to_device
 from vembed.losses.infonce import InfoNCE
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("copy", log))
     monkeypatch.setattr(torch.cuda, "stream", entered)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: present[-1])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(f"keep for {stream.name}"))
     return log
@@ -101,11 +103,12 @@ def test_what_is_on_the_device_already_is_not_pinned(log: list[str]) -> None:
     assert not any(line.startswith("pin") for line in log)
 
 
-def test_small_arrays_are_sent_from_page_locked_memory(log: list[str]) -> None:
+def test_a_tensor_is_sent_by_way_of_page_locked_memory(log: list[str]) -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert to_device(np.arange(3), CUDA).device.type == "cuda"
-    assert log == ["pin (3,) torch.int64 on compute"]
-    assert to_device(np.arange(3), CPU).tolist() == [0, 1, 2]
+        assert to_device(torch.arange(3), CUDA).device.type == "cuda"
+        assert to_device(torch.empty(0), CUDA).device.type == "cuda"
+    assert log == ["pin (3,) torch.int64 on compute"], "nothing is there of an empty one"
+    assert to_device(torch.arange(3), CPU).tolist() == [0, 1, 2]
 
 
 def test_on_a_cpu_nothing_is_sent_and_no_call_is_made_ahead(log: list[str]) -> None:

@@ -22,7 +22,8 @@ import torch
 from vembed.batch import ranges
 from vembed.gradcache.chunking import Chunk, ChunkBudget, plan_chunks
 from vembed.gradcache.replay import RngState
-from vembed.gradcache.transfer import Transfer, to_device
+from vembed.gradcache.transfer import Transfer
+from vembed.losses.base import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,8 +139,8 @@ def _call(pool: Pool, chunk: Chunk, places_N: NDArray[np.int64], device: torch.d
         counts = pool.num_vectors[chunk.rows]
         places = ranges(places, counts[is_own])
         is_own = np.repeat(is_own, counts)
-    own = None if is_own.all() else to_device(np.flatnonzero(is_own), device)
-    return Call(pool, chunk, to_device(places, device), own)
+    own = None if is_own.all() else to_device(torch.from_numpy(np.flatnonzero(is_own)), device)
+    return Call(pool, chunk, to_device(torch.from_numpy(places), device), own)
 
 
 def equal_calls(calls: Sequence[Call], pools: Sequence[Pool], ranks: Ranks, device: torch.device) -> list[Call]:

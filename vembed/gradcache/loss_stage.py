@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.losses.base import MultiVectors
+from vembed.losses.base import MultiVectors, to_device
 from vembed.losses.statistics import LogSumExp
 from vembed.losses.streamed import StreamedBatch
 
@@ -91,7 +91,7 @@ class LossStage:
         """Return the place of each row of the batch among the blocks of all ranks; None on a single rank."""
         if self.ranks.is_one:
             return None
-        return torch.from_numpy(assignment.block_places()).to(device, non_blocking=True)
+        return to_device(torch.from_numpy(assignment.block_places()), device)
 
     def _gathered(self, z_VE: Tensor, assignment: RowAssignment, places_N: Tensor) -> Tensor:
         """Return the embeddings of all ranks in the order of [queries; documents], with room for the blocks behind."""
@@ -101,7 +101,7 @@ class LossStage:
         return room_BE
 
     def _own(self, assignment: RowAssignment, device: torch.device) -> Tensor:
-        return torch.from_numpy(assignment.slots[self.ranks.rank]).to(device, non_blocking=True)
+        return to_device(torch.from_numpy(assignment.slots[self.ranks.rank]), device)
 
     def _by_autograd(
         self, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None

@@ -15,14 +15,15 @@ No memory is written again too early:
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+from vembed.losses.base import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from numpy.typing import NDArray
     from torch import Tensor
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class Transfer:
         """
         if self._device.type != "cuda":
             for item in items:
-                yield item, {name: each.to(self._device, non_blocking=True) for name, each in make(item).items()}
+                yield item, {name: to_device(each, self._device) for name, each in make(item).items()}
             return
         sent: deque[tuple[T, dict[str, Tensor], torch.cuda.Event]] = deque()
         for item in items:
@@ -63,7 +64,7 @@ class Transfer:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
-            copies = {name: _pinned(each).to(self._device, non_blocking=True) for name, each in inputs.items()}
+            copies = {name: to_device(each, self._device) for name, each in inputs.items()}
             return copies, self._stream.record_event()
 
     def _received(self, item: T, copies: dict[str, Tensor], arrival: torch.cuda.Event) -> tuple[T, dict[str, Tensor]]:
@@ -73,14 +74,3 @@ class Transfer:
         for each in copies.values():
             each.record_stream(computing)
         return item, copies
-
-
-def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return a small array on a device, on the present stream, without waiting for what the device is at."""
-    tensor = torch.from_numpy(array)
-    return (_pinned(tensor) if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
-def _pinned(tensor: Tensor) -> Tensor:
-    """Return a tensor in page-locked memory; one that is there, on a device or empty, as it is."""
-    return tensor.pin_memory() if tensor.device.type == "cpu" and tensor.numel() else tensor

@@ -69,7 +69,7 @@ class BatchStructure:
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {name: moved(inner) for name, inner in value.items()}
-            return None if value is None else value.to(device, non_blocking=True)
+            return None if value is None else to_device(value, device)
 
         return BatchStructure(**{each.name: moved(getattr(self, each.name)) for each in fields(self)})
 
@@ -82,6 +82,13 @@ class BatchStructure:
     def num_documents(self) -> int:
         """D."""
         return len(self.document_ids_D)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor to a device, by way of page-locked memory: from any other, CUDA waits for what the device is at."""
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel() and torch.cuda.is_initialized():
+        tensor = tensor.pin_memory()  # itself where it is there already
+    return tensor.to(device, non_blocking=True)
 
 
 class LossCommon(NamedTuple):

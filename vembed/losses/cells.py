@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from vembed.batch import ranges
+from vembed.losses.base import to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,7 +145,7 @@ class CellMap:
         )
 
     def _tensor(self, values: Integers) -> Tensor:
-        return torch.from_numpy(values).to(self._device, non_blocking=True)
+        return to_device(torch.from_numpy(values), self._device)
 
 
 def _known_groups(

@@ -52,8 +52,17 @@ def test_cudnns_attention_is_off_in_runs_and_for_models_that_are_loaded(prepare:
 
 def test_the_allocators_blocks_grow_unless_the_user_said_otherwise_or_there_is_no_gpu(gpus: pytest.MonkeyPatch) -> None:
     assert local_device() == CARD
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert torch._C._accelerator_getAllocatorSettings() in ("", "expandable_segments:True")
+    chosen = os.environ["PYTORCH_ALLOC_CONF"]
+    assert chosen == "expandable_segments:True,pinned_max_round_threshold_mb:1"
+    before = torch._C._accelerator_getAllocatorSettings()
+    assert before in ("", chosen)
+    torch._C._accelerator_setAllocatorSettings(chosen)  # torch knows both
+    torch._C._accelerator_setAllocatorSettings(before)
+    gpus.delenv("PYTORCH_ALLOC_CONF")
+    with gpus.context() as patch:
+        patch.setattr(torch, "__version__", "2.14.1+cu130")
+        local_device()
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True", "it refuses what it doesn't know"
     for name in VARIABLES[:2]:
         gpus.delenv("PYTORCH_ALLOC_CONF", raising=False)
         gpus.setenv(name, "backend:cudaMallocAsync")

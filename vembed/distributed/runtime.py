@@ -19,6 +19,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import check_cuda_p2p_ib_support
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.torch_version import TorchVersion
 
 from vembed.distributed.devices import num_devices, processes_to_start
 from vembed.distributed.process_env import ProcessEnv, process_env
@@ -36,6 +37,12 @@ GRACE_SECONDS = 30
 
 ALLOCATOR_SETTINGS = "expandable_segments:True"
 """Chunks differ in size: blocks that grow leave no holes between them."""
+
+HOST_ALLOCATOR_SETTINGS = "pinned_max_round_threshold_mb:1"
+"""Page-locked memory of pixels is of the size that is asked for, not of the next power of two."""
+
+EXACT_SIZES_TORCH = "2.15"
+"""The first torch that is known to find memory of such sizes again without handing out too little."""
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Read in this order: the first that is set is the user's word."""
@@ -124,10 +131,15 @@ def local_device() -> torch.device:
 
 
 def _set_allocator() -> None:
-    """Let the device's allocator grow its blocks, unless the user set it otherwise; CUDA reads it when it starts."""
+    """Let the device's allocator grow its blocks and the host's round nothing, unless the user set them otherwise.
+
+    CUDA reads the variable when it starts.
+    """
     is_supported = num_devices() > 0 and torch.version.cuda is not None and sys.platform == "linux"
     if is_supported and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
-        os.environ[_ALLOCATOR_VARIABLES[-1]] = ALLOCATOR_SETTINGS
+        is_exact = TorchVersion(torch.__version__) >= EXACT_SIZES_TORCH
+        settings = [ALLOCATOR_SETTINGS, *([HOST_ALLOCATOR_SETTINGS] if is_exact else [])]
+        os.environ[_ALLOCATOR_VARIABLES[-1]] = ",".join(settings)
 
 
 def _fix_arithmetic() -> None:

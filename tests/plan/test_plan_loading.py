@@ -57,6 +57,10 @@ def test_batches_ahead_stay_within_a_share_of_memory(monkeypatch: pytest.MonkeyP
     assert of(1000 // 2) == (2, 2)
     assert of(1001) == (0, 0)
     assert of(1001, 3) == (3, 3), "who sets a number gets it"
+    config = Config.model_validate({"model_name": "builtin:tiny-clip"})
+    small = replace(PICTURES, picture_bytes=1000 // 16)
+    shared = plan_loading(config, machine, small, num_queries=100, num_processes=4)
+    assert (shared.num_workers, shared.batches_ahead) == (4, 4), "four processes of a machine share its memory"
 
 
 def test_auto_is_none_where_workers_cannot_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:

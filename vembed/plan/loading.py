@@ -34,17 +34,20 @@ class Loading:
     reason: str  # in one plain sentence with its numbers
 
 
-def plan_loading(keys: DataKeys, machine: Machine, data: DataSize, *, num_queries: int) -> Loading:
+def plan_loading(
+    keys: DataKeys, machine: Machine, data: DataSize, *, num_queries: int, num_processes: int = 1
+) -> Loading:
     """Decide the number of data workers: the cores that don't compute, where there are pictures or an accelerator.
 
     Args:
         num_queries: Records of a batch on one device.
+        num_processes: Processes that share the machine's memory.
     """
     if data.pictures_per_record:  # beside which texts are nothing
         batch_bytes, content = round(num_queries * data.pictures_per_record * data.picture_bytes), "pixels"
     else:
         batch_bytes, content = round(num_queries * (1 + data.documents_per_query) * ROW_BYTES), "tokens"
-    budget = cpu_memory_bytes() // MEMORY_SHARE
+    budget = cpu_memory_bytes() // (MEMORY_SHARE * num_processes)
     num_workers, why = _num_workers(keys.num_workers, machine, data)
     if keys.num_workers == "auto" and num_workers * batch_bytes > budget:
         num_workers = budget // batch_bytes

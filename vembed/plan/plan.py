@@ -149,7 +149,7 @@ def make_plan(
     chosen = choice.chosen
     steps, step_notes = plan_steps(config, config, batch, data.num_records, drop_last=config.drop_last)
     reserved = problem.reserve(chosen.way)
-    loading = plan_loading(config, machine, data, num_queries=rows.num_queries)
+    loading = plan_loading(config, machine, data, num_queries=rows.num_queries, num_processes=devices.per_node)
     return Plan(
         way=chosen.way,
         chunks=chosen.chunks,

@@ -18,7 +18,7 @@ from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
 from vembed.data.images import ImageLimits
 from vembed.data.python_inputs import items_of, refuse_other_modalities
-from vembed.distributed.runtime import local_device
+from vembed.distributed.runtime import local_device, prepare_device
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.files import home_path, is_folder
@@ -221,6 +221,7 @@ def _image_limits(options: LoadOptions) -> ImageLimits:
 
 
 def _device(name: str) -> torch.device:
+    prepare_device()
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

@@ -95,9 +95,8 @@ def start_runtime(
     else:
         local_world_size = process.local_world_size
         _refuse_other_count(process, num_processes)
-    _set_allocator()
+    prepare_device()
     device = _join(process, timeout_seconds)
-    _fix_arithmetic()
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(mode=True)
@@ -121,13 +120,18 @@ def _shared_store(rank: int) -> PrefixStore:
 
 def local_device() -> torch.device:
     """Return the device of this process, without joining any others."""
-    _set_allocator()
-    _fix_arithmetic()
+    prepare_device()
     if num_devices() == 0:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None
     return torch.device(accelerator.type, process_env().local_rank % num_devices())
+
+
+def prepare_device() -> None:
+    """Set the allocators and the arithmetic of accelerators, before anything uses one."""
+    _set_allocator()
+    _fix_arithmetic()
 
 
 def _set_allocator() -> None:

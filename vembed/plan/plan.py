@@ -11,6 +11,7 @@ from vembed.config.plugins import plugin_lines
 from vembed.plan.advice import Advice, advise
 from vembed.plan.batching import BatchPlan, Steps, plan_batch, plan_steps
 from vembed.plan.devices import Devices
+from vembed.plan.evaluation import evaluation_calls
 from vembed.plan.hardware import cpu_memory_bytes
 from vembed.plan.loading import Loading, plan_loading
 from vembed.plan.memory import BatchRows, BytesPerDevice, LossTiles, ModelSize
@@ -97,6 +98,8 @@ class Plan:
     loss_tile_size: int  # rows and columns of the blocks in which the similarity matrix is computed
     packing: bool  # whether the rows of an encoder call lie end to end instead of being padded
     bucket_bytes: int  # gradients that one collective adds up
+    eval_rows: int  # most rows of an encoder call in evaluation
+    eval_tokens: int | None  # most padded tokens of one; None: as in training
     bytes_per_device: BytesPerDevice  # predicted peak of one process
     fits: bool  # with reserve
     memory_bytes: int  # of one process
@@ -147,6 +150,7 @@ def make_plan(
     packing, packing_reason = plan_packing(config, machine, model)
     choice = choose(problem)
     chosen = choice.chosen
+    eval_rows, eval_tokens, eval_notes = evaluation_calls(problem, chosen)
     steps, step_notes = plan_steps(config, config, batch, data.num_records, drop_last=config.drop_last)
     reserved = problem.reserve(chosen.way)
     loading = plan_loading(config, machine, data, num_queries=rows.num_queries, num_processes=devices.per_node)
@@ -168,6 +172,7 @@ def make_plan(
             *_reduction_notes(config, devices.count, chosen.way),
             *chosen.chunks.reasons,
             packing_reason,
+            *eval_notes,
             memory_sentence(chosen, devices.memory_bytes, sum(reserved.values()), machine.taken_bytes),
             *reserve_notes(reserved),
             loading.reason,
@@ -177,6 +182,8 @@ def make_plan(
         loss_tile_size=tiles.size,
         packing=packing,
         bucket_bytes=config.ddp_bucket_cap_mb << 20,
+        eval_rows=eval_rows,
+        eval_tokens=eval_tokens,
         bytes_per_device=chosen.bytes_per_device,
         fits=chosen.fits,
         memory_bytes=devices.memory_bytes,

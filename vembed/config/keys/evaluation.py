@@ -51,8 +51,12 @@ class EvaluationKeys(Section):
         unit="steps",
         acts_with={"eval_strategy": ("steps",)},
     )
-    eval_batch_size: Count = key(
-        256, "Most texts or pictures of one encoder call in evaluation.", unit="items", on_resume="harmless"
+    eval_batch_size: Auto | Count = key(
+        "auto",
+        "Most texts or pictures of one encoder call in evaluation; auto is 256 on a CPU, and on an accelerator as many "
+        "as keep it busy.",
+        unit="items",
+        on_resume="harmless",
     )
     metric_for_best_model: Annotated[str, MetricName()] = key(
         "ndcg@10", "Metric that chooses the best checkpoint; higher is better."

@@ -207,13 +207,13 @@ def build_checkpoints(run: Run, updater: Updater) -> RunCheckpoints:
 
 def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:
     """Return what evaluates the run."""
-    budget = replace(_budget(run), rows=run.config.eval_batch_size)
-    ranks = run.runtime.ranks
+    training, plan, ranks = _budget(run), run.plan, run.runtime.ranks
+    budget = replace(training, rows=plan.eval_rows, tokens=plan.eval_tokens or training.tokens)
     encode = ItemEncoder(
         run.encoder,
         budget,
         run.runtime.device,
-        autocast_dtype(run.plan),
+        autocast_dtype(plan),
         poll=stop.poll,
         ranks=ranks,
         even_calls=run.sharded is not None,

@@ -8,7 +8,7 @@ from vembed.config.keys.model import ModelKeys
 from vembed.errors import PreemptedError
 from vembed.evaluation import encode as encode_module
 from vembed.evaluation.encode import ItemEncoder
-from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.models.encoder import Encoder
 from vembed.models.registry import load_encoder
 
@@ -36,6 +36,24 @@ def test_vectors_are_in_the_order_of_the_items_whatever_the_budget(
         np.testing.assert_allclose(encode(encoder, budget), one_by_one, atol=1e-5)
     monkeypatch.setattr(encode_module, "SLICE_ROWS", 7)
     np.testing.assert_allclose(encode(encoder, ChunkBudget(4, 64)), one_by_one, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [ChunkBudget(4, 64), ChunkBudget(100, 40)])
+def test_vectors_are_bit_for_bit_those_of_each_call_of_each_slice(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch, budget: ChunkBudget
+) -> None:
+    monkeypatch.setattr(encode_module, "SLICE_ROWS", 7)
+    wanted = np.zeros((len(TEXTS), encoder.dimension), dtype=np.float32)
+    encoder.eval()
+    for start in range(0, len(TEXTS), 7):
+        features = encoder.featurize(TEXTS[start : start + 7], "document")
+        for chunk in plan_chunks(features.lengths, budget):
+            with torch.inference_mode():
+                vectors = encoder(encoder.collate(features, chunk.rows, chunk.width))
+            wanted[start + chunk.rows] = vectors.numpy()
+    np.testing.assert_array_equal(encode(encoder, budget), wanted)
+    assert encode(encoder, budget).dtype == np.float32
+    np.testing.assert_array_equal(ItemEncoder(encoder, budget, CPU)([], "document"), wanted[:0])
 
 
 def test_dropout_is_off_and_mode_gradients_and_random_state_are_left_alone(encoder: Encoder) -> None:
@@ -75,3 +93,20 @@ def test_bfloat16_comes_out_as_float32_near_the_full_precision(encoder: Encoder)
     half = ItemEncoder(encoder, ChunkBudget(8, 512), CPU, torch.bfloat16)(TEXTS, "document")
     assert half.dtype == np.float32
     assert 0 < np.abs(full - half).max() < 0.05
+
+
+@pytest.mark.parametrize(("num_texts", "tokens"), [(8192, 400_000), (1024, 400_000), (8192, 20_000)])
+def test_large_calls_pad_no_more_than_a_quarter(encoder: Encoder, num_texts: int, tokens: int) -> None:
+    lengths = np.random.default_rng(0).lognormal(4.0, 0.8, num_texts).astype(np.int64).clip(1, 512)
+    calls = ItemEncoder(encoder, ChunkBudget(tokens, tokens, bucketed=True), CPU)._calls(lengths)
+    assert sum(call.padded_tokens for call in calls) < 1.25 * lengths.sum()
+    assert max(call.padded_tokens for call in calls) <= tokens
+
+
+def test_spare_rows_of_calls_of_few_shapes_change_nothing(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encode_module, "LEAST_TOKENS", 1)
+    texts, budget = 5 * TEXTS, ChunkBudget(32, 300, bucketed=True)
+    item_encoder = ItemEncoder(encoder, budget, CPU)
+    assert any(call.num_spare for call in item_encoder._calls(encoder.featurize(texts, "document").lengths))
+    one_by_one = np.tile(encode(encoder, ChunkBudget(8, 512)), (5, 1))
+    np.testing.assert_allclose(item_encoder(texts, "document"), one_by_one, atol=1e-5)

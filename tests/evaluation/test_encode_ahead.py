@@ -1,4 +1,4 @@
-"""Pictures are decoded one slice ahead of the encoder: the same vectors, no more than two slices in memory."""
+"""Texts and pictures are made one slice ahead of the encoder: the same vectors, no more than two slices in memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import threading
 import time
 import weakref
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,14 +16,14 @@ import torch
 
 from vembed.batch import Image
 from vembed.data.images import ImageError
-from vembed.errors import PreemptedError
+from vembed.errors import DataError, PreemptedError
 from vembed.evaluation import encode as room
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from vembed.batch import Features, Item, Side
 
@@ -38,6 +39,7 @@ def picture(number: int) -> Image:
 
 
 PICTURES: list[Item] = [picture(number) for number in range(18)]
+TEXTS: list[Item] = [f"text {number}" for number in range(18)]
 
 
 class Watched(TinyClip):
@@ -55,9 +57,8 @@ class Watched(TinyClip):
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         self.threads.add(threading.get_ident())
         features = super().featurize(items, side)
-        if features.per_row:
-            self.alive.append(weakref.ref(features.per_row["pixels"]))
-            self.most_alive = max(self.most_alive, sum(one() is not None for one in self.alive))
+        self.alive.append(weakref.ref(features.lengths))
+        self.most_alive = max(self.most_alive, sum(one() is not None for one in self.alive))
         return features
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -73,6 +74,7 @@ class Watched(TinyClip):
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "PICTURE_SLICE_ROWS", SLICE)
+    monkeypatch.setattr(room, "SLICE_ROWS", SLICE)
 
 
 @pytest.fixture
@@ -89,11 +91,12 @@ def test_vectors_are_those_of_each_picture_alone_in_the_order_of_the_items(encod
     assert np.abs(together[1] - together[2]).max() > 1e-3
 
 
+@pytest.mark.parametrize("items", [PICTURES, TEXTS], ids=["pictures", "texts"])
 def test_a_slice_is_made_in_a_thread_while_the_one_before_is_encoded_and_no_third_stands_in_memory(
-    encoder: Watched,
+    encoder: Watched, items: list[Item]
 ) -> None:
     encoder.num_slices = 5
-    ItemEncoder(encoder, ChunkBudget(SLICE, 10**6), CPU)(PICTURES, "document")
+    ItemEncoder(encoder, ChunkBudget(SLICE, 10**6), CPU)(items, "document")
     assert len(encoder.alive) == encoder.num_encoded == 5
     assert encoder.side_by_side == 4
     assert encoder.most_alive == 2
@@ -122,4 +125,42 @@ def test_the_poll_stops_it_between_two_calls_and_no_thread_stays(encoder: Watche
         ItemEncoder(encoder, ChunkBudget(SLICE, 10**6), CPU, poll=stop)(PICTURES, "document")
     assert encoder.training
     assert len(encoder.alive) <= 3
+    assert not any(thread.ident in encoder.threads for thread in threading.enumerate())
+
+
+def test_batches_are_read_and_made_ahead_of_the_encoder_and_come_one_by_one(encoder: Watched) -> None:
+    encoder.num_slices = 6
+    read: list[int] = []
+
+    def batches() -> Iterator[list[Item]]:
+        for number in range(0, 18, 6):
+            read.append(threading.get_ident())
+            yield [*TEXTS[number : number + 3], *PICTURES[number : number + 3]]
+
+    encode = ItemEncoder(encoder, ChunkBudget(3, 10**6), CPU)
+    found = list(encode.stream(batches(), "document"))
+    assert encoder.side_by_side == 5
+    assert encoder.most_alive == 2
+    assert set(read) == encoder.threads != {threading.get_ident()}
+    encoder.num_slices = 0
+    for vectors, items in zip(found, batches(), strict=True):
+        np.testing.assert_array_equal(vectors, encode(items, "document"))
+
+
+def test_a_stream_that_is_closed_early_leaves_no_thread(encoder: Watched) -> None:
+    encode = ItemEncoder(encoder, ChunkBudget(SLICE, 10**6), CPU)
+    with closing(encode.stream([TEXTS[:4], TEXTS[4:8], TEXTS[8:]], "query")) as found:
+        next(found)
+    assert not any(thread.ident in encoder.threads for thread in threading.enumerate())
+    assert torch.is_grad_enabled()
+
+
+def test_an_error_while_a_batch_is_read_is_the_error_that_it_is(encoder: Watched) -> None:
+    def batches() -> Iterator[list[Item]]:
+        yield TEXTS[:4]
+        raise DataError("row 5 is broken")
+
+    encode = ItemEncoder(encoder, ChunkBudget(SLICE, 10**6), CPU)
+    with pytest.raises(DataError, match="row 5 is broken"):
+        list(encode.stream(batches(), "query"))
     assert not any(thread.ident in encoder.threads for thread in threading.enumerate())

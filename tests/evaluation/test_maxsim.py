@@ -80,8 +80,8 @@ TASK = RetrievalData(
 
 
 def encoder_of(ranks: Ranks | None = None) -> ItemEncoder:
-    device = torch.device("cpu")
-    return ItemEncoder(Letters(), encoding_budget(device, 3), device, ranks=ranks or Ranks())
+    encoder, device = Letters(), torch.device("cpu")
+    return ItemEncoder(encoder, encoding_budget(encoder, device, 3), device, ranks=ranks or Ranks())
 
 
 def random_rows(seed: int, counts: Sequence[int]) -> Ragged:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STREAMED = ["one direction", "both directions", "prefixes", "sigmoid", "sigmoid with prefixes"]
+COPIES = ("aten::_to_copy", "aten::copy_", "aten::to.dtype_layout")  # the last one in inference mode
 SHAPE_DEPENDS_ON_VALUES = ("nonzero", "masked_select", "_unique")
 NUM_QUERIES = 6
 
@@ -56,13 +57,13 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = function.name(), kwargs or {}
-        if name in ("aten::_to_copy", "aten::copy_"):
+        if name in COPIES:
             here, there = args[0].device, args[1].device if name == "aten::copy_" else kwargs.get("device")
             if there is not None and here != torch.device(there):
-                if not kwargs.get("non_blocking"):
+                if not (kwargs.get("non_blocking") or args[2:] == (True,)):
                     self.counts["a copy that waits"] += 1
                 elif args[0].numel() and not any(args[0] is each for each in self.pinned):
-                    self.counts["a copy out of pageable memory"] += 1
+                    self.counts["a copy of pageable memory"] += 1
         elif any(part in name for part in SHAPE_DEPENDS_ON_VALUES):
             self.counts[name] += 1
         elif name == "aten::index.Tensor" and any(
@@ -121,9 +122,12 @@ def test_a_copy_that_waits_and_a_boolean_index_would_be_seen() -> None:
             torch.ones(3).to("cuda")
             torch.ones(3).to("cuda", non_blocking=True)
             x.cpu()
+            torch.ones(3).copy_(x, non_blocking=True)
             float(x.sum())
+            with torch.inference_mode():
+                x.cpu()
             waits.pin(torch.ones(3)).to("cuda", non_blocking=True)
-    assert waits.counts == {"a copy that waits": 2, "a number": 1, "a copy out of pageable memory": 1}
+    assert waits.counts == {"a copy that waits": 3, "a number": 1, "a copy of pageable memory": 2}
     real = Waits()
     with real:
         y = torch.arange(3)

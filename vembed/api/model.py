@@ -178,7 +178,7 @@ class EmbeddingModel:
             raise ValueError(f"batch_size is {batch_size}; it is at least 1")
         encode = ItemEncoder(
             self._encoder,
-            encoding_budget(self._device, batch_size),
+            encoding_budget(self._encoder, self._device, batch_size),
             self._device,
             torch.bfloat16 if self.options.get("bf16") else None,
         )

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.batch import Ragged
 from vembed.evaluation.evaluator import EncodedTask, encode_task, encoded, search_task
 from vembed.evaluation.run import RunBuilder
 from vembed.evaluation.significance import sum_interval
@@ -99,12 +98,11 @@ def encode_directions(
     documents = list(task.documents.values())
     queries = [task.queries[query_id] for query_id in forward.builder.query_ids]
     if sides_agree(encode.encoder, documents):
-        rows = asking_rows(task, turned)
-        asking = forward.documents.take(rows) if isinstance(forward.documents, Ragged) else forward.documents[rows]
+        asking, rows = forward.documents, asking_rows(task, turned)
     else:
-        asking = encoded(encode, list(turned.queries.values()), "query")
+        asking, rows = encoded(encode, list(turned.queries.values()), "query"), None
     searched = forward.queries if sides_agree(encode.encoder, queries) else encoded(encode, queries, "document")
-    return forward, EncodedTask(turned, builder, searched, asking, time.perf_counter() - started)
+    return forward, EncodedTask(turned, builder, searched, asking, time.perf_counter() - started, rows)
 
 
 def search_directions(tasks: Sequence[EncodedTask], options: EvaluationOptions) -> Directions:

@@ -1,43 +1,67 @@
 """Encode many items: sorted by length in slices, so that neither padding nor memory grows with the corpus.
 
-On several ranks all of them encode: each has every n-th item, the first one gets all vectors. They go in rounds, and a
-signal is looked at only between rounds, where all ranks stand at the same point.
+1. A thread tokenizes or decodes one slice ahead: while the encoder works on one, the next is made, and no third.
+2. The device encodes a slice chunk after chunk and never waits for the host; its vectors stay there until the last one.
+3. They travel to the host in one copy, which the host waits for when the device has the next slice's work.
 
-Pictures are decoded one slice ahead, in a thread: while the encoder works on one slice, the next one is made, and no
-third. Pillow's decoders and torch's kernels both release Python's lock, so the two run side by side.
+On several ranks all of them encode: a rank has every n-th item of a slice, and the first rank gets all vectors of it
+before the next. The others never hold more. A signal is looked at only between slices, where all ranks stand at the
+same point.
+
+Tokenizers, Pillow's decoders and torch's kernels release Python's lock, so that thread and encoder run side by side.
 """
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
+from torch import nn
 
-from vembed.batch import Ragged
+from vembed.batch import Ragged, ranges
 from vembed.distributed.ranks import Ranks
+from vembed.distributed.runtime import describe_machine
 from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
+from vembed.gradcache.transfer import Transfer, to_host
+from vembed.losses.base import to_device
+from vembed.plan.devices import Devices
+from vembed.plan.evaluation import call_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
+    from torch import Tensor
 
-    from vembed.batch import Features, Item, Side
+    from vembed.batch import Features, Item, Modality, Side
+    from vembed.gradcache.chunking import Chunk
     from vembed.models.encoder import Encoder
 
 Vectors: TypeAlias = "NDArray[np.float32] | Ragged"
 """Vectors of n items: (n, E), or ragged rows of vectors where an encoder gives several for each item."""
 
+
+def rows_of(vectors: Vectors, rows: NDArray[np.int64]) -> Vectors:
+    """Return the vectors of some items, in that order."""
+    return vectors.take(rows) if isinstance(vectors, Ragged) else vectors[rows]
+
+
 SLICE_ROWS = 8192
 """Texts that are tokenized and sorted at a time."""
 
 SHARED_SLICE_ROWS = 1024
-"""The same on each of several ranks, which look at signals only between slices."""
+"""The same on each of several ranks, which look at signals only between slices; on accelerators at least so many."""
+
+SLICE_CALLS = 32
+"""Encoder calls of the longest texts that make a slice on an accelerator beside others: some seconds."""
+
+LEAST_TOKENS = 32_768
+"""Budget of a call on an accelerator below which the items of a slice don't bring it."""
 
 PICTURE_SLICE_ROWS = 256
 """Pictures that are decoded at a time: at 224 x 224 each is 150 kB of pixels. Two slices stand in memory."""
@@ -45,14 +69,21 @@ PICTURE_SLICE_ROWS = 256
 CPU_TOKENS = 2048
 """Padded tokens of one encoder call on a CPU: small rectangles stay in its caches."""
 
-ACCELERATOR_TOKENS = 65_536
+LAYER_BYTES = 24
+"""Memory of a call for each token and each input and output of the widest layer: six arrays of them, in float32."""
 
 
-def encoding_budget(device: torch.device, rows: int) -> ChunkBudget:
-    """Return the limits of one encoder call that suit a device."""
+def encoding_budget(encoder: Encoder, device: torch.device, rows: int) -> ChunkBudget:
+    """Return the limits of one encoder call that suit a device, where no plan has measured the encoder."""
     if device.type == "cpu":
         return ChunkBudget(rows, CPU_TOKENS)
-    return ChunkBudget(rows, ACCELERATOR_TOKENS, bucketed=True)
+    layers = [module for module in encoder.modules() if isinstance(module, nn.Linear)]
+    widest = max((layer.in_features + layer.out_features for layer in layers), default=encoder.dimension)
+    machine = describe_machine(device)
+    room = machine.memory_bytes - sum(each.nbytes for each in encoder.parameters())
+    flops = 2 * sum(layer.weight.numel() for layer in layers)
+    tokens = call_tokens(room, LAYER_BYTES * widest, flops, Devices.of(machine).tflops)
+    return ChunkBudget(rows, tokens, bucketed=True)
 
 
 def refuse_several_vectors(encoder: Encoder) -> None:
@@ -69,40 +100,51 @@ def refuse_several_vectors(encoder: Encoder) -> None:
 
 
 class _Collected:
-    """The vectors of n items, put in as chunks come."""
+    """The vectors of a batch of items, put in as slices come; a rank that gets none holds none."""
 
-    def __init__(self, num_items: int, encoder: Encoder) -> None:
-        self._dimension = encoder.dimension
-        several = encoder.multi_vector
-        self._table_NE = np.zeros((0 if several else num_items, self._dimension), dtype=np.float32)
-        self._rows: list[NDArray[np.float32]] | None = None
-        if several:
-            self._rows = [np.zeros((1, self._dimension), dtype=np.float32)] * num_items
+    def __init__(self, num_items: int, encoder: Encoder, *, holds: bool) -> None:
+        self._num_items, self._dimension = num_items, encoder.dimension
+        self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]] = []
+        self._table_NE: NDArray[np.float32] | None = None
+        if not encoder.multi_vector:
+            shape = num_items, self._dimension
+            self._table_NE = np.empty(shape, np.float32) if holds else np.broadcast_to(np.float32(0), shape)
 
     def put(self, places: NDArray[np.int64], vectors_VE: NDArray[np.float32], counts: NDArray[np.int64] | None) -> None:
-        """Put the vectors of the items of some places: one of each, or as many as `counts` says."""
-        if self._rows is None:
+        """Put copies of the vectors of some items: one of each, or as many as `counts` says."""
+        if self._table_NE is not None:
             self._table_NE[places] = vectors_VE
-            return
-        assert counts is not None, "an encoder with multi_vector says how many vectors each row has"
-        for place, own in zip(places, np.split(vectors_VE, np.cumsum(counts)[:-1]), strict=True):
-            self._rows[place] = own
-
-    def of(self, places: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.int64] | None]:
-        """Return the vectors of the items of some places, and how many each has where that isn't one."""
-        if self._rows is None:
-            return self._table_NE[places], None
-        rows = [self._rows[place] for place in places]
-        counts = np.array([len(row) for row in rows], dtype=np.int64)
-        return np.concatenate([np.zeros((0, self._dimension), dtype=np.float32), *rows]), counts
+        else:
+            assert counts is not None, "an encoder with multi_vector says how many vectors each row has"
+            self._parts.append((places, counts, vectors_VE.copy()))
 
     def all(self) -> Vectors:
-        """Return all vectors."""
-        if self._rows is None:
+        """Return the vectors of all items: zeros that take no memory, or rows of none, where none was put in."""
+        if self._table_NE is not None:
             return self._table_NE
-        values_VE, counts = self.of(np.arange(len(self._rows)))
-        assert counts is not None
-        return Ragged(values_VE, np.concatenate([[0], np.cumsum(counts)]))
+        lengths = np.zeros(self._num_items, dtype=np.int64)
+        for places, counts, _ in self._parts:
+            lengths[places] = counts
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        values_VE = np.empty((offsets[-1], self._dimension), dtype=np.float32)
+        for places, counts, vectors_VE in self._parts:
+            values_VE[ranges(offsets[places], counts)] = vectors_VE
+        return Ragged(values_VE, offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """Items of one modality that all ranks encode before any goes on."""
+
+    batch: _Collected  # where their vectors go
+    shares: list[NDArray[np.int64]]  # places in the batch of the items of each rank
+    features: Features  # of this rank's share; of a spare item where that is empty
+    is_last: bool  # of its batch
+
+
+def _own_rows(call: Chunk) -> NDArray[np.int64]:
+    """Return the rows of a call, without those that only fill it up."""
+    return call.rows[: len(call.rows) - call.num_spare]
 
 
 def _no_poll() -> None:
@@ -130,22 +172,32 @@ class ItemEncoder:
 
         Returns:
             float32 in the order of the items: (n, E), or ragged rows of vectors where the encoder gives several. On
-            several ranks the first one has them all, the others what they encoded themselves, among zeros.
+            several ranks the first one has them; the others get zeros that take no memory, or rows of no vectors.
         """
-        vectors = _Collected(len(items), self.encoder)
-        if not self.ranks.is_one:
-            self._shared(items, side, vectors)
-            return vectors.all()
-        with self._evaluating():
-            for modality, places in self.encoder.by_modality(items):
-                rows = SLICE_ROWS if modality == "text" else PICTURE_SLICE_ROWS
-                slices = [places[start : start + rows] for start in range(0, len(places), rows)]
-                if modality == "text":
-                    for own in slices:
-                        self._encode_slice(self._features(items, side, own), side, own, vectors)
-                else:
-                    self._encode_ahead(items, side, slices, vectors)
-        return vectors.all()
+        if not len(items):
+            return _Collected(0, self.encoder, holds=True).all()
+        (vectors,) = self.stream([items], side)
+        return vectors
+
+    def stream(self, batches: Iterable[Sequence[Item]], side: Side) -> Generator[Vectors]:
+        """Yield what a call would return for one batch of items after the other, the next ones under way by then.
+
+        Close it where it isn't read to its end: its thread ends with it.
+
+        Args:
+            batches: At least one item each; read in a thread, up to two slices ahead.
+        """
+        slices = self._slices(batches, side)
+        arriving: Callable[[], Iterable[Vectors]] | None = None
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            following = thread.submit(next, slices, None)
+            while (own := following.result()) is not None:
+                following = thread.submit(next, slices, None)
+                earlier, arriving = arriving, self._encode_slice(own, side)
+                if earlier is not None:
+                    yield from earlier()
+            if arriving is not None:
+                yield from arriving()
 
     def table(self, items: Sequence[Item], side: Side) -> NDArray[np.float32]:
         """Encode items for a caller that holds one vector for each row.
@@ -161,75 +213,97 @@ class ItemEncoder:
         assert not isinstance(vectors_NE, Ragged)
         return vectors_NE
 
-    def _shared(self, items: Sequence[Item], side: Side, vectors: _Collected) -> None:
-        """Encode items on all ranks, in rounds."""
-        world_size = self.ranks.world_size
+    def _slices(self, batches: Iterable[Sequence[Item]], side: Side) -> Iterator[_Slice]:
+        """Tokenize or decode this rank's share of one slice after the other."""
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        for items in batches:
+            batch = _Collected(len(items), self.encoder, holds=self.ranks.is_first)
+            slices = [
+                places[start : start + rows]
+                for modality, places in self.encoder.by_modality(items)
+                for rows in [self._slice_rows(modality)]
+                for start in range(0, len(places), rows)
+            ]
+            for number, places in enumerate(slices, 1):
+                own = places[rank::world_size] if rank < len(places) else places[:1]
+                yield _Slice(
+                    batch,
+                    [places[each::world_size] for each in range(world_size)],
+                    self.encoder.featurize([items[place] for place in own], side),
+                    is_last=number == len(slices),
+                )
+
+    def _slice_rows(self, modality: Modality) -> int:
+        """Return the items of a slice on all ranks together."""
+        if modality != "text":
+            return self.ranks.world_size * PICTURE_SLICE_ROWS
+        if self.ranks.is_one:
+            return SLICE_ROWS
+        calls = SLICE_CALLS * self.budget.tokens // (self.encoder.max_length or SLICE_ROWS)
+        rows = min(SLICE_ROWS, max(SHARED_SLICE_ROWS, calls)) if self.budget.bucketed else SHARED_SLICE_ROWS
+        return self.ranks.world_size * rows
+
+    def _encode_slice(self, own: _Slice, side: Side) -> Callable[[], Iterable[Vectors]]:
+        """Have a slice encoded, and return what waits for its vectors, and returns those of a batch that is whole."""
+        if not self.ranks.is_one:
+            self.poll()
+        batch, is_last, places = own.batch, own.is_last, np.concatenate(own.shares)
+        sizes, counts = [len(share) for share in own.shares], self.encoder.num_vectors(own.features)
+        num_own = sizes[self.ranks.rank]
+        own_counts = np.ones(num_own, dtype=np.int64) if counts is None else counts[:num_own]
         with self._evaluating():
-            for modality, places in self.encoder.by_modality(items):
-                rows = world_size * (SHARED_SLICE_ROWS if modality == "text" else PICTURE_SLICE_ROWS)
-                for start in range(0, len(places), rows):
-                    self.poll()
-                    shares = [places[start : start + rows][rank::world_size] for rank in range(world_size)]
-                    own = shares[self.ranks.rank]
-                    if len(own):
-                        num_calls = self._encode_slice(self._features(items, side, own), side, own, vectors)
-                    else:
-                        num_calls = 0
-                    if self.even_calls:
-                        self._call_as_often_as_others(num_calls, self._features(items, side, places[:1]))
-                    self._send_to_first(vectors, shares)
+            found_VE = self._encode_share(own.features, own_counts, side)
+            if counts is not None:  # an encoder of one vector per row spares the exchange
+                everyones = self.ranks.gather_objects(own_counts)
+                sizes, counts = [int(each.sum()) for each in everyones], np.concatenate(everyones)
+            host_VE, copied = to_host(self.ranks.rows_at_first(found_VE, sizes))
 
-    def _send_to_first(self, vectors: _Collected, shares: Sequence[NDArray[np.int64]]) -> None:
-        """Give the first rank the vectors of what each rank encoded."""
-        own_VE, own_counts = vectors.of(shares[self.ranks.rank])
-        # An encoder of one vector per row spares the exchange of counts.
-        counts = None if own_counts is None else self.ranks.gather_objects(own_counts)
-        sizes = [len(share) for share in shares] if counts is None else [int(each.sum()) for each in counts]
-        found = self.ranks.rows_at_first(torch.from_numpy(own_VE).to(self.device), sizes)
-        if self.ranks.is_first:
-            all_counts = None if counts is None else np.concatenate(counts)
-            vectors.put(np.concatenate(shares), found.cpu().numpy(), all_counts)
+        def arrive() -> Iterable[Vectors]:
+            if copied is not None:
+                copied.synchronize()
+            if self.ranks.is_first:
+                batch.put(places, host_VE.numpy(), counts)
+            return (batch.all(),) if is_last else ()
 
-    def _call_as_often_as_others(self, num_calls: int, spare: Features) -> None:
-        """Encode one item again and again, until this rank has made as many calls as the one that made most."""
-        most = int(self.ranks.max_(torch.tensor([num_calls], device=self.device)).item())
-        for _ in range(most - num_calls):
-            self._encode_chunk(spare, np.zeros(1, dtype=np.int64), int(spare.lengths[0]))
+        return arrive
 
-    def _features(self, items: Sequence[Item], side: Side, places: NDArray[np.int64]) -> Features:
-        """Tokenize or decode the items of some places, all of one modality."""
-        return self.encoder.featurize([items[place] for place in places], side)
+    def _encode_share(self, features: Features, counts: NDArray[np.int64], side: Side) -> Tensor:
+        """Return the vectors of this rank's share of a slice in the order of its items, (V, E), on the device.
 
-    def _encode_ahead(
-        self, items: Sequence[Item], side: Side, slices: Sequence[NDArray[np.int64]], vectors: _Collected
-    ) -> None:
-        """Encode slices into their places, each while a thread makes the features of the next one."""
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            following = thread.submit(self._features, items, side, slices[0])
-            for index, own in enumerate(slices):
-                features = following.result()
-                if index + 1 < len(slices):
-                    following = thread.submit(self._features, items, side, slices[index + 1])
-                self._encode_slice(features, side, own, vectors)
-                del features  # before the slice after the next is begun
-
-    def _encode_slice(self, features: Features, side: Side, places: NDArray[np.int64], vectors: _Collected) -> int:
-        """Encode the items of some places into their places; return the number of calls."""
-        self.num_truncated[side] += features.num_truncated
-        counts = self.encoder.num_vectors(features)
-        chunks = plan_chunks(features.lengths, self.budget)
-        for chunk in chunks:
+        Args:
+            features: Those of the share; of a spare item where it is empty.
+            counts: Vectors of each item of the share.
+        """
+        if len(counts):
+            self.num_truncated[side] += features.num_truncated
+        calls = self._calls(features.lengths[: len(counts)]) if len(counts) else []
+        order = np.concatenate([np.zeros(0, dtype=np.int64), *map(_own_rows, calls)])
+        places = torch.from_numpy(ranges((np.cumsum(counts) - counts)[order], counts[order]))
+        places = to_device(places, self.device)
+        found_VE = torch.empty(int(counts.sum()), self.encoder.dimension, dtype=torch.float32, device=self.device)
+        if self.even_calls:  # of one item again and again, until there are as many as on the rank that makes most
+            most = int(self.ranks.max_(torch.tensor([len(calls)], device=self.device)).item())
+            calls += self._calls(features.lengths[:1]) * (most - len(calls))
+        stop = 0
+        for call, inputs in Transfer(self.device).ahead(calls, lambda each: self._inputs(features, each)):
             if self.ranks.is_one:
                 self.poll()
-            found_VE = self._encode_chunk(features, chunk.rows, chunk.width)
-            vectors.put(places[chunk.rows], found_VE, None if counts is None else counts[chunk.rows])
-        return len(chunks)
+            vectors_VE = self.encoder(inputs)
+            if stop < len(places):
+                start, stop = stop, stop + int(counts[_own_rows(call)].sum())
+                found_VE[places[start:stop]] = vectors_VE[: stop - start].float()
+        return found_VE
 
-    def _encode_chunk(self, features: Features, rows: NDArray[np.int64], width: int) -> NDArray[np.float32]:
-        inputs = self.encoder.collate(features, rows, width)
-        inputs = {name: tensor.to(self.device, non_blocking=True) for name, tensor in inputs.items()}
-        vectors_VE: NDArray[np.float32] = self.encoder(inputs).float().cpu().numpy()
-        return vectors_VE
+    def _calls(self, lengths: NDArray[np.int64]) -> list[Chunk]:
+        """Cut a slice into calls: on an accelerator into several, lest one width pads long and short items alike."""
+        budget = self.budget
+        if budget.bucketed:
+            quarter = 1 << max(1, int(lengths.sum()) // 4).bit_length() - 1  # a power of 2, for few shapes
+            budget = replace(budget, tokens=min(budget.tokens, max(LEAST_TOKENS, quarter)))
+        return plan_chunks(lengths, budget)
+
+    def _inputs(self, features: Features, chunk: Chunk) -> dict[str, Tensor]:
+        return self.encoder.collate(features, chunk.rows, chunk.width)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from vembed.batch import Ragged
 from vembed.errors import ConfigError
+from vembed.evaluation.encode import rows_of
 from vembed.evaluation.index import search
 from vembed.evaluation.maxsim import search_maxsim
 from vembed.evaluation.metrics import DEFAULT_KS
@@ -62,7 +63,7 @@ def evaluate(encode: Encode, task: RetrievalData, options: EvaluationOptions) ->
 
 @dataclass(frozen=True, slots=True)
 class EncodedTask:
-    """A task with the vectors of its items.
+    """A task with the vectors of its items, which the first of several ranks has alone.
 
     Rows stand in the order of the task's documents and of the builder's queries.
     """
@@ -72,6 +73,7 @@ class EncodedTask:
     documents: Vectors
     queries: Vectors
     seconds: float  # of encoding
+    asking: NDArray[np.int64] | None = None  # rows of `queries` that are the builder's; None: all of them
 
 
 def encode_task(encode: Encode, task: RetrievalData, options: EvaluationOptions) -> EncodedTask:
@@ -97,8 +99,9 @@ def search_task(given: EncodedTask, options: EvaluationOptions) -> EvaluationRes
     """
     builder = given.builder
     started = time.perf_counter()
+    queries = given.queries if given.asking is None else rows_of(given.queries, given.asking)
     scores_Qk, rows_Qk = search_vectors(
-        given.documents, given.queries, k=builder.hits_wanted, factory=options.index_factory, poll=options.poll
+        given.documents, queries, k=builder.hits_wanted, factory=options.index_factory, poll=options.poll
     )
     seconds = given.seconds + time.perf_counter() - started
     add_hits(builder, list(given.task.documents), scores_Qk, rows_Qk)

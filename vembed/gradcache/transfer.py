@@ -74,3 +74,19 @@ class Transfer:
         for each in copies.values():
             each.record_stream(computing)
         return item, copies
+
+
+def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """Return a tensor in the host's memory, and what tells that it has arrived; None where it is there already.
+
+    A CUDA device copies beside what it computes next.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.cpu(), None
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    stream = torch.cuda.Stream(tensor.device)
+    stream.wait_stream(torch.cuda.current_stream(tensor.device))
+    with torch.cuda.stream(stream):
+        host.copy_(tensor, non_blocking=True)
+    tensor.record_stream(stream)
+    return host, stream.record_event()

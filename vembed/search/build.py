@@ -6,7 +6,8 @@
 3. FAISS builds its index from the mapped file.
 4. meta.json is written last, and the folder takes its name.
 
-Memory: a slice of documents and vectors, the ids, and in step 3 what FAISS holds ("Flat": all vectors once).
+Memory: three slices of documents (one is read ahead, one encoded, one written), the vectors of two, the ids, and in
+step 3 what FAISS holds ("Flat": all vectors once).
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import logging
 import shutil
 import time
-from contextlib import nullcontext
+from collections import deque
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +26,7 @@ import faiss
 import numpy as np
 import torch
 
-from vembed.batch import MODALITY_WORDS, Image, modality_of, modality_words, pictures_in
+from vembed.batch import MODALITY_WORDS, Image, Ragged, modality_of, modality_words, pictures_in
 from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, refuse_several_vectors
 from vembed.evaluation.index import build_index, new_index
@@ -186,16 +188,24 @@ def _write_vectors(folder: Path, counts: tuple[int, int], corpus: Corpus, encode
     num_documents, num_pictures = counts
     progress = _Progress(num_documents)
     keeping = _Copies(folder, corpus, encode) if num_pictures else nullcontext()
-    with (folder / VECTORS_FILE).open("wb") as file, keeping as copies:
+    under_way: deque[list[Document]] = deque()
+
+    def items() -> Iterator[list[Item]]:
+        for documents in _slices(folder / DOCUMENTS_FILE, corpus):
+            under_way.append(documents)
+            yield [document.item for document in documents]
+
+    streaming = closing(encode.stream(items(), side))
+    with (folder / VECTORS_FILE).open("wb") as file, keeping as copies, streaming as found:
         header = {"descr": "<f4", "fortran_order": False, "shape": (num_documents, encode.encoder.dimension)}
         np.lib.format.write_array_header_1_0(file, header)
-        for documents in _slices(folder / DOCUMENTS_FILE, corpus):
-            items = [document.item for document in documents]
-            vectors_RE = encode.table(items, side)
+        for vectors_RE in found:
+            documents = under_way.popleft()
+            assert not isinstance(vectors_RE, Ragged)
             _refuse_nonfinite(vectors_RE, documents)
             file.write(vectors_RE.astype("<f4", copy=False).tobytes())
             if copies is not None:
-                copies.add(items)
+                copies.add([document.item for document in documents])
             progress.add(len(documents))
         assert progress.done == num_documents
         if copies is not None:

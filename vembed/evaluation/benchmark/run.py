@@ -219,7 +219,7 @@ class _ModelRun:
 
     def __init__(self, encoder: Encoder, options: BenchmarkOptions, *, system: str, label: str) -> None:
         self.key = model_key(encoder)
-        budget = encoding_budget(options.device, options.batch_rows)
+        budget = encoding_budget(encoder, options.device, options.batch_rows)
         self.encode = ItemEncoder(
             encoder.to(options.device), budget, options.device, options.autocast_dtype, poll=options.poll
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from vembed.batch import Ragged
 from vembed.evaluation.array_file import ArrayFile
 from vembed.evaluation.directions import count_truncated
+from vembed.evaluation.encode import rows_of
 from vembed.evaluation.index import check_finite
 
 if TYPE_CHECKING:
@@ -120,8 +121,9 @@ class SharedVectors:
         vectors, facts = self._source.get(title)
         if self._rows is None:
             return vectors, Facts(facts.num_truncated, seconds=0.0)
-        taken = vectors.take(self._rows) if isinstance(vectors, Ragged) else vectors[self._rows]
-        return taken, Facts(self._own.count_truncated() if facts.num_truncated else 0, seconds=0.0)
+        return rows_of(vectors, self._rows), Facts(
+            self._own.count_truncated() if facts.num_truncated else 0, seconds=0.0
+        )
 
 
 def write_vectors(folder: Path, side: Side, key: Key, vectors_NE: NDArray[np.float32], facts: Facts) -> None:

@@ -108,6 +108,7 @@ def _arguments() -> argparse.Namespace:
         help="texts of the batch whose gradients are compared and operations counted; all by default, which must fit "
         "as one graph",
     )
+    parser.add_argument("--packing", action="store_true", help="lay vembed's rows end to end, where the device can")
     parser.add_argument("--bf16", action="store_true", help="mixed precision")
     parser.add_argument(
         "--no-plain", action="store_true", help="leave the step without caching out: it takes most memory"

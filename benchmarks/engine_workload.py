@@ -71,6 +71,11 @@ def build_workload(arguments: argparse.Namespace, lengths: str, *, dropout: floa
         # Measured like a step, in a child: the plan's profile runs a backward, after which no child could run one.
         planned = measure(partial(_planned_retention, folder, num_pairs, bf16=arguments.bf16), device).value
     autocast = torch.bfloat16 if arguments.bf16 else None
+    if arguments.packing:
+        why_not = encoder.why_not_packed(device.type, autocast or torch.float32)
+        print(f"padded: {why_not}" if why_not else "rows lie end to end", flush=True)
+        if not why_not:
+            encoder.pack()
     assert len(columns) == 2
     return Workload(device, encoder.train(), peer.train(), columns, autocast, planned)
 

@@ -98,7 +98,7 @@ def prepare(case: Case, device: torch.device) -> tuple[Encoder, Updater, Callabl
         sharded = shard_encoder(encoder, way, ranks, device=device, compute_dtype=compute_dtype)
     loss = InfoNCE(temperature=0.05, tile_size=TILE_SIZE).to(device)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
-    updater = Updater(encoder, loss, OptimisationKeys(), schedule, loss_scaling=False)
+    updater = Updater(encoder, loss, OptimisationKeys(), schedule, loss_scaling=False, ranks=ranks)
     options = EngineOptions(
         budget=ChunkBudget(MOST_ROWS, case.chunk_tokens, bucketed=device.type != "cpu"),
         device=device,

@@ -40,7 +40,7 @@ def main() -> int:
     if os.environ.get("OMP_NUM_THREADS") != "1":
         sys.exit("set OMP_NUM_THREADS=1: a forked child of a process with several OpenMP threads hangs")
     settings = argparse.Namespace(
-        texts=arguments.texts, seed=0, median=40, device="cpu", shape="small", layers=None, bf16=False
+        texts=arguments.texts, seed=0, median=40, device="cpu", shape="small", layers=None, bf16=False, packing=False
     )
     workload = build_workload(settings, "mixed", dropout=0.1)
     budget = ChunkBudget(2**20, arguments.tokens)

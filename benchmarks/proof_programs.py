@@ -98,13 +98,24 @@ def plan_against_memory(setting: Setting) -> Iterator[Finding]:
         yield Finding(each["case"], figures, held=most <= room)  # what the plan takes to fit must fit
 
 
-def sentence_transformers(setting: Setting) -> Iterator[Finding]:
+def sentence_transformers(setting: Setting, *, dropout: float) -> Iterator[Finding]:
     """Compare with sentence-transformers' cached loss, in its fastest setting of a sweep."""
-    words: list[object] = ["--lengths", "mixed", "--no-plain", "--output", setting.folder]
+    words: list[object] = ["--lengths", "mixed", "--no-plain", "--output", setting.folder, "--dropout", dropout]
     if setting.is_small:
         words += ["--texts", 16, "--layers", 1, "--rounds", 1, "--tokens", 256, "--peer-rows", 8, "--peer-tokens"]
     else:
-        words += ["--device", "cuda", "--shape", "bert-base", "--bf16", "--texts", 8192, "--check-texts", 512]
+        words += [
+            "--device",
+            "cuda",
+            "--shape",
+            "bert-base",
+            "--bf16",
+            "--packing",
+            "--texts",
+            8192,
+            "--check-texts",
+            512,
+        ]
         words += ["--rounds", 3, "--tokens", 16384, 65536]
         words += ["--peer-rows", 64, 256, 1024, "--peer-tokens", 16384, 65536]
     _run([HERE / "engine.py", *words, "--only", r"^ST|^vembed, \d+ tokens"], setting)

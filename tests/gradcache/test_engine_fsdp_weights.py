@@ -105,7 +105,8 @@ def train_on(rank: int, settings: list[Sharded], loss_scaling: bool) -> list[Any
         engine = engine_of(case, setting, loss)
         keys = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99, max_grad_norm=0.05)
         schedule = Schedule(0.01, "constant", 0, 10)
-        updater = Updater(case.encoder, loss, keys, schedule, loss_scaling=loss_scaling)
+        ranks = Ranks.of_this_process()
+        updater = Updater(case.encoder, loss, keys, schedule, loss_scaling=loss_scaling, ranks=ranks)
         assignment = assignment_of(case, setting.assignment)
         pools = pools_of(case, assignment.slots[rank], spare=True)
         norms = []
@@ -144,7 +145,8 @@ def overflow_on(rank: int) -> tuple[float, bool, float, float]:
     loss = make("both directions", 3)
     engine = engine_of(case, setting, loss)
     keys = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99)
-    updater = Updater(case.encoder, loss, keys, Schedule(0.01, "constant", 0, 10), loss_scaling=True)
+    schedule, ranks = Schedule(0.01, "constant", 0, 10), Ranks.of_this_process()
+    updater = Updater(case.encoder, loss, keys, schedule, loss_scaling=True, ranks=ranks)
     assignment = assignment_of(case, setting.assignment)
     before = updater.gradient_scale
     pools = pools_of(case, assignment.slots[rank], spare=False)

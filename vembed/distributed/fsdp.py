@@ -30,6 +30,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from vembed.distributed.shards import reshard
+from vembed.distributed.starting_weights import receive
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
@@ -112,10 +113,11 @@ class ShardedEncoder:
 def shard_encoder(
     encoder: nn.Module, way: Way, ranks: Ranks, *, device: torch.device, compute_dtype: torch.dtype | None = None
 ) -> ShardedEncoder:
-    """Shard an encoder in place over all ranks, each of which holds the same whole encoder now.
+    """Shard an encoder in place over all ranks, with the weights of the first one.
 
-    It may be on the CPU: units move to the device one by one. From now on it must be called through its `forward`
-    alone, on all ranks equally often unless the mode is fast. The optimizer must be made afterwards.
+    It may be on the CPU there and on the meta device elsewhere: units get to the devices one by one. From now on it
+    must be called through its `forward` alone, on all ranks equally often unless the mode is fast. The optimizer must
+    be made afterwards.
 
     Args:
         encoder: The encoder.
@@ -145,12 +147,14 @@ def shard_encoder(
         "offload_policy": _offload(device, way),
         "ignored_params": {parameter for parameter in encoder.parameters() if parameter.ndim == 0},
     }
-    for parameter in settings["ignored_params"]:
-        parameter.data = parameter.data.to(device)
+    receive((each for each in encoder.parameters() if each.ndim == 0), ranks, device)
     precision = _precision(encoder, compute_dtype)
     for block in transformer_blocks(encoder):
         _fix_asked_dtype(block)
+        receive((*block.parameters(), *block.buffers()), ranks, device)
         fully_shard(block, **settings, mp_policy=precision, reshard_after_forward=way.mode != "fast")
+    rest = (each for each in (*encoder.parameters(), *encoder.buffers()) if not isinstance(each, DTensor))
+    receive(rest, ranks, device)
     # What the blocks leave over is in use from the first layer to the last: it stays whole from forward to backward.
     root = fully_shard(
         encoder,

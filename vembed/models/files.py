@@ -57,6 +57,7 @@ class ModelFiles:
         self.dtype = DTYPES[keys.torch_dtype]
         self.device = torch.device("cpu")  # where parameters are made
         self.has_weights = True  # whether weights are read; else parameters stay as they are made
+        self.reads_items = True  # whether items will be read by tokenizer and image processor
         self.shape: Mapping[str, Any] = {}  # the config of a model of which there is nothing else
         self._once: dict[str, Any] = {}
 
@@ -255,12 +256,14 @@ class SkeletonFiles(ModelFiles):
         keys: What the user said. The name may also be a JSON file with the shape of a model: the config.json of
             transformers, or the model_cfg of open_clip.
         device: Another one gives the same model with random weights, which is what a prediction is compared with.
+        reads_items: Whether the model will train, with weights from elsewhere; the plan takes its shape alone.
     """
 
-    def __init__(self, keys: ModelKeys, *, device: str = "meta") -> None:
+    def __init__(self, keys: ModelKeys, *, device: str = "meta", reads_items: bool = False) -> None:
         super().__init__(keys)
         self.device = torch.device(device)
         self.has_weights = False
+        self.reads_items = reads_items
         path = Path(self.name)
         if path.suffix == ".json" and path.is_file():
             self.shape = self._shape_in(path)

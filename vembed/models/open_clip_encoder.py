@@ -12,6 +12,8 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import logging
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +33,7 @@ from vembed.models.probe import picture_inputs, token_inputs
 from vembed.models.towers import Tower, find_layers, find_tower, layer_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     import PIL.Image
     from numpy.typing import NDArray
@@ -169,7 +171,7 @@ class OpenClipEncoder(TwoTowers):
             raise MachineError(
                 f"{files.name} needs open_clip, which is missing: pip install open_clip_torch"
             ) from error
-        if not files.has_weights:
+        if not files.reads_items:
             return _without_weights(files)
         is_folder = is_open_clip_folder(files.folder)
         name = f"local-dir:{files.folder}" if is_folder else files.name.removeprefix(OPEN_CLIP_PREFIX)
@@ -180,13 +182,20 @@ class OpenClipEncoder(TwoTowers):
         elif name.startswith("local-dir:"):
             _check_folder(Path(name.removeprefix("local-dir:")), files)
         try:
-            model, _, preprocess = open_clip.create_model_and_transforms(
-                name, pretrained=tag or None, weights_only=True, pretrained_text=False
-            )
+            with files.device, _told_of_weights(files):
+                model, _, preprocess = open_clip.create_model_and_transforms(
+                    name,
+                    pretrained=tag or None,
+                    load_weights=files.has_weights,
+                    device=files.device,
+                    weights_only=True,
+                    pretrained_text=False,
+                )
             tokenizer = open_clip.get_tokenizer(name)
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             message = str(error).strip().partition("\n")[0]
             raise MachineError(f"{files.name} could not be loaded by open_clip: {message}") from error
+        _fill_masks(model)
         random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
         config = open_clip.get_model_config(name)
         _check_tokenizer(open_clip, tokenizer, config, files)
@@ -337,10 +346,7 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
         kind = open_clip.CoCa if "multimodal_cfg" in shape else open_clip.CustomTextCLIP
     with files.device:
         model = kind(**shape).to(files.dtype)
-    for module in model.modules():
-        mask = module._buffers.get("attn_mask")
-        if mask is not None and mask.is_meta:  # its values say whether texts may be cut
-            module._buffers["attn_mask"] = torch.full(mask.shape, -torch.inf).triu(1)
+    _fill_masks(model)
     side = shape["vision_cfg"].get("image_size", PICTURE_SIDE)
     height, width = (side, side) if isinstance(side, int) else side
     return OpenClipEncoder(
@@ -351,6 +357,25 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
         config=config,
         weights="none",
     )
+
+
+@contextmanager
+def _told_of_weights(files: ModelFiles) -> Iterator[None]:
+    """Keep open_clip from warning of random weights where none are wanted."""
+    before = logging.root.manager.disable
+    logging.disable(before if files.has_weights else logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _fill_masks(model: nn.Module) -> None:
+    """Make causal masks that have no values yet: they say whether texts may be cut."""
+    for module in model.modules():
+        mask = module._buffers.get("attn_mask")
+        if mask is not None and mask.is_meta:
+            module._buffers["attn_mask"] = torch.full(mask.shape, -torch.inf).triu(1)
 
 
 def _config_of(files: ModelFiles) -> dict[str, Any]:
@@ -408,7 +433,7 @@ def _check_folder(folder: Path, files: ModelFiles) -> None:
         raise ConfigError(f"{folder / CONFIG_FILE} can't be read: {error}") from error
     if "model_cfg" not in config:
         raise ConfigError(f"{folder / CONFIG_FILE} has no model_cfg")
-    if any(folder.glob("*.safetensors")):
+    if not files.has_weights or any(folder.glob("*.safetensors")):
         return
     if not any((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))):
         raise ConfigError(f"{folder} holds no weights; {WEIGHTS_FILE} is missing")

@@ -69,17 +69,20 @@ def load_encoder(
     *,
     image_limits: ImageLimits | None = None,
     load_in_4bit: bool = False,
+    with_weights: bool = True,
 ) -> Encoder:
     """Load or build an encoder, on the CPU.
 
     Args:
         texts: Training texts, read only by models that train a tokenizer.
+        with_weights: Without them parameters are made on the meta device, as far as the class can.
 
     Raises:
         ConfigError: There is no such model, or it needs what isn't allowed.
         MachineError: It can't be reached.
     """
-    encoder = _load(ModelFiles(keys, load_in_4bit=load_in_4bit), texts)
+    files = ModelFiles(keys, load_in_4bit=load_in_4bit) if with_weights else SkeletonFiles(keys, reads_items=True)
+    encoder = _load(files, texts)
     if image_limits is not None:
         encoder.image_limits = image_limits
     if keys.gradient_checkpointing is True:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.errors import ConfigError, MachineError
+from vembed.distributed.starting_weights import Outline
+from vembed.errors import ConfigError, MachineError, VembedError
 from vembed.files import new_folder
 from vembed.losses.base import LossCommon
 from vembed.losses.registry import loss_facts
@@ -14,42 +16,89 @@ from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
 from vembed.models.files import DTYPES, save_background
+from vembed.models.profile.profile import CANNOT_RUN
 from vembed.models.registry import is_builtin, load_encoder
+from vembed.training.checks import refuse_nonfinite_weights
 from vembed.training.inputs import RunData, record_texts
 from vembed.training.wiring.data import image_limits
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from vembed.config.schema import Config
+    from vembed.distributed.ranks import Ranks
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.output import OutputFolder
 
+_log = logging.getLogger(__name__)
 
-def build_encoder(config: Config, plan: Plan, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
+
+def build_alike(build: Callable[[bool], Encoder], ranks: Ranks) -> Encoder:
+    """Build the encoder with its weights on the first rank, and on the others without, as far as its class can.
+
+    The first rank builds first: of a model from scratch it leaves the tokenizer that the others read.
+
+    Args:
+        build: Builds it, with weights or without.
+
+    Raises:
+        VembedError: The first rank's was raised; a weight may be NaN or infinite.
+    """
+    built: list[Encoder] = []
+
+    def build_first() -> tuple[Outline, str | None]:
+        encoder = build(True)
+        refuse_nonfinite_weights(encoder)
+        built.append(encoder)
+        return Outline.of(encoder), encoder.base
+
+    outline, base = ranks.from_first(build_first)
+    encoder, reason = (built[0], "") if built else _build_other(build, outline)
+    encoder.base = base
+    reasons = {each for each in ranks.gather_objects(reason) if each}
+    if reasons:
+        _log.info("every process loads the weights by itself: %s", "; ".join(sorted(reasons)))
+    return encoder
+
+
+def _build_other(build: Callable[[bool], Encoder], outline: Outline) -> tuple[Encoder, str]:
+    """Build the first rank's encoder without weights; with them where that can't be, and say why."""
+    try:
+        encoder = build(False)
+        reason = outline.fit(encoder)
+    except (*CANNOT_RUN, VembedError) as error:
+        reason = str(error)
+    return (build(True), reason) if reason else (encoder, "")
+
+
+def build_encoder(
+    config: Config, plan: Plan, output: OutputFolder, data: RunData, *, keep: bool, with_weights: bool = True
+) -> Encoder:
     """Load the encoder, and freeze what doesn't train.
 
     Args:
         plan: Says whether adapters train, whether activations are computed again, and whether rows lie end to end.
         output: Holds an encoder that was built from scratch: resuming needs the tokenizer that it trained.
         keep: Whether an encoder that is built from scratch is written there.
+        with_weights: Without them its parameters are made on the meta device, as far as its class can.
 
     Raises:
         ConfigError: There is no such model, or it hasn't the part that is to train.
         MachineError: It can't be reached, or needs what this machine hasn't.
     """
     keys = config.model_copy(update={"gradient_checkpointing": plan.way.gradient_checkpointing})
-    encoder = _load_encoder(keys, output, data, keep=keep)
+    encoder = _load_encoder(keys, output, data, keep=keep) if with_weights else _load_empty(keys, output, keep=keep)
     if plan.way.use_lora:
         add_adapters(encoder, config)
     else:
         freeze(encoder, config.trainable)
     if plan.packing:
         encoder.pack()
-    encoder.base = base_fingerprint(encoder)
+    if with_weights:
+        encoder.base = base_fingerprint(encoder)
     return encoder
 
 
@@ -69,6 +118,26 @@ def _load_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: 
         encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
         encoder.name = config.model_name
     torch.manual_seed(config.seed)  # adapters are drawn alike, whether the model was made just now or read back
+    return encoder
+
+
+def _load_empty(config: Config, output: OutputFolder, *, keep: bool) -> Encoder:
+    """Build the encoder without its weights.
+
+    Raises:
+        MachineError: It can't be known without them.
+    """
+    name = config.model_name
+    if config.load_in_4bit:
+        raise MachineError(f"{name} is brought to 4 bits while it is loaded")
+    if config.trust_remote_code:
+        raise MachineError(f"{name} is built by code of its own")
+    if is_builtin(name):
+        if not keep or not output.initial_model.is_dir():
+            raise MachineError(f"{name} is made from scratch, and this process sees no copy of it")
+        config = config.model_copy(update={"model_name": str(output.initial_model)})
+    encoder = load_encoder(config, image_limits=image_limits(config), with_weights=False)
+    encoder.name = name
     return encoder
 
 

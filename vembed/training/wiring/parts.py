@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, plain_values
 from vembed.data.augment import Augmenter
+from vembed.distributed.starting_weights import receive
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.calls import Passes
 from vembed.gradcache.chunking import ChunkBudget
@@ -26,7 +27,6 @@ from vembed.training.trackers.registry import open_trackers
 from vembed.training.wiring.data import measures_both_directions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -108,19 +108,19 @@ def batch_source(run: Run, stored: StoredEmbeddings | None = None) -> BatchSourc
 
 
 def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> None:
-    """Give every rank the weights of the first one; a tensor of the host travels by way of the device."""
-    for tensor in starting_tensors(encoder, with_buffers=with_buffers):
-        there = tensor.detach().to(runtime.device)
-        runtime.ranks.copy_from_first([there])
-        if there.device != tensor.device:
-            tensor.detach().copy_(there)
+    """Bring an encoder to its device with the weights of the first rank.
 
-
-def starting_tensors(encoder: Encoder, *, with_buffers: bool) -> Iterator[Tensor]:
-    """Yield what all ranks take from the first one before training: weights, and buffers where they are wanted."""
-    yield from encoder.parameters()
-    if with_buffers:
-        yield from encoder.buffers()
+    Args:
+        with_buffers: Whether its buffers are the first rank's too; they are wherever a rank has none of its own.
+    """
+    parameters: list[Tensor] = list(encoder.parameters())
+    buffers = list(encoder.buffers())
+    is_empty = any(each.is_meta for each in (*parameters, *buffers))
+    if not is_empty:
+        encoder.to(runtime.device)
+    if runtime.ranks.any(is_empty, runtime.device) or with_buffers:
+        parameters += buffers
+    receive(parameters, runtime.ranks, runtime.device)
 
 
 def batches(run: Run, stored: StoredEmbeddings | None = None) -> AbstractContextManager[Batches]:

@@ -23,7 +23,7 @@ from vembed.models.adapters.lora import has_adapters
 from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.explain import explain
 from vembed.plan.table import comparison
-from vembed.training.checks import dry_run, refuse_batch_norm, refuse_nonfinite_weights
+from vembed.training.checks import dry_run, refuse_batch_norm
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.output import OutputFolder
@@ -34,7 +34,7 @@ from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import load_data
 from vembed.training.wiring.launcher import under_launcher
-from vembed.training.wiring.model import build_encoder, build_loss
+from vembed.training.wiring.model import build_alike, build_encoder, build_loss
 from vembed.training.wiring.parts import (
     Run,
     autocast_dtype,
@@ -216,26 +216,20 @@ def _assemble(
     torch.manual_seed(config.seed)
     runtime.watchdog.words.doing = "loading the model"
 
-    def build() -> Encoder:
-        return build_encoder(config, plan, output, data, keep=mode == "train")
+    def build(with_weights: bool) -> Encoder:
+        return build_encoder(config, plan, output, data, keep=mode == "train", with_weights=with_weights)
 
-    # The first rank builds first: of a model from scratch it leaves the tokenizer that the others read.
-    built: list[Encoder] = []
-    runtime.ranks.from_first(lambda: built.append(build()))
-    encoder = built[0] if built else build()
-    refuse_nonfinite_weights(encoder)
+    encoder = build_alike(build, runtime.ranks)
     if config.use_gradient_cache is not False:
         refuse_batch_norm(encoder)
-    shards = plan.way.mode is not None and not runtime.ranks.is_one
-    if not shards:  # else its parts go to their devices one by one
-        encoder.to(runtime.device)
     num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
     runtime.ranks.require_equal({"training data": data.fingerprint, "parameters": str(num_parameters)})
-    start_alike(encoder, runtime, with_buffers=config.ddp_broadcast_buffers)
+    shards = plan.way.mode is not None and not runtime.ranks.is_one
+    if not shards:  # else its parts go to their devices one by one
+        start_alike(encoder, runtime, with_buffers=config.ddp_broadcast_buffers)
     sampler = GlobalSampler(
         len(data.records), batch_size=plan.batch.total, seed=config.seed, drop_last=config.drop_last
     )
-    plan = replace(plan, model=encoder.describe())
     loss = build_loss(config, plan, encoder).to(runtime.device)
     runtime.ranks.copy_from_first(loss.parameters())
     sharded = None
@@ -244,6 +238,7 @@ def _assemble(
 
         dtype = autocast_dtype(plan)
         sharded = shard_encoder(encoder, plan.way, runtime.ranks, device=runtime.device, compute_dtype=dtype)
+    plan = replace(plan, model=encoder.describe())
     run = Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, sharded=sharded)
     frozen = frozen_items(run)
     if frozen is None:

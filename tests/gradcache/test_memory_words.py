@@ -15,7 +15,7 @@ from vembed.distributed.watchdog import Watchdog
 from vembed.errors import MachineError
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.memory import collective_advice, free_cache, is_out_of_memory
+from vembed.gradcache.memory import free_cache, is_out_of_memory, out_of_memory_advice
 from vembed.training.wiring import run as wiring
 
 NCCL = (
@@ -24,6 +24,9 @@ NCCL = (
 )
 SEARCH = "\nSearch for `cudaErrorMemoryAllocation' in https://docs.nvidia.com/cuda/cuda-runtime-api/ for more."
 NCCL_NO_MEMORY = torch.distributed.DistBackendError(f"{NCCL}Last error:\nFailed to CUDA calloc async 4194304 bytes")
+NCCL_NO_ROOM = torch.distributed.DistBackendError(
+    f"{NCCL}Last error:\nError while creating shared memory segment /dev/shm/nccl-a1 (size 9637888), error: No space"
+)
 ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
 
@@ -52,6 +55,7 @@ ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encou
         (NCCL_NO_MEMORY, "advice"),
         (torch.distributed.DistBackendError(f"{NCCL}Last error:\nCuda failure 2 'out of memory'"), "advice"),
         (RuntimeError("NCCL Error 1: unhandled cuda error: Failed to CUDA host alloc 64 bytes"), "advice"),
+        (NCCL_NO_ROOM, "advice"),
         (torch.distributed.DistBackendError(f"{NCCL}Last error:\nCuda failure 'invalid device'"), "raise"),
         (ILLEGAL, "raise"),
         (RuntimeError("CUDA error: device-side assert triggered"), "raise"),
@@ -63,7 +67,7 @@ ILLEGAL = torch.AcceleratorError("CUDA error: an illegal memory access was encou
     ],
 )
 def test_each_error_is_repaired_or_ends_the_run_with_advice_or_as_it_is(error: Exception, verdict: str) -> None:
-    found = "repair" if is_out_of_memory(error) else "advice" if collective_advice(error) else "raise"
+    found = "repair" if is_out_of_memory(error) else "advice" if out_of_memory_advice(error) else "raise"
     assert found == verdict
 
 
@@ -99,12 +103,23 @@ def test_a_device_that_is_broken_says_so_before_the_step_is_done_again(monkeypat
     assert done == ["waited", "emptied"]
 
 
-def test_memory_that_nccl_does_not_find_ends_a_run_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (NCCL_NO_MEMORY, r"NCCL found no memory .*batch_size.* while training; "),
+        (NCCL_NO_ROOM, r"shared memory.*--shm-size=8g.* while training; "),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried\nmore"), r"CUDA out of memory. Tried\).*eval_batch_size"),
+        (MemoryError(), r"\(MemoryError\): set eval_batch_size"),
+    ],
+)
+def test_memory_that_nothing_brings_back_ends_a_run_with_advice(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
+) -> None:
     def fails(*_: Any) -> None:
-        raise NCCL_NO_MEMORY
+        raise error
 
     monkeypatch.setattr(wiring, "_run", fails)
     watchdog = Watchdog()
     watchdog.words.doing = "training"
-    with pytest.raises(MachineError, match=r"NCCL found no memory .*batch_size.* while training; "):
+    with pytest.raises(MachineError, match=advice):
         wiring.run_from_config(Config(model_name="a"), watchdog=watchdog)

@@ -36,14 +36,30 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(words in str(error) for words in _ALLOCATORS)
 
 
-def collective_advice(error: BaseException) -> str | None:
-    """Return what to do where a collective found no memory, which breaks it for good; None after any other error."""
-    if not _is_of_collective(error) or not any(words in str(error) for words in _COLLECTIVES):
-        return None
-    return (
-        "NCCL found no memory for its buffers, and no process can go on: torch held the rest of the device. Set "
-        "gradient_cache_chunk_tokens or batch_size to a smaller number, retain: 0, or end other programs on the device"
-    )
+def out_of_memory_advice(error: BaseException) -> str | None:
+    """Return what to do where memory ran out and no step can be done again; None after any other error.
+
+    A collective that finds none is broken for good.
+    """
+    if not _is_of_collective(error):
+        if not is_out_of_memory(error):
+            return None
+        first_line = str(error).partition("\n")[0] or type(error).__name__
+        return (
+            f"memory ran out outside of the encoder calls of a step, which alone can be done again ({first_line}): set "
+            f"eval_batch_size or batch_size to a smaller number, or use_fsdp: true, or end other programs on the device"
+        )
+    if "shared memory segment" in str(error):
+        return (
+            "NCCL found no room for its buffers in the machine's shared memory: start the container with "
+            "--shm-size=8g, or set NCCL_SHM_DISABLE=1, which is slower"
+        )
+    if any(words in str(error) for words in _COLLECTIVES):
+        return (
+            "NCCL found no memory for its buffers, and no process can go on: torch held the rest of the device. Set "
+            "gradient_cache_chunk_tokens or batch_size to a smaller number, retain: 0, or end other programs on it"
+        )
+    return None
 
 
 def free_cache(device: torch.device) -> None:

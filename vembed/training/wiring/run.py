@@ -18,7 +18,7 @@ from vembed.data.sampler import GlobalSampler
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
-from vembed.gradcache.memory import collective_advice
+from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters.lora import has_adapters
 from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.explain import explain
@@ -96,8 +96,8 @@ def run_from_config(
         return _run(config, mode, command, sources or {}, watchdog, stop)
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}{watchdog.words}") from stopped
-    except RuntimeError as error:
-        advice = collective_advice(error)
+    except (RuntimeError, MemoryError) as error:
+        advice = out_of_memory_advice(error)
         if advice is None:
             raise
         raise MachineError(f"{advice}{watchdog.words}") from error

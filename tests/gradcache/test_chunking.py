@@ -1,3 +1,4 @@
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -135,3 +136,32 @@ def test_a_batch_that_fits_one_call_is_one_call_without_spare_rows() -> None:
 def test_a_budget_of_nothing_is_refused(numbers: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="positive"):
         ChunkBudget(*numbers)
+
+
+def test_rows_end_to_end_fill_the_budget_with_nothing_between_them(lengths: np.ndarray) -> None:
+    chunks = plan_chunks(lengths, ChunkBudget(10**9, 1000), packed=True)
+    assert sorted(np.concatenate([chunk.rows for chunk in chunks])) == list(range(len(lengths)))
+    assert sum(chunk.padded_tokens for chunk in chunks) == lengths.sum()
+    for chunk, following in itertools.pairwise(chunks):
+        assert chunk.padded_tokens == chunk.width == lengths[chunk.rows].sum() <= 1000
+        assert chunk.width + lengths[following.rows[0]] > 1000
+    assert len(chunks) < len(plan_chunks(lengths, ChunkBudget(10**9, 1000)))
+
+
+def test_rows_end_to_end_are_no_more_than_the_budget_says_and_a_longer_one_is_alone() -> None:
+    lengths = np.array([3, 50, 3, 3, 3])
+    found = [(chunk.rows.tolist(), chunk.width) for chunk in plan_chunks(lengths, ChunkBudget(3, 10), packed=True)]
+    assert found == [([1], 50), ([0, 2, 3], 9), ([4], 3)]
+
+
+def test_a_hundred_steps_end_to_end_on_an_accelerator_have_few_shapes_and_next_to_no_padding() -> None:
+    rng, shapes, padded, tokens = np.random.default_rng(0), set(), 0, 0
+    for _ in range(100):
+        lengths = np.minimum(256, rng.lognormal(np.log(60), 0.8, 8192).astype(np.int64) + 1)
+        for chunk in plan_chunks(lengths, ChunkBudget(512, 16_384, bucketed=True), packed=True):
+            assert chunk.width >= lengths[chunk.rows].sum()
+            shapes.add(chunk.width)
+            padded += chunk.padded_tokens
+        tokens += int(lengths.sum())
+    assert len(shapes) <= 40
+    assert padded <= 1.02 * tokens

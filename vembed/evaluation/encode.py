@@ -300,7 +300,7 @@ class ItemEncoder:
         if budget.bucketed:
             quarter = 1 << max(1, int(lengths.sum()) // 4).bit_length() - 1  # a power of 2, for few shapes
             budget = replace(budget, tokens=min(budget.tokens, max(LEAST_TOKENS, quarter)))
-        return plan_chunks(lengths, budget)
+        return plan_chunks(lengths, budget, packed=self.encoder.packs)
 
     def _inputs(self, features: Features, chunk: Chunk) -> dict[str, Tensor]:
         return self.encoder.collate(features, chunk.rows, chunk.width)

@@ -45,6 +45,7 @@ class Pool:
     features: Features  # ragged, on the CPU
     slots: NDArray[np.int64]  # place of each row's embedding in [queries; documents]; -1 for a spare row
     num_vectors: NDArray[np.int64] | None = None  # vectors of each row, which come out row after row; None: one each
+    packs: bool = False  # whether `collate` lays the rows of a chunk end to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,8 @@ def plan_calls(
     """
     calls = []
     for pool in pools:
-        calls += [_call(pool, chunk, places_N, device) for chunk in plan_chunks(pool.features.lengths, budget)]
+        chunks = plan_chunks(pool.features.lengths, budget, packed=pool.packs)
+        calls += [_call(pool, chunk, places_N, device) for chunk in chunks]
     if fit_one_chunk(calls, budget):
         keep = Retention(1.0)
     kept, num_tokens = 0, sum(call.chunk.padded_tokens for call in calls)
@@ -169,7 +171,9 @@ def equal_calls(calls: Sequence[Call], pools: Sequence[Pool], ranks: Ranks, devi
 
 def _shortest(pool: Pool, calls: Sequence[Call]) -> Chunk:
     """Return a chunk of the shortest row alone, in the width that it has among its like."""
-    return Chunk(rows=np.array([pool.features.lengths.argmin()]), width=min(call.chunk.width for call in calls))
+    shortest = int(pool.features.lengths.argmin())
+    width = int(pool.features.lengths[shortest]) if pool.packs else min(call.chunk.width for call in calls)
+    return Chunk(rows=np.array([shortest]), width=width, packed=pool.packs)
 
 
 def _inputs(call: Call) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Cut the rows of a batch into chunks: sorted by length, packed into rectangles.
+"""Cut the rows of a batch into chunks: sorted by length, packed into rectangles or end to end.
 
 A chunk is what one encoder call sees: a rectangle of `rows x width`, where width is the longest of its rows. Rows that
 stand beside rows of their own length cost next to no padding. The order in which rows are encoded can't change a loss
@@ -9,6 +9,8 @@ before it is full. An accelerator pays for each shape that it hasn't seen: memor
 compiled anew. There chunks come in few shapes: widths from a grid, and for each width one number of rows, by which the
 tokens of a batch are shared out; the rows that are left at the end make up half and quarter chunks, the last one filled
 up with rows that are there already.
+
+Rows of encoders that take them end to end have no padding: a chunk is as many tokens as the budget allows.
 
 Longest first: memory peaks in the first chunk, so that a batch that doesn't fit fails at once.
 """
@@ -38,6 +40,10 @@ WANTED_CHUNKS = 96
 """Where a batch makes fewer, rows of too many lengths share a chunk, and it is cut finer: into halves, or quarters."""
 
 
+LEAST_STEP, STEPS_PER_DOUBLING = 256, 8
+"""On an accelerator, the tokens of chunks of rows end to end: at least so many apart, so many numbers in a doubling."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkBudget:
     """The most that one encoder call may see."""
@@ -60,27 +66,52 @@ class Chunk:
     """One encoder call."""
 
     rows: NDArray[np.int64]  # row numbers into the pool's features
-    width: int  # padded length of every row
+    width: int  # padded length of every row; the tokens of all where they lie end to end
     num_spare: int = 0  # how many of its last rows only fill it up; they repeat another one
+    packed: bool = False  # whether rows lie end to end
 
     @property
     def padded_tokens(self) -> int:
-        """Size of the rectangle."""
-        return len(self.rows) * self.width
+        """Size of the rectangle, or of the one row that all rows make."""
+        return self.width if self.packed else len(self.rows) * self.width
 
 
-def plan_chunks(lengths: NDArray[np.int64], budget: ChunkBudget) -> list[Chunk]:
-    """Pack rows into rectangles within the budget.
+def plan_chunks(lengths: NDArray[np.int64], budget: ChunkBudget, *, packed: bool = False) -> list[Chunk]:
+    """Pack rows into rectangles within the budget, or end to end.
 
     Args:
         lengths: Tokens of each row, (n,); a row of none counts as one.
+        packed: Whether they go end to end.
 
     Returns:
         Chunks that hold each row exactly once, spare ones left out; widest first, equal lengths keep their order.
     """
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = np.maximum(lengths[order], 1)
+    if packed:
+        return _end_to_end(order, sorted_lengths, budget)
     return (_in_buckets if budget.bucketed else _tight)(order, sorted_lengths, budget)
+
+
+def _end_to_end(order: NDArray[np.int64], lengths: NDArray[np.int64], budget: ChunkBudget) -> list[Chunk]:
+    """Cut rows into chunks that they fill without padding.
+
+    Args:
+        lengths: Tokens of each row of `order`, descending.
+    """
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    chunks = []
+    start = 0
+    while start < len(order):
+        fitting = int(np.searchsorted(ends, ends[start] + budget.tokens, side="right")) - 1 - start
+        count = max(1, min(fitting, budget.rows))
+        tokens = int(ends[start + count] - ends[start])
+        if budget.bucketed:
+            step = max(LEAST_STEP, (1 << (tokens.bit_length() - 1)) // STEPS_PER_DOUBLING)
+            tokens = max(tokens, min(-(-tokens // step) * step, budget.tokens))
+        chunks.append(Chunk(order[start : start + count], tokens, packed=True))
+        start += count
+    return chunks
 
 
 def _tight(order: NDArray[np.int64], lengths: NDArray[np.int64], budget: ChunkBudget) -> list[Chunk]:

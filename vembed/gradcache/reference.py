@@ -37,7 +37,7 @@ def reference_step(
     for pool in pools:
         lengths = pool.features.lengths
         chunks = (
-            plan_chunks(lengths, budget)
+            plan_chunks(lengths, budget, packed=pool.packs)
             if budget is not None
             else [Chunk(rows=torch.arange(len(lengths)).numpy(), width=int(lengths.max()))]
         )

@@ -137,10 +137,11 @@ class BatchSource:
 
     def prepared(self, featured: FeaturedBatch) -> PreparedBatch:
         """Give features to the encoder."""
+        encoder = self.encoder
         pools = tuple(
             stored_pool(features, slots)
             if is_stored(features)
-            else Pool(self.encoder, self.encoder.collate, features, slots, self.encoder.num_vectors(features))
+            else Pool(encoder, encoder.collate, features, slots, encoder.num_vectors(features), encoder.packs)
             for features, slots in featured.parts
         )
         return PreparedBatch(featured, pools)

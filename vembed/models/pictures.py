@@ -116,7 +116,8 @@ def last_step(processor: Any) -> Normalisation | None:
     It is tried on a picture of noise. DINOv3's rescales before it resizes: its pixels are never whole numbers, and
     rounding would change them. The same holds for one that pads pictures after all else.
     """
-    if getattr(processor, "do_rescale", None) is None or getattr(processor, "do_pad", False):
+    names = ("do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std")
+    if any(getattr(processor, name, None) is None for name in names) or getattr(processor, "do_pad", False):
         return None
     rescale = torch.tensor(1.0 / processor.rescale_factor if processor.do_rescale else 1.0)
     mean, std = (processor.image_mean, processor.image_std) if processor.do_normalize else (0.0, 1.0)

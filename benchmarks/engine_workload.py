@@ -136,7 +136,8 @@ def batch_of(workload: Workload) -> tuple[Pool, BatchStructure]:
     """Return the batch as vembed's engine takes it."""
     encoder = workload.encoder
     features = [Features({"input_ids": column}, column.lengths) for column in workload.columns]
-    pool = Pool(encoder, encoder.collate, Features.concat(features), np.arange(len(workload.lengths)))
+    slots = np.arange(len(workload.lengths))
+    pool = Pool(encoder, encoder.collate, Features.concat(features), slots, packs=encoder.packs)
     num_pairs = len(workload.columns[0].lengths)
     batch = ContrastiveBatch(
         queries=("",) * num_pairs,

@@ -213,6 +213,7 @@ def predict(case: Case, device: str) -> dict[str, int]:
         f"loss_tile_size={TILE_SIZE}",
         f"use_fsdp={str(case.fsdp_mode is not None).lower()}",
         f"fsdp_mode={case.fsdp_mode or 'auto'}",
+        "packing=false",
     ]
     config = load_config(None, overrides).config
     machine = Machine(device, "benchmark", cpu_memory_bytes(), 1, fast_bf16=False)

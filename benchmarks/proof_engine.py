@@ -1,12 +1,8 @@
-"""Parts of the proof that run the engine: exact gradients, what the host waits for, sizes of chunks, repair, 8B.
-
-Models have random weights and the shapes of configs/shapes; on a CPU a layer or two of the same families.
-"""
+"""Parts of the proof that run the engine: exact gradients, what the host waits for, sizes of chunks, repair, 8B."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import traceback
 import warnings
@@ -16,6 +12,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from proof_models import (
+    encoder_of,
+    engine_of,
+    largest_error,
+    shape_of,
+    take_gradients,
+    whole_error,
+    workload_of,
+)
 from proof_rows import Finding, Setting, Skipped
 
 if TYPE_CHECKING:
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
     from vembed.gradcache.engine import GradCacheEngine, StepResult
     from vembed.models.encoder import Encoder
 
-SHAPES = Path(__file__).resolve().parents[1] / "configs" / "shapes"
-
 GIB = 1 << 30
 BYTES_FOR_8B = 40 * GIB
 
@@ -38,84 +41,6 @@ EXACT = 1e-9
 
 WORSE_IN_BF16 = 2.0
 """Most that chunks may add to the error of bfloat16: they round sums of other lengths."""
-
-
-def _shape(family: str, setting: Setting) -> dict[str, Any]:
-    """Return the config of a model of a family."""
-    import memory_cases as small
-
-    if setting.is_small:
-        modern = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
-        return {
-            "bert": small.bert(64, 2, 256),
-            "qwen3": small.qwen(128, 2, 256),
-            "clip": small.clip(64, 64, 1),
-            "modernbert": {"model_type": "modernbert", **modern},
-        }[family]
-    if family == "modernbert":
-        return {"model_type": "modernbert"}  # its defaults are those of the base model
-    file = {"bert": "bert_base", "qwen3": "qwen3_0_6b", "clip": "clip_vit_base_patch32", "8B": "qwen3_8b"}[family]
-    content: dict[str, Any] = json.loads((SHAPES / f"{file}.json").read_text("utf-8"))
-    return content
-
-
-def _encoder(shape: dict[str, Any], setting: Setting, dtype: str = "float32") -> Encoder:
-    """Return a model with random weights on the device, in training."""
-    from vembed.config.keys.model import ModelKeys
-    from vembed.models.registry import load_skeleton
-
-    path = setting.folder / "shape.json"
-    path.write_text(json.dumps(shape), "utf-8")
-    keys = ModelKeys.model_validate({"model_name": str(path), "torch_dtype": dtype})
-    return load_skeleton(keys, device=setting.device).train()
-
-
-def _workload(encoder: Encoder, setting: Setting, pairs: int, autocast: torch.dtype | None = None) -> Workload:
-    """Return a batch of texts of lognormal lengths, median 40 tokens."""
-    import numpy as np
-    import torch
-    from engine_workload import Workload, token_ids
-
-    rng = np.random.default_rng(0)
-    columns = (token_ids(pairs, "mixed", 40, rng), token_ids(pairs, "mixed", 40, rng))
-    return Workload(torch.device(setting.device), encoder, None, columns, autocast, None)
-
-
-def _engine(workload: Workload, tokens: int, retain: float = 0.0) -> GradCacheEngine:
-    import torch
-
-    from vembed.gradcache.chunking import ChunkBudget
-    from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-    from vembed.losses.infonce import InfoNCE
-
-    dtype = next(workload.encoder.parameters()).dtype
-    loss_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    loss = InfoNCE(temperature=0.05, dtype=loss_dtype).to(workload.device)
-    budget = ChunkBudget(1 << 20, tokens, bucketed=workload.device.type != "cpu")
-    options = EngineOptions(budget, workload.device, retain, autocast_dtype=workload.autocast)
-    return GradCacheEngine(loss, options, [each for each in workload.encoder.parameters() if each.requires_grad])
-
-
-def _gradients(encoder: Encoder) -> dict[str, Tensor]:
-    """Take the gradients out of a model."""
-    found = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
-    encoder.zero_grad(set_to_none=True)
-    return found
-
-
-def _error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """Return the largest difference of a parameter's gradient, relative to its norm; zero in truth is left out."""
-    if found.keys() != truth.keys():
-        return float("inf")
-    norms = {name: float(each.norm()) for name, each in truth.items()}
-    floor = 1e-6 * max(norms.values())
-    return max(float((found[name] - truth[name]).norm()) / norm for name, norm in norms.items() if norm > floor)
-
-
-def _whole_error(found: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
-    """Return the difference of all gradients together, relative to their norm."""
-    square = sum(float((found[name] - each).square().sum()) for name, each in truth.items())
-    return float((square / sum(float(each.square().sum()) for each in truth.values())) ** 0.5)
 
 
 def exactness(setting: Setting) -> Iterator[Finding]:
@@ -127,20 +52,20 @@ def exactness(setting: Setting) -> Iterator[Finding]:
     shape, pairs = bert(128, 2, 256), 24 if setting.is_small else 256
     still = {**shape, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     torch.manual_seed(0)
-    workload = _workload(_encoder(still, setting, "float64"), setting, pairs)
+    workload = workload_of(encoder_of(still, setting, "float64"), setting, pairs)
     truth, found = _plain_gradients(workload), _chunked_gradients(workload)
-    error = _error(found, truth)
+    error = largest_error(found, truth)
     yield Finding("float64", {"gradient error": error, "most": EXACT}, held=error <= EXACT)
     torch.manual_seed(0)
-    workload = _workload(_encoder(still, setting), setting, pairs)
+    workload = workload_of(encoder_of(still, setting), setting, pairs)
     truth = _plain_gradients(workload)
     rounded = replace(workload, autocast=torch.bfloat16)
-    plain, chunked = (_whole_error(found(rounded), truth) for found in (_plain_gradients, _chunked_gradients))
+    plain, chunked = (whole_error(found(rounded), truth) for found in (_plain_gradients, _chunked_gradients))
     figures = {"error of the chunks": chunked, "of the plain step": plain}
     yield Finding("bfloat16 against float32", figures, held=chunked <= WORSE_IN_BF16 * plain)
-    workload = _workload(_encoder(shape, setting), setting, pairs, torch.bfloat16)
+    workload = workload_of(encoder_of(shape, setting), setting, pairs, torch.bfloat16)
     pool, structure = batch_of(workload)
-    drift = _engine(workload, 512).step([pool], structure).replay_drift  # raises where it is more than rounding
+    drift = engine_of(workload, 512).step([pool], structure).replay_drift  # raises where it is more than rounding
     yield Finding("replay with dropout, bfloat16", {"drift": drift}, held=True)
 
 
@@ -148,8 +73,8 @@ def _chunked_gradients(workload: Workload) -> dict[str, Tensor]:
     from engine_workload import batch_of
 
     pool, structure = batch_of(workload)
-    _engine(workload, 512, retain=0.3).step([pool], structure)
-    return _gradients(workload.encoder)
+    engine_of(workload, 512, retain=0.3).step([pool], structure)
+    return take_gradients(workload.encoder)
 
 
 def _plain_gradients(workload: Workload) -> dict[str, Tensor]:
@@ -165,8 +90,8 @@ def _plain_gradients(workload: Workload) -> dict[str, Tensor]:
         return z.to(torch.promote_types(z.dtype, torch.float32))
 
     pool, structure = batch_of(workload)
-    reference_step([replace(pool, encode=encode)], structure, _engine(workload, 512).loss)  # type: ignore[arg-type]
-    return _gradients(workload.encoder)
+    reference_step([replace(pool, encode=encode)], structure, engine_of(workload, 512).loss)  # type: ignore[arg-type]
+    return take_gradients(workload.encoder)
 
 
 def host(setting: Setting) -> Iterator[Finding]:
@@ -176,19 +101,19 @@ def host(setting: Setting) -> Iterator[Finding]:
 
     on_gpu = setting.device == "cuda"
     pairs, tokens = (16, 256) if setting.is_small else (2048, 16384)
-    encoder = _encoder(_shape("bert", setting), setting)
-    workload = _workload(encoder, setting, pairs, torch.bfloat16 if on_gpu else None)
+    encoder = encoder_of(shape_of("bert", setting), setting)
+    workload = workload_of(encoder, setting, pairs, torch.bfloat16 if on_gpu else None)
     pool, structure = batch_of(workload)
     counted = []
     for factor in (1, 2):
-        engine = _engine(workload, tokens // factor)
+        engine = engine_of(workload, tokens // factor)
         results = [engine.step([pool], structure) for _ in range(2)]  # what is done once is done
         with _synchronisations(setting) as places:
             engine.step([pool], structure)
         counted.append(sum(places.values()))
         yield Finding(f"waits of a step, {results[0].num_chunks} chunks", {"waits": counted[-1], "at": dict(places)})
     yield Finding("waits for each chunk more", {"waits": counted[1] - counted[0]}, held=counted[1] == counted[0])
-    engine = _engine(workload, tokens)
+    engine = engine_of(workload, tokens)
     seconds, result = _median_step(engine, workload, rounds=1 if setting.is_small else 5)
     engine.stopwatch.read()
     engine.step([pool], structure)
@@ -240,9 +165,11 @@ def _synchronisations(setting: Setting) -> Iterator[Counter[str]]:
 
 
 def _own_place() -> str:
-    """Return the innermost line of vembed that is at work, and the library's where it waits in one."""
-    stack = [each for each in traceback.extract_stack() if not each.filename.startswith(__file__)]
-    own = [each for each in stack if f"{Path('vembed')}/" in each.filename] or stack
+    """Return the innermost line of vembed that is at work."""
+    import vembed
+
+    stack = [each for each in traceback.extract_stack() if each.filename != __file__]
+    own = [each for each in stack if each.filename.startswith(str(Path(vembed.__file__).parent))] or stack
     return f"{Path(own[-1].filename).name}:{own[-1].lineno}"
 
 
@@ -268,10 +195,14 @@ def sweep(family: str, setting: Setting, *, packing: bool = False, compile: bool
     """Time a step with chunks of 1k to 64k tokens."""
     import torch
 
-    shape = _shape(family, setting)
+    from vembed.errors import MachineError
+
+    if compile and setting.is_small and (packing or family != "bert"):
+        raise Skipped("a CPU compiles for a minute: it does so for BERT alone")
+    shape = shape_of(family, setting)
     if packing and family == "bert":
         shape["attention_probs_dropout_prob"] = 0.0  # torch's own operator for packed rows drops nothing
-    encoder = _encoder(shape, setting)
+    encoder = encoder_of(shape, setting)
     autocast = torch.bfloat16 if setting.device == "cuda" else None
     if packing:
         why_not = encoder.why_not_packed(setting.device, autocast or torch.float32)
@@ -286,8 +217,8 @@ def sweep(family: str, setting: Setting, *, packing: bool = False, compile: bool
             torch.cuda.reset_peak_memory_stats()
         try:
             seconds, result = _timed_sweep_step(family, encoder, setting, tokens, autocast)
-        except torch.OutOfMemoryError as error:
-            yield Finding(f"{tokens} tokens", {"out of memory": str(error).partition(".")[0]})
+        except MachineError as error:
+            yield Finding(f"{tokens} tokens", {}, why_not=str(error))
             return  # larger ones won't fit either
         figures = {"tokens/s": result.tokens / seconds, "chunks": result.num_chunks, "step_seconds": seconds}
         figures["padding"] = result.padded_tokens / result.tokens
@@ -304,11 +235,11 @@ def _timed_sweep_step(
 
     rounds = 1 if setting.is_small else 2
     if family != "clip":
-        workload = _workload(encoder, setting, 8 if setting.is_small else 1024, autocast)
-        return _median_step(_engine(workload, tokens), workload, rounds=rounds)
+        workload = workload_of(encoder, setting, 8 if setting.is_small else 1024, autocast)
+        return _median_step(engine_of(workload, tokens, repairs=False), workload, rounds=rounds)
     case = Case("sweep", {}, pairs=8 if setting.is_small else 1024, tokens=16, pictures=True)
     pools, structure = make_batch(case, encoder, 0)
-    engine = _engine(_workload(encoder, setting, 1, autocast), tokens)
+    engine = engine_of(workload_of(encoder, setting, 1, autocast), tokens, repairs=False)
     return _median(lambda: engine.step(pools, structure.to(engine.options.device)), encoder, rounds=rounds)
 
 
@@ -325,27 +256,27 @@ def repair(setting: Setting) -> Iterator[Finding]:
     import torch
     from engine_workload import batch_of
 
-    shape = {**_shape("bert", setting), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    workload = _workload(_encoder(shape, setting), setting, 16 if setting.is_small else 512)
+    shape = {**shape_of("bert", setting), "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    workload = workload_of(encoder_of(shape, setting), setting, 16 if setting.is_small else 512)
     pool, structure = batch_of(workload)
-    tokens = 512 if setting.is_small else 32768
+    tokens = 512 if setting.is_small else 8192
     if setting.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if setting.device == "cuda" else 0
-    whole = _engine(workload, tokens).step([pool], structure)
-    truth = _gradients(workload.encoder)
+    whole = engine_of(workload, tokens).step([pool], structure)
+    truth = take_gradients(workload.encoder)
     if setting.device == "cuda":
-        room = before + (torch.cuda.max_memory_allocated() - before) // 2
+        room = torch.cuda.memory_allocated() + (torch.cuda.max_memory_allocated() - before) // 2
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
     else:
         pool = replace(pool, encode=_without_memory(workload.encoder, tokens // 2))
     try:
-        result = _engine(workload, tokens).step([pool], structure)
+        result = engine_of(workload, tokens).step([pool], structure)
     finally:
         if setting.device == "cuda":
             torch.cuda.set_per_process_memory_fraction(1.0)
-    error = _error(_gradients(workload.encoder), truth)
+    error = largest_error(take_gradients(workload.encoder), truth)
     figures = {"repairs": result.num_repairs, "chunks before": whole.num_chunks, "chunks after": result.num_chunks}
     held = result.num_repairs > 0 and error < 1e-3
     yield Finding("half of the memory", {**figures, "gradient error": error}, held=held)
@@ -376,13 +307,13 @@ def one_step_at_8b(setting: Setting) -> Iterator[Finding]:
 
     if setting.device != "cuda" or torch.cuda.mem_get_info()[0] < BYTES_FOR_8B:
         raise Skipped(f"it takes a GPU with {BYTES_FOR_8B / GIB:.0f} GiB free")
-    encoder = _encoder(_shape("8B", setting), setting, "bfloat16")
+    encoder = encoder_of(shape_of("8B", setting), setting, "bfloat16")
     add_adapters(encoder, AdapterKeys())
     encoder.enable_gradient_checkpointing()
     encoder.to(setting.device)
-    workload = _workload(encoder.train(), setting, 128, torch.bfloat16)
+    workload = workload_of(encoder.train(), setting, 128, torch.bfloat16)
     pool, structure = batch_of(workload)
-    engine = _engine(workload, 8192)
+    engine = engine_of(workload, 8192)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
     updater = Updater(encoder, engine.loss, OptimisationKeys(), schedule, loss_scaling=False)
     for number in range(2):

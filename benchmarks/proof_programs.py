@@ -27,12 +27,16 @@ SAME = 1e-4
 RANKS_SECONDS = 120
 """Longest wait for two ranks, for all the ways that they go through."""
 
+START_SECONDS = 200
+"""Longest wait for the first steps of a run."""
+
 NOTICE_SECONDS = 30
 """Longest time from the end of a rank to that of the other: `nccl_timeout` of the run that is killed."""
 
 
 def _environment(setting: Setting, **more: str) -> dict[str, str]:
-    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    own = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if setting.device == "cpu":
         own |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     return {**os.environ, **own, **more}
@@ -208,7 +212,7 @@ def _killed_rank(setting: Setting) -> Finding:
     logs = [setting.folder / f"killed{rank}.txt" for rank in range(2)]
     first, second = (_start(words, setting, log, RANK=str(rank), **meet) for rank, log in enumerate(logs))
     try:
-        _wait_for_step(output, 2, first)
+        _wait_for_step(output, 2, first, logs[0])
         second.kill()
         started = time.monotonic()
         code = first.wait(timeout=2 * NOTICE_SECONDS)
@@ -228,18 +232,20 @@ def _text_run(overrides: Sequence[str]) -> list[str]:
     return [str(ROOT / "configs" / "quickstart_text.yaml"), "--config_override", *usual, *overrides]
 
 
-def _wait_for_step(output: Path, step: int, process: subprocess.Popen[str], seconds: float = 200) -> None:
+def _wait_for_step(output: Path, step: int, process: subprocess.Popen[str], said: Path) -> None:
     """Wait until a run has logged a step.
+
+    Args:
+        said: File that gets what it says.
 
     Raises:
         RuntimeError: It ended before, or takes too long.
     """
     log = output / "metrics.jsonl"
-    until = time.monotonic() + seconds
+    until = time.monotonic() + START_SECONDS
     while not (log.is_file() and len(_steps(output)) >= step):
         if process.poll() is not None or time.monotonic() > until:
-            said = Path(str(process.args[0] if isinstance(process.args, list) else "")).name
-            raise RuntimeError(f"{said}: no step {step} yet, code {process.poll()}")
+            raise _failure(f"no step {step}, code {process.poll()}", said.read_text("utf-8", errors="replace"))
         time.sleep(0.01)
 
 
@@ -269,7 +275,7 @@ def commands(setting: Setting) -> Iterator[Finding]:
     log = setting.folder / "stopped.txt"
     process = _start(runs[1], setting, log)
     try:
-        _wait_for_step(outputs[1], 3, process)
+        _wait_for_step(outputs[1], 3, process, log)
         process.send_signal(signal.SIGTERM)
         code = process.wait(timeout=120)
     finally:

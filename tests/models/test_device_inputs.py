@@ -1,4 +1,4 @@
-"""Pixels travel as bytes and become on the device what the model's own processor makes of them.
+"""Token ids travel in 32 bits, pixels as bytes: on the device these become what the model's own processor makes.
 
 Equal to the last bit where the processor computes with torchvision, and within 1e-6 (values are up to 3) where it
 computes with NumPy. A GPU divides by multiplying with the reciprocal: there a value may be off by its last bit.
@@ -12,7 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from model_cases import edit_json, load_any
+from model_cases import TEXTS, edit_json, load_any, write_model
 from picture_cases import PICTURES, SIDE, opened, vectors, write_open_clip, write_picture_model
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,6 +148,31 @@ def test_patches_have_the_values_of_a_pixel_side_by_side() -> None:
     pictures = torch.randint(0, 256, (2, 3, 4, 4), dtype=torch.uint8)
     patches = pictures.permute(0, 2, 3, 1).reshape(2, 4, 12)
     assert torch.equal(step(patches), step(pictures).permute(0, 2, 3, 1).reshape(2, 4, 12))
+
+
+@pytest.mark.parametrize("kind", ["bert", "clip", "siglip", "open_clip"])
+def test_token_ids_travel_in_32_bits_and_every_model_gets_64(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models compute with ids, by hashing them or as indices, and 32 bits may be too few or refused."""
+    write = {"bert": write_model, "open_clip": lambda folder, _: write_open_clip(folder)}.get(kind, write_picture_model)
+    encoder = load_any(write(tmp_path / "model", kind)).eval()
+    features = encoder.featurize(TEXTS, "query")
+    inputs = encoder.collate(features, np.arange(len(TEXTS)), int(features.lengths.max()))
+    assert {name: each.dtype for name, each in inputs.items() if name in ("input_ids", "lengths")} == {
+        name: torch.int32 for name in ("input_ids", "lengths") if name in inputs
+    }
+    seen = []
+    embedding = torch.nn.functional.embedding
+
+    def looked_up(ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(ids.dtype)
+        return embedding(ids, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "embedding", looked_up)
+    with torch.no_grad():
+        encoder(inputs)
+    assert set(seen) == {torch.int64}
 
 
 def test_another_mean_gives_other_vectors_and_another_key(tmp_path: Path) -> None:

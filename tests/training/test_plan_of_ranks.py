@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
+import pytest
 import torch
 
 from vembed.config.load import load_config
+from vembed.config.schema import Config
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import Runtime
 from vembed.plan.hardware import GIB, Machine
+from vembed.training.wiring import run as wiring
 from vembed.training.wiring.planning import build_plan
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rank_pool import RankPool
 
 
@@ -37,3 +43,28 @@ def test_ranks_with_unequal_memory_agree_on_the_plan_for_the_smallest(two_ranks:
     assert first["dtype"] == "float32", "one of them only emulates bfloat16"
     assert any("other programs hold 60.0 GiB beside it" in reason for reason in first["reasons"])
     assert not any("other programs" in reason for reason in alone["reasons"])
+
+
+@pytest.mark.slow
+def test_a_model_that_several_devices_share_is_planned_without_bringing_it_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"query": f"query {number}", "positive": f"text {number}"} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    machine = Machine("cuda", "a small card", 24 * GIB, 8, fast_bf16=True)
+    runtime = Runtime(torch.device("meta"), machine, local_world_size=2)
+    monkeypatch.setattr(wiring, "start_runtime", lambda **_: runtime)
+    loaded = []
+    build = wiring.build_encoder
+    monkeypatch.setattr(wiring, "build_encoder", lambda *args, **keys: loaded.append(build(*args, **keys)) or loaded[0])
+    output = tmp_path / "output"
+    config = Config(
+        model_name="builtin:tiny-transformer",
+        data_path=str(tmp_path / "rows.jsonl"),
+        use_fsdp=True,
+        batch_size=4,
+        output_dir=str(output),
+    )
+    wiring.run_from_config(config, mode="plan")
+    assert json.loads((output / "plan.json").read_text())["strategy"] == "fsdp"
+    assert {each.device.type for each in loaded[0].parameters()} == {"cpu"}

@@ -72,7 +72,8 @@ class Run:
 def frozen_items(run: Run) -> FrozenItems | None:
     """Return which training items are encoded once, as a frozen tower makes the same of them in every epoch."""
     config, plan = run.config, run.plan
-    if config.embedding_cache == "never":
+    is_only_planned = plan.way.mode is not None and run.sharded is None  # whole, it may not fit the device
+    if config.embedding_cache == "never" or (is_only_planned and run.runtime.device.type != "cpu"):
         return None
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
     is_shared = config.embedding_cache != "auto"

@@ -225,7 +225,7 @@ def _assemble(
     num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
     runtime.ranks.require_equal({"training data": data.fingerprint, "parameters": str(num_parameters)})
     shards = plan.way.mode is not None and not runtime.ranks.is_one
-    if not shards:  # else its parts go to their devices one by one
+    if plan.way.mode is None:  # else its parts go to their devices one by one; what is only planned stays on the CPU
         start_alike(encoder, runtime, with_buffers=config.ddp_broadcast_buffers)
     sampler = GlobalSampler(
         len(data.records), batch_size=plan.batch.total, seed=config.seed, drop_last=config.drop_last

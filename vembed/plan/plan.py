@@ -201,7 +201,7 @@ def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) ->
     if keys.bf16 == "auto" and machine.fast_bf16 and torch_dtype == "float32":
         return "bfloat16", (f"bf16: {machine.device_name} computes faster in bfloat16; weights stay float32",)
     if keys.bf16 == "auto" and machine.device == "cuda" and torch_dtype == "float32":
-        return torch_dtype, (f"bf16: {machine.device_name} only emulates it, slowly; fp16: true is fast there",)
+        return torch_dtype, (f"bf16: {machine.device_name} only emulates it, slowly; fp16: true may be faster",)
     return torch_dtype, ()
 
 

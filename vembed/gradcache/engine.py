@@ -75,6 +75,7 @@ class EngineOptions:
     retain_tokens: int | None = None  # most padded tokens of this rank whose graphs are kept, whatever the share
     autocast_dtype: torch.dtype | None = None  # of mixed precision: bfloat16, float16
     replay_rng: bool = True  # False only serves to show that the drift monitor works
+    loss_tf32: bool = False  # whether the loss may multiply float32 matrices in TF32
     oom_retry: bool = True  # whether a step that runs out of memory is done again with less
     ranks: Ranks = field(default_factory=Ranks)
 
@@ -130,7 +131,7 @@ class GradCacheEngine:
         self._passes = Passes(
             options.device, options.autocast_dtype, replay_rng=options.replay_rng, is_sharded=sharded is not None
         )
-        self._loss_stage = LossStage(loss, options.ranks)
+        self._loss_stage = LossStage(loss, options.ranks, tf32=options.loss_tf32)
         self.stopwatch = Stopwatch(options.device)
 
     def step(

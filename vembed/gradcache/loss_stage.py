@@ -14,6 +14,7 @@ Shape legend: V vectors of this rank, N of all ranks, B >= N of equal blocks for
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from vembed.losses.statistics import LogSumExp
 from vembed.losses.streamed import StreamedBatch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
@@ -48,11 +51,16 @@ class LossResult:
 
 
 class LossStage:
-    """Computes a loss over the embeddings of all ranks."""
+    """Computes a loss over the embeddings of all ranks.
 
-    def __init__(self, loss: BatchLoss, ranks: Ranks) -> None:
+    Args:
+        tf32: Whether its products of float32 matrices use TF32 where the device has it.
+    """
+
+    def __init__(self, loss: BatchLoss, ranks: Ranks, *, tf32: bool = False) -> None:
         self.loss = loss
         self.ranks = ranks
+        self.tf32 = tf32
 
     def run(
         self,
@@ -76,15 +84,18 @@ class LossStage:
         z_NE = room_BE[: assignment.num_rows]
         largest: Tensor = torch.linalg.vector_norm(z_NE, math.inf)  # |z| itself would be a copy of all embeddings
         streamed = self.loss.streamed if structure.num_queries >= self.ranks.world_size else None
-        if streamed is not None:
-            loss, rank_loss, u_NE, own = self._streamed(streamed, z_NE, structure)
+        with tf32_products(z_NE.device) if self.tf32 else nullcontext():
+            if streamed is not None:
+                loss, rank_loss, u_NE, own = self._streamed(streamed, z_NE, structure)
+            else:
+                loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
+                rank_loss = loss
+        if places_N is None:
             u_VE = u_NE
-            if places_N is not None:  # the embeddings have been read: their memory takes the gradients
-                summed_VE = self.ranks.sum_own_block(room_BE.index_copy_(0, places_N, u_NE))
-                u_VE = summed_VE[: len(z_VE)]
+        elif streamed is not None:  # the embeddings have been read: their memory takes the gradients
+            u_VE = self.ranks.sum_own_block(room_BE.index_copy_(0, places_N, u_NE))[: len(z_VE)]
         else:
-            loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
-            rank_loss, u_VE = loss, u_NE if self.ranks.is_one else u_NE[self._own(assignment, u_NE.device)]
+            u_VE = u_NE[self._own(assignment, u_NE.device)]
         return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), own, largest)
 
     def _block_places(self, assignment: RowAssignment, device: torch.device) -> Tensor | None:
@@ -148,3 +159,15 @@ class LossStage:
         columns = statistics.columns.without_idle_maxima()
         top = self.ranks.max_(columns.max.clone())
         return replace(statistics, columns=LogSumExp(top, self.ranks.sum_(columns.rescaled(top))))
+
+
+@contextmanager
+def tf32_products(device: torch.device) -> Iterator[None]:
+    """Let products of float32 matrices use TF32 within the block, on a CUDA device."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_tf32  # `fp32_precision` alone makes torch refuse every product, as the other switch differs
+    matmul.allow_tf32 = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before

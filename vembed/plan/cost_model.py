@@ -46,6 +46,7 @@ class Candidate:
     communication_bytes: int  # what one device sends in a step
     scaling_efficiency: float  # share of a step that isn't spent waiting for other devices
     estimated: bool  # whether the activations come from a formula
+    compute_seconds: float  # of a step, without waiting
 
     def to_json(self, *, recommended: bool) -> dict[str, Any]:
         """Return an entry of plan.json's candidates."""
@@ -118,6 +119,7 @@ def weigh(problem: PlanningProblem, way: Way) -> Candidate:
         communication_bytes=sent,
         scaling_efficiency=compute / (compute + waiting),
         estimated=model.estimated,
+        compute_seconds=compute,
     )
 
 

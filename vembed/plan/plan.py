@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vembed.config.plugins import plugin_lines
 from vembed.plan.advice import Advice, advise
 from vembed.plan.batching import BatchPlan, Steps, plan_batch, plan_steps
+from vembed.plan.compiling import plan_compiling
 from vembed.plan.devices import Devices
 from vembed.plan.evaluation import evaluation_calls
 from vembed.plan.hardware import cpu_memory_bytes
@@ -70,6 +71,7 @@ PLACES = {
     "sharding_factor": "way.sharding_factor",
     "use_lora": "way.use_lora",
     "gradient_checkpointing": "way.gradient_checkpointing",
+    "compile": "compiles",
     "cpu_offload": "way.cpu_offload",
     "learning_rate": "batch.learning_rate",
     "bucket_bytes": "bucket_bytes",
@@ -95,6 +97,7 @@ class Plan:
     reasons: tuple[str, ...]  # why each decision came out so, one plain sentence each
     world_size: int  # processes
     dtype: str  # what the encoder computes in
+    compiles: bool  # whether its repeated layers are compiled
     loss_tile_size: int  # rows and columns of the blocks in which the similarity matrix is computed
     packing: bool  # whether the rows of an encoder call lie end to end instead of being padded
     bucket_bytes: int  # gradients that one collective adds up
@@ -154,6 +157,7 @@ def make_plan(
     steps, step_notes = plan_steps(config, config, batch, data.num_records, drop_last=config.drop_last)
     reserved = problem.reserve(chosen.way)
     loading = plan_loading(config, machine, data, num_queries=rows.num_queries, num_processes=devices.per_node)
+    compiles, compile_notes = plan_compiling(problem, chosen, num_batches=steps.total * batch.accumulated)
     return Plan(
         way=chosen.way,
         chunks=chosen.chunks,
@@ -166,6 +170,7 @@ def make_plan(
             *data.notes,
             *length_notes,
             *dtype_notes,
+            *compile_notes,
             *tile_notes,
             *step_notes,
             *batch.reasons,
@@ -179,6 +184,7 @@ def make_plan(
         ),
         world_size=devices.count,
         dtype=dtype,
+        compiles=compiles,
         loss_tile_size=tiles.size,
         packing=packing,
         bucket_bytes=config.ddp_bucket_cap_mb << 20,
@@ -201,7 +207,7 @@ def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) ->
     if keys.bf16 == "auto" and machine.fast_bf16 and torch_dtype == "float32":
         return "bfloat16", (f"bf16: {machine.device_name} computes faster in bfloat16; weights stay float32",)
     if keys.bf16 == "auto" and machine.device == "cuda" and torch_dtype == "float32":
-        return torch_dtype, (f"bf16: {machine.device_name} only emulates it, slowly; fp16: true may be faster",)
+        return torch_dtype, (f"bf16: {machine.device_name} only emulates it, slowly; fp16: true is fast there",)
     return torch_dtype, ()
 
 
@@ -264,6 +270,8 @@ def _loss_tiles(keys: Config, machine: Machine, model: ModelSize) -> tuple[LossT
             f"mrl_dims: the whole vector of {model.dimension} dims is not among them, so only its first "
             f"{max(prefixes)} are trained"
         )
+    if keys.loss_precision == "tf32" and machine.device != "cuda":
+        notes.append(f"loss_precision tf32 has no effect on {machine.device_name}: only CUDA devices have TF32")
     size = keys.loss_tile_size
     if size == "auto":
         size = CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE

@@ -1,6 +1,6 @@
 """Keys of the loss: which one, and what several losses share. Keys of one loss alone stand beside that loss."""
 
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -69,9 +69,15 @@ class TileKeys(Section):
 
 
 class LossChoice(Section):
-    """Which loss."""
+    """Which loss, and how exactly it is computed."""
 
     loss_type: Name = key("infonce", "The loss.")
+    loss_precision: Literal["highest", "tf32"] = key(
+        "highest",
+        "How exactly the loss multiplies float32 matrices. tf32 is faster on CUDA devices from Ampere on and rounds "
+        "each factor by up to 2^-11: at a temperature of 0.02 the gradient errs by 0.1 to 0.3% of its length, the loss "
+        "by less than 0.01%. Nothing changes on other devices, nor for the encoder.",
+    )
 
 
 class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):

@@ -1,4 +1,4 @@
-"""Keys of the optimizer, its schedule, precision and randomness."""
+"""Keys of the optimizer, its schedule, precision, randomness and compilation."""
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class OptimisationKeys(Section):
-    """AdamW, its schedule, precision and randomness."""
+    """AdamW, its schedule, precision, randomness and compilation."""
 
     epochs: Count = key(1, "Passes over the training data.", unit="epochs")
     max_steps: Count | None = key(None, "Optimizer steps of the whole run; wins over epochs.", unit="steps")
@@ -41,6 +41,12 @@ class OptimisationKeys(Section):
     )
     bf16: Auto | bool = key("auto", "Mixed precision in bfloat16; auto is on where the device is fast at it.")
     fp16: bool = key(False, "Mixed precision in float16 with loss scaling.")
+    compile: Auto | bool = key(
+        "auto",
+        "Compile the repeated layers by TorchInductor, each kind of layer once for all layers and sizes of calls: less "
+        "time, the same function up to rounding. auto does on CUDA where the run is long enough to pay that back, and "
+        "computes as without where a layer can't be compiled; true ends the run there.",
+    )
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = key(
         42, "Seed of the weights, of dropout and of the sample order."
     )

@@ -147,6 +147,7 @@ def build_engine(run: Run, limits: StepLimits | None = None) -> GradCacheEngine:
             retain=run.plan.chunks.retain,
             retain_tokens=run.plan.chunks.retain_tokens,
             autocast_dtype=autocast_dtype(run.plan),
+            loss_tf32=run.config.loss_precision == "tf32",
             # Without gradient caching the batch is one call by the user's word: nothing may cut it.
             oom_retry=run.config.oom_retry and run.config.use_gradient_cache is not False,
             ranks=replace(run.runtime.ranks, bucket_bytes=run.plan.bucket_bytes),

@@ -46,6 +46,7 @@ PLAN_READ_BACK: dict[str, Any] = {
     "retain_tokens": int | None,
     "packing": bool,
     "dtype": Literal["float64", "float32", "bfloat16", "float16"],
+    "compile": bool,
     "loss_tile_size": _Count,
     "use_lora": bool,
     "gradient_checkpointing": bool,

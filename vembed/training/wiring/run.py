@@ -20,6 +20,7 @@ from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
 from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters.lora import has_adapters
+from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.explain import explain
 from vembed.plan.table import comparison
@@ -131,6 +132,7 @@ def _run(
             watchdog.exit_files.own(output.path, is_main=runtime.ranks.is_first)
         if mode == "train" and runtime.ranks.is_first:
             stack.enter_context(output.log_file())
+        stack.enter_context(compile_errors_explained())
         run = _assemble(config, runtime, output, data, checkpoint, mode)
         watchdog.words.doing = "beginning"
         facts = {"model": config.model_name, **run.encoder.describe(), "device": runtime.machine.device_name}
@@ -232,6 +234,8 @@ def _assemble(
     )
     loss = build_loss(config, plan, encoder).to(runtime.device)
     runtime.ranks.copy_from_first(loss.parameters())
+    if plan.compiles:  # before sharding, while the layers are plain modules
+        compile_layers(encoder, strict=config.compile is True)
     sharded = None
     if shards:
         from vembed.distributed.fsdp import shard_encoder  # a replicated run is spared a second of imports

@@ -1,0 +1,65 @@
+"""Whether the layers of an encoder are compiled: what that saves against what it takes. Seconds are rough."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vembed.plan.cost_model import Candidate
+    from vembed.plan.problem import PlanningProblem
+
+SAVED_SHARE = 0.15
+"""Of a step, by fusing what stands between the matrix products of a layer."""
+
+GRAPHS_PER_TOWER = 3
+"""Without gradients, with them, and for evaluation."""
+
+SECONDS_PER_GRAPH = 60
+
+LEAST_GAIN = 2
+"""So many times the seconds of compiling must be saved, as both are guesses."""
+
+
+def plan_compiling(problem: PlanningProblem, chosen: Candidate, *, num_batches: int) -> tuple[bool, tuple[str, ...]]:
+    """Return whether layers are compiled, and why.
+
+    Args:
+        num_batches: Of the whole run.
+
+    Raises:
+        ConfigError: They are to be and can't.
+    """
+    asked = problem.config.compile
+    if asked is False or (asked == "auto" and problem.machine.device != "cuda"):
+        return False, ()
+    obstacle = _obstacle(problem, chosen)
+    if obstacle and asked is True:
+        raise ConfigError(f"compile: {obstacle}; set compile to auto or false")
+    if obstacle:
+        return False, (f"compile: off, as {obstacle}",)
+    graphs = GRAPHS_PER_TOWER * sum(tower.largest_block < tower.num_parameters for tower in problem.model.towers)
+    saved, taken = SAVED_SHARE * chosen.compute_seconds * num_batches, graphs * SECONDS_PER_GRAPH
+    compiles = asked is True or saved >= LEAST_GAIN * taken
+    word = "on, as set" if asked is True else "on" if compiles else "off"
+    note = (
+        f"compile: {word}: {num_batches:,} steps of about {chosen.compute_seconds:.2g} s save about {saved:,.0f} s "
+        f"({SAVED_SHARE:.0%}), {graphs} graphs of a layer take up to {taken:,} s"
+    )
+    return compiles, (note,)
+
+
+def _obstacle(problem: PlanningProblem, chosen: Candidate) -> str:
+    """Say why the layers can't be compiled; empty where they can."""
+    config, half = problem.config, ("bfloat16", "float16")
+    if all(tower.largest_block == tower.num_parameters for tower in problem.model.towers):
+        return "the model has no list of equal layers"
+    if config.load_in_4bit:
+        return "weights of 4 bits have kernels of their own"
+    # torch refuses to trace a weight whose gradient is of another type.
+    if chosen.way.mode is not None and problem.dtype in half:
+        return f"sharded layers hold weights in {problem.dtype} beside gradients in float32"
+    if config.torch_dtype in half and not chosen.way.use_lora:
+        return f"weights in {config.torch_dtype} have gradients in float32"
+    return ""

@@ -175,7 +175,7 @@ class TextEncoder(Encoder):
             if (ids.lengths < width).any():
                 inputs["lengths"] = torch.from_numpy(ids.lengths.astype(np.int32))
         if "prompt_lengths" in features.per_row:
-            inputs["prompt_lengths"] = torch.from_numpy(features.per_row["prompt_lengths"][rows])
+            inputs["prompt_lengths"] = torch.from_numpy(features.per_row["prompt_lengths"][rows].astype(np.int32))
         return inputs
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:

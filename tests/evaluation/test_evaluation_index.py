@@ -10,7 +10,7 @@ import torch
 
 from vembed.errors import ConfigError, NonFiniteError, PreemptedError
 from vembed.evaluation import index
-from vembed.evaluation.index import search
+from vembed.evaluation.index import build_index, search, search_index
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,6 +42,18 @@ def test_the_flat_index_equals_an_exact_search_in_torch_and_numpy(
     np.testing.assert_allclose(scores, reference_scores.numpy(), rtol=1e-5, atol=1e-6)
     assert (str(scores.dtype), str(rows.dtype)) == ("float32", "int64")
     assert rows.max() > 255  # the last slice takes part
+
+
+@pytest.mark.parametrize(("rows", "queries", "k"), [(3000, 33, 101), (3000, 5, 10), (300, 1, 300)])
+def test_the_exact_search_is_that_of_a_flat_index_without_its_copy(
+    rows: int, queries: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    documents, asked = vectors(rows), vectors(queries, seed=1)
+    documents[rows // 2] = documents[7]  # a tie
+    wanted = search_index(build_index(documents, "Flat"), asked, k=k)
+    monkeypatch.delattr(index, "build_index")
+    for got, want in zip(search(documents, asked, k=k), wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_vectors_are_not_normalised_behind_the_callers_back() -> None:

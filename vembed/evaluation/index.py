@@ -1,7 +1,7 @@
 """Find the nearest documents of every query with FAISS, by inner product.
 
 Vectors are taken as they come: cosine similarity is the inner product of vectors that the encoder has normalised.
-Memory: the index holds a second copy of the document vectors (D * E * 4 bytes for "Flat"); everything else is slices.
+Memory: the exact search reads the vectors where they lie; an index holds them again. Everything else is slices.
 Shape legend: D documents, Q queries, E embedding dim, k hits per query.
 """
 
@@ -58,8 +58,23 @@ def search(
         raise ValueError(f"k is {k} and query_batch is {query_batch}; both are at least 1.")
     check_finite(document_vectors_DE, "document")
     check_finite(query_vectors_QE, "query")
-    index = build_index(document_vectors_DE, factory)
+    index = _Table(document_vectors_DE) if factory == "Flat" else build_index(document_vectors_DE, factory)
     return search_index(index, query_vectors_QE, k=k, query_batch=query_batch, poll=poll)
+
+
+class _Table:
+    """Vectors that are searched as a "Flat" index searches its copy of them, bit for bit."""
+
+    def __init__(self, vectors_DE: NDArray[np.float32]) -> None:
+        self._vectors_DE = np.ascontiguousarray(vectors_DE)
+        self.ntotal = len(vectors_DE)
+
+    def search(self, queries_QE: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return scores and rows of the k best vectors of each query."""
+        found: tuple[NDArray[np.float32], NDArray[np.int64]] = faiss.knn(
+            queries_QE, self._vectors_DE, k, metric=faiss.METRIC_INNER_PRODUCT
+        )
+        return found
 
 
 def search_index(

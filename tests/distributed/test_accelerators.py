@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +83,22 @@ def test_the_allocators_blocks_grow_unless_the_user_said_otherwise_or_there_is_n
     gpus.setattr(runtime, "num_devices", lambda: 0)
     assert local_device() == torch.device("cpu")
     assert "PYTORCH_ALLOC_CONF" not in os.environ
+
+
+PREPARED = """
+import torch
+from vembed.distributed import runtime
+runtime.num_devices, torch.version.cuda = lambda: 1, "13.2"
+runtime.prepare_device()
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.slow
+def test_torch_reads_the_allocators_settings_after_it_was_imported() -> None:
+    environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    found = subprocess.run([sys.executable, "-c", PREPARED], env=environ, capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("expandable_segments:True")
 
 
 def refusing_state(**_: Any) -> SimpleNamespace:

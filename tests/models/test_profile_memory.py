@@ -37,9 +37,10 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_the_plan_of_a_small_step_is_true(benchmark_module: ModuleType) -> None:
+@pytest.mark.parametrize(("bf16", "retain"), [(False, 0.5), (True, 0.0), (True, 1.0)])
+def test_the_plan_of_a_small_step_is_true(benchmark_module: ModuleType, bf16: bool, retain: float) -> None:
     shape = sys.modules["memory_cases"].bert(hidden=128, layers=3, tokens=48)
-    case = benchmark_module.Case("small", shape, pairs=24, tokens=48, chunk_tokens=768, retain=0.5)
+    case = benchmark_module.Case("small", shape, pairs=24, tokens=48, chunk_tokens=768, retain=retain, bf16=bf16)
     predicted = benchmark_module.predict(case, "cpu")
     measured = benchmark_module.measure_step(case, torch.device("cpu"))
     assert predicted["total"] == pytest.approx(measured["peak"], rel=0.1)

@@ -59,7 +59,7 @@ def test_retained_calls_stand_together_and_the_first_goes_before_the_gradients_c
     assert (peak.gradients, peak.activations) == (400, 2 * 80 + 40)
 
 
-def test_a_call_of_autocast_has_its_own_copies_of_the_weights() -> None:
+def test_what_a_call_keeps_whatever_its_rows_counts_for_each_call() -> None:
     stack = replace(tower(extra=2.0), saved=CallCost(100.0, per_call=7.0))
     three = worst([Load(stack, 12, 10)], Cut(rows=4, tokens=1000, retain=1.0))
     one = worst([Load(stack, 12, 10)], Cut(rows=100, tokens=1000))
@@ -67,10 +67,29 @@ def test_a_call_of_autocast_has_its_own_copies_of_the_weights() -> None:
     assert one.activations == 12_240 + 7
 
 
+def test_all_calls_share_one_copy_of_the_weights_that_is_there_to_the_end() -> None:
+    stack = replace(tower(extra=2.0), saved=CallCost(100.0), cast_bytes=70)
+    for retain in (0.0, 1.0):
+        load, cut = [Load(stack, 12, 10)], Cut(4, 1000, retain)
+        plain = worst([Load(replace(stack, cast_bytes=0), 12, 10)], cut)
+        assert worst(load, cut).activations == plain.activations + 70
+    assert worst([Load(stack, 4, 10), Load(replace(stack, name="b"), 4, 10)], Cut(4, 40)).activations == 4080 + 2 * 70
+
+
+def test_gradients_of_copies_wait_for_the_end_of_a_backward() -> None:
+    stack = replace(tower(saved=1.0), cast_bytes=900)
+    # 40 bytes kept and 40 beyond. At the end of the second call: 900 waiting, the table's fresh 200, all gradients.
+    peak = worst([Load(stack, 12, 10)], Cut(rows=4, tokens=1000))
+    assert (peak.gradients, peak.activations) == (400, 900 + 900 + 200)
+    # A single call goes back before there are gradients.
+    peak = worst([Load(stack, 4, 10)], Cut(rows=4, tokens=1000))
+    assert (peak.gradients, peak.activations) == (0, 900 + 900)
+
+
 def test_a_tower_that_comes_later_has_no_gradients_yet() -> None:
     loads = [Load(tower("vision", trainable=75), 4, 10), Load(tower("text", trainable=25), 4, 10)]
     moments = activation_moments(loads, Cut(rows=4, tokens=40)).moments
-    assert [moment.gradients for moment in moments] == [0.0, 0.0, 0.75], "the forward pass, then tower after tower"
+    assert [moment.gradients for moment in moments] == [0.0, 0.0, 0.75, 0.75], "a call and its end, tower after tower"
 
 
 def test_texts_are_retained_before_pictures() -> None:

@@ -15,14 +15,18 @@ if TYPE_CHECKING:
 CPU_CHUNK_BYTES = 128 << 20
 """Activations of one chunk on a CPU. Small chunks stay in its caches and cost no launch, so less padding wins."""
 
-ACCELERATOR_CHUNK_BYTES = 2 << 30
-"""The same on an accelerator, which wants large matrices; never over a quarter of its memory."""
+CALL_SECONDS = 0.02
+"""What a call computes on an accelerator at its peak, where memory allows: to launch it takes a part of that."""
+
+CALL_SHARE = 0.25
+"""Most of an accelerator's spare memory that a call takes."""
 
 WHOLE_BATCH = 2**31 - 1
 """Rows and tokens of a chunk that holds any batch: plain training."""
 
 LEAST_CHUNK_TOKENS = 512
 MOST_CHUNK_ROWS = 512
+ACCELERATOR_CHUNK_ROWS = 16_384  # short rows are cut by their tokens alone
 
 RESHARDING_SHARE = 0.5
 """Of the spare memory, what a call takes that gathers the weights anew: few, large calls gather seldom."""
@@ -86,8 +90,9 @@ def plan_retention(problem: PlanningProblem, way: Way, chunks: ChunkPlan, *, roo
         live = whole if whole is not None and share == 1 else chunks.activation_bytes + kept_bytes
         reasons = (*chunks.reasons, reason)
         return replace(chunks, retain=share, kept_share=share, activation_bytes=live, reasons=reasons)
-    part, room = _retained_part(problem), max(0, room_bytes)
-    each = model.kept_bytes_per_token(checkpointed=way.gradient_checkpointing)
+    each = model.kept_bytes_per_token(checkpointed=way.gradient_checkpointing, call_tokens=chunks.tokens)
+    # Kept graphs are gone when the first call is encoded again: they take its place. A formula stays on the safe side.
+    part, room = _retained_part(problem), max(0, room_bytes + (0 if model.estimated else each * chunks.tokens))
     fitting = int(part * room) // each
     kept = fitting if batch_tokens is None else min(fitting, batch_tokens)
     why = f"{part:.0%} of {show_bytes(room)} to spare holds the activations of {fitting} tokens"
@@ -128,7 +133,7 @@ def whole_batch_bytes(problem: PlanningProblem, way: Way, *, call_tokens: int | 
             passing,
             tower.peak(rows, width, checkpointed=checkpointed) - tower.kept(checkpointed=checkpointed).of(rows, width),
         )
-    return _kept_bytes(problem, way, model, call_tokens) + int(passing)
+    return model.cast_bytes + _kept_bytes(problem, way, model, call_tokens) + int(passing)
 
 
 def num_calls(rows: float, width: int, call_tokens: int | None, most_rows: int = WHOLE_BATCH) -> int:
@@ -163,26 +168,44 @@ def _retained_part(problem: PlanningProblem) -> float:
 def _budget(problem: PlanningProblem, way: Way, room_bytes: int) -> tuple[int, int, tuple[str, ...]]:
     """Return the most rows and the most padded tokens of one encoder call, and why."""
     config, model = problem.config, problem.sized(way)
-    rows = MOST_CHUNK_ROWS if config.gradient_cache_chunk_size == "auto" else config.gradient_cache_chunk_size
+    on_cpu = problem.machine.device == "cpu"
+    rows = config.gradient_cache_chunk_size
+    if rows == "auto":
+        rows = MOST_CHUNK_ROWS if on_cpu else ACCELERATOR_CHUNK_ROWS
     if config.gradient_cache_chunk_tokens != "auto":
         return rows, config.gradient_cache_chunk_tokens, ()
     if config.gradient_cache_chunk_size != "auto" and model.max_length is not None:
         return rows, rows * model.max_length, ()  # the user thinks in rows: tokens must not cut their chunks shorter
     each = model.call_bytes_per_token(checkpointed=way.gradient_checkpointing)
-    tokens = max(LEAST_CHUNK_TOKENS, model.max_length or 0, _chunk_bytes(problem, way, room_bytes) // each)
+    wanted = CPU_CHUNK_BYTES // each if on_cpu else _accelerator_tokens(problem, way, room_bytes // each)
+    tokens = max(LEAST_CHUNK_TOKENS, model.max_length or 0, wanted)
     reason = (
         f"gradient_cache_chunk_tokens {tokens}: {show_bytes(tokens * each)} of activations at {show_bytes(each)} a "
         f"token{' (estimated)' if model.estimated else ''}"
     )
     if way.resharding:
         reason += "; large, as each call gathers the weights anew"
+    elif not on_cpu:
+        reason += f"; {1000 * tokens / _tokens_a_second(problem, model):.1f} ms of the device at its peak"
     return rows, tokens, (reason,)
 
 
-def _chunk_bytes(problem: PlanningProblem, way: Way, room_bytes: int) -> int:
-    if problem.machine.device == "cpu":
-        return CPU_CHUNK_BYTES
-    most = problem.devices.memory_bytes // 4
+def _accelerator_tokens(problem: PlanningProblem, way: Way, room_tokens: int) -> int:
+    """Return the padded tokens of a call that keeps an accelerator busy, and no more than a part of what fits.
+
+    Args:
+        room_tokens: Tokens of which the activations fill the spare memory.
+    """
+    model = problem.sized(way)
     if way.resharding:
-        return max(0, min(most, int(RESHARDING_SHARE * room_bytes)))
-    return max(0, min(ACCELERATOR_CHUNK_BYTES, most, room_bytes))
+        each = model.call_bytes_per_token(checkpointed=way.gradient_checkpointing)
+        return min(problem.devices.memory_bytes // 4 // each, int(RESHARDING_SHARE * room_tokens))
+    busy = int(CALL_SECONDS * _tokens_a_second(problem, model))
+    return min(busy, int(CALL_SHARE * room_tokens), _batch_tokens(problem, model) or busy)
+
+
+def _tokens_a_second(problem: PlanningProblem, model: ModelSize) -> float:
+    """Return the tokens that a device encodes at its peak, in the tower where they cost most."""
+    widths = [tower.max_tokens or 1 for tower in model.towers]
+    costs = [tower.forward_flops.of(1, width) / width for tower, width in zip(model.towers, widths, strict=True)]
+    return problem.peak_operations / max(1.0, *costs)

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 PEAK_SHARE = 0.4
 """Of a device's peak operations, what training an encoder usually reaches."""
 
-FULL_PRECISION_SLOWDOWN = 8.0
-"""How much slower an accelerator computes in float32 than in half precision."""
-
 FOUR_BIT_BYTES = 0.5625
 """Of a weight held in 4 bits with its scales."""
 
@@ -196,10 +193,7 @@ def _compute_seconds(problem: PlanningProblem, way: Way | None, model: ModelSize
             continue
         passes = 2 + tower.num_trainable / max(1, tower.num_parameters) + (1 - kept)
         operations += forward * (passes + (way is not None and way.gradient_checkpointing))
-    speed = problem.devices.tflops * 1e12 * PEAK_SHARE
-    if problem.machine.device != "cpu" and problem.compute_bytes > 2:
-        speed /= FULL_PRECISION_SLOWDOWN
-    return max(operations, 1.0) / speed
+    return max(operations, 1.0) / (problem.peak_operations * PEAK_SHARE)
 
 
 def _communication(problem: PlanningProblem, way: Way, model: ModelSize, chunks: ChunkPlan) -> tuple[int, float]:

@@ -23,7 +23,7 @@ class CallCost:
 
     per_token: float  # for each padded token
     per_pair: float = 0.0  # for each pair of tokens of a row: attention that stores its weights
-    per_call: float = 0.0  # whatever the rows, e.g. copies of the weights in the type that the call computes in
+    per_call: float = 0.0  # whatever the rows, e.g. copies of frozen weights in the type that the call computes in
 
     def of(self, rows: float, width: float) -> float:
         """Return the cost of a call of so many rows of so many tokens."""
@@ -49,8 +49,8 @@ class TowerSize:
     # the accumulated one when the activations are gone; `transient` leaves it out.
     largest_tensor: int = 0
     outside_blocks: int = 0  # its other parameters, which sharding gathers for a whole pass, in their own type
-    # Copies of trainable weights in the type that a call computes in: mixed precision holds them to the end of the
-    # forward pass. Without gradient checkpointing they are in `saved`.
+    # Copies of trainable weights in the type that calls compute in: a step makes them once. Their gradients, as large,
+    # wait for the end of a backward pass, when its activations are gone.
     cast_bytes: int = 0
 
     def kept(self, *, checkpointed: bool) -> CallCost:
@@ -58,17 +58,13 @@ class TowerSize:
         return self.saved_checkpointed if checkpointed else self.saved
 
     def peak(self, rows: float, width: float, *, checkpointed: bool) -> float:
-        """Return the bytes of a call at its worst moment."""
+        """Return the bytes of a call at its worst moment, copies of weights left out."""
         kept = self.kept(checkpointed=checkpointed).of(rows, width)
-        return kept + max(self.passing(rows, width, checkpointed=checkpointed), self.casts(checkpointed=checkpointed))
+        return kept + self.passing(rows, width, checkpointed=checkpointed)
 
     def passing(self, rows: float, width: float, *, checkpointed: bool) -> float:
-        """Return the bytes that a call takes beyond what it keeps, copies of weights left out."""
+        """Return the bytes that a call takes beyond what it keeps."""
         return (self.transient_checkpointed if checkpointed else self.transient).of(rows, width)
-
-    def casts(self, *, checkpointed: bool) -> int:
-        """Return the bytes of copies of weights at the end of a forward pass, beyond what a call keeps."""
-        return self.cast_bytes if checkpointed else 0
 
     def sharded(self, compute_bytes: int) -> TowerSize:
         """Return the same tower where sharding gathers blocks in the type that they compute in: nothing is copied.
@@ -77,7 +73,7 @@ class TowerSize:
             compute_bytes: Of a value of that type.
         """
         copies = (self.num_parameters - self.outside_blocks) * compute_bytes
-        saved = replace(self.saved, per_call=max(0.0, self.saved.per_call - copies))
+        saved = replace(self.saved, per_call=max(0.0, self.saved.per_call + self.cast_bytes - copies))
         return replace(self, saved=saved, cast_bytes=0)
 
 
@@ -151,10 +147,21 @@ class ModelSize:
         """What one token of the longest item keeps for backward, in the tower where it keeps most."""
         return self.kept_bytes_per_token(checkpointed=False)
 
-    def kept_bytes_per_token(self, *, checkpointed: bool) -> int:
-        """Return what one token of the longest item keeps for backward, in the tower where it keeps most."""
+    @property
+    def cast_bytes(self) -> int:
+        """Copies of weights that a step makes."""
+        return sum(tower.cast_bytes for tower in self.towers)
+
+    def kept_bytes_per_token(self, *, checkpointed: bool, call_tokens: float = math.inf) -> int:
+        """Return what one token of the longest item keeps for backward, in the tower where it keeps most.
+
+        Args:
+            call_tokens: Tokens of a call, which share what the call keeps whatever its size.
+        """
         costs = [(tower.kept(checkpointed=checkpointed), tower.max_tokens or 1) for tower in self.towers]
-        return max(1, *(int((cost.of(1, width) - cost.per_call) / width) for cost, width in costs))
+        shared = (cost.per_call / call_tokens for cost, _ in costs)
+        own = ((cost.of(1, width) - cost.per_call) / width for cost, width in costs)
+        return max(1, *(int(sum(each)) for each in zip(own, shared, strict=True)))
 
     def call_bytes_per_token(self, *, checkpointed: bool) -> int:
         """Return the same at the worst moment of a call."""
@@ -166,12 +173,15 @@ class ModelSize:
         return worst
 
     def call_bytes(self, tokens: float, *, checkpointed: bool) -> int:
-        """Return the bytes of a call of so many padded tokens, in rows of the longest item, at its worst moment."""
-        peaks = []
+        """Return the bytes of a call of so many padded tokens, in rows of the longest item, at its worst moment.
+
+        The copies of weights that all calls share are in it.
+        """
+        peaks = [max(float(tower.cast_bytes) for tower in self.towers)]
         for tower in self.towers:
             width = min(tower.max_tokens or 1, tokens)
             peaks.append(tower.peak(tokens / max(1, width), width, checkpointed=checkpointed))
-        return int(max(peaks))
+        return self.cast_bytes + int(max(peaks))
 
     def limited(self, max_tokens: int) -> ModelSize:
         """Return the same model for items of at most so many tokens."""

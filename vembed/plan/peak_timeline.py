@@ -3,15 +3,16 @@
 Activations and gradients don't add up. A tower has no gradients before its first backward; where calls are encoded
 again no retained graph is left. What counts is the largest of these moments:
 
-0. The last forward pass of the first round: the graphs, and the copies of weights that mixed precision makes.
 1. The loss: the graphs of all retained calls, and the blocks of the similarity matrix.
 2. The backward of retained calls, tower after tower: what is left of the graphs, what the backward takes beyond, and
    the gradients that are there by then.
 3. Each call that is encoded again: its own graph, its backward, and the gradients that are there by then.
-4. The end of a backward: the table of a vocabulary gets a fresh gradient as large as itself.
+4. The end of a backward: the table of a vocabulary gets a fresh gradient as large as itself, and the gradients of all
+   copies of weights wait to be added to those of the weights.
 5. The reduction over ranks: all gradients, and a copy of those that one collective takes.
 
-Embeddings and their gradients are there from the loss to the end of the last backward.
+Embeddings and their gradients are there from the loss to the end of the last backward, and the copies of weights that
+mixed precision makes to the end of the step.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Activations:
 
     kept: float  # bytes of the graphs of all retained calls, as the loss finds them
     moments: tuple[Moment, ...]  # those of the backward passes
+    copies: int  # bytes of copies of weights; they are there at every moment
 
 
 def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
@@ -81,13 +83,13 @@ def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
             break
     kept = alive = sum(tower.kept for tower in towers)
     gradients = _Gradients(towers)
-    moments = [Moment(kept + max(tower.casts for tower in towers), 0.0)]
+    moments: list[Moment] = []
     for tower in reversed(towers):
         moments += tower.moments_of_retained(alive, gradients)
         alive -= tower.kept
     for tower in towers:
         moments += tower.moments_of_replayed(gradients)
-    return Activations(kept, tuple(moments))
+    return Activations(kept, tuple(moments), sum(tower.load.tower.cast_bytes for tower in towers))
 
 
 class _Gradients:
@@ -139,11 +141,6 @@ class _Calls:
         return cost.of(self._retained_rows, self.load.width) + (self.retained - 1) * cost.per_call
 
     @property
-    def casts(self) -> int:
-        """Bytes of copies of weights during a forward pass, beyond what a call keeps."""
-        return self.load.tower.casts(checkpointed=self._checkpointed)
-
-    @property
     def _retained_rows(self) -> float:
         return self._last + (self.retained - 1) * self._full if self.retained else 0.0
 
@@ -164,13 +161,15 @@ class _Calls:
         if not self.retained or not self.load.tower.num_trainable:
             return
         saved, extra = self._costs(self._last)
+        waiting = self.load.tower.cast_bytes
         yield Moment(alive + extra, gradients.share())
+        yield Moment(alive - saved + waiting, gradients.share())
         gradients.add(self.load.tower)
         yield Moment(alive - saved, gradients.share())
         if self.retained > 1:
             full, extra = self._costs(self._full)
             yield Moment(alive - saved + extra, gradients.share())
-            yield Moment(alive - saved - full, gradients.share(), fresh=True)
+            yield Moment(alive - saved - full + waiting, gradients.share(), fresh=True)
 
     def moments_of_replayed(self, gradients: _Gradients) -> Iterator[Moment]:
         """Yield what there is while the other calls are encoded again, the first one first."""
@@ -182,9 +181,8 @@ class _Calls:
             rows[-1] = self._last
         for each in rows:
             saved, extra = self._costs(each)
-            yield Moment(saved + max(extra, self.casts), gradients.share())
-            if gradients.has(self.load.tower):
-                yield Moment(0.0, gradients.share(), fresh=True)
+            yield Moment(saved + extra, gradients.share())
+            yield Moment(self.load.tower.cast_bytes, gradients.share(), fresh=gradients.has(self.load.tower))
             gradients.add(self.load.tower)
 
     def _costs(self, rows: float) -> tuple[float, float]:
@@ -206,15 +204,15 @@ def peak_of_step(
         fresh: Bytes of the fresh gradient of the largest tensor that trains.
         held: Whether the gradients of earlier batches are there from the start, as with accumulation.
     """
-    states = replace(parts, gradients=0, activations=0, reduction=0)
+    states = replace(parts, gradients=0, activations=activations.copies, reduction=0)
     before = parts.gradients if held else 0
     behind = replace(states, loss=min(tables, parts.loss), embeddings=0)
-    moments = [replace(states, gradients=before, activations=int(activations.kept))]
+    moments = [replace(states, gradients=before, activations=activations.copies + int(activations.kept))]
     moments += [
         replace(
             behind,
             gradients=before + int(parts.gradients * each.gradients),
-            activations=int(each.activations) + fresh * each.fresh,
+            activations=activations.copies + int(each.activations) + fresh * each.fresh,
         )
         for each in activations.moments
     ]

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 FIT_FACTOR, FIT_SHARE = 1.1, 0.95
 """A step fits when 1.1 x prediction + reserve is at most 95% of the memory."""
 
+FULL_PRECISION_SLOWDOWN = 8.0
+"""How much slower an accelerator computes in float32 than in half precision."""
+
 Strategy = Literal["single", "ddp", "ddp_gradcache", "fsdp", "fsdp_lora"]
 Mode = Literal["fast", "lean", "sharded"]
 
@@ -97,6 +100,12 @@ class PlanningProblem:
     def compute_bytes(self) -> int:
         """Bytes of a value that the encoder computes with."""
         return min(VALUE_BYTES[self.dtype], self.model.bytes_per_value)
+
+    @property
+    def peak_operations(self) -> float:
+        """Operations a second of one device at its peak, in the type that the encoder computes with."""
+        slow = self.machine.device != "cpu" and self.compute_bytes > 2
+        return self.devices.tflops * 1e12 / (FULL_PRECISION_SLOWDOWN if slow else 1)
 
     def sized(self, way: Way) -> ModelSize:
         """Return the size of what is trained that way; where only LoRA's size is known it is the model's own."""

@@ -289,14 +289,17 @@ class _Tower:
             without: Modules of it that are counted by themselves.
         """
         plain, checkpointed = self._measured()
+        # Copies that mixed precision makes of weights that train are shared by the calls of a step; of frozen ones each
+        # call makes its own.
+        shares_casts = self._target.autocast_dtype is not None and self._trained.adapters is None
+        cast_bytes = int(plain.saved.per_call) if shares_casts else 0
+        plain = replace(plain, saved=replace(plain.saved, per_call=plain.saved.per_call - cast_bytes))
         checkpointed = checkpointed or plain
         found = parameters_within(self._whole, self._tower.parts)
         parameters = {name: each for name, each in found.items() if not is_within(name, without)}
         trainable = [each.numel() for each in parameters.values() if each.requires_grad]
         total = sum(each.numel() for each in parameters.values())
         blocks = [sum(each.numel() for each in layer.parameters()) for layer in self._layers()]
-        # Copies that mixed precision makes of weights that train; of frozen ones none stay.
-        casts = self._target.autocast_dtype is not None and self._trained.adapters is None
         return TowerSize(
             name=self._tower.name,
             items=self._items(),
@@ -310,7 +313,7 @@ class _Tower:
             transient=plain.transient,
             saved_checkpointed=checkpointed.saved,
             transient_checkpointed=checkpointed.transient,
-            cast_bytes=int(plain.saved.per_call) if casts else 0,
+            cast_bytes=cast_bytes,
             forward_flops=self._flops(total),
         )
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from vembed.api.model import _device
-from vembed.distributed import runtime
+from vembed.distributed import devices, runtime
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import describe_machine, local_device, start_runtime
 from vembed.plan.hardware import GIB
@@ -32,6 +32,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setattr(runtime, "num_devices", lambda: 2)
+    monkeypatch.setattr(runtime, "has_virtual_memory", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.2")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     return monkeypatch
@@ -80,15 +81,33 @@ def test_the_allocators_blocks_grow_unless_the_user_said_otherwise_or_there_is_n
             patch.setattr(place, value, "win32" if value == "platform" else None)
             local_device()
         assert "PYTORCH_ALLOC_CONF" not in os.environ
+    with gpus.context() as patch:
+        patch.setattr(runtime, "has_virtual_memory", lambda: False)
+        local_device()
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
     gpus.setattr(runtime, "num_devices", lambda: 0)
     assert local_device() == torch.device("cpu")
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
+@pytest.mark.parametrize(("code", "supported", "expected"), [(0, 1, True), (0, 0, False), (801, 1, False)])
+def test_the_driver_is_asked_whether_blocks_can_grow(
+    monkeypatch: pytest.MonkeyPatch, code: int, supported: int, expected: bool
+) -> None:
+    def attribute(found: Any, number: int, device: Any) -> int:
+        assert (number, device.value) == (102, 0)
+        found._obj.value = supported
+        return code
+
+    driver = SimpleNamespace(cuInit=lambda _: 0, cuDeviceGet=lambda *_: 0, cuDeviceGetAttribute=attribute)
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda _: driver)
+    assert devices.has_virtual_memory() == expected
+
+
 PREPARED = """
 import torch
 from vembed.distributed import runtime
-runtime.num_devices, torch.version.cuda = lambda: 1, "13.2"
+runtime.num_devices, runtime.has_virtual_memory, torch.version.cuda = lambda: 1, lambda: True, "13.2"
 runtime.prepare_device()
 print(torch._C._accelerator_getAllocatorSettings())
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from importlib.util import find_spec
 from typing import Final, Literal
 
@@ -12,6 +13,9 @@ from vembed.errors import ConfigError
 
 PACKAGE: Final = "nvidia-ml-py"
 """What `torch.cuda.utilization` reads the driver's counters with; without it nothing is measured."""
+
+VIRTUAL_MEMORY_ATTRIBUTE: Final = 102
+"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED of CUDA's driver."""
 
 
 def num_devices() -> int:
@@ -39,6 +43,17 @@ def processes_to_start(asked: int | Literal["auto"]) -> int:
             f"its own: set num_processes to {devices}, or to auto"
         )
     return asked
+
+
+def has_virtual_memory() -> bool:
+    """Return whether blocks of the first GPU's memory can grow: not on every card that is shared out (vGPU)."""
+    driver, device, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), 0)
+        or driver.cuDeviceGetAttribute(ctypes.byref(found), VIRTUAL_MEMORY_ATTRIBUTE, device)
+    )
+    return not failed and found.value == 1
 
 
 def can_measure_utilisation() -> bool:

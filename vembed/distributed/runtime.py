@@ -21,7 +21,7 @@ from accelerate.utils import check_cuda_p2p_ib_support
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.torch_version import TorchVersion
 
-from vembed.distributed.devices import num_devices, processes_to_start
+from vembed.distributed.devices import has_virtual_memory, num_devices, processes_to_start
 from vembed.distributed.process_env import ProcessEnv, process_env
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.watchdog import STORE_SECONDS, Watchdog
@@ -140,7 +140,7 @@ def _set_allocator() -> None:
     CUDA reads the variable when it starts.
     """
     is_supported = num_devices() > 0 and torch.version.cuda is not None and sys.platform == "linux"
-    if is_supported and not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+    if is_supported and not any(name in os.environ for name in _ALLOCATOR_VARIABLES) and has_virtual_memory():
         is_exact = TorchVersion(torch.__version__) >= EXACT_SIZES_TORCH
         settings = [ALLOCATOR_SETTINGS, *([HOST_ALLOCATOR_SETTINGS] if is_exact else [])]
         os.environ[_ALLOCATOR_VARIABLES[-1]] = ",".join(settings)

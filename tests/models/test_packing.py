@@ -228,5 +228,30 @@ def test_a_gpu_that_is_not_there_gets_torchs_operator_in_half_precision_without_
     assert not any(each in name for name, _ in calls.found for each in ("_local_scalar_dense", "nonzero", "scaled_dot"))
 
 
+@pytest.mark.parametrize("kind", SHAPES)
+def test_the_dropout_of_attention_that_a_plan_hears_of_is_the_one_that_layers_ask_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: set[float] = set()
+
+    def record(*args: Any, dropout: float, **kwargs: Any) -> Any:
+        asked.add(dropout)
+        return attend(*args, dropout=dropout, **kwargs)
+
+    attend = attention.sdpa_attention_forward
+    monkeypatch.setattr(attention, "sdpa_attention_forward", record)
+    encoder = build(kind, attention_probs_dropout_prob=0.2, attention_dropout=0.2).train()
+    encode(encoder, rows(), packed=True)
+    assert asked == {0.2}
+    assert attention.attention_dropout(encoder.backbone) == 0.2
+    assert attention.attention_dropout(build(kind).backbone) == 0
+
+
+def test_several_vectors_of_a_row_are_refused() -> None:
+    encoder = build("bert")
+    encoder.multi_vector = True
+    assert encoder.why_not_packed("cpu", torch.float64) == "the encoder gives several vectors for each row"
+
+
 def test_hidden_dropout_and_half_precision_are_no_obstacle_on_a_gpu() -> None:
     assert build("bert", hidden_dropout_prob=0.1).why_not_packed("cuda", torch.bfloat16) == ""

@@ -156,6 +156,8 @@ class TextEncoder(Encoder):
 
     def why_not_packed(self, device: str, dtype: torch.dtype) -> str:
         """Say why rows of texts can't lie end to end; empty where they can."""
+        if self.multi_vector:
+            return "the encoder gives several vectors for each row"
         config = self.backbone.config.get_text_config()
         return packing.why_not_packed(config) or attention.why_not_packed(self.backbone, device, dtype)
 

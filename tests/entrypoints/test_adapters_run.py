@@ -70,6 +70,31 @@ def test_what_was_evaluated_is_the_model_that_is_left(lora: Outcome) -> None:
     assert metrics != evaluation(lora.folder, "baseline")["metrics"]
 
 
+@pytest.mark.slow
+def test_a_base_that_is_rounded_in_memory_leaves_a_model_of_float32_sums(site: Site, tmp_path: Path) -> None:
+    import vembed
+
+    keys = site.keys(**LORA | {"lora_target_modules": ["query"], "bf16": True, "num_processes": 2})
+    done = run_ranks(write_config(tmp_path, keys))
+    assert done.code == 0, done.err
+    plan = json.loads((done.folder / "plan.json").read_text())
+    assert any(reason.startswith("frozen weights: ") for reason in plan["reasons"])
+    base, merged = load_file(site.bert / "model.safetensors"), load_file(done.folder / "model/model.safetensors")
+    factors = load_file(done.folder / "adapter/adapter_model.safetensors")
+    for name, tensor in merged.items():
+        first = f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight"
+        delta = 2.0 * factors[first.replace("lora_A", "lora_B")] @ factors[first] if first in factors else None
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, base[name]) == (delta is None)
+        assert delta is None or torch.allclose(tensor, base[name] + delta, rtol=1e-6, atol=1e-8)
+    manifest = json.loads((done.folder / "checkpoints/step-00000006/manifest.json").read_text())
+    data = manifest["stamp"]["config"]["test_data_path"]
+    vembed.evaluate(str(done.folder / "model"), data, output=tmp_path / "again")
+    (found,) = (tmp_path / "again").rglob("metrics.json")
+    again, metrics = json.loads(found.read_text())["metrics"], evaluation(done.folder, "final")["metrics"]
+    assert {name: again[name] for name in metrics} == pytest.approx(metrics, abs=0.05), "float32 beside mixed precision"
+
+
 def stopped_after_three(lora: Outcome, folder: Path) -> Path:
     """Copy a run and take away what it did after its first checkpoint."""
     shutil.copytree(lora.folder, folder / "out")

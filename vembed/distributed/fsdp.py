@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from vembed.distributed.shards import reshard
+from vembed.distributed.shards import keep_asked_dtype, reshard
 from vembed.distributed.starting_weights import receive
 from vembed.errors import MachineError
 
@@ -150,7 +150,7 @@ def shard_encoder(
     receive((each for each in encoder.parameters() if each.ndim == 0), ranks, device)
     precision = _precision(encoder, compute_dtype)
     for block in transformer_blocks(encoder):
-        _fix_asked_dtype(block)
+        keep_asked_dtype(block)
         receive((*block.parameters(), *block.buffers()), ranks, device)
         fully_shard(block, **settings, mp_policy=precision, reshard_after_forward=way.mode != "fast")
     rest = (each for each in (*encoder.parameters(), *encoder.buffers()) if not isinstance(each, DTensor))
@@ -177,16 +177,6 @@ def _refuse_narrow_sums(encoder: nn.Module) -> None:
                 f"fsdp_mode sharded adds up the gradients of each chunk in the type of the weights, and {name} is "
                 f"{dtype}: hundreds of chunks would be lost in rounding. Set torch_dtype: float32 or fsdp_mode: lean"
             )
-
-
-def _fix_asked_dtype(block: nn.Module) -> None:
-    """Let a layer of open_clip go on naming the type of its weights, not that in which they were gathered.
-
-    Its text tower asks the first layer, and would round the residual stream to bfloat16, which autocast doesn't.
-    """
-    if hasattr(block, "get_weight_dtype"):
-        dtype = block.get_weight_dtype()  # type: ignore[operator]
-        block.get_weight_dtype = lambda: dtype  # type: ignore[assignment]
 
 
 def _configure(root: FSDPModule, mode: ShardingMode) -> None:

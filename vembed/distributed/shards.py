@@ -143,6 +143,16 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) 
         torch._foreach_mul_(parts, factor.to(parts[0].device))
 
 
+def keep_asked_dtype(block: nn.Module) -> None:
+    """Let a layer of open_clip go on naming the type of its weights, not that in which they are held or gathered.
+
+    Its text tower asks the first layer, and would round the residual stream to bfloat16, which autocast doesn't.
+    """
+    if hasattr(block, "get_weight_dtype"):
+        dtype = block.get_weight_dtype()  # type: ignore[operator]
+        block.get_weight_dtype = lambda: dtype  # type: ignore[assignment]
+
+
 def reshard(encoder: nn.Module) -> None:
     """Make the shards an encoder's parameters again, after an evaluation that left whole weights in their places."""
     sharding = sys.modules.get("torch.distributed.fsdp")

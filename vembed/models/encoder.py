@@ -77,6 +77,7 @@ class Encoder(nn.Module, ABC):
     freeze_batch_norm: bool = False  # whether batch normalisation keeps the statistics of the files in training
     keeps_base: bool = False  # whether some weights stay those of the files, so that checkpoints leave them out
     base: str | None = None  # fingerprint of those weights
+    narrowed_bytes: int = 0  # that those weights take less here than in a file, as mixed precision multiplies them
     packs: bool = False  # whether `collate` lays rows end to end, so that no token is padding
     trains: str = ""  # what of it trains, for people; empty until that is decided
 

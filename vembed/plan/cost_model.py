@@ -145,7 +145,9 @@ def _states(problem: PlanningProblem, way: Way, model: ModelSize) -> _States:
     value = max(GRADIENT_BYTES, model.bytes_per_value) if way.use_lora else model.bytes_per_value
     frozen = FOUR_BIT_BYTES if problem.config.load_in_4bit and way.use_lora else model.bytes_per_value
     trained = model.num_trainable * value
-    weights = int((model.num_parameters - model.num_trainable) * frozen) + trained
+    narrowed = 0 if problem.config.load_in_4bit else model.narrowed
+    weights = int((model.num_parameters - model.num_trainable - narrowed) * frozen) + trained
+    weights += narrowed * problem.compute_bytes
     factor, many = way.sharding_factor, problem.devices.count > 1
     if way.mode is None:
         reduced = (

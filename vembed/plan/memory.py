@@ -87,6 +87,7 @@ class ModelSize:
     dimension: int  # of an embedding
     towers: tuple[TowerSize, ...]  # at least one
     estimated: bool = True  # activations come from a formula, not from the model's own operations
+    narrowed: int = 0  # frozen parameters that mixed precision rounds once, and not in each call
     adapted: ModelSize | None = None  # with LoRA adapters beside a frozen base; None where it can't have any
     checkpointable: bool = True  # it can recompute activations in the backward pass
     picture_bytes: int = 0  # host memory of one picture as the encoder takes it; 0 for an encoder of texts

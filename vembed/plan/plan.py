@@ -22,7 +22,7 @@ from vembed.plan.reserve import reserve_notes
 from vembed.plan.strategy import choose
 from vembed.redact import redact_value
 from vembed.registry import LOSSES
-from vembed.text import show_bytes
+from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -174,6 +174,7 @@ def make_plan(
             *tile_notes,
             *step_notes,
             *batch.reasons,
+            *_narrow_notes(problem, chosen.way),
             *_reduction_notes(config, devices.count, chosen.way),
             *chosen.chunks.reasons,
             packing_reason,
@@ -246,6 +247,19 @@ def _batch_rows(batch: BatchPlan, devices: Devices, data: DataSize) -> tuple[Bat
     documents = data.documents_per_query
     rows = BatchRows(own, math.ceil(own * documents), all_queries, math.ceil(all_queries * documents))
     return rows, min(rows.own, own * data.pictures_per_record)
+
+
+def _narrow_notes(problem: PlanningProblem, way: Way) -> list[str]:
+    """Say which weights are held in the type of mixed precision, and what is written."""
+    count = problem.sized(way).narrowed
+    if not count or problem.config.load_in_4bit:
+        return []
+    saved = count * (problem.model.bytes_per_value - problem.compute_bytes)
+    note = (
+        f"frozen weights: {show_count(count)} of linear layers are held in {problem.dtype}, to which mixed precision "
+        f"would round them in each call: {show_bytes(saved)} less; model/ gets those of the files"
+    )
+    return [note]
 
 
 def _reduction_notes(keys: DistributedKeys, num_devices: int, way: Way) -> list[str]:

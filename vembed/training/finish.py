@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
+import torch
+
 from vembed.data.images import ImageLimits
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
@@ -18,7 +20,7 @@ from vembed.evaluation.report.data import Reverse, RunReport
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.files import new_folder, share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
-from vembed.models.adapters.trained import save_trained
+from vembed.models.adapters.trained import narrowed_bytes, save_trained
 from vembed.plan.hardware import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes
@@ -84,8 +86,11 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
     kept = _load_kept(parts, state)
     whole = gather_encoder(parts.checkpoints.encoder, parts.ranks, parts.fresh)
     parts.ranks.from_first(lambda: _export(whole, parts.output, parts.checkpoints.manager, kept))
-    if has_adapters(parts.checkpoints.encoder) and not any(map(is_shared, parts.checkpoints.encoder.parameters())):
-        merge_adapters(parts.checkpoints.encoder)  # as the first rank just did: all of them evaluate what was written
+    encoder = parts.checkpoints.encoder
+    if has_adapters(encoder) and not any(map(is_shared, encoder.parameters())):
+        merge_adapters(encoder)  # as the first rank just did: all of them evaluate what was written
+        if narrowed_bytes(encoder):
+            _round_as_written(encoder, whole, parts.ranks)
     final, bm25 = parts.evaluations.final(), parts.evaluations.bm25()
     reversed_baseline = parts.evaluations.baseline_reversed()
 
@@ -103,6 +108,16 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
         return result
 
     return parts.ranks.from_first(conclude)
+
+
+@torch.no_grad()
+def _round_as_written(encoder: Encoder, written: Encoder | None, ranks: Ranks) -> None:
+    """Round what was written once, to the types of the encoder's weights: its sums were those of rounded weights."""
+    if written is not None:
+        sums = dict(written.named_parameters())
+        for name, parameter in encoder.named_parameters():
+            parameter.copy_(sums[name])
+    ranks.copy_from_first(encoder.parameters())
 
 
 def _load_kept(parts: FinishParts, state: RunState) -> int:

@@ -19,7 +19,7 @@ from vembed.distributed.failures import LastWords
 from vembed.distributed.shards import full_tensors, is_shared, reshard
 from vembed.errors import ConfigError
 from vembed.json_text import fit
-from vembed.models.adapters.trained import changing_names
+from vembed.models.adapters.trained import changing_names, narrowed_bytes
 from vembed.training.state import RunState
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 
 def model_bytes(encoder: Encoder) -> int:
     """Return what an encoder's folder takes, but for its tokenizer: each tensor once, however often it is used."""
-    return bytes_of({id(tensor): tensor for tensor in encoder.state_dict(keep_vars=True).values()}.values())
+    held = bytes_of({id(tensor): tensor for tensor in encoder.state_dict(keep_vars=True).values()}.values())
+    return held + narrowed_bytes(encoder)
 
 
 def load_module(module: nn.Module, tensors: Mapping[str, Saved]) -> None:
@@ -94,10 +95,11 @@ def gather_encoder(encoder: Encoder, ranks: Ranks, fresh: Callable[[], Encoder])
     """Return an encoder with all of its weights on the first rank, to be written as a model; None on the others.
 
     All ranks must call it. Weights travel one tensor at a time; only the first rank ever holds all of them, in the
-    memory of the host.
+    memory of the host. Frozen ones are those of the model's files, whatever they are rounded to in training.
 
     Args:
-        encoder: Sharded over the ranks; one that isn't is returned as it is.
+        encoder: Sharded over the ranks; one that isn't, and has its frozen weights as the files do, is returned as it
+            is.
         ranks: Who shares it.
         fresh: Builds the same encoder, not sharded, on the CPU; called on the first rank alone.
 
@@ -105,12 +107,13 @@ def gather_encoder(encoder: Encoder, ranks: Ranks, fresh: Callable[[], Encoder])
         VembedError: `fresh` failed; all ranks raise it.
     """
     reshard(encoder)
-    if not any(map(is_shared, encoder.parameters())):
+    if not any(map(is_shared, encoder.parameters())) and not narrowed_bytes(encoder):
         return encoder if ranks.is_first else None
+    changing = changing_names(encoder)
     whole = ranks.together(lambda: fresh() if ranks.is_first else None)
     places = {} if whole is None else whole.state_dict(keep_vars=True)
     for name, tensor in full_tensors(encoder, ranks):
-        if tensor is not None:
+        if tensor is not None and (changing is None or name in changing):
             load_into(places[name], tensor)
     return whole
 

@@ -36,6 +36,11 @@ def changing_names(module: nn.Module) -> frozenset[str] | None:
     return frozenset(names)
 
 
+def narrowed_bytes(module: nn.Module) -> int:
+    """Return the bytes that frozen weights take less here than in a file."""
+    return int(getattr(module, "narrowed_bytes", 0))
+
+
 def base_fingerprint(encoder: Encoder) -> str | None:
     """Return a hash of the weights that checkpoints leave out; None where they hold everything.
 

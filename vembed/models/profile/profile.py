@@ -25,6 +25,7 @@ from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.export.samples import sample_vectors
 from vembed.models.files import DTYPES
@@ -129,6 +130,7 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
         return _by_formula(keys, _with_weights(keys), compute_dtype, f"can't be built without memory ({_told(error)})")
     whole = bare.skeleton()
     trained.apply(whole)
+    narrowed = narrow_frozen(whole, target.autocast_dtype)
     try:
         with warnings.catch_warnings():  # the encoder that is built later says the same again
             warnings.simplefilter("ignore")
@@ -145,6 +147,7 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
         num_trainable=sum(each.numel() for each in parameters if each.requires_grad),
         bytes_per_value=DTYPES[keys.torch_dtype].itemsize,
         dimension=whole.dimension,
+        narrowed=narrowed,
         towers=(*sizes, *estimated.values()),
         estimated=bool(estimated),
         picture_bytes=picture_bytes(whole),
@@ -277,6 +280,7 @@ class _Tower:
     def _encoder(self, num_layers: int | None) -> Encoder:
         encoder = self._bare.skeleton(num_layers)
         self._trained.apply(encoder, num_layers=num_layers)
+        narrow_frozen(encoder, self._target.autocast_dtype)
         if encoder.adapter_host() is not None:  # a transformer: its table isn't what its steps are about
             for table in _tables(encoder):
                 table.requires_grad_(False)

@@ -20,6 +20,7 @@ from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
 from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters.lora import has_adapters
+from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.explain import explain
@@ -219,7 +220,9 @@ def _assemble(
     runtime.watchdog.words.doing = "loading the model"
 
     def build(with_weights: bool) -> Encoder:
-        return build_encoder(config, plan, output, data, keep=mode == "train", with_weights=with_weights)
+        encoder = build_encoder(config, plan, output, data, keep=mode == "train", with_weights=with_weights)
+        narrow_frozen(encoder, autocast_dtype(plan))
+        return encoder
 
     encoder = build_alike(build, runtime.ranks)
     if config.use_gradient_cache is not False:

@@ -111,6 +111,7 @@ def total_norm(gradients: Sequence[Tensor], ranks: Ranks) -> Tensor:
     whole = [gradient for gradient in gradients if not is_shared(gradient)]
     if not shards:
         return nn.utils.get_total_norm(whole)
+    assert not ranks.is_one, "the norm of shards is that of all ranks"
     # Each part is squared where it lies: offloaded ones on the CPU, where the processes of accelerators can't talk.
     own = [gradient for gradient in shards if is_first_copy(gradient)]
     square = ranks.sum_(_squared_norm(own).to(shards[0].device_mesh.device_type))

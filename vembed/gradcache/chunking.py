@@ -36,7 +36,7 @@ WIDTHS_PER_DOUBLING = 8
 SHORT_WIDTHS = 4
 """Widths of the rows below. They are many in texts, and few of the tokens."""
 
-WANTED_CHUNKS = 96
+WANTED_CHUNKS = 80
 """Where a batch makes fewer, rows of too many lengths share a chunk, and it is cut finer: into halves, or quarters."""
 
 
@@ -151,7 +151,7 @@ def _in_buckets(order: NDArray[np.int64], lengths: NDArray[np.int64], budget: Ch
     Args:
         lengths: Tokens of each row of `order`, descending.
     """
-    widths = bucket_widths(lengths)
+    widths = _bucket_widths(lengths)
     if len(order) <= budget.most_rows(int(widths[0])):
         return [Chunk(order, int(widths[0]))]
     if widths[0] != widths[-1]:
@@ -170,7 +170,7 @@ def _in_buckets(order: NDArray[np.int64], lengths: NDArray[np.int64], budget: Ch
     return chunks
 
 
-def bucket_widths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _bucket_widths(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the width in which each row is encoded: its length, rounded up to a grid.
 
     Args:

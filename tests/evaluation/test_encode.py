@@ -103,6 +103,15 @@ def test_large_calls_pad_no_more_than_a_quarter(encoder: Encoder, num_texts: int
     assert max(call.padded_tokens for call in calls) <= tokens
 
 
+def test_rows_that_lie_end_to_end_fill_calls_that_nothing_cuts_finer(
+    encoder: Encoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoder, "packs", True, raising=False)
+    lengths = np.full(1000, 100)
+    calls = ItemEncoder(encoder, ChunkBudget(10**6, 40_000, bucketed=True), CPU)._calls(lengths)
+    assert [len(call.rows) for call in calls] == [400, 400, 200]
+
+
 def test_spare_rows_of_calls_of_few_shapes_change_nothing(encoder: Encoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encode_module, "LEAST_TOKENS", 1)
     texts, budget = 5 * TEXTS, ChunkBudget(32, 300, bucketed=True)

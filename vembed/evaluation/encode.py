@@ -297,7 +297,7 @@ class ItemEncoder:
     def _calls(self, lengths: NDArray[np.int64]) -> list[Chunk]:
         """Cut a slice into calls: on an accelerator into several, lest one width pads long and short items alike."""
         budget = self.budget
-        if budget.bucketed:
+        if budget.bucketed and not self.encoder.packs:
             quarter = 1 << max(1, int(lengths.sum()) // 4).bit_length() - 1  # a power of 2, for few shapes
             budget = replace(budget, tokens=min(budget.tokens, max(LEAST_TOKENS, quarter)))
         return plan_chunks(lengths, budget, packed=self.encoder.packs)

@@ -7,10 +7,11 @@ import torch
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import PreemptedError
 from vembed.evaluation import encode as encode_module
-from vembed.evaluation.encode import ItemEncoder
+from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.models.encoder import Encoder
 from vembed.models.registry import load_encoder
+from vembed.plan.hardware import Machine
 
 CPU = torch.device("cpu")
 WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
@@ -119,3 +120,20 @@ def test_spare_rows_of_calls_of_few_shapes_change_nothing(encoder: Encoder, monk
     assert any(call.num_spare for call in item_encoder._calls(encoder.featurize(texts, "document").lengths))
     one_by_one = np.tile(encode(encoder, ChunkBudget(8, 512)), (5, 1))
     np.testing.assert_allclose(item_encoder(texts, "document"), one_by_one, atol=1e-5)
+
+
+def test_without_a_plan_calls_fit_what_the_weights_leave_of_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.Linear(4096, 1024))
+    layers.dimension = 1024  # type: ignore[assignment]
+    cards = {gib: Machine("cuda", "NVIDIA H100 80GB HBM3", gib << 30, 8, fast_bf16=True) for gib in (1, 24, 80)}
+
+    def tokens(gib: int) -> int:
+        monkeypatch.setattr(encode_module, "describe_machine", lambda device: cards[gib])
+        budget = encoding_budget(layers, torch.device("cuda"), 256)  # type: ignore[arg-type]
+        assert (budget.rows, budget.bucketed) == (256, True)
+        return budget.tokens
+
+    weights = sum(each.nbytes for each in layers.parameters())
+    assert tokens(24) == ((24 << 30) - weights) // 4 // (encode_module.LAYER_BYTES * (1024 + 4096))
+    assert tokens(1) < tokens(24) < tokens(80)
+    assert encoding_budget(layers, CPU, 7) == ChunkBudget(7, encode_module.CPU_TOKENS)  # type: ignore[arg-type]

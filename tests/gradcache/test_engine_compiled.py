@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import rank_pool
 import sharded_cases
 import torch
 from sharded_cases import Sharded, step_on
@@ -52,7 +53,10 @@ def compiled_step_on(rank: int, setting: Sharded) -> tuple[Any, dict[str, torch.
     ],
     ids=["fast", "lean clip", "lean open_clip", "sharded lora", "sharded checkpointing"],
 )
-def test_sharding_and_compiling_go_together(two_ranks: RankPool, setting: Sharded) -> None:
+def test_sharding_and_compiling_go_together(
+    two_ranks: RankPool, setting: Sharded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_pool, "TIMEOUT_SECONDS", 400)  # two compilers on a busy machine
     value, expected = expected_of(setting)
     for result, found, num_graphs, breaks in two_ranks.run(compiled_step_on, setting):
         assert num_graphs > 0

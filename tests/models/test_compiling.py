@@ -10,15 +10,18 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import packing_cases
 import pytest
 import torch
 from adapter_cases import CPU, make_loss, partly_trained, picture_batch, text_batch, trainable_of, wake
 from model_cases import write_model
 from picture_cases import pools_of, write_open_clip, write_picture_model
+from test_packing_engine import batch
 from torch._dynamo.utils import counters
 
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError
+from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from vembed.batch import Features
     from vembed.gradcache.engine import StepResult
     from vembed.models.encoder import Encoder
 
@@ -181,6 +185,38 @@ def test_neither_layers_nor_shapes_nor_retention_compile_again(folders: dict[str
             chosen = np.array(places)
             encoder(encoder.collate(features, chosen, int(features.lengths[chosen].max())))
     assert counters["stats"]["unique_graphs"] <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("by_aot_eager")
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_rows_end_to_end_share_graphs_too(kind: str) -> None:
+    """ModernBERT has two kinds of layers, with a window and without."""
+    encoder = packing_cases.build(kind).train()
+    encoder.pack()
+    features, structure = batch()
+    lengths = set()
+
+    def packed_step() -> tuple[StepResult, dict[str, torch.Tensor]]:
+        options = EngineOptions(ChunkBudget(5, 48), CPU)
+        pool = Pool(encoder, collate, features, np.arange(len(features)), packs=True)
+        result = GradCacheEngine(make_loss(), options, list(encoder.parameters())).step([pool], structure)
+        found = {name: each.grad.clone() for name, each in encoder.named_parameters() if each.grad is not None}
+        encoder.zero_grad()
+        return result, found
+
+    def collate(features: Features, rows: Any, width: int) -> dict[str, torch.Tensor]:
+        inputs = encoder.collate(features, rows, width)
+        lengths.add(inputs["input_ids"].numel())
+        return inputs
+
+    _, expected = packed_step()
+    compile_layers(encoder, strict=True)
+    result, found = packed_step()
+    assert len(lengths) >= 4
+    assert 0 < counters["stats"]["unique_graphs"] <= (8 if kind == "modernbert" else 4)
+    assert result.replay_drift <= 1e-10
+    assert error(found, expected) <= 1e-10
 
 
 @pytest.mark.usefixtures("by_aot_eager")

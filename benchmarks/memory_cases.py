@@ -120,6 +120,7 @@ CASES = (
     Case("BERT, gradient checkpointing", bert(), chunk_tokens=2048, gradient_checkpointing=True),
     Case("BERT, bfloat16, half kept", bert(), retain=0.5, bf16=True),
     Case("BERT, LoRA", bert(), chunk_tokens=2048, lora=True),
+    Case("BERT, LoRA, bfloat16", bert(512, 12), chunk_tokens=512, retain=0.5, lora=True, bf16=True),
     Case("BERT, last 2 layers", bert(), retain=1.0, trainable="last_2_layers"),
     Case("Qwen3, nothing kept", qwen()),
     Case("Qwen3, gradient checkpointing", qwen(), chunk_tokens=2048, gradient_checkpointing=True),

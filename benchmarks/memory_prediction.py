@@ -41,6 +41,7 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.probe import one_picture
 from vembed.models.profile.measure import ProfileTarget
@@ -71,6 +72,7 @@ def build(case: Case, folder: Path, device: str) -> Encoder:
         add_adapters(encoder, AdapterKeys())
     else:
         freeze(encoder, case.trainable)
+    narrow_frozen(encoder, torch.bfloat16 if case.bf16 else None)
     if case.gradient_checkpointing:
         encoder.enable_gradient_checkpointing()
     return encoder.train()

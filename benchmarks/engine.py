@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from engine_workload import SHAPES, Workload, batch_of, build_workload
 from measure import Measurement, measure
 
+from vembed.distributed.runtime import prepare_device
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.replay import RngState
@@ -71,6 +72,7 @@ def main() -> int:
     arguments = _arguments()
     if arguments.device == "cpu" and os.environ.get("OMP_NUM_THREADS") != "1":
         sys.exit("set OMP_NUM_THREADS=1: a forked child of a process with several OpenMP threads hangs")
+    prepare_device()
     results: dict[str, Any] = {}
     for lengths in ("mixed", "equal") if arguments.lengths == "both" else (arguments.lengths,):
         results[lengths] = {}
@@ -220,6 +222,7 @@ def _named(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
 
 def our_step(workload: Workload, budget: ChunkBudget, retain: float, retain_tokens: int | None = None) -> int:
     """Run vembed's engine; return padded tokens."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as a run does; the peer keeps it
     pool, structure = batch_of(workload)
     options = EngineOptions(
         budget=replace(budget, bucketed=workload.device.type != "cpu"),
@@ -243,6 +246,7 @@ def _padded(column: Ragged, device: torch.device) -> dict[str, Tensor]:
 def _peer_step(workload: Workload, options: dict[str, Any]) -> int:
     from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
+    torch.backends.cuda.enable_cudnn_sdp(True)
     loss = CachedMultipleNegativesRankingLoss(workload.peer, scale=1 / TEMPERATURE, **options)
     features = [_padded(column, workload.device) for column in workload.columns]
     with _PaddedTokens(workload.peer) as counter, _autocast(workload):

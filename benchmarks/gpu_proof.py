@@ -16,6 +16,7 @@ PYTHONPATH=. python benchmarks/gpu_proof.py. How to read it: docs/gpu.md.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -166,6 +167,11 @@ class Worker:
 
 def _work(end: Connection, setting: Setting) -> None:
     os.setsid()
+    if setting.device == "cuda":
+        with contextlib.suppress(ModuleNotFoundError):  # the steps that need the missing package say so
+            from vembed.distributed.runtime import prepare_device
+
+            prepare_device()
     try:
         while True:
             step: Step = end.recv()

@@ -36,6 +36,7 @@ from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.load import load_config
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
+from vembed.distributed.runtime import prepare_device
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.losses.base import BatchStructure
@@ -274,6 +275,7 @@ def main() -> int:
     parser.add_argument("--meet", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
+        prepare_device()
         case = Case(**json.loads(arguments.measure))
         if case.ranks > 1:
             dist.init_process_group(init_method=f"file://{arguments.meet}", rank=arguments.rank, world_size=case.ranks)

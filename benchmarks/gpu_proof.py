@@ -82,6 +82,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{step.seconds:4} s  {step.name}" for step in steps))
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended on the way out
     until = time.monotonic() + 60 * arguments.minutes
     report = Report(arguments.output, f"Proof on {arguments.device}")
     prove(steps, report, arguments.device, until)
@@ -104,7 +105,7 @@ def prove(steps: list[Step], report: Report, device: str, until: float) -> None:
     Args:
         until: When it must be over, by time.monotonic.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as ending:
         setting = Setting(device, Path(folder))
         worker = None
         for step in steps:
@@ -113,16 +114,16 @@ def prove(steps: list[Step], report: Report, device: str, until: float) -> None:
                 words = f"no time: {max(0.0, left):.0f} s are left, and it takes about {step.seconds} s"
                 report.add(Row(step.name, "", "skipped", {}, words))
                 continue
-            worker = worker or Worker(setting)
+            if worker is None:
+                worker = Worker(setting)
+                ending.callback(worker.close)
             for row in worker.run(step, left if setting.is_small else min(left, step.limit_seconds)):
                 report.add(row)
                 if row.state == "FAILED":
                     worker.is_spent = True  # an error of the device stays with the process that saw it
             if worker.is_spent:
-                worker.close()
+                ending.close()
                 worker = None
-        if worker is not None:
-            worker.close()
 
 
 class Worker:

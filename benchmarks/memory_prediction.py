@@ -217,6 +217,7 @@ def predict(case: Case, device: str) -> dict[str, int]:
         f"use_fsdp={str(case.fsdp_mode is not None).lower()}",
         f"fsdp_mode={case.fsdp_mode or 'auto'}",
         "packing=false",
+        "compile=false",
     ]
     config = load_config(None, overrides).config
     machine = Machine(device, "benchmark", cpu_memory_bytes(), 1, fast_bf16=False)

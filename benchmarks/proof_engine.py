@@ -8,7 +8,6 @@ import traceback
 import warnings
 from collections import Counter
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,9 +195,10 @@ def sweep(family: str, setting: Setting, *, packing: bool = False, compile: bool
     import torch
 
     from vembed.errors import MachineError
+    from vembed.models.compiling import compile_layers
 
-    if compile and setting.is_small and (packing or family != "bert"):
-        raise Skipped("a CPU compiles for a minute: it does so for BERT alone")
+    if compile and setting.is_small:
+        raise Skipped("compiling for a CPU takes minutes: tests/models/test_compiling.py does it")
     shape = shape_of(family, setting)
     if packing and family == "bert":
         shape["attention_probs_dropout_prob"] = 0.0  # torch's own operator for packed rows drops nothing
@@ -210,7 +210,7 @@ def sweep(family: str, setting: Setting, *, packing: bool = False, compile: bool
             raise Skipped(why_not)
         encoder.pack()
     if compile:
-        _compile(encoder)
+        compile_layers(encoder, strict=True)
     for tokens in (128, 512) if setting.is_small else (1024, 4096, 16384, 65536):
         if setting.device == "cuda":
             torch.cuda.empty_cache()
@@ -241,14 +241,6 @@ def _timed_sweep_step(
     pools, structure = make_batch(case, encoder, 0)
     engine = engine_of(workload_of(encoder, setting, 1, autocast), tokens, repairs=False)
     return _median(lambda: engine.step(pools, structure.to(engine.options.device)), encoder, rounds=rounds)
-
-
-def _compile(encoder: Encoder) -> None:
-    try:
-        compiling = import_module("vembed.models.compiling")
-    except ModuleNotFoundError as error:
-        raise Skipped("this vembed has no key compile") from error
-    compiling.compile_layers(encoder, strict=True)
 
 
 def repair(setting: Setting) -> Iterator[Finding]:

@@ -134,4 +134,4 @@ def test_every_step_runs_on_a_cpu_or_says_why_not(proof: Any, tmp_path: Path) ->
     for name in ("exactness", "out of memory", "plan", "ranks", "commands"):
         assert "held" in found[name], name
     idle = [name for name in found if set(found[name]) == {"skipped"}]
-    assert idle == ["8B", *(name for name in found if "compile" in name and name != "sweep BERT, compile")]
+    assert idle == ["8B", *(name for name in found if "compile" in name)]

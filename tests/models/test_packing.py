@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -186,8 +188,32 @@ def test_what_an_operator_is_told_gives_the_vectors_and_gradients_of_padded_rows
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "packed_mask", lambda *_: torch.ones(1, 1, 1, 1, dtype=torch.bool))
-    monkeypatch.setattr(attention, "_packed_operator", lambda: by_segments)
+    monkeypatch.setattr(attention, "_varlen_attn", by_segments)
     assert difference(build(kind), rows(), width=96) <= 1e-10
+
+
+def test_flash_attn_goes_before_torchs_operator_and_can_drop_attention_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> torch.Tensor:
+        told.append(kwargs)
+        query_THD, key_THD, value_THD, starts_S1, _, longest, _ = args
+        scaling, window = kwargs["softmax_scale"], kwargs["window_size"]
+        return by_segments(query_THD, key_THD, value_THD, starts_S1, longest, dropout=0, scaling=scaling, window=window)
+
+    package = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", True)
+    monkeypatch.setattr(attention, "packed_mask", lambda *_: torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    encoder = build("qwen3", attention_dropout=0.25)
+    assert encoder.why_not_packed("cuda", torch.bfloat16) == ""
+    assert difference(encoder, rows()) <= 1e-10
+    assert [(each["causal"], each["window_size"], each["dropout_p"]) for each in told] == [
+        (True, (-1, 0), 0.0),
+        (True, (4, 0), 0.0),
+    ]
+    encode(encoder.train(), rows(), packed=True)
+    assert {each["dropout_p"] for each in told[2:]} == {0.25}
 
 
 class Calls(TorchDispatchMode):

@@ -13,7 +13,6 @@ Shape legend: R rows, T tokens of a row or of all rows end to end, S segments of
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import inspect
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -36,6 +33,9 @@ _OWN_ATTENTION = frozenset({"mpnet"})
 """Types of models whose layers call no attention function, but take the masks of one."""
 
 HALF = (torch.float16, torch.bfloat16)
+
+HAS_FLASH_ATTN = importlib.util.find_spec("flash_attn") is not None
+"""Whether the package flash-attn is installed. It goes before torch's operator, as it can drop attention weights."""
 
 _LARGEST_HEAD = 256
 """Of flash attention; it is a multiple of 8 too."""
@@ -155,7 +155,8 @@ def attend(
     dtype = compute_dtype(query.device.type, query.dtype)
     query_THD, key_THD, value_THD = (each[0].transpose(0, 1).to(dtype) for each in (query, key, value))
     assert max_length_q is not None
-    out_THD = _packed_operator()(
+    operator = _flash_attn if HAS_FLASH_ATTN else _varlen_attn
+    out_THD = operator(
         query_THD,
         key_THD,
         value_THD,
@@ -203,7 +204,7 @@ def why_not_packed(backbone: PreTrainedModel, device_type: str, dtype: torch.dty
         return ""
     if device_type != "cuda":
         return f"no operator for them is known on {device_type}"
-    if not (_has_flash_attn() or _has_varlen()):
+    if not (HAS_FLASH_ATTN or _has_varlen()):
         return f"torch {torch.__version__} has no operator for them and flash-attn isn't installed"
     if dtype not in HALF:
         return f"their operators compute in half precision, and the run in {str(dtype).removeprefix('torch.')}"
@@ -213,7 +214,7 @@ def why_not_packed(backbone: PreTrainedModel, device_type: str, dtype: torch.dty
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
         return "their operators need a GPU of capability 8.0 or more"
     dropout = attention_dropout(backbone)
-    if dropout and not _has_flash_attn():
+    if dropout and not HAS_FLASH_ATTN:
         return f"the model drops {dropout:g} of its attention weights, which torch's operator can't; flash-attn can"
     return ""
 
@@ -225,11 +226,6 @@ def attention_dropout(backbone: PreTrainedModel) -> float:
 
 
 @functools.cache
-def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
-
-
-@functools.cache
 def _has_varlen() -> bool:
     """Return whether torch's operator takes all that attention needs; the first ones took less."""
     try:
@@ -237,12 +233,6 @@ def _has_varlen() -> bool:
     except ImportError:
         return False
     return {"scale", "window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-
-
-@functools.cache
-def _packed_operator() -> Callable[..., Tensor]:
-    """Return what attends to packed rows on an accelerator."""
-    return _flash_attn if _has_flash_attn() else _varlen_attn
 
 
 def _flash_attn(
@@ -257,7 +247,9 @@ def _flash_attn(
     window: tuple[int, int],
 ) -> Tensor:
     """Attend by the package flash-attn."""
-    out_THD: Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
+    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
+
+    out_THD: Tensor = flash_attn_varlen_func(
         query_THD,
         key_THD,
         value_THD,

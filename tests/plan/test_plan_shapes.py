@@ -147,3 +147,14 @@ def test_the_models_are_those_of_the_shapes(name: str, shape: str) -> None:
         assert tower.cast_bytes == pytest.approx(expected.cast_bytes, rel=0.01)
         assert tower.saved.of(1, width) / width == pytest.approx(expected.saved.per_token, rel=0.1)
         assert tower.forward_flops.of(1, width) / width == pytest.approx(expected.forward_flops.per_token, rel=0.01)
+
+
+@pytest.mark.parametrize("longest", [512, None])
+@pytest.mark.parametrize("devices", ["1xRTX4090-24GB", "1xH200", "2x8xA100"])
+def test_what_retain_auto_keeps_always_fits(devices: str, longest: int | None) -> None:
+    size = replace(BERT, towers=tuple(replace(each, max_tokens=longest) for each in BERT.towers))
+    plan = planned(devices, size, "global_batch_size=8192", data=replace(DATA, num_records=10**6))
+    for candidate in plan.candidates:
+        if candidate.way.gradient_cache:
+            assert candidate.fits, candidate.way
+            assert candidate.chunks.retain_tokens

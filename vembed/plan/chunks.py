@@ -91,9 +91,9 @@ def plan_retention(problem: PlanningProblem, way: Way, chunks: ChunkPlan, *, roo
         reasons = (*chunks.reasons, reason)
         return replace(chunks, retain=share, kept_share=share, activation_bytes=live, reasons=reasons)
     each = model.kept_bytes_per_token(checkpointed=way.gradient_checkpointing, call_tokens=chunks.tokens)
-    # Kept graphs are gone when the first call is encoded again: they take its place. A formula stays on the safe side,
-    # and so does a CPU, where running out kills the run.
-    is_safe = problem.machine.device != "cpu" and not model.estimated
+    # Kept graphs are gone when the first call is encoded again: they take its place. What counts on it is the timeline
+    # of the step, which needs measured activations and a longest item. A CPU stays on the safe side: it kills the run.
+    is_safe = problem.machine.device != "cpu" and not model.estimated and batch_tokens is not None
     part, room = _retained_part(problem), max(0, room_bytes + (each * chunks.tokens if is_safe else 0))
     fitting = int(part * room) // each
     kept = fitting if batch_tokens is None else min(fitting, batch_tokens)

@@ -35,7 +35,7 @@ class Candidate:
 
     way: Way
     bytes_per_device: BytesPerDevice  # predicted peak of one device
-    least_bytes: int  # the same with as few graphs kept as this way allows
+    least_bytes: int  # the same with as few graphs kept, and as small calls, as this way allows
     host_bytes: int  # shards of one device that live in the host's memory
     fits: bool  # whether the prediction fits with reserve
     chunks: ChunkPlan
@@ -100,8 +100,9 @@ def weigh(problem: PlanningProblem, way: Way) -> Candidate:
     sizes = _at_worst(problem, way, parts, kept if way.gradient_cache else keep_all)
     least = sizes
     if way.gradient_cache:
-        bare_parts = replace(parts, activations=bare.activation_bytes)
-        least = _at_worst(problem, way, bare_parts, replace(kept, retain=bare.retain, retain_tokens=None))
+        small = choose_chunks(problem, way, room_bytes=0)
+        cut = replace(kept, rows=small.rows, tokens=small.tokens, retain=small.retain, retain_tokens=None)
+        least = _at_worst(problem, way, replace(parts, activations=small.activation_bytes), cut)
     compute = _compute_seconds(problem, way, model, kept=chunks.kept_share if way.gradient_cache else 1.0)
     sent, waiting = _communication(problem, way, model, chunks)
     plain = _compute_seconds(problem, None, problem.model, kept=1.0)

@@ -108,16 +108,18 @@ def test_what_fails_is_a_row_and_the_next_step_goes_on(
     assert table.endswith("\n3 held, 4 FAILED, 1 measured, 3 skipped\n")
 
 
+@pytest.mark.slow
 def test_the_time_ends_a_step_that_hangs_and_skips_the_rest(proof: Any, tmp_path: Path) -> None:
     started = time.monotonic()
-    assert run_steps(proof, tmp_path, "hangs good", seconds=4) == 1
-    assert time.monotonic() - started < 15
+    assert run_steps(proof, tmp_path, "hangs good", seconds=20) == 1
+    assert time.monotonic() - started < 60
     rows = rows_in(tmp_path)
     assert states(rows) == {"hangs": ["held", "FAILED"], "good": ["skipped"]}
     assert rows[1]["words"].startswith("it wasn't done after")
     assert rows[2]["words"].startswith("no time: 0 s are left")
 
 
+@pytest.mark.slow
 def test_a_proof_in_which_all_held_ends_well(proof: Any, tmp_path: Path) -> None:
     assert run_steps(proof, tmp_path, "good unable", seconds=60) == 0
 

@@ -156,5 +156,5 @@ def test_an_outline_leaves_out_what_the_first_process_has_none_of_and_refuses_wh
     assert model.head is None
     assert not model.training
     assert (model.layer.bias.dtype, model.layer.bias.requires_grad) == (torch.float16, False)
-    assert outline.fit(wide) == "layer.weight would be another"
-    assert outline.fit(odd) == "table is no buffer, and nothing would give it values"
+    assert outline.fit(wide) == "layer.weight differs in this process"
+    assert outline.fit(odd) == "table is a tensor but no buffer, so it can't be received"

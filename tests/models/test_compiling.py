@@ -45,7 +45,8 @@ def fresh_dynamo() -> Iterator[None]:
     """Forget what was compiled and what was set, before and after."""
     torch._dynamo.reset()
     counters.clear()
-    with torch._dynamo.config.patch({}):
+    limit = torch._dynamo.config.recompile_limit
+    with torch._dynamo.config.patch(recompile_limit=limit, suppress_errors=False):
         yield
     torch._dynamo.reset()
 
@@ -134,6 +135,7 @@ def test_inductor_under_autocast_differs_by_rounding(folders: dict[str, Path]) -
     _, rounded = step(encoder, autocast=torch.bfloat16)
     compile_layers(encoder, strict=True)
     result, found = step(encoder, autocast=torch.bfloat16)
+    assert counters["stats"]["unique_graphs"] > 0
     assert result.replay_drift < 5e-2
     assert error(found, truth) < 2 * error(rounded, truth)
 
@@ -178,14 +180,14 @@ def test_neither_layers_nor_shapes_nor_retention_compile_again(folders: dict[str
         for retain in (0.0, 0.5):
             step(encoder, rows=rows, retain=retain)
     assert len(shapes) >= 8
-    assert counters["stats"]["unique_graphs"] <= 6
+    assert 0 < counters["stats"]["unique_graphs"] <= 6
     encoder.eval()
     features = encoder.featurize(["a b", "sea", "a much longer text of many words", "b"], "query")
     with torch.inference_mode():
         for places in ([0, 1, 2], [0, 1], [2, 3, 1, 0]):
             chosen = np.array(places)
             encoder(encoder.collate(features, chosen, int(features.lengths[chosen].max())))
-    assert counters["stats"]["unique_graphs"] <= 8
+    assert 0 < counters["stats"]["unique_graphs"] <= 8
 
 
 @pytest.mark.slow
@@ -244,14 +246,16 @@ def test_what_has_no_layers_is_refused() -> None:
         compile_layers(encoder, strict=True)
 
 
-def broken(graph: Any, inputs: Any, **options: Any) -> Any:
-    raise RuntimeError("no compiler here")
-
-
 @pytest.mark.parametrize("strict", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_layer_that_cant_be_compiled_ends_the_run_or_computes_as_without(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, strict: bool
 ) -> None:
+    tried = []
+
+    def broken(graph: Any, inputs: Any, **options: Any) -> Any:
+        tried.append(graph)
+        raise RuntimeError("no compiler here")
+
     monkeypatch.setattr(compiling, "SETTINGS", {"backend": broken})
     encoder = build(folders, "bert")
     _, expected = step(encoder)
@@ -265,3 +269,4 @@ def test_a_layer_that_cant_be_compiled_ends_the_run_or_computes_as_without(
     else:
         _, found = step(encoder)
         assert error(found, expected) == 0
+    assert tried

@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     from vembed.models.text import TextEncoder
 
 
+@pytest.fixture(autouse=True)
+def no_operators_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither flash-attn nor the GPU that this machine may have decides what is tested."""
+    monkeypatch.setattr(attention, "HAS_FLASH_ATTN", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
 def difference(encoder: TextEncoder, features: Features, **changes: Any) -> float:
     """Return the largest relative difference of vectors and gradients between padded and packed rows."""
     padded = with_gradients(encode(encoder, features, packed=False), encoder)
@@ -141,11 +148,11 @@ def test_dropped_attention_weights_are_drawn_again_from_the_same_state() -> None
 @pytest.mark.parametrize(
     ("kind", "changes", "device", "dtype", "words"),
     [
-        ("mpnet", {}, "cpu", torch.float32, "no test proves that a mpnet model"),
+        ("mpnet", {}, "cpu", torch.float32, "isn't tested for mpnet models"),
         ("qwen3", {"is_causal": False}, "cpu", torch.float32, "made bidirectional"),
         ("bert", {"attn_implementation": "eager"}, "cpu", torch.float32, "attn_implementation eager"),
-        ("bert", {}, "cuda", torch.float32, "half precision, and the run in float32"),
-        ("bert", {}, "mps", torch.bfloat16, "no operator for them is known on mps"),
+        ("bert", {}, "cuda", torch.float32, "half precision, and the run computes in float32"),
+        ("bert", {}, "mps", torch.bfloat16, "no operator for it is known on mps"),
         ("qwen3", {"head_dim": 20}, "cuda", torch.bfloat16, "heads of 20 dims"),
         ("bert", {"attention_probs_dropout_prob": 0.1}, "cuda", torch.bfloat16, "drops 0.1 of its attention weights"),
         ("distilbert", {"attention_dropout": 0.2}, "cuda", torch.bfloat16, "drops 0.2"),

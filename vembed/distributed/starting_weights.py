@@ -59,11 +59,11 @@ class Outline:
             name for name, each in own.items() if tuple(each.shape) != self.tensors[name].shape
         ]
         if differing:
-            return f"{differing[0]} would be another"
+            return f"{differing[0]} differs in this process"
         for name, module in model.named_modules():
             stray = [attribute for attribute, value in vars(module).items() if _is_meta(value)]
             if stray:
-                return f"{name}.{stray[0]} is no buffer, and nothing would give it values".lstrip(".")
+                return f"{name}.{stray[0]} is a tensor but no buffer, so it can't be received".lstrip(".")
         for name, tensor in own.items():
             facts = self.tensors[name]
             tensor.data = tensor.data.to(facts.dtype)

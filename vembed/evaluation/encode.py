@@ -61,7 +61,7 @@ SLICE_CALLS = 32
 """Encoder calls of the longest texts that make a slice on an accelerator beside others: some seconds."""
 
 LEAST_TOKENS = 32_768
-"""Budget of a call on an accelerator below which the items of a slice don't bring it."""
+"""A slice is cut into about four calls, but the budget of a call isn't lowered below this."""
 
 PICTURE_SLICE_ROWS = 256
 """Pictures that are decoded at a time: at 224 x 224 each is 150 kB of pixels. Two slices stand in memory."""

@@ -31,17 +31,18 @@ TOLERATED_WASTE = 0.06
 
 
 WIDTHS_PER_DOUBLING = 8
-"""Widths between a length and its double, down to a 16th of the longest: they cost half an eighth, and less."""
+"""Widths between a length and its double: at most an eighth of padding, half of that on average."""
 
 SHORT_WIDTHS = 4
-"""Widths of the rows below. They are many in texts, and few of the tokens."""
+"""Widths for rows below a 16th of the longest: many rows in texts, but few of the tokens."""
 
 WANTED_CHUNKS = 80
 """Where a batch makes fewer, rows of too many lengths share a chunk, and it is cut finer: into halves, or quarters."""
 
 
 LEAST_STEP, STEPS_PER_DOUBLING = 256, 8
-"""On an accelerator, the tokens of chunks of rows end to end: at least so many apart, so many numbers in a doubling."""
+"""Tokens of a packed chunk on an accelerator are rounded up to a step: an eighth of the power of two below, at least
+LEAST_STEP."""
 
 
 @dataclass(frozen=True, slots=True)

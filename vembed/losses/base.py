@@ -85,7 +85,7 @@ class BatchStructure:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device, by way of page-locked memory: from any other, CUDA waits for what the device is at."""
+    """Copy a tensor to a device through page-locked memory: a copy from other memory waits for the device's queue."""
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel() and torch.cuda.is_initialized():
         tensor = tensor.pin_memory()  # itself where it is there already
     return tensor.to(device, non_blocking=True)

@@ -199,20 +199,20 @@ def why_not_packed(backbone: PreTrainedModel, device_type: str, dtype: torch.dty
     """
     config = backbone.config.get_text_config()
     if attention_name(backbone) == "eager":
-        return "attn_implementation eager has no form for them"
+        return "attn_implementation eager doesn't support it"
     if device_type == "cpu":
         return ""
     if device_type != "cuda":
-        return f"no operator for them is known on {device_type}"
+        return f"no operator for it is known on {device_type}"
     if not (HAS_FLASH_ATTN or _has_varlen()):
-        return f"torch {torch.__version__} has no operator for them and flash-attn isn't installed"
+        return f"torch {torch.__version__} has no operator for it and flash-attn isn't installed"
     if dtype not in HALF:
-        return f"their operators compute in half precision, and the run in {str(dtype).removeprefix('torch.')}"
+        return f"its operators need half precision, and the run computes in {str(dtype).removeprefix('torch.')}"
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if head > _LARGEST_HEAD or head % 8:
-        return f"their operators take no attention heads of {head} dims"
+        return f"its operators take no attention heads of {head} dims"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < _LEAST_CAPABILITY:
-        return "their operators need a GPU of capability 8.0 or more"
+        return "its operators need a GPU of capability 8.0 or more"
     dropout = attention_dropout(backbone)
     if dropout and not HAS_FLASH_ATTN:
         return f"the model drops {dropout:g} of its attention weights, which torch's operator can't; flash-attn can"
@@ -281,7 +281,7 @@ def _varlen_attn(
     from torch.nn.attention.varlen import varlen_attn
 
     if dropout:
-        raise ValueError(f"torch's operator for packed rows drops no attention weights, and {dropout} are to be")
+        raise ValueError(f"torch's operator for packed rows has no attention dropout, but {dropout} was asked for")
     out_THD = varlen_attn(
         query_THD,
         key_THD,

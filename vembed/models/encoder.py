@@ -78,7 +78,7 @@ class Encoder(nn.Module, ABC):
     keeps_base: bool = False  # whether some weights stay those of the files, so that checkpoints leave them out
     base: str | None = None  # fingerprint of those weights
     narrowed_bytes: int = 0  # that those weights take less here than in a file, as mixed precision multiplies them
-    packs: bool = False  # whether `collate` lays rows end to end, so that no token is padding
+    packs: bool = False  # whether `collate` lays rows end to end, so that no row is padded
     trains: str = ""  # what of it trains, for people; empty until that is decided
 
     @classmethod
@@ -166,7 +166,7 @@ class Encoder(nn.Module, ABC):
 
     def why_not_packed(self, device: str, dtype: torch.dtype) -> str:  # noqa: ARG002
         """Say why rows can't lie end to end on a device, computed in a type; empty where `pack` makes them."""
-        return "the encoder has no form for them"
+        return "this encoder doesn't support it"
 
     def pack(self) -> None:
         """Lay the rows of each call end to end from now on."""

@@ -38,9 +38,9 @@ _LONGEST_MULTIPLE = 128
 def why_not_packed(config: PreTrainedConfig) -> str:
     """Say why rows of a transformer can't lie end to end, whatever the device; empty where they can."""
     if config.model_type not in PACKED_TYPES:
-        return f"no test proves that a {config.model_type} model computes the same with them"
+        return f"packing isn't tested for {config.model_type} models"
     if getattr(config, "is_causal", None) is False and config.model_type != "gemma3_text":
-        return "no test proves that a decoder made bidirectional computes the same with them"
+        return "packing isn't tested for decoders made bidirectional"
     return ""
 
 

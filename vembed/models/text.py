@@ -195,9 +195,11 @@ class TextEncoder(Encoder):
         if "lengths" in inputs:
             places_T = torch.arange(ids_RT.shape[1], device=ids_RT.device)
             real_RT = places_T < inputs["lengths"][:, None]
-        # A decoder that is given no mask looks for packed rows, which it would have to wait for.
+        # A decoder that is given no mask looks for packed rows, which it would have to wait for. The mask is one of
+        # numbers: some models calculate with it.
         takes_mask = "lengths" in inputs or is_decoder_type(self.backbone.config)
-        hidden_RTH = self.backbone(input_ids=ids_RT, attention_mask=real_RT if takes_mask else None).last_hidden_state
+        mask_RT = real_RT.long() if takes_mask else None
+        hidden_RTH = self.backbone(input_ids=ids_RT, attention_mask=mask_RT).last_hidden_state
         with torch.autocast(hidden_RTH.device.type, enabled=False):
             return pool(hidden_RTH, self._pooled_tokens(real_RT, inputs), self.spec.pooling)
 

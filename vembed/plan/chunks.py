@@ -16,7 +16,7 @@ CPU_CHUNK_BYTES = 128 << 20
 """Activations of one chunk on a CPU. Small chunks stay in its caches and cost no launch, so less padding wins."""
 
 CALL_SECONDS = 0.02
-"""What a call computes on an accelerator at its peak, where memory allows: to launch it takes a part of that."""
+"""Seconds of compute of a call at an accelerator's peak: enough that launching its kernels costs little beside it."""
 
 CALL_SHARE = 0.25
 """Most of an accelerator's spare memory that a call takes."""

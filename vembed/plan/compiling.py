@@ -44,8 +44,8 @@ def plan_compiling(problem: PlanningProblem, chosen: Candidate, *, num_batches: 
     compiles = asked is True or saved >= LEAST_GAIN * taken
     word = "on, as set" if asked is True else "on" if compiles else "off"
     note = (
-        f"compile: {word}: {num_batches:,} steps of about {chosen.compute_seconds:.2g} s save about {saved:,.0f} s "
-        f"({SAVED_SHARE:.0%}), {graphs} graphs of a layer take up to {taken:,} s"
+        f"compile: {word}: {graphs} kinds of graphs take about {taken:,} s to compile and save about {saved:,.0f} s "
+        f"({SAVED_SHARE:.0%} of {num_batches:,} steps of about {chosen.compute_seconds:.2g} s)"
     )
     return compiles, (note,)
 

@@ -36,7 +36,7 @@ def evaluation_calls(problem: PlanningProblem, chosen: Candidate) -> tuple[int, 
     tokens = call_tokens(room, each, work, problem.devices.tflops)
     if problem.config.use_gradient_cache is not False:
         tokens = max(tokens, chosen.chunks.tokens)
-    reason = f"evaluation: an encoder call sees at most {tokens} tokens: {show_bytes(tokens * each)} without a graph"
+    reason = f"evaluation: an encoder call takes at most {tokens} tokens, {show_bytes(tokens * each)} without a graph"
     return tokens if asked == "auto" else asked, tokens, (reason,)
 
 

@@ -91,7 +91,7 @@ class ModelSize:
     adapted: ModelSize | None = None  # with LoRA adapters beside a frozen base; None where it can't have any
     checkpointable: bool = True  # it can recompute activations in the backward pass
     picture_bytes: int = 0  # host memory of one picture as the encoder takes it; 0 for an encoder of texts
-    why_not_packed: str = "the encoder has no form for them"  # rows that lie end to end; empty where it takes them
+    why_not_packed: str = "this encoder doesn't support it"  # rows that lie end to end; empty where it takes them
     vectors: tuple[float, float] = (1.0, 0.0)  # embeddings of a row: so many, and so many more for each of its tokens
 
     @classmethod

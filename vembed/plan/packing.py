@@ -21,13 +21,12 @@ def plan_packing(keys: BatchKeys, machine: Machine, model: ModelSize) -> tuple[b
     if keys.packing is False:
         return False, "packing false: the rows of a call are padded to the longest; as set"
     if model.why_not_packed:
-        refusal = f"rows can't lie end to end, as {model.why_not_packed}"
         if keys.packing is True:
-            raise ConfigError(f"packing true: {refusal}; set packing: auto")
-        return False, f"packing false: {refusal}"
+            raise ConfigError(f"packing true: {model.why_not_packed}; set packing: auto")
+        return False, f"packing false: {model.why_not_packed}"
     if machine.device != "cpu":
         given = "; as set" if keys.packing is True else ""
-        return True, f"packing true: the rows of a call lie end to end, no token is padding{given}"
+        return True, f"packing true: the rows of a call lie end to end instead of being padded to the longest{given}"
     if keys.packing is True:
         return True, "packing true: as set; on a CPU attention weighs all pairs of a call's tokens: a slow reference"
     return False, "packing false: a CPU has no fast operator for rows that lie end to end, so they are padded"

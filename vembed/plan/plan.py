@@ -208,7 +208,7 @@ def compute_dtype(keys: OptimisationKeys, torch_dtype: str, machine: Machine) ->
     if keys.bf16 == "auto" and machine.fast_bf16 and torch_dtype == "float32":
         return "bfloat16", (f"bf16: {machine.device_name} computes faster in bfloat16; weights stay float32",)
     if keys.bf16 == "auto" and machine.device == "cuda" and torch_dtype == "float32":
-        return torch_dtype, (f"bf16: {machine.device_name} only emulates it, slowly; fp16: true is fast there",)
+        return torch_dtype, (f"bf16: {machine.device_name} only emulates it, slowly; fp16: true may be faster",)
     return torch_dtype, ()
 
 
@@ -256,8 +256,8 @@ def _narrow_notes(problem: PlanningProblem, way: Way) -> list[str]:
         return []
     saved = count * (problem.model.bytes_per_value - problem.compute_bytes)
     note = (
-        f"frozen weights: {show_count(count)} of linear layers are held in {problem.dtype}, to which mixed precision "
-        f"would round them in each call: {show_bytes(saved)} less; model/ gets those of the files"
+        f"frozen weights: {show_count(count)} of linear layers are held in {problem.dtype}, {show_bytes(saved)} less: "
+        f"mixed precision rounds them to it in every call anyway; model/ is written from the unrounded files"
     )
     return [note]
 

@@ -112,7 +112,7 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
 
 @torch.no_grad()
 def _round_as_written(encoder: Encoder, written: Encoder | None, ranks: Ranks) -> None:
-    """Round what was written once, to the types of the encoder's weights: its sums were those of rounded weights."""
+    """Take the weights of model/, rounded once: merged in memory, adapters were added to weights rounded already."""
     if written is not None:
         sums = dict(written.named_parameters())
         for name, parameter in encoder.named_parameters():

@@ -129,9 +129,9 @@ def _load_empty(config: Config, output: OutputFolder, *, keep: bool) -> Encoder:
     """
     name = config.model_name
     if config.load_in_4bit:
-        raise MachineError(f"{name} is brought to 4 bits while it is loaded")
+        raise MachineError(f"{name} is quantised to 4 bits while it is loaded")
     if config.trust_remote_code:
-        raise MachineError(f"{name} is built by code of its own")
+        raise MachineError(f"{name} has code of its own")
     if is_builtin(name):
         if not keep or not output.initial_model.is_dir():
             raise MachineError(f"{name} is made from scratch, and this process sees no copy of it")

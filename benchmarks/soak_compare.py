@@ -18,8 +18,8 @@ plan says what was resumed."""
 OF_AN_EVALUATION = re.compile(rf"{TIMES.pattern}|evaluated_step|evaluations|stale_evaluations|best_step|best_metric")
 """The same of a checkpoint that was saved by a stop, before the evaluation of its step: the run does it on resuming."""
 
-OF_THE_STATE = re.compile(rf"{TIMES.pattern}|state\.json")
-"""The same of a checkpoint's manifest: the file that it names is compared itself."""
+OF_THE_STATE = re.compile(rf"{TIMES.pattern}|state\.json|best")
+"""The same of a checkpoint's manifest: the file that it names is compared itself, and so is BEST."""
 
 UNCOMPARED = re.compile(r"train\.log|run\.lock|events\.out\..*|report\.(html|md)|leaderboard\.(html|md)")
 """Files that must be there, but show times; what they say beside stands in a JSON file that is compared."""

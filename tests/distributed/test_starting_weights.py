@@ -23,6 +23,7 @@ from vembed.models.adapters.trained import base_fingerprint
 from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip
 from vembed.plan.problem import Way
+from vembed.training.wiring import parts
 from vembed.training.wiring.model import build_alike
 from vembed.training.wiring.parts import start_alike
 
@@ -158,3 +159,23 @@ def test_an_outline_leaves_out_what_the_first_process_has_none_of_and_refuses_wh
     assert (model.layer.bias.dtype, model.layer.bias.requires_grad) == (torch.float16, False)
     assert outline.fit(wide) == "layer.weight differs in this process"
     assert outline.fit(odd) == "table is a tensor but no buffer, so it can't be received"
+
+
+class Buffered(torch.nn.Module):
+    """Its buffers are other tensors once it was moved, as those of any module are that moves to an accelerator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(2))
+
+    def to(self, device: torch.device) -> Buffered:  # type: ignore[override]
+        self.register_buffer("table", torch.ones(2))
+        return self
+
+
+def test_the_buffers_that_are_received_are_those_of_the_moved_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Tensor] = []
+    monkeypatch.setattr(parts, "receive", lambda tensors, *_: received.extend(tensors))
+    model: Any = Buffered()
+    start_alike(model, SimpleNamespace(ranks=Ranks(), device=CPU), with_buffers=True)  # type: ignore[arg-type]
+    assert [id(each) for each in received] == [id(model.table)]

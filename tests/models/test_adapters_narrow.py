@@ -15,6 +15,7 @@ from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.config.load import load_config
 from vembed.distributed.ranks import Ranks
+from vembed.errors import ConfigError
 from vembed.models.adapters.lora import merge_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.profile.measure import ProfileTarget
@@ -95,6 +96,14 @@ def test_what_is_written_has_the_weights_of_the_files_and_float32_sums(folders: 
     expected = plain.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in whole.state_dict().items())
     assert {tensor.dtype for tensor in whole.state_dict().values()} == {torch.float32}
+
+
+def test_weights_that_were_changed_behind_a_run_are_not_merged_with_its_adapters(folders: dict[str, Path]) -> None:
+    narrow, fresh = (partly_trained(folders["bert"], "lora", dtype=torch.float32) for _ in range(2))
+    narrow_frozen(narrow, HALF)
+    narrow.base, fresh.base = "of the start", "of today"
+    with pytest.raises(ConfigError, match="is no longer the model that training began with"):
+        gather_encoder(narrow, Ranks(), lambda: fresh)
 
 
 def test_the_plan_counts_two_bytes_for_each_and_says_so(folders: dict[str, Path]) -> None:

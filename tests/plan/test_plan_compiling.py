@@ -65,3 +65,19 @@ def test_tf32_says_where_it_has_no_effect() -> None:
     machine = Machine("cpu", "the CPU", 16 * GIB, 8, fast_bf16=False)
     expected = "loss_precision tf32 has no effect on the CPU: only CUDA devices have TF32"
     assert reason(make_plan(config, machine, model(1e8), DATA), "loss_precision") == expected
+
+
+def test_layers_whose_own_copies_find_no_room_are_not_compiled() -> None:
+    """Mixed precision casts once a step; a compiled layer keeps a copy with each kept call."""
+    size = model(1.1e8)
+    (stack,) = size.towers
+    heavy = replace(size, towers=(replace(stack, cast_bytes=8 * GIB),), adapted=None)
+    long = ("batch_size=4096", "max_steps=20000")
+    plan = planned("1xA100-80GB", heavy, *long)
+    assert plan.chunks.kept_share > 0
+    assert not plan.compiles
+    assert reason(plan, "compile").startswith("compile: off, as kept calls of compiled layers hold ")
+    assert planned("1xA100-80GB", heavy, *long, "retain=0").compiles
+    asked = planned("1xA100-80GB", heavy, *long, "compile=true")
+    assert asked.compiles
+    assert reason(asked, "compile").endswith("are to spare: set retain: 0")

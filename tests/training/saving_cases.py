@@ -33,12 +33,13 @@ class Network(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.keeps_base = keeps_base
-        self.base = nn.Linear(3, 5)
+        self.base = "fingerprint of the frozen weights"
+        self.first = nn.Linear(3, 5)
         self.head = nn.Linear(5, 3)
-        self.base.requires_grad_(not keeps_base)
+        self.first.requires_grad_(not keeps_base)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.base(x))  # type: ignore[no-any-return]
+        return self.head(self.first(x))  # type: ignore[no-any-return]
 
 
 class Run:

@@ -38,7 +38,7 @@ def test_a_sharded_run_goes_on_sharded_replicated_and_alone_with_the_same_weight
     saved, nothing = two_ranks.run(save, tmp_path, identity_of(), True, keeps_base)
     assert nothing == [{}, {}], "only the first rank holds all weights"
     assert any(not torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-    assert torch.equal(saved[0]["base.weight"], saved[1]["base.weight"]) == keeps_base
+    assert torch.equal(saved[0]["first.weight"], saved[1]["first.weight"]) == keeps_base
     for identity, sharded in ((identity_of(), True), (REPLICATED, False)):
         assert_equal(two_ranks.run(resume, tmp_path, identity, sharded, keeps_base, True)[0], saved)
     assert_equal(resume(0, tmp_path, ALONE, False, keeps_base, True), saved)

@@ -27,7 +27,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import describe_machine
 from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
-from vembed.gradcache.transfer import Transfer, to_host
+from vembed.gradcache.transfer import Transfer
 from vembed.losses.base import to_device
 from vembed.plan.devices import Devices
 from vembed.plan.evaluation import call_tokens
@@ -166,6 +166,10 @@ class ItemEncoder:
     ranks: Ranks = field(default_factory=Ranks)  # all must make the same calls
     even_calls: bool = False  # whether all ranks must call equally often: sharded weights are gathered in each call
     num_truncated: dict[Side, int] = field(default_factory=lambda: {"query": 0, "document": 0})  # on this rank, so far
+    _transfer: Transfer = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._transfer = Transfer(self.device)
 
     def __call__(self, items: Sequence[Item], side: Side) -> Vectors:
         """Encode items.
@@ -256,7 +260,7 @@ class ItemEncoder:
             if counts is not None:  # an encoder of one vector per row spares the exchange
                 everyones = self.ranks.gather_objects(own_counts)
                 sizes, counts = [int(each.sum()) for each in everyones], np.concatenate(everyones)
-            host_VE, copied = to_host(self.ranks.rows_at_first(found_VE, sizes))
+            host_VE, copied = self._transfer.to_host(self.ranks.rows_at_first(found_VE, sizes))
 
         def arrive() -> Iterable[Vectors]:
             if copied is not None:
@@ -285,7 +289,7 @@ class ItemEncoder:
             most = int(self.ranks.max_(torch.tensor([len(calls)], device=self.device)).item())
             calls += self._calls(features.lengths[:1]) * (most - len(calls))
         stop = 0
-        for call, inputs in Transfer(self.device).ahead(calls, lambda each: self._inputs(features, each)):
+        for call, inputs in self._transfer.ahead(calls, lambda each: self._inputs(features, each)):
             if self.ranks.is_one:
                 self.poll()
             vectors_VE = self.encoder(inputs)

@@ -208,6 +208,9 @@ class Passes:
 
         Autocast forgets its copies of weights at the end of the outermost context. This one switches it off, so that
         what is between the passes doesn't see it. A copy that a call without a graph makes has one itself.
+
+        On CUDA gradient checkpointing computes again in autograd's own thread, where autocast is outermost: weights are
+        then cast again in each backward pass. Compiled layers cast in their graphs, in each call.
         """
         if self.autocast_dtype is None or self.is_sharded:
             return nullcontext()

@@ -33,11 +33,13 @@ CALLS_AHEAD = 1
 
 
 class Transfer:
-    """Brings inputs to a device."""
+    """Brings inputs to a device, and what it computed to the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: torch.cuda.Stream | None = None  # made with the first copy
+        # Made with their first copies, one for each direction: the allocator keeps freed memory for its stream.
+        self._arriving: torch.cuda.Stream | None = None
+        self._leaving: torch.cuda.Stream | None = None
 
     def ahead(
         self, items: Iterable[T], make: Callable[[T], dict[str, Tensor]]
@@ -61,11 +63,10 @@ class Transfer:
 
     def _send(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], torch.cuda.Event]:
         """Begin to copy inputs, and return the copies with the event of their arrival."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        with torch.cuda.stream(self._stream):
+        self._arriving = self._arriving or torch.cuda.Stream(self._device)
+        with torch.cuda.stream(self._arriving):
             copies = {name: to_device(each, self._device) for name, each in inputs.items()}
-            return copies, self._stream.record_event()
+            return copies, self._arriving.record_event()
 
     def _received(self, item: T, copies: dict[str, Tensor], arrival: torch.cuda.Event) -> tuple[T, dict[str, Tensor]]:
         """Let the computation wait for copies, and keep them until it has run."""
@@ -75,18 +76,17 @@ class Transfer:
             each.record_stream(computing)
         return item, copies
 
+    def to_host(self, tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+        """Return a tensor in the host's memory, and what tells that it has arrived; None where it is there already.
 
-def to_host(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Return a tensor in the host's memory, and what tells that it has arrived; None where it is there already.
-
-    A CUDA device copies beside what it computes next.
-    """
-    if tensor.device.type != "cuda":
-        return tensor.cpu(), None
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    stream = torch.cuda.Stream(tensor.device)
-    stream.wait_stream(torch.cuda.current_stream(tensor.device))
-    with torch.cuda.stream(stream):
-        host.copy_(tensor, non_blocking=True)
-    tensor.record_stream(stream)
-    return host, stream.record_event()
+        A CUDA device copies beside what it computes next.
+        """
+        if tensor.device.type != "cuda":
+            return tensor.cpu(), None
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._leaving = self._leaving or torch.cuda.Stream(self._device)
+        self._leaving.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._leaving):
+            host.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._leaving)
+        return host, self._leaving.record_event()

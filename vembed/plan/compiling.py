@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError
+from vembed.plan.chunks import num_calls
+from vembed.text import show_bytes
 
 if TYPE_CHECKING:
     from vembed.plan.cost_model import Candidate
@@ -42,12 +44,35 @@ def plan_compiling(problem: PlanningProblem, chosen: Candidate, *, num_batches: 
     graphs = GRAPHS_PER_TOWER * sum(tower.largest_block < tower.num_parameters for tower in problem.model.towers)
     saved, taken = SAVED_SHARE * chosen.compute_seconds * num_batches, graphs * SECONDS_PER_GRAPH
     compiles = asked is True or saved >= LEAST_GAIN * taken
+    copies, room = _copies(problem, chosen), problem.limit_bytes(chosen.way) - chosen.bytes_per_device.total
+    if compiles and copies > room:
+        held = f"kept calls of compiled layers hold {show_bytes(copies)} of weights in {problem.dtype}"
+        spare = f"{show_bytes(max(0, room))} are to spare"
+        if asked is True:
+            return True, (f"compile: on, as set; {held}, and {spare}: set retain: 0",)
+        return False, (f"compile: off, as {held}, and {spare}; retain: 0 makes room",)
     word = "on, as set" if asked is True else "on" if compiles else "off"
     note = (
         f"compile: {word}: {graphs} kinds of graphs take about {taken:,} s to compile and save about {saved:,.0f} s "
         f"({SAVED_SHARE:.0%} of {num_batches:,} steps of about {chosen.compute_seconds:.2g} s)"
     )
     return compiles, (note,)
+
+
+def _copies(problem: PlanningProblem, chosen: Candidate) -> int:
+    """Return the bytes of weights that the kept calls hold beside the copy of the step.
+
+    Mixed precision casts a weight once a step; a compiled layer does so in each call, and keeps it with its graph.
+    """
+    chunks = chosen.chunks
+    if chosen.way.gradient_checkpointing:
+        return 0
+    total = 0
+    for tower in problem.sized(chosen.way).towers:
+        kept = chunks.kept_share * problem.tower_rows(tower)
+        calls = num_calls(kept, tower.max_tokens or 1, chunks.tokens, chunks.rows)
+        total += max(0, calls - 1) * tower.cast_bytes
+    return total
 
 
 def _obstacle(problem: PlanningProblem, chosen: Candidate) -> str:

@@ -104,18 +104,28 @@ def gather_encoder(encoder: Encoder, ranks: Ranks, fresh: Callable[[], Encoder])
         fresh: Builds the same encoder, not sharded, on the CPU; called on the first rank alone.
 
     Raises:
-        VembedError: `fresh` failed; all ranks raise it.
+        VembedError: `fresh` failed, or found another model than training began with; all ranks raise it.
     """
     reshard(encoder)
     if not any(map(is_shared, encoder.parameters())) and not narrowed_bytes(encoder):
         return encoder if ranks.is_first else None
     changing = changing_names(encoder)
-    whole = ranks.together(lambda: fresh() if ranks.is_first else None)
+    whole = ranks.together(lambda: _same_base(fresh(), encoder) if ranks.is_first else None)
     places = {} if whole is None else whole.state_dict(keep_vars=True)
     for name, tensor in full_tensors(encoder, ranks):
         if tensor is not None and (changing is None or name in changing):
             load_into(places[name], tensor)
     return whole
+
+
+def _same_base(fresh: Encoder, trained: Encoder) -> Encoder:
+    """Return an encoder that was read again, once it is the one whose frozen weights the trained one has."""
+    if fresh.base != trained.base:
+        raise ConfigError(
+            f"{trained.name} is no longer the model that training began with, and model/ would mix the two; put it "
+            f"back, and the same command writes model/ from the last checkpoint"
+        )
+    return fresh
 
 
 def check_shape(checkpoint: LoadedCheckpoint) -> None:

@@ -114,14 +114,13 @@ def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> No
     Args:
         with_buffers: Whether its buffers are the first rank's too; they are wherever a rank has none of its own.
     """
-    parameters: list[Tensor] = list(encoder.parameters())
-    buffers = list(encoder.buffers())
-    is_empty = any(each.is_meta for each in (*parameters, *buffers))
+    is_empty = any(each.is_meta for each in (*encoder.parameters(), *encoder.buffers()))
     if not is_empty:
-        encoder.to(runtime.device)
+        encoder.to(runtime.device)  # which puts other tensors in the place of buffers
+    tensors: list[Tensor] = list(encoder.parameters())
     if runtime.ranks.any(is_empty, runtime.device) or with_buffers:
-        parameters += buffers
-    receive(parameters, runtime.ranks, runtime.device)
+        tensors += encoder.buffers()
+    receive(tensors, runtime.ranks, runtime.device)
 
 
 def batches(run: Run, stored: StoredEmbeddings | None = None) -> AbstractContextManager[Batches]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import shutil
@@ -219,8 +220,9 @@ def _disturb(running: commands.Running, plan: Disturbance, filler: Path) -> None
     elif plan.kind == "stop":
         _stop(running.pid, plan.pause)
     elif plan.kind == "ctrl-c":
-        for pid in (running.pid, *commands.descendants(running.pid)):
-            _send(pid, signal.SIGINT)
+        # As a terminal does: to all of the command's session. Ranks have their own; the launcher tells them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGINT)
     elif plan.kind in SIGNALS:
         running.send(SIGNALS[plan.kind])
     else:

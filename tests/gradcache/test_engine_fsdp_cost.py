@@ -38,16 +38,17 @@ def test_collectives_of_each_mode_are_those_of_its_row_in_the_table(two_ranks: R
     found = {(each.mode, each.chunk_rows): answer for each, answer in zip(settings, answers[0], strict=True)}
     for rows in (100, 1):
         _, plain = found[None, rows]
-        assert (plain[GATHERS], plain[REDUCTIONS]) == (1, 1)  # of embeddings and of their gradients
+        # Of embeddings; on a CPU their gradients are added up in place, as gloo would do with a copy.
+        assert (plain[GATHERS], plain.get(REDUCTIONS, 0)) == (1, 0)
         _, fast = found["fast", rows]
-        assert (fast[GATHERS], fast[REDUCTIONS]) == (1 + UNITS, 1 + UNITS)
+        assert (fast[GATHERS], fast[REDUCTIONS]) == (1 + UNITS, UNITS)
         assert sum(fast.values()) == sum(plain.values()) - 1 + 2 * UNITS  # the bucket of gradients is not reduced
         calls, lean = found["lean", rows]
         assert 1 + UNITS <= lean[GATHERS] <= 1 + 3 * calls * UNITS + 1
-        assert lean[REDUCTIONS] == 1 + UNITS
+        assert lean[REDUCTIONS] == UNITS
         calls, whole = found["sharded", rows]
         assert 1 + UNITS <= whole[GATHERS] <= 1 + 3 * calls * UNITS + 1
-        assert whole[REDUCTIONS] <= 1 + calls * UNITS
+        assert whole[REDUCTIONS] <= calls * UNITS
     assert found["fast", 1][0] > found["fast", 100][0] + 3
     assert found["lean", 1][1][GATHERS] > found["lean", 100][1][GATHERS] + 3 * UNITS
     assert found["sharded", 1][1][REDUCTIONS] > found["sharded", 100][1][REDUCTIONS] + 3

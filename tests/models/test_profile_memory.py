@@ -56,5 +56,5 @@ def test_predictions_hold_within_ten_percent(tmp_path: Path) -> None:
     results = tmp_path / "results.json"
     subprocess.run([sys.executable, SCRIPT, *CASES, "--json", results], check=True)
     ratios = {each["case"]: each["ratio"] for each in json.loads(results.read_text("utf-8"))}
-    assert len(ratios) == len(CASES)
+    assert all(any(name.startswith(case) for name in ratios) for case in CASES)
     assert {name: ratio for name, ratio in ratios.items() if not 0.9 <= ratio <= 1.1} == {}

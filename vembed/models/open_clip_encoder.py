@@ -10,10 +10,6 @@ Shape legend: N texts, R rows of a chunk, T tokens.
 from __future__ import annotations
 
 import copy
-import difflib
-import json
-import logging
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,16 +20,28 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from vembed.batch import Features, Ragged
-from vembed.errors import ConfigError, MachineError
+from vembed.errors import MachineError
 from vembed.models.composed import TwoTowers
 from vembed.models.files import PICTURE_SIDE, save_weights, tokenizer_facts
+from vembed.models.open_clip_files import (
+    CONFIG_FILE,
+    OPEN_CLIP_PREFIX,
+    SCHEMES,
+    WEIGHTS_FILE,
+    check_folder,
+    check_name,
+    check_tokenizer,
+    config_of,
+    is_open_clip_folder,
+    quiet_about_weights,
+)
 from vembed.models.pictures import blank_picture, normalised, process_pictures, until_bytes
 from vembed.models.pooling import unit
 from vembed.models.probe import picture_inputs, token_inputs
 from vembed.models.towers import Tower, find_layers, find_tower, layer_values
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import PIL.Image
     from numpy.typing import NDArray
@@ -42,11 +50,6 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
     from vembed.models.probe import TowerInputs
-
-OPEN_CLIP_PREFIX = "open_clip:"
-CONFIG_FILE = "open_clip_config.json"
-WEIGHTS_FILE = "open_clip_model.safetensors"
-SCHEMES = ("hf-hub:", "local-dir:")
 
 ASSUMED_PATCH_SIZE = 16
 """In pixels, for image towers that don't say one, as convolutional ones."""
@@ -178,11 +181,11 @@ class OpenClipEncoder(TwoTowers):
         tag = ""
         if not name.startswith(SCHEMES):
             name, _, tag = name.partition(":")
-            _check_name(open_clip, name, tag, files)
+            check_name(open_clip, name, tag, files)
         elif name.startswith("local-dir:"):
-            _check_folder(Path(name.removeprefix("local-dir:")), files)
+            check_folder(Path(name.removeprefix("local-dir:")), files)
         try:
-            with files.device, _told_of_weights(files):
+            with files.device, quiet_about_weights(files):
                 model, _, preprocess = open_clip.create_model_and_transforms(
                     name,
                     pretrained=tag or None,
@@ -198,7 +201,7 @@ class OpenClipEncoder(TwoTowers):
         _fill_masks(model)
         random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
         config = open_clip.get_model_config(name)
-        _check_tokenizer(open_clip, tokenizer, config, files)
+        check_tokenizer(open_clip, tokenizer, config, files)
         return cls(
             files.name,
             model=model.to(files.dtype),
@@ -327,16 +330,11 @@ class OpenClipEncoder(TwoTowers):
         return f"{self.name} has the layers of open_clip, which {form} doesn't run"
 
 
-def is_open_clip_folder(folder: Path | None) -> bool:
-    """Return whether a folder is one of open_clip and not of transformers too."""
-    return folder is not None and (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file()
-
-
 def _without_weights(files: ModelFiles) -> OpenClipEncoder:
     """Build a model by its description alone."""
     import open_clip
 
-    config = dict(files.shape) or _config_of(files)
+    config = dict(files.shape) or config_of(files)
     shape = copy.deepcopy(config)
     foreign = "hf_model_name" in shape["text_cfg"]
     if foreign:
@@ -359,86 +357,9 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
     )
 
 
-@contextmanager
-def _told_of_weights(files: ModelFiles) -> Iterator[None]:
-    """Keep open_clip from warning of random weights where none are wanted."""
-    before = logging.root.manager.disable
-    logging.disable(before if files.has_weights else logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def _fill_masks(model: nn.Module) -> None:
     """Make causal masks that have no values yet: they say whether texts may be cut."""
     for module in model.modules():
         mask = module._buffers.get("attn_mask")
         if mask is not None and mask.is_meta:
             module._buffers["attn_mask"] = torch.full(mask.shape, -torch.inf).triu(1)
-
-
-def _config_of(files: ModelFiles) -> dict[str, Any]:
-    """Return the model_cfg that open_clip knows for a name or finds in a folder."""
-    import open_clip
-
-    name = files.name.removeprefix(OPEN_CLIP_PREFIX)
-    if is_open_clip_folder(files.folder):
-        name = f"local-dir:{files.folder}"
-    elif "://" not in name and not name.startswith(SCHEMES):
-        name = name.partition(":")[0]
-    config: dict[str, Any] | None = open_clip.get_model_config(name)
-    if config is None:
-        raise ConfigError(f"open_clip has no model {name!r}")
-    return config
-
-
-def _check_tokenizer(open_clip: Any, tokenizer: Any, config: dict[str, Any], files: ModelFiles) -> None:
-    """Refuse a tokenizer that open_clip chose by the model's name: from a saved folder it would choose another one."""
-    named = config.get("text_cfg", {}).get("hf_tokenizer_name")
-    if not named and not isinstance(tokenizer, open_clip.SimpleTokenizer):
-        raise ConfigError(
-            f"{files.name} takes {type(tokenizer).__name__}, which its configuration doesn't name: once saved, it "
-            f"would load with another tokenizer. Use the model's Hugging Face form"
-        )
-
-
-def _check_name(open_clip: Any, name: str, tag: str, files: ModelFiles) -> None:
-    """Refuse a name or a tag that open_clip doesn't know, and weights that are a pickle."""
-    known = open_clip.list_models()
-    if name not in known:
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        raise ConfigError(f"open_clip has no model {name!r}; did you mean {OPEN_CLIP_PREFIX}{close[0]}?")
-    if not tag:
-        return
-    pickled = Path(tag).suffix != ".safetensors"
-    if not Path(tag).is_file():
-        tags = open_clip.list_pretrained_tags_by_model(name)
-        if tag not in tags:
-            listed = ", ".join(tags) or "none"
-            raise ConfigError(f"open_clip has no weights {tag!r} of {name}; it has: {listed}")
-        pickled = not open_clip.get_pretrained_cfg(name, tag).get("hf_hub")
-    if pickled and not files.keys.allow_pickle:
-        raise ConfigError(
-            f"{files.name} has its weights only as a pickle, which can run code when it is read; set "
-            f"allow_pickle: true to read it with weights_only"
-        )
-
-
-def _check_folder(folder: Path, files: ModelFiles) -> None:
-    """Refuse a folder without a readable description or without weights: open_clip would make random ones."""
-    try:
-        config = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / CONFIG_FILE} can't be read: {error}") from error
-    if "model_cfg" not in config:
-        raise ConfigError(f"{folder / CONFIG_FILE} has no model_cfg")
-    if not files.has_weights or any(folder.glob("*.safetensors")):
-        return
-    if not any((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))):
-        raise ConfigError(f"{folder} holds no weights; {WEIGHTS_FILE} is missing")
-    if not files.keys.allow_pickle:
-        raise ConfigError(
-            f"{folder} has its weights only as a pickle, which can run code when it is read; set allow_pickle: true "
-            f"to read it with weights_only, or convert it to safetensors"
-        )

@@ -138,13 +138,18 @@ def batch_of(workload: Workload) -> tuple[Pool, BatchStructure]:
     features = [Features({"input_ids": column}, column.lengths) for column in workload.columns]
     slots = np.arange(len(workload.lengths))
     pool = Pool(encoder, encoder.collate, Features.concat(features), slots, packs=encoder.packs)
-    num_pairs = len(workload.columns[0].lengths)
+    return pool, structure_of_pairs(len(workload.columns[0].lengths), workload.device)
+
+
+def structure_of_pairs(num_pairs: int, device: torch.device) -> BatchStructure:
+    """Return the structure of a batch of pairs: as many documents as queries, all different."""
+    numbers = np.arange(num_pairs)
     batch = ContrastiveBatch(
         queries=("",) * num_pairs,
         documents=("",) * num_pairs,
-        positives_P2=np.stack([np.arange(num_pairs)] * 2, axis=1),
-        query_ids_Q=np.arange(num_pairs),
-        document_ids_D=np.arange(num_pairs, 2 * num_pairs),
+        positives_P2=np.stack([numbers, numbers], axis=1),
+        query_ids_Q=numbers,
+        document_ids_D=num_pairs + numbers,
         record_ids=tuple(range(num_pairs)),
     )
-    return pool, BatchStructure.of(batch, workload.device)
+    return BatchStructure.of(batch, device)

@@ -38,12 +38,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from engine_workload import structure_of_pairs
 from measure import Measurement, measure
 
-from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.batch import Features, Ragged
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
-from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.open_clip_encoder import OpenClipEncoder
 
@@ -279,19 +279,11 @@ def _our_step(workload: Workload, captions: Features, rows: int, *, retain: floa
         Pool(encoder, encoder.collate, captions, np.arange(num_pairs)),
         Pool(encoder, encoder.collate, pictures, np.arange(num_pairs, 2 * num_pairs)),
     ]
-    batch = ContrastiveBatch(
-        queries=("",) * num_pairs,
-        documents=("",) * num_pairs,
-        positives_P2=np.stack([np.arange(num_pairs)] * 2, axis=1),
-        query_ids_Q=np.arange(num_pairs),
-        document_ids_D=np.arange(num_pairs, 2 * num_pairs),
-        record_ids=tuple(range(num_pairs)),
-    )
     loss = _loss_of(workload)
     budget = ChunkBudget(rows, 2**30, bucketed=workload.device.type != "cpu")
     options = EngineOptions(budget, workload.device, retain=retain, autocast_dtype=workload.autocast)
     engine = GradCacheEngine(loss, options)
-    engine.step(pools, BatchStructure.of(batch, workload.device))
+    engine.step(pools, structure_of_pairs(num_pairs, workload.device))
     gradient = loss.get_parameter("log_scale").grad
     assert gradient is not None
     return gradient.item()

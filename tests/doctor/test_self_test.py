@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 def check_as(rank: int, broken: str) -> SelfTest:
     """Run the test on a rank, with one of the collectives broken."""
-    names = {"factor": "sum_gradients", "collective": "sum_own_rows"}
+    names = {"factor": "sum_gradients", "collective": "sum_own_block"}
     if not broken:
         return check_this_rank(CPU)
     name = names[broken]

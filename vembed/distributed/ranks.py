@@ -199,24 +199,14 @@ class Ranks:
         dist.all_gather_into_tensor(gathered, own, group=self.group)
         return gathered
 
-    def sum_own_rows(self, x_RE: Tensor, counts: Sequence[int]) -> Tensor:
-        """Add rows up over the ranks and return this rank's: the way back from `gather_rows`.
-
-        Args:
-            x_RE: This rank's share of the rows of all ranks, those of rank 0 first.
-            counts: Rows of each rank.
-        """
-        if self.is_one:
-            return x_RE
-        blocks = torch.cat([_padded(rows, max(counts)) for rows in x_RE.split(list(counts))])
-        return self.sum_own_block(blocks)[: counts[self.rank]]
-
     def sum_own_block(self, x_RE: Tensor) -> Tensor:
         """Add blocks of rows up over the ranks and return this rank's: the way back from `gather_blocks`.
 
         Args:
             x_RE: This rank's share of all blocks; it may be overwritten.
         """
+        if self.is_one:
+            return x_RE
         num_rows = len(x_RE) // self.world_size
         if x_RE.device.type == "cpu":  # gloo would do the same with a copy of all blocks
             return self.sum_(x_RE)[self.rank * num_rows :][:num_rows].clone()

@@ -117,6 +117,7 @@ ENCODERS = Registry(
         "tiny-clip": "vembed.models.tiny_clip:TinyClip",
         "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
         "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
+        "static": "vembed.models.static:StaticEncoder",
         "dual": "vembed.models.dual:DualEncoder",
         "vision": "vembed.models.vision:VisionEncoder",
         "text": "vembed.models.text:TextEncoder",

@@ -22,6 +22,7 @@ from vembed.models.adapters.trainable import freeze
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from vembed.distributed.fsdp import ShardingMode
     from vembed.gradcache.row_assignment import RowAssignment
     from vembed.models.encoder import Encoder
 
@@ -85,26 +86,38 @@ def trainable_of(encoder: Encoder) -> dict[str, torch.Tensor]:
 
 
 def step_of_a_rank(
-    rank: int, folder: Path, what: str, assignment: RowAssignment
+    rank: int,
+    folder: Path,
+    what: str,
+    assignment: RowAssignment,
+    batch: ContrastiveBatch | None = None,
+    mode: ShardingMode | None = None,
 ) -> tuple[float, dict[str, torch.Tensor], int]:
     """Do one step on this rank's rows; return the loss, all gradients, and the gradients' reductions."""
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.debug import CommDebugMode
 
+    from vembed.distributed.fsdp import shard_encoder
     from vembed.gradcache.calls import Pool
+    from vembed.plan.problem import Way
 
-    encoder, batch, loss = partly_trained(folder, what), picture_batch(), make_loss()
+    encoder, batch, loss = partly_trained(folder, what), batch or picture_batch(), make_loss()
     wake(encoder)
     pools = []
     for pool in pools_of(encoder, batch):
         mine = np.flatnonzero(np.isin(pool.slots, assignment.slots[rank]))
         if len(mine):
             pools.append(Pool(pool.encode, pool.collate, pool.features.take(mine), pool.slots[mine]))
-    trainable = trainable_of(encoder)
-    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU, ranks=Ranks.of_this_process()), list(trainable.values()))
+    ranks, sharded = Ranks.of_this_process(), None
+    if mode is not None:
+        sharded = shard_encoder(encoder, Way("fsdp", mode=mode, sharding_factor=2), ranks, device=CPU)
+    trainable = list(trainable_of(encoder).values())
+    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU, ranks=ranks), trainable, sharded=sharded)
     for module in encoder.modules():  # each rank draws masks of its own
         if isinstance(getattr(module, "dropout", None), float):
             module.dropout = 0.0  # type: ignore[assignment]
     with CommDebugMode() as counted:
         result = engine.step(pools, BatchStructure.of(batch), assignment=assignment)
-    found = {name: parameter.grad for name, parameter in encoder.named_parameters() if parameter.grad is not None}
+    gradients = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
+    found = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in gradients.items()}
     return result.loss, found, sum(n for name, n in counted.get_comm_counts().items() if "reduce" in str(name))

@@ -20,6 +20,7 @@ from vembed.models.files import WEIGHTS_FILE, save_weights
 from vembed.models.pooling import POOLING_MODES, PoolingMode
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from vembed.batch import Side
@@ -102,7 +103,7 @@ def read_sentence_transformers(files: ModelFiles) -> SentenceTransformersFolder 
     if files.read(MODULES_FILE) is None:
         return None
     name = files.name
-    paths = _module_paths(files.read_json(MODULES_FILE, list), name)
+    paths = module_paths(files.read_json(MODULES_FILE, list), name)
     transformer_path = paths["Transformer"][0]
     pooling, include_prompt = _read_pooling(files.read_json(f"{paths['Pooling'][0]}/config.json"), name)
     prefix = f"{transformer_path}/" if transformer_path else ""
@@ -113,14 +114,14 @@ def read_sentence_transformers(files: ModelFiles) -> SentenceTransformersFolder 
         pooling=pooling,
         include_prompt=include_prompt,
         dense_paths=tuple(paths["Dense"]),
-        normalize=bool(paths["Normalize"]) or _is_cosine(general, name),
-        prompts=_read_prompts(general, name),
+        normalize=bool(paths["Normalize"]) or is_cosine(general, name),
+        prompts=read_prompts(general, name),
         max_length=transformer.get("max_seq_length"),
         lower_case=bool(transformer.get("do_lower_case", False)),
     )
 
 
-def _is_cosine(config: dict[str, Any], name: str) -> bool:
+def is_cosine(config: dict[str, Any], name: str) -> bool:
     """Return whether embeddings that no Normalize module normalises are compared by their angle."""
     similarity = config.get("similarity_fn_name") or "cosine"
     if similarity in ("dot", "dot_score"):
@@ -143,19 +144,43 @@ def _read_transformer(files: ModelFiles, prefix: str) -> dict[str, Any]:
     return config
 
 
-def _module_paths(modules: list[dict[str, Any]], name: str) -> dict[str, list[str]]:
-    """Return the subfolders by kind of module, in order."""
-    paths: dict[str, list[str]] = {"Transformer": [], "Pooling": [], "Dense": [], "Normalize": []}
+def first_module(files: ModelFiles) -> str:
+    """Return the kind of the first module of a sentence-transformers model, such as "Transformer"; "" for others."""
+    if files.read(MODULES_FILE) is None:
+        return ""
+    modules = files.read_json(MODULES_FILE, list)
+    return str(modules[0].get("type")).rpartition(".")[2] if modules and isinstance(modules[0], dict) else ""
+
+
+def module_paths(
+    modules: list[dict[str, Any]],
+    name: str,
+    *,
+    kinds: Sequence[str] = ("Transformer", "Pooling", "Dense", "Normalize"),
+    once: Sequence[str] = ("Transformer", "Pooling"),
+    libraries: tuple[str, ...] = ("sentence_transformers.",),
+) -> dict[str, list[str]]:
+    """Return the subfolders by kind of module, in order.
+
+    Args:
+        kinds: Those that are run, in the order in which they are.
+        once: Those of which there is one.
+        libraries: What the import path of a module begins with.
+
+    Raises:
+        ConfigError: There are others, or in another order.
+    """
+    paths: dict[str, list[str]] = {kind: [] for kind in kinds}
     for module in modules:
         kind = str(module["type"]).rpartition(".")[2]
-        if kind not in paths or not str(module["type"]).startswith("sentence_transformers."):
+        if kind not in paths or not str(module["type"]).startswith(libraries):
             raise ConfigError(
                 f"{name}: modules.json names {module['type']}, which vembed doesn't run (it runs {', '.join(paths)}). "
                 f"Leaving it out would give other vectors."
             )
         paths[kind].append(str(module["path"]))
-    if len(paths["Transformer"]) != 1 or len(paths["Pooling"]) != 1:
-        raise ConfigError(f"{name}: modules.json must name one Transformer and one Pooling")
+    if any(len(paths[kind]) != 1 for kind in once):
+        raise ConfigError(f"{name}: modules.json must name one {' and one '.join(once)}")
     order = [str(module["type"]).rpartition(".")[2] for module in modules]
     if order != sorted(order, key=list(paths).index):
         raise ConfigError(f"{name}: modules.json names {', '.join(order)}; vembed runs them as {', '.join(paths)}")
@@ -175,7 +200,7 @@ def _read_pooling(config: dict[str, Any], name: str) -> tuple[tuple[PoolingMode,
     return tuple(modes), bool(config.get("include_prompt", True))
 
 
-def _read_prompts(config: dict[str, Any], name: str) -> dict[Side, str]:
+def read_prompts(config: dict[str, Any], name: str) -> dict[Side, str]:
     """Return each side's prompt: its own, else the model's default one, else none."""
     prompts = config.get("prompts") or {}
     default_name = config.get("default_prompt_name")
@@ -227,15 +252,6 @@ def write_sentence_transformers(encoder: TextEncoder, folder: Path) -> None:
     write_json(
         folder / "sentence_bert_config.json", {"max_seq_length": encoder.max_length, "do_lower_case": spec.lower_case}
     )
-    write_json(
-        folder / "config_sentence_transformers.json",
-        {
-            "prompts": dict(spec.prompts),
-            "default_prompt_name": None,
-            "similarity_fn_name": "cosine" if spec.normalize else "dot",
-        },
-    )
-    modules = [("Transformer", ""), ("Pooling", "1_Pooling")]
     hidden = encoder.backbone.config.get_text_config().hidden_size
     write_json(
         folder / "1_Pooling" / "config.json",
@@ -245,16 +261,41 @@ def write_sentence_transformers(encoder: TextEncoder, folder: Path) -> None:
             "include_prompt": spec.include_prompt,
         },
     )
-    for layer in encoder.dense:
+    modules = [("Transformer", ""), ("Pooling", "1_Pooling")]
+    write_modules(folder, modules, encoder.dense, prompts=spec.prompts, normalize=spec.normalize)
+
+
+def write_modules(
+    folder: Path,
+    modules: list[tuple[str, str]],
+    dense: Iterable[nn.Module],
+    *,
+    prompts: Mapping[Side, str],
+    normalize: bool,
+) -> None:
+    """Write what is behind the first modules, and the files that name them all.
+
+    Args:
+        modules: Kind and subfolder of those that are written already.
+    """
+    for layer in dense:
         assert isinstance(layer, Dense)
         path = f"{len(modules)}_Dense"
         _write_dense(layer, folder / path)
-        modules.append(("Dense", path))
-    if spec.normalize:
-        modules.append(("Normalize", f"{len(modules)}_Normalize"))
+        modules = [*modules, ("Dense", path)]
+    if normalize:
+        modules = [*modules, ("Normalize", f"{len(modules)}_Normalize")]
         (folder / modules[-1][1]).mkdir(exist_ok=True)
     write_json(
-        folder / "modules.json",
+        folder / "config_sentence_transformers.json",
+        {
+            "prompts": dict(prompts),
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine" if normalize else "dot",
+        },
+    )
+    write_json(
+        folder / MODULES_FILE,
         [
             {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
             for index, (kind, path) in enumerate(modules)

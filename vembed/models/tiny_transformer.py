@@ -60,19 +60,25 @@ class TinyTransformer(TextEncoder):
         return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(files.dtype)
 
 
-def _train_tokenizer(texts: Iterable[str]) -> Any:
-    """Train a byte-level BPE on texts, lower-cased, with BERT's special tokens."""
+def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
+    """Train a byte-level BPE on texts, lower-cased, with BERT's special tokens in front."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=vocabulary_size,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _train_tokenizer(texts: Iterable[str]) -> Any:
+    """Train the tokenizer of a BERT on texts."""
+    tokenizer = train_bpe(texts, VOCABULARY_SIZE)
     ids = {token: index for index, token in enumerate(SPECIAL_TOKENS)}  # the trainer numbers them first
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", ids["[SEP]"]), ("[CLS]", ids["[CLS]"]))
     return PreTrainedTokenizerFast(

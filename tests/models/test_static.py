@@ -1,0 +1,184 @@
+"""A table of token vectors: sentence-transformers' own vectors, exact gradients, the same folder back."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from adapter_cases import make_loss, step_of_a_rank, text_batch
+from model_cases import TEXTS, embed, load_any, wordpiece_tokenizer
+from picture_cases import pools_of
+from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, StaticEmbedding
+from test_adapters_engine import assert_exact, assert_same, take
+
+from vembed.config.keys.model import ModelKeys
+from vembed.errors import ConfigError
+from vembed.gradcache.reference import reference_step
+from vembed.gradcache.row_assignment import RowAssignment
+from vembed.losses.base import BatchStructure
+from vembed.models.adapters.trainable import freeze
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
+from vembed.models.registry import load_encoder
+from vembed.models.static import StaticEncoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rank_pool import RankPool
+
+PROMPTS = {"query": "find: ", "document": ""}
+
+
+def written(folder: Path, *behind: torch.nn.Module, **general: Any) -> SentenceTransformer:
+    """Let sentence-transformers write a table of 192 tokens x 12, and load it back as its users do."""
+    torch.manual_seed(0)
+    table = StaticEmbedding(wordpiece_tokenizer(), embedding_dim=12)
+    SentenceTransformer(modules=[table, *behind], device="cpu", **general).save(str(folder))
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table, a dense layer and prompts."""
+    folder = tmp_path_factory.mktemp("static") / "model"
+    torch.manual_seed(1)
+    written(folder, Dense(12, 8), Normalize(), prompts=PROMPTS)
+    return folder
+
+
+def load(name: Path | str, **keys: Any) -> StaticEncoder:
+    encoder = load_any(name, **keys)
+    assert isinstance(encoder, StaticEncoder)
+    return encoder.eval()
+
+
+def assert_same_vectors(
+    theirs: SentenceTransformer, ours: StaticEncoder, texts: tuple[str, ...] = (*TEXTS, "")
+) -> None:
+    for side, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
+        expected = encode(list(texts), convert_to_tensor=True)
+        assert (embed(ours, texts, side=side) - expected).abs().max() <= 1e-5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["table", "dense", "dot product"])
+def test_a_folder_of_sentence_transformers_gives_its_vectors(tmp_path: Path, kind: str) -> None:
+    behind = {"table": [Normalize()], "dense": [Dense(12, 8), Dense(8, 6, bias=False), Normalize()]}.get(kind, [])
+    similarity = {"similarity_fn_name": "dot"} if kind == "dot product" else {}
+    theirs = written(tmp_path / "model", *behind, prompts=PROMPTS, **similarity)
+    ours = load(tmp_path / "model")
+    assert_same_vectors(theirs, ours)
+    assert ours.prompts == PROMPTS
+    assert ours.similarity == ("dot" if kind == "dot product" else "cosine")
+    ours.save(tmp_path / "again")
+    assert_same_vectors(SentenceTransformer(str(tmp_path / "again"), device="cpu"), load(tmp_path / "again"))
+    assert torch.equal(embed(load(tmp_path / "again")), embed(ours))
+
+
+def test_the_vectors_are_averages_of_the_tables_rows(tmp_path: Path) -> None:
+    written(tmp_path / "model", Normalize())
+    table = load_file(tmp_path / "model" / "model.safetensors")["embedding.weight"]
+    ids = [wordpiece_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    means = torch.stack([table[row].mean(dim=0) for row in ids])
+    expected = means / means.norm(dim=1, keepdim=True)
+    assert (embed(load(tmp_path / "model")) - expected).abs().max() <= 1e-6
+
+
+def test_a_model_of_model2vec_shares_and_weights_its_rows(tmp_path: Path) -> None:
+    written(tmp_path / "model", Normalize())
+    path = tmp_path / "model" / "model.safetensors"
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        "embeddings": torch.randn(50, 12, generator=generator),
+        "mapping": torch.randint(0, 50, (192,), generator=generator),
+        "weights": torch.rand(192, generator=generator),
+    }
+    save_file(tensors, path)
+    assert_same_vectors(SentenceTransformer(str(tmp_path / "model"), device="cpu"), load(tmp_path / "model"))
+
+
+def test_batches_orders_and_widths_change_nothing(folder: Path) -> None:
+    encoder = load(folder, dtype=torch.float64)
+    together = embed(encoder)
+    assert torch.allclose(torch.cat([embed(encoder, [text]) for text in TEXTS]), together, atol=1e-12)
+    assert torch.allclose(embed(encoder, TEXTS[::-1]), together.flip(0), atol=1e-12)
+    assert torch.equal(embed(encoder, width=60), together)
+    assert torch.pdist(together[:4]).min() > 1e-3  # the last is the first in capitals
+
+
+def test_the_engine_has_the_gradients_of_the_plain_step(folder: Path) -> None:
+    encoder = load(folder, dtype=torch.float64).train()
+    assert_exact(encoder, text_batch())
+
+
+def test_rows_that_no_text_names_have_no_gradient_and_a_frozen_table_has_none(folder: Path) -> None:
+    batch, loss = text_batch(), make_loss()
+    encoder = load(folder, dtype=torch.float64).train()
+    pools = pools_of(encoder, batch)
+    reference_step(pools, BatchStructure.of(batch), loss)
+    rows = set(take(encoder, loss)["table.weight"].abs().sum(dim=1).nonzero().flatten().tolist())
+    assert rows == set(pools[0].features.columns["input_ids"].values.tolist())
+    freeze(encoder, "projection")
+    reference_step(pools, BatchStructure.of(batch), loss)
+    assert take(encoder, loss).keys() == {"dense.0.linear.weight", "dense.0.linear.bias", "log_scale"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [None, "fast", "sharded"])
+def test_two_ranks_have_the_gradients_of_one(two_ranks: RankPool, folder: Path, mode: Any) -> None:
+    encoder, loss, batch = load(folder, dtype=torch.float64).train(), make_loss(), text_batch()
+    value = reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
+    expected = take(encoder, loss)
+    assignment = RowAssignment((np.array([0, 2, 5, 6]), np.array([1, 3, 4, 7, 8, 9])))
+    for found_value, found, _ in two_ranks.run(step_of_a_rank, folder, "all", assignment, batch, mode):
+        assert found_value == pytest.approx(value.item(), rel=1e-11)
+        assert_same(found, {name: expected[name] for name in expected.keys() - {"log_scale"}})
+
+
+def test_a_limit_cuts_counts_and_is_written(folder: Path, tmp_path: Path) -> None:
+    encoder = load(folder, max_seq_length=4)
+    assert encoder.max_length == 4
+    features = encoder.featurize(["a b", "a b c d e", "a b c d"], "document")
+    assert (features.lengths.tolist(), features.num_truncated) == ([2, 4, 4], 1)
+    encoder.save(tmp_path)
+    assert load(tmp_path).max_length == 4
+    assert_same_vectors(SentenceTransformer(str(tmp_path), device="cpu"), encoder)
+
+
+def test_prompts_may_be_given(folder: Path) -> None:
+    given = load(folder, prompts={"query": "look: "})
+    assert given.prompts == {"query": "look: ", "document": ""}
+    assert torch.equal(embed(given, ["sea"]), embed(given, ["look: sea"], side="document"))
+
+
+def test_one_from_scratch_trains_a_tokenizer_and_the_plan_knows_its_size(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    encoder = load_any("builtin:static", [f"{text} {number}" for number in range(9) for text in TEXTS]).eval()
+    assert embed(encoder).shape == (len(TEXTS), 256)
+    encoder.save(tmp_path)
+    assert torch.equal(embed(load(tmp_path)), embed(encoder))
+    target = ProfileTarget("cpu")
+    size = profile_model(ModelKeys(model_name="builtin:static"), target)
+    assert (size.num_parameters, size.estimated) == (32_768 * 256, False)
+    assert profile_model(ModelKeys(model_name=str(tmp_path)), target).num_parameters == encoder.table.weight.numel()  # type: ignore[union-attr,operator]
+    empty = load_encoder(ModelKeys(model_name=str(tmp_path)), with_weights=False)
+    assert empty.table.weight.is_meta  # type: ignore[union-attr]
+    assert empty.featurize(TEXTS, "query").lengths.tolist() == encoder.featurize(TEXTS, "query").lengths.tolist()
+
+
+def test_what_isnt_understood_is_refused(folder: Path, tmp_path: Path) -> None:
+    load(folder).save(tmp_path)
+    modules = json.loads((tmp_path / "modules.json").read_text("utf-8"))
+    extra = {"idx": 3, "name": "3", "path": "3_Dropout", "type": "sentence_transformers.models.Dropout"}
+    (tmp_path / "modules.json").write_text(json.dumps([*modules, extra]), "utf-8")
+    with pytest.raises(ConfigError, match="Dropout, which vembed doesn't run"):
+        load(tmp_path)
+    (tmp_path / "modules.json").write_text(json.dumps(modules), "utf-8")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"its StaticEmbedding has no model\.safetensors"):
+        load(tmp_path)

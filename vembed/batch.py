@@ -51,10 +51,10 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A picture and a text that are one item: "this shirt, but in red"."""
+    """Pictures and a text that are one item: "this shirt, but in red", or several pages."""
 
-    image: Image
-    text: str
+    images: tuple[Image, ...]  # at least one
+    text: str  # "" where the pictures say all
 
 
 Item: TypeAlias = str | Image | Composed
@@ -78,7 +78,7 @@ def modality_of(item: Item) -> Modality:
     """Return whether an item is a text, a picture, or both."""
     if isinstance(item, str):
         return "text"
-    return "image+text" if isinstance(item, Composed) else "image"
+    return "image+text" if isinstance(item, Composed) and item.text else "image"
 
 
 def modality_words(modalities: Iterable[Modality]) -> str:
@@ -87,10 +87,10 @@ def modality_words(modalities: Iterable[Modality]) -> str:
 
 
 def pictures_in(items: Iterable[Item]) -> Iterator[Image]:
-    """Yield the picture of each item that has one, in order."""
+    """Yield the pictures of items, in order."""
     for item in items:
         if isinstance(item, Composed):
-            yield item.image
+            yield from item.images
         elif not isinstance(item, str):
             yield item
 
@@ -106,8 +106,11 @@ def content_id(item: Item) -> int:
     if isinstance(item, str):
         return _signed_digest(item.strip().encode())
     if isinstance(item, Composed):
-        parts = (content_id(item.image), content_id(item.text))
-        return _signed_digest(b"\0image+text" + np.array(parts, dtype="<i8").tobytes())
+        pictures = [content_id(image) for image in item.images]
+        if len(pictures) == 1 and not item.text:
+            return pictures[0]
+        kind = b"\0image+text" if len(pictures) == 1 else b"\0images+text"
+        return _signed_digest(kind + np.array([*pictures, content_id(item.text)], dtype="<i8").tobytes())
     return _signed_digest(item.data) if item.data is not None else _file_id(item.path)
 
 
@@ -242,12 +245,12 @@ def texts_of(items: Sequence[Item]) -> list[str]:
 
 
 def parts_of(items: Sequence[Item]) -> tuple[list[Image], list[str]]:
-    """Return the pictures and the texts of items that must be both.
+    """Return the pictures and the texts of items that must be one of each.
 
     Raises:
-        TypeError: One is a text or a picture alone: the caller sorted them wrongly.
+        TypeError: One is a text or a picture alone, or has several: the caller sorted them wrongly.
     """
-    composed = [item for item in items if isinstance(item, Composed)]
+    composed = [item for item in items if isinstance(item, Composed) and len(item.images) == 1]
     if len(composed) != len(items):
-        raise TypeError(f"{len(items) - len(composed)} of {len(items)} items aren't pictures with a text, as expected")
-    return [item.image for item in composed], [item.text for item in composed]
+        raise TypeError(f"{len(items) - len(composed)} of {len(items)} items aren't a picture with a text, as expected")
+    return [item.images[0] for item in composed], [item.text for item in composed]

@@ -38,7 +38,7 @@ def test_texts_pictures_and_both_stand_in_one_list_in_order(clip: Path, balls: P
     rows: list[Any] = []
     for colour in COLOURS:
         path = balls / f"{colour}.png"
-        rows += [caption(colour), path, Composed(Image(str(path)), caption(colour))]
+        rows += [caption(colour), path, Composed((Image(str(path)),), caption(colour))]
     mixed = model.encode(rows, side="query", batch_size=2)
     alone = np.concatenate([model.encode([row], side="query") for row in rows])
     np.testing.assert_allclose(mixed, alone, atol=1e-5)

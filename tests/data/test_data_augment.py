@@ -49,12 +49,12 @@ def changed(picture: PIL.Image.Image, strength: Strength, seed: int, *, flip: bo
 def record(*, label: str | None = None) -> Record:
     """Return a record with the same picture in every place."""
     image = Image("a.png", encoded(noise()))
-    return Record(image, (image, Composed(image, "in red"), "a text"), (image,), label, "rows:1")
+    return Record(image, (image, Composed((image,), "in red"), "a text"), (image,), label, "rows:1")
 
 
 def images_of(one: Record) -> list[Image]:
     items = (one.query, *one.positives, *one.negatives)
-    return [item.image if isinstance(item, Composed) else item for item in items if not isinstance(item, str)]
+    return [item.images[0] if isinstance(item, Composed) else item for item in items if not isinstance(item, str)]
 
 
 @pytest.mark.parametrize("strength", ["light", "strong"])
@@ -80,6 +80,19 @@ def test_each_place_of_each_record_in_each_epoch_is_changed_in_its_own_way() -> 
     other = Augmenter("strong", flip=False, seed=8).record(record(), row=0, epoch=0)
     assert not {image.augmentation for image in images_of(other)} & set(seen)
     assert augmenter.record(record(), row=2, epoch=1) == augmenter.record(record(), row=2, epoch=1)
+
+
+def test_each_picture_of_an_item_is_changed_in_its_own_way() -> None:
+    image = Image("a.png", encoded(noise()))
+    augmenter = Augmenter("strong", flip=False, seed=7)
+    one, two = (
+        augmenter.record(Record(Composed((image,) * count, ""), ("text",), (), None, "rows:1"), row=0, epoch=0)
+        for count in (1, 2)
+    )
+    assert isinstance(one.query, Composed)
+    assert isinstance(two.query, Composed)
+    assert two.query.images[0] == one.query.images[0]
+    assert len({each.augmentation for each in (*two.query.images, image)}) == 3
 
 
 def test_a_record_is_changed_alike_whatever_stands_in_its_batch() -> None:

@@ -52,7 +52,7 @@ def pictures(write_picture: WritePicture) -> dict[str, Image]:
 def test_a_query_text_beside_a_query_picture_makes_one_query_of_both(
     tmp_path: Path, write_jsonl: WriteJsonl, pictures: dict[str, Image]
 ) -> None:
-    expected = Composed(pictures["a"], "but in blue")
+    expected = Composed((pictures["a"],), "but in blue")
     row = {"query": "but in blue", "query_image": "pics/a.png", "positive_image": "pics/c.png"}
     assert only(write_jsonl([row])).query == expected
     renamed = {"caption": "but in blue", "anchor_image": ["pics/a.png"], "positive_image": "pics/c.png"}
@@ -68,13 +68,13 @@ def test_a_query_text_beside_a_query_picture_makes_one_query_of_both(
 
 def test_a_table_gives_composed_items_back_and_tells_their_content_apart(pictures: dict[str, Image]) -> None:
     texts = ["1:\0p", "", " spaced ", "c7:x", "ünï"]
-    items = [Composed(image, text) for text in texts for image in (pictures["a"], Image("n:1", png("red")))]
+    items = [Composed((image,), text) for text in texts for image in (pictures["a"], Image("n:1", png("red")))]
     rows = [(item, [pictures["b"], item], [pictures["c"]]) for item in items]
     table = write_table(rows)
     assert [(record.query, list(record.positives), list(record.negatives)) for record in table] == rows
     by_path, by_bytes = (write_table([(item, ["p"], [])]).fingerprint for item in items[:2])
     assert by_path == by_bytes
-    others = [Composed(pictures["b"], texts[0]), Composed(pictures["a"], "other"), pictures["a"], texts[1]]
+    others = [Composed((pictures["b"],), texts[0]), Composed((pictures["a"],), "other"), pictures["a"], texts[1]]
     assert len({by_path, *(write_table([(item, ["p"], [])]).fingerprint for item in others)}) == 5
 
 
@@ -83,7 +83,7 @@ def test_a_composed_query_that_escapes_or_is_broken_is_refused(
 ) -> None:
     write_picture("../secret.png")
     row = {"query": "but in blue", "positive_image": "pics/c.png"}
-    assert only(write_jsonl([{**row, "query_image": "pics/a.png"}])).query == Composed(pictures["a"], "but in blue")
+    assert only(write_jsonl([{**row, "query_image": "pics/a.png"}])).query == Composed((pictures["a"],), "but in blue")
     for path, words in (("../secret.png", "leads out of"), ("pics/none.png", "no such file")):
         assert words in refusal(write_jsonl([{**row, "query_image": path}]))
     assert "over the limit of 23" in refusal(write_jsonl([{**row, "query_image": "pics/a.png"}]), max_image_pixels=23)

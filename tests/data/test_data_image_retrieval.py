@@ -106,9 +106,9 @@ def test_a_picture_beside_a_text_is_one_item_of_both(picture_folder: Path) -> No
             handle.write("q4\td4\t1\n")
     task = load_retrieval(str(picture_folder), TEST)
     pics = picture_folder.resolve() / "pics"
-    assert task.queries["q4"] == Composed(Image(str(pics / "q.png")), "but in red")
-    assert task.documents["d4"] == Composed(Image(str(pics / "a.png")), "A red one")
-    assert task.documents["d5"] == Composed(Image(str(pics / "a.png")), "A")
+    assert task.queries["q4"] == Composed((Image(str(pics / "q.png")),), "but in red")
+    assert task.documents["d4"] == Composed((Image(str(pics / "a.png")),), "A red one")
+    assert task.documents["d5"] == Composed((Image(str(pics / "a.png")),), "A")
     record = load_records(str(picture_folder), SourceOptions("train")).table[2]
     assert (record.query, record.positives) == (task.queries["q4"], (task.documents["d4"],))
 

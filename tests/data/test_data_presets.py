@@ -247,7 +247,7 @@ def test_a_broken_line_of_sop_is_named(tmp_path: Path, line: str, words: str) ->
 def test_a_query_of_cirr_is_a_picture_with_a_text_and_its_reference_is_never_ranked(tmp_path: Path) -> None:
     folder = write_cirr(tmp_path)
     first = records("cirr", folder).table[0]
-    assert first.query == Composed(image(folder, "img_raw/train/3/train-0-0.png"), "show 1 more of group 0")
+    assert first.query == Composed((image(folder, "img_raw/train/3/train-0-0.png"),), "show 1 more of group 0")
     assert first.positives == (image(folder, "img_raw/train/3/train-0-1.png"),)
     found = task("cirr", folder)
     assert found.name == "cirr/val"

@@ -176,7 +176,7 @@ def test_composed_rows_are_of_mode_m(tmp_path: Path) -> None:
 def test_documents_of_both_kinds_have_no_mode_but_auto() -> None:
     counts = ItemCounts()
     counts.add("query", ["a"])
-    counts.add("document", [Composed(Image("c.png"), "t")])
+    counts.add("document", [Composed((Image("c.png"),), "t")])
     counts.require("auto", "set")
     with pytest.raises(DataError, match="1 document pictures with a text; set retrieval_mode to auto"):
         counts.require("t2i", "set")

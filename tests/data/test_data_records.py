@@ -115,8 +115,8 @@ def test_a_document_of_many_rows_is_stored_once() -> None:
 
 
 def test_texts_paths_and_bytes_that_look_alike_are_different_items() -> None:
-    items = ("a", Image("a"), Image("a", b"1"), Image("b", b"1"), Image("a", b"2"), Composed(Image("a"), "a"))
-    items = (*items, Composed(Image("a", b"1"), "a"), Composed(Image("a"), "b"), "b", Image("b"), "\0pa")
+    items = ("a", Image("a"), Image("a", b"1"), Image("b", b"1"), Image("a", b"2"), Composed((Image("a"),), "a"))
+    items = (*items, Composed((Image("a", b"1"),), "a"), Composed((Image("a"),), "b"), "b", Image("b"), "\0pa")
     writer = RecordWriter()
     for line in range(3):
         writer.add(items[line], positives=items, negatives=items[::-1], file="f", line=line)

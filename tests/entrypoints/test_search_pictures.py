@@ -51,7 +51,7 @@ def test_a_picture_and_a_text_are_one_query(call: Any, clip: Path, picture_index
     content = json.loads(done.out)
     assert (content["query"], content["query_image"]) == (caption("green"), str(balls / "red.png"))
     assert {hit["id"] for hit in content["hits"][:2]} == {"red.png", "green.png"}
-    both = vembed.load(clip).encode([Composed(Image(str(balls / "red.png")), caption("green"))], "query")
+    both = vembed.load(clip).encode([Composed((Image(str(balls / "red.png")),), caption("green"))], "query")
     assert content["hits"][0]["score"] == pytest.approx(max(both[0] @ vembed.open_index(picture_index).index.vector(row)
                                                             for row in range(4)), abs=1e-5)  # fmt: skip
 

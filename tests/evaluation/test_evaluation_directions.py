@@ -105,7 +105,7 @@ def test_what_may_not_be_ranked_is_turned_round_too() -> None:
         (PICTURE, "text", True),
         ("text", "text", False),
         (PICTURE, PICTURE, False),
-        (Composed(PICTURE, "in red"), PICTURE, False),
+        (Composed((PICTURE,), "in red"), PICTURE, False),
     ],
 )
 def test_only_texts_against_pictures_cross(query: Item, document: Item, crosses: bool) -> None:

@@ -106,8 +106,8 @@ def test_ids_that_meet_by_chance_drop_no_document() -> None:
         (Image("a.png", b"one"), Image("b.png", b"one"), True),
         (Image("a.png", b"one"), Image("a.png", b"two"), False),
         (Image("a.png", b"one"), "a.png", False),
-        (Composed(Image("a.png", b"one"), "red"), Composed(Image("a.png", b"one"), "red"), True),
-        (Composed(Image("a.png", b"one"), "red"), Image("a.png", b"one"), False),
+        (Composed((Image("a.png", b"one"),), "red"), Composed((Image("a.png", b"one"),), "red"), True),
+        (Composed((Image("a.png", b"one"),), "red"), Image("a.png", b"one"), False),
     ],
 )
 def test_a_document_is_the_query_itself_by_content(query: Item, document: Item, same: bool) -> None:

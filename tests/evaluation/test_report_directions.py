@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from ball_cases import ball
 from test_report_html import _luminance
 from test_report_samples import METRIC, STEPS, Page, page, sample
 
@@ -186,12 +187,25 @@ def test_every_region_has_a_name_of_its_own() -> None:
 
 def test_a_composed_query_shows_its_picture_and_its_text() -> None:
     given = report()
-    queries = {name: Composed(Image("shirt.png", b"none"), f"in red {name}") for name in given.task.queries}
+    queries = {name: Composed((Image("shirt.png", b"none"),), f"in red {name}") for name in given.task.queries}
     content = build_content(replace(given, task=replace(given.task, queries=queries), reverse=None))
     text = Page(render_html(content)).text
     assert "Query picture, with: " in text
     assert "in red q" in text
     assert "picture shirt.png, with: in red q" in render_markdown(content)
+
+
+def test_all_pictures_of_an_item_are_shown() -> None:
+    given = report()
+    pages = tuple(Image(f"{number}.png", ball(colour)) for number, colour in enumerate(("red", "blue")))
+    queries = {name: Composed(pages, "") for name in given.task.queries}
+    content = build_content(replace(given, task=replace(given.task, queries=queries), reverse=None))
+    shown = Page(render_html(content))
+    assert "Query picture" in shown.text
+    copies = [content.thumbnails.by_picture[page].uri for page in pages]
+    found = [attributes["src"] for attributes in shown.named("img")]
+    assert [uri for uri in found if uri in copies][:2] == copies
+    assert "picture 0.png + picture 1.png" in render_markdown(content)
 
 
 def _sheets() -> list[str]:

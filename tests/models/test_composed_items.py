@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 KINDS = (*DUAL_BUILDERS, "tiny-clip", "open_clip")
-SHIRTS = tuple(Composed(image, text) for image, text in zip(PICTURES, TEXTS, strict=False))
+SHIRTS = tuple(Composed((image,), text) for image, text in zip(PICTURES, TEXTS, strict=False))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def load(folder: Path, **options: Any) -> Any:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_vector_is_the_normalised_sum_of_the_units_of_both_parts(folders: dict[str, Path], kind: str) -> None:
     encoder = load(folders[kind], dtype=torch.float64)
-    images = vectors(encoder, [item.image for item in SHIRTS])
+    images = vectors(encoder, [item.images[0] for item in SHIRTS])
     texts = vectors(encoder, [item.text for item in SHIRTS])
     found = vectors(encoder, SHIRTS)
     assert torch.allclose(found, F.normalize(images + texts, dim=-1), atol=1e-9)
@@ -82,9 +82,19 @@ def test_a_model_of_one_tower_refuses_them(folders: dict[str, Path], tmp_path: P
         encoder.by_modality([*own, *SHIRTS[:2]])
 
 
+@pytest.mark.parametrize("kind", ["vit", "clip"])
+def test_a_model_of_one_picture_refuses_an_item_of_several_and_takes_one_without_a_text(
+    folders: dict[str, Path], kind: str
+) -> None:
+    encoder = load(folders[kind])
+    assert torch.equal(vectors(encoder, [Composed(PICTURES[:1], "")]), vectors(encoder, PICTURES[:1]))
+    with pytest.raises(DataError, match=r"takes one picture in an item, and 1 items .* have several \(the first one 2"):
+        encoder.by_modality([*PICTURES, Composed(PICTURES[:2], "")])
+
+
 def test_both_parts_count_for_the_budget_of_a_chunk_and_cut_texts_are_counted(folders: dict[str, Path]) -> None:
     encoder = load(folders["clip"])
-    long = Composed(PICTURES[0], "red " * 500)
+    long = Composed((PICTURES[0],), "red " * 500)
     features = encoder.featurize([*SHIRTS, long], "query")
     alone = encoder.featurize([*(item.text for item in SHIRTS), long.text], "query")
     assert (features.lengths == encoder.picture_tokens + alone.lengths).all()
@@ -105,18 +115,21 @@ def test_identity_is_of_both_parts_and_of_nothing_else(tmp_path: Path) -> None:
     image = PICTURES[0]
     copy = tmp_path / "copy.png"
     copy.write_bytes(image.read())
-    item = Composed(image, "in red")
-    assert content_id(item) == content_id(Composed(Image(str(copy)), " in red "))
-    others: list[Item] = [image, "in red", Composed(PICTURES[1], "in red"), Composed(image, "in blue")]
-    assert len({content_id(each) for each in [item, *others]}) == 5
+    item = Composed((image,), "in red")
+    assert content_id(item) == content_id(Composed((Image(str(copy)),), " in red "))
+    others: list[Item] = [image, "in red", Composed((PICTURES[1],), "in red"), Composed((image,), "in blue")]
+    others += [Composed((image, PICTURES[1]), ""), Composed((PICTURES[1], image), ""), Composed((image,) * 2, "")]
+    others += [Composed((image, PICTURES[1]), "in red")]
+    assert len({content_id(each) for each in [item, *others]}) == 9
+    assert content_id(Composed((image,), "")) == content_id(image), "it is the picture alone"
 
 
 def composed_batch() -> Any:
     """Return 9 records: most queries are composed, positives are pictures, some negatives texts or composed."""
     records = []
     for number in range(9):
-        query: Item = Composed(picture(100 + number), f"but {'very ' * (number % 4)}red {number}")
-        negatives: tuple[Item, ...] = (f"text {number}", Composed(picture(300), "both"))[: number % 3]
+        query: Item = Composed((picture(100 + number),), f"but {'very ' * (number % 4)}red {number}")
+        negatives: tuple[Item, ...] = (f"text {number}", Composed((picture(300),), "both"))[: number % 3]
         records.append(Record(query if number % 4 else f"just {number}", (picture(number),), negatives, None, "f:1"))
     order = GlobalSampler(len(records), batch_size=len(records), seed=3).rows(0)
     return collate([records[row] for row in order], order.tolist())

@@ -51,7 +51,7 @@ def test_a_chunk_is_as_wide_as_its_longest_picture(encoder: Encoder) -> None:
 
 
 def test_a_picture_with_a_text_costs_the_tokens_of_both(encoder: Encoder) -> None:
-    composed = encoder.featurize([Composed(picture(1, SHAPES[1]), "in red")], "query")
+    composed = encoder.featurize([Composed((picture(1, SHAPES[1]),), "in red")], "query")
     alone = encoder.featurize([picture(1, SHAPES[1])], "query")
     text = encoder.featurize(["in red"], "query")
     assert composed.lengths[0] == alone.lengths[0] + text.lengths[0]

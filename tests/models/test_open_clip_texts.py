@@ -207,7 +207,7 @@ def test_coca_keeps_the_padding() -> None:
 def batch_of(num_queries: int = 9) -> ContrastiveBatch:
     """Give texts of all lengths one picture each; every third query is a picture with a text."""
     texts = [text + str(number) for number, text in enumerate(TEXTS[:num_queries])]
-    queries = [Composed(picture_of(50 + n), text) if n % 3 == 2 else text for n, text in enumerate(texts)]
+    queries = [Composed((picture_of(50 + n),), text) if n % 3 == 2 else text for n, text in enumerate(texts)]
     documents = [picture_of(number) for number in range(num_queries)]
     return ContrastiveBatch(
         queries=tuple(queries),
@@ -304,7 +304,7 @@ def test_under_autocast_cut_texts_are_as_near_as_padded_ones(name: str) -> None:
 
 def test_a_picture_with_a_text_is_padded_to_its_text_alone() -> None:
     encoder = build("CLIP")
-    items = [Composed(picture_of(n), text) for n, text in enumerate(["a dog", "a small green house"])]
+    items = [Composed((picture_of(n),), text) for n, text in enumerate(["a dog", "a small green house"])]
     features = encoder.featurize(items, "query")
     assert features.lengths.tolist() == [encoder.picture_tokens + 4, encoder.picture_tokens + 6]
     inputs = encoder.collate(features, np.arange(2), int(features.lengths.max()))

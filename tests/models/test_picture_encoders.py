@@ -140,7 +140,7 @@ def query_of(encoder: Any, number: int) -> Any:
     if "text" not in encoder.modalities:
         return picture(100 + number)
     text = f"query {'x' * (number % 5)}{number}"
-    return Composed(picture(100 + number), text) if number % 3 == 1 else text
+    return Composed((picture(100 + number),), text) if number % 3 == 1 else text
 
 
 def batch_of(encoder: Any, num_queries: int = 7) -> ContrastiveBatch:

@@ -35,4 +35,4 @@ def test_a_text_costs_as_far_as_it_is_read_and_pictures_cost_alike() -> None:
     assert estimated_costs(["ab", "x" * 1000], max_length=None).tolist() == [2, 1000]
     pictures = [Image("a.png"), Image("b.png")]
     assert len(set(estimated_costs(pictures, max_length=8).tolist())) == 1
-    assert estimated_costs([Composed(pictures[0], "red")], max_length=8).tolist() == [3]
+    assert estimated_costs([Composed((pictures[0],), "red")], max_length=8).tolist() == [3]

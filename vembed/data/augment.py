@@ -112,10 +112,12 @@ class Augmenter:
         if isinstance(item, str):
             return item
         if isinstance(item, Composed):
-            return replace(item, image=self._image(item.image, place))
+            first, *more = item.images
+            further = [self._image(image, (*place, number)) for number, image in enumerate(more, start=1)]
+            return replace(item, images=(self._image(first, place), *further))
         return self._image(item, place)
 
-    def _image(self, image: Image, place: tuple[int, int, int]) -> Image:
+    def _image(self, image: Image, place: tuple[int, ...]) -> Image:
         seed = np.random.SeedSequence([self.seed, *place]).generate_state(1, np.uint64)[0]
         return replace(image, augmentation=Augmentation(self.strength, self.flip, int(seed)))
 

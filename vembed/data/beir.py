@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vembed.batch import Composed
 from vembed.data.columns import closest, listing
 from vembed.data.files import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
@@ -195,13 +194,12 @@ def _read_queries(
 
 
 def _with_picture(row: dict[str, Any], text: str, images: ImageRoot, where: str, log: ProblemLog) -> Item | None:
-    """Return the picture of a row, with the row's text where it has one, or note why there is none."""
+    """Return the pictures of a row, with the row's text where it has one, or note why there are none."""
     try:
-        image = images.image(row["image"], name=where)
+        return images.item(row["image"], name=where, text=text)
     except PictureFault as fault:
         log.add(where, fault.reason, column="image")
         return None
-    return Composed(image, text) if text else image
 
 
 def _identified(path: Path, log: ProblemLog, *, known: Mapping[str, Item]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -54,6 +54,8 @@ CORPUS_FILES = ("corpus.jsonl", "corpus.jsonl.gz")
 """What a folder's corpus is called, as in BEIR."""
 
 
+PATH_SEPARATOR = " + "  # stands between the paths of the pictures of one document
+
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 """How a file that is taken for a picture ends, in any case; what it holds is told by its first bytes."""
 
@@ -63,7 +65,7 @@ class Document(NamedTuple):
 
     id: str  # different from that of any other
     item: Item  # title, one space, text (may be empty); or a picture, alone or with such a text
-    path: str = ""  # of a picture, as the corpus names it; "" of a text, and of bytes without a path
+    path: str = ""  # of each picture, as the corpus names it; "" of a text, and of bytes without a path
     caption: str = ""  # what the corpus says that a picture shows; "" where it says nothing
 
     @property
@@ -71,7 +73,7 @@ class Document(NamedTuple):
         """What can be read of it: its text, or the caption of a picture that has none."""
         if isinstance(self.item, str):
             return self.item
-        return self.item.text if isinstance(self.item, Composed) else self.caption
+        return (self.item.text if isinstance(self.item, Composed) else "") or self.caption
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +169,8 @@ class Corpus:
                     if grade > 0:
                         captions.setdefault(name, asked)
         for name, item in self._task.documents.items():
-            picture = next(pictures_in([item]), None)
-            path = "" if picture is None else self._path_in_set(picture)
-            yield Document(name, item, path, captions.get(name, "") if picture else "")
+            path = PATH_SEPARATOR.join(map(self._path_in_set, pictures_in([item])))
+            yield Document(name, item, path, "" if isinstance(item, str) else captions.get(name, ""))
 
     def _path_in_set(self, picture: Image) -> str:
         """Return what a set calls a picture; no folder of this machine is kept."""
@@ -239,10 +240,10 @@ class Corpus:
     ) -> Iterator[Document]:
         cells = row[column] if isinstance(row[column], list) else [row[column]]
         id_column = _found(row, self._options.id, ID_COLUMNS)
+        if id_column is not None:
+            cells = [cells]  # one document
         if self._options.id is not None and id_column is None:
             raise _RowFault(None, _missing_column("id_column", (self._options.id,), row))
-        if id_column is not None and len(cells) != 1:
-            raise _RowFault(column, f"expected one picture beside an id, got {len(cells)}")
         text_column = _found(row, self._options.text, TEXT_COLUMNS[:1])
         # Beside a picture without an id `text` is its caption, as in training data.
         text = "" if id_column is None else _document_text(row, text_column, needed=False)
@@ -250,18 +251,19 @@ class Corpus:
         caption = _caption(row, captions)
         for cell in cells:
             try:
-                image = images.image(cell, name=where)
+                item = images.item(cell, name=where, text=text)
             except PictureFault as fault:
                 raise _RowFault(column, fault.reason) from fault
-            path = _path_of(cell, column)
+            path = _paths_of(cell if isinstance(cell, list) else [cell], column)
             if id_column is None:
-                name = path if image.data is None else content_name(image)  # bytes: a path there need not be unique
+                # Bytes: a path there need not be unique.
+                name = path if isinstance(item, Image) and item.data is None else content_name(item)
                 if name in known:
                     self._num_repeated += 1
                     continue
             else:
                 name = _checked_id(row[id_column], id_column, known)
-            yield Document(name, Composed(image, text) if text else image, path, caption)
+            yield Document(name, item, path, caption)
 
 
 class _RowFault(Exception):  # noqa: N818 - a verdict on one row that never leaves this file
@@ -397,11 +399,10 @@ def _caption(row: Mapping[str, Any], columns: tuple[str, ...]) -> str:
     return ""
 
 
-def _path_of(cell: object, column: str) -> str:
-    """Return what a cell calls its picture; "" for bytes alone."""
-    path = cell.get("path") if isinstance(cell, Mapping) else cell
-    if not isinstance(path, str) or not path:
-        return ""
-    if fault := encoding_fault(path):
+def _paths_of(cells: Sequence[object], column: str) -> str:
+    """Return what cells call the pictures of a document; "" for bytes alone."""
+    named = (cell.get("path") if isinstance(cell, Mapping) else cell for cell in cells)
+    paths = [path for path in named if isinstance(path, str) and path]
+    if fault := encoding_fault("".join(paths)):
         raise _RowFault(column, fault)
-    return os.path.normpath(path)
+    return PATH_SEPARATOR.join(map(os.path.normpath, paths))

@@ -11,12 +11,16 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vembed.batch import Image
+from vembed.batch import Composed, Image
 from vembed.data.images import NO_SUCH_FILE, ImageError, ImageLimits, check_image
 from vembed.errors import DataError
 from vembed.files import home_path, is_file, is_folder
 from vembed.text import quoted
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.ASCII | re.IGNORECASE)
 """How an address of any scheme begins (http:, file:, data:), and a drive (C:)."""
@@ -24,6 +28,11 @@ ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*:", re.ASCII | re.IGNORECASE)
 MAX_SHOWN = 120
 NUM_CACHED = 65_536
 """Paths whose verdict is kept: a picture often stands in several rows."""
+
+
+def joined_pictures(images: Sequence[Image], text: str = "") -> Image | Composed:
+    """Return pictures and a text, possibly empty, as one item."""
+    return Composed(tuple(images), text) if text or len(images) > 1 else images[0]
 
 
 class PictureFault(Exception):  # noqa: N818 - a verdict on one cell that never leaves this room
@@ -86,6 +95,22 @@ class ImageRoot:
             return image
         kind = "null" if cell is None else type(cell).__name__
         raise PictureFault(f'expected a picture (a path, bytes, or {{"bytes", "path"}}), got {kind}')
+
+    def item(self, cell: object, *, name: str, text: str = "") -> Image | Composed:
+        """Return the picture of a cell, or of a list the pictures of one item; with a text beside them or without.
+
+        Raises:
+            PictureFault: A picture is refused, or the list is empty.
+        """
+        if type(cell) is not list:
+            return joined_pictures([self.image(cell, name=name)], text)
+        if not cell:
+            raise PictureFault("expected a picture, got an empty list")
+        many = len(cell) > 1
+        images = [
+            self.image(each, name=f"{name} (picture {number})" if many else name) for number, each in enumerate(cell, 1)
+        ]
+        return joined_pictures(images, text)
 
     def _judge(self, path: str) -> str | PictureFault:
         try:

@@ -186,7 +186,7 @@ def item_id(item: Item) -> int:
     try:
         return content_id(item)
     except OSError as error:
-        raise ImageError(next(pictures_in([item])).path, _system_words(error)) from error
+        raise ImageError(str(error.filename or next(pictures_in([item])).path), _system_words(error)) from error
 
 
 def content_name(item: Item) -> str:

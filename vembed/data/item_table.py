@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from vembed.batch import Composed, Image
+from vembed.batch import Composed, Image, pictures_in
 from vembed.data.blobs import Blobs, BlobWriter
 
 if TYPE_CHECKING:
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
 
-_Cells: TypeAlias = "str | tuple[str | None, str, int | None]"
-"""A text; or of a picture its text (None without), its path, and the number of its bytes (None where it is a file)."""
+_Cells: TypeAlias = "str | tuple[str | None, str, int | None, tuple[str, ...] | None, tuple[int | None, ...] | None]"
+"""A text; or of a picture its text (None without), its path, the number of its bytes (None where it is a file), and the
+paths and numbers of the item's further pictures."""
 
 
 class ItemTable(NamedTuple):
     """Items by number."""
 
-    columns: Any  # Arrow table of `text`, and of `path` and `bytes` where there are pictures
+    columns: Any  # Arrow table of `text`, and of the other columns where there are pictures
     blobs: Blobs  # what `bytes` counts into
 
     def at(self, numbers: NDArray[np.int64]) -> list[Item]:
@@ -38,15 +39,22 @@ class ItemTable(NamedTuple):
         table = self.columns.take(pa.array(distinct))
         items: list[Item] = table["text"].to_pylist()
         if "path" in table.column_names:
-            cells = zip(items, table["path"].to_pylist(), table["bytes"].to_pylist(), strict=True)
-            items = [self._item(*parts) for parts in cells]
+            items = [
+                self._item(*cells) for cells in zip(*(table[name].to_pylist() for name in _item_types()), strict=True)
+            ]
         return [items[place] for place in places.tolist()]
 
-    def _item(self, text: Any, path: str | None, number: int | None) -> Item:
+    def _item(
+        self, text: Any, path: str | None, number: int | None, paths: list[str] | None, numbers: list[int | None] | None
+    ) -> Item:
         if path is None:
             return str(text)
-        image = Image(path) if number is None else Image(path, self.blobs[number])
-        return image if text is None else Composed(image, text)
+        image = self._image(path, number)
+        further = tuple(map(self._image, paths or (), numbers or ()))
+        return image if text is None else Composed((image, *further), text)
+
+    def _image(self, path: str, number: int | None) -> Image:
+        return Image(path) if number is None else Image(path, self.blobs[number])
 
 
 class ItemWriter:
@@ -65,12 +73,14 @@ class ItemWriter:
         cells: _Cells
         if isinstance(item, str):
             cells = item
-        elif isinstance(item, Composed):
-            self._has_pictures = True
-            cells = (item.text, item.image.path, self._blob_number(item.image))
         else:
             self._has_pictures = True
-            cells = (None, item.path, self._blob_number(item))
+            first, *more = pictures_in([item])
+            further = (
+                (tuple(image.path for image in more), tuple(map(self._blob_number, more))) if more else (None, None)
+            )
+            text = item.text if isinstance(item, Composed) else None
+            cells = (text, first.path, self._blob_number(first), *further)
         return self._places.setdefault(cells, len(self._places))
 
     def flush(self) -> NDArray[np.int64]:
@@ -78,9 +88,10 @@ class ItemWriter:
         block = list(self._places)
         numbers, new = self._known.numbers(block)
         cells = [block[place] for place in new.tolist()]
-        rows = [each if isinstance(each, tuple) else (each, None, None) for each in cells] if self._has_pictures else ()
-        columns = zip(*rows, strict=True) if rows else (cells, *[[None] * len(cells)] * 2)
-        for (name, kind), column in zip(_item_types().items(), columns, strict=True):
+        types, alone = _item_types(), (None,) * 4
+        rows = [each if isinstance(each, tuple) else (each, *alone) for each in cells] if self._has_pictures else ()
+        columns = zip(*rows, strict=True) if rows else (cells, *[[None] * len(cells)] * 4)
+        for (name, kind), column in zip(types.items(), columns, strict=True):
             self._chunks[name].append(filled(column, kind))
         self._places = {}
         return numbers
@@ -146,7 +157,13 @@ class _KnownItems:
 def _item_types() -> dict[str, Any]:
     import pyarrow as pa
 
-    return {"text": pa.large_string(), "path": pa.large_string(), "bytes": pa.int64()}
+    return {
+        "text": pa.large_string(),
+        "path": pa.large_string(),
+        "bytes": pa.int64(),
+        "further_paths": pa.large_list(pa.large_string()),
+        "further_bytes": pa.large_list(pa.int64()),
+    }
 
 
 def filled(cells: Sequence[Any], kind: Any) -> Any:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vembed.data.images import ImageLimits
 
 ItemInput: TypeAlias = "str | Path | bytes | PIL.Image.Image | Image | Composed"
-"""A text; or a picture as a file, its encoded bytes, a picture of Pillow, or an `Image`; or a picture with a text."""
+"""A text; or a picture as a file, its encoded bytes, a picture of Pillow, or an `Image`; or pictures with a text."""
 
 PICTURE_FORMS = "a pathlib.Path, bytes, or a PIL.Image.Image"
 _SAVED_AS = {
@@ -69,7 +69,8 @@ def _item(row: object, name: str, limits: ImageLimits) -> Item:
     if isinstance(row, str):
         return row
     if isinstance(row, Composed):
-        check_image(row.image, limits)
+        for image in row.images:
+            check_image(image, limits)
         return row
     if isinstance(row, Image):
         image = row

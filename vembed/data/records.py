@@ -284,8 +284,10 @@ def _outside(index: int, count: int) -> IndexError:
     return IndexError(f"record {index} of {count}")
 
 
-def _content(item: Image | Composed) -> dict[str, int | str]:
+def _content(item: Image | Composed) -> dict[str, Any]:
     """Return what an item with a picture holds, for the fingerprint, in a form that no text has."""
+    if isinstance(item, Composed) and len(item.images) > 1:
+        return {"images": [item_id(image) for image in item.images], "text": item.text}
     if isinstance(item, Composed):
-        return {"image": item_id(item.image), "text": item.text}
+        return {"image": item_id(item.images[0]), "text": item.text}
     return {"image": item_id(item)}

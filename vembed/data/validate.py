@@ -11,7 +11,7 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed, Image, pictures_in
-from vembed.data.image_root import ImageRoot, PictureFault
+from vembed.data.image_root import ImageRoot, PictureFault, joined_pictures
 from vembed.data.images import ImageError, item_id
 from vembed.data.texts import describe, text_fault, title_and_text
 from vembed.errors import DataError
@@ -120,7 +120,7 @@ class RowChecker:
     def _query(self, row: Mapping[str, Any], shape: RowShape, where: str) -> Item:
         first, *rest = _filled(row, "query", shape.query, shape.query_image)
         if first == shape.query_image:
-            return self._only_picture(row, first, where)
+            return self._pictures_in_one(row, first, where)
         query = row[first]
         if not rest and isinstance(query, (Image, Composed)):
             return query
@@ -137,13 +137,14 @@ class RowChecker:
                 f"names the picture of {picture!r} instead of saying something of it: a query with a text and a "
                 f"picture is both in one; drop the text with column_mapping: {{{first}: null}}",
             )
-        return Composed(self._only_picture(row, picture, where), text)
+        return self._pictures_in_one(row, picture, where, text)
 
-    def _only_picture(self, row: Mapping[str, Any], column: str, where: str) -> Image:
-        pictures = self._pictures(row[column], column, where)
-        if len(pictures) != 1:
-            raise Fault(column, f"expected one picture, got {len(pictures)}")
-        return pictures[0]
+    def _pictures_in_one(self, row: Mapping[str, Any], column: str, where: str, text: str = "") -> Image | Composed:
+        """Return the pictures of a cell as one item, with a text or without."""
+        pictures = [image for each in self._pictures(row[column], column, where) for image in pictures_in([each])]
+        if not pictures:
+            raise Fault(column, "expected a picture, or a list of them, got none")
+        return joined_pictures(pictures, text)
 
     def _positives(self, row: Mapping[str, Any], shape: RowShape, where: str) -> list[Item]:
         columns = _filled(row, "positive", shape.positive, shape.positive_image)
@@ -171,16 +172,19 @@ class RowChecker:
             negatives += self._pictures(cell(shape.negative_images), shape.negative_images, where)
         return negatives
 
-    def _pictures(self, value: object, column: str, where: str) -> list[Image]:
-        """Return the pictures of a cell: one, or a list of them; null, or an empty cell of CSV, is none."""
+    def _pictures(self, value: object, column: str, where: str) -> list[Image | Composed]:
+        """Return the items of a cell: a picture or a list of items, each a picture or a list of those that make one.
+
+        Null, or an empty cell of CSV, is none.
+        """
         if value is None or (self._cells_are_text and value == ""):
             return []
         cells = value if type(value) is list else [value]
-        pictures: list[Image] = []
+        pictures: list[Image | Composed] = []
         for number, cell in enumerate(cells, start=1):
             place = f" (item {number} of {len(cells)})" if cells is value else ""
             try:
-                pictures.append(self._images.image(cell, name=f"{where} {column}{place}"))
+                pictures.append(self._images.item(cell, name=f"{where} {column}{place}"))
             except PictureFault as fault:
                 raise Fault(column, f"{fault.reason}{place}", escapes=fault.escapes) from fault
         return pictures
@@ -336,7 +340,7 @@ def _check_disjoint_pictures(positives: Sequence[Item], negatives: Sequence[Imag
         wanted = {item_id(item) for item in positives if not isinstance(item, str)}
         for item in negatives:
             if item_id(item) in wanted:
-                (picture,) = pictures_in([item])
+                picture = next(pictures_in([item]))
                 raise Fault(column, f"holds the row's own positive: the picture {quoted(picture.path)}")
     except ImageError as error:
         raise Fault(column, str(error)) from error

@@ -111,7 +111,7 @@ def _refuse_without_tower(searcher: Searcher, parsed: argparse.Namespace) -> Non
 def _answer_all(searcher: Searcher, parsed: argparse.Namespace) -> None:
     if parsed.image is not None:
         image = Image(str(home_path(parsed.image)))
-        (hits,) = searcher.search([image if parsed.query is None else Composed(image, parsed.query)], parsed.k)
+        (hits,) = searcher.search([image if parsed.query is None else Composed((image,), parsed.query)], parsed.k)
         asked = {} if parsed.query is None else {"query": parsed.query}
         _print_hits({**asked, "query_image": str(parsed.image)}, hits, as_json=parsed.json)
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from vembed.batch import Composed, modality_of
+from vembed.batch import Composed, Image, modality_of
 from vembed.distributed.shards import is_shared, whole_tensor
 from vembed.models.fingerprint import tensors_sha256
 from vembed.redact import redact
@@ -50,7 +50,8 @@ def items_digest(items: Iterable[Item]) -> str:
     total = hashlib.sha256()
     for item in items:
         total.update(modality_of(item).encode())
-        for part in (item.text, item.image) if isinstance(item, Composed) else (item,):
+        parts: tuple[str | Image, ...] = (item.text, *item.images) if isinstance(item, Composed) else (item,)
+        for part in parts:
             content = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part.read()
             total.update(len(content).to_bytes(8, "little"))
             total.update(content)

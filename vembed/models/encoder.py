@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from vembed.batch import MODALITY_WORDS, modality_of
+from vembed.batch import MODALITY_WORDS, Composed, modality_of
 from vembed.data.images import Background, ImageLimits
 from vembed.errors import DataError
 from vembed.models.probe import picture_inputs, text_inputs
@@ -69,6 +69,7 @@ class Encoder(nn.Module, ABC):
     dimension: int  # E
     max_length: int | None  # longest text in tokens; None where there is no limit, or no text tower
     modalities: frozenset[Modality] = frozenset({"text"})
+    several_pictures: bool = False  # whether an item may have more than one
     multi_vector: bool = False  # whether `forward` gives several vectors for each row
     image_limits: ImageLimits = ImageLimits()
     image_background: Background = "white"  # behind transparent parts of pictures
@@ -134,7 +135,7 @@ class Encoder(nn.Module, ABC):
         """Return the places of the items of each modality that occurs.
 
         Raises:
-            DataError: An item is of a modality that this encoder doesn't take.
+            DataError: An item is of a modality that this encoder doesn't take, or has more pictures.
         """
         places: dict[Modality, list[int]] = {}
         for place, item in enumerate(items):
@@ -145,6 +146,13 @@ class Encoder(nn.Module, ABC):
                 f"{self.name} takes {' and '.join(sorted(self.modalities))}, and {len(places[strange[0]])} items of "
                 f"the data are {MODALITY_WORDS[strange[0]][1]}: choose a model for both, or map other columns"
             )
+        if not self.several_pictures:
+            many = [item for item in items if isinstance(item, Composed) and len(item.images) > 1]
+            if many:
+                raise DataError(
+                    f"{self.name} takes one picture in an item, and {len(many)} items of the data have several (the "
+                    f"first one {len(many[0].images)}): choose a vision-language model, or make each picture an item"
+                )
         return [(modality, np.array(places[modality], dtype=np.int64)) for modality in sorted(places)]
 
     @property

@@ -13,7 +13,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from vembed.batch import Image
+from vembed.batch import modality_of, pictures_in
 from vembed.data.images import decode_images
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.batch import Item
+    from vembed.batch import Image, Item
     from vembed.data.images import Background, ImageLimits
 
 PATCH_MASK = "pixel_attention_mask"
@@ -36,14 +36,15 @@ DECODED_AT_ONCE = 32
 
 
 def pictures_of(items: Sequence[Item]) -> list[Image]:
-    """Return items that must be pictures.
+    """Return items that must be one picture each.
 
     Raises:
-        TypeError: One is a text: the caller sorted them wrongly.
+        TypeError: One has a text, or several pictures: the caller sorted them wrongly.
     """
-    images = [item for item in items if isinstance(item, Image)]
+    owned = [list(pictures_in([item])) for item in items if modality_of(item) == "image"]
+    images = [own[0] for own in owned if len(own) == 1]
     if len(images) != len(items):
-        raise TypeError(f"{len(items) - len(images)} of {len(items)} items are texts where pictures are expected")
+        raise TypeError(f"{len(items) - len(images)} of {len(items)} items aren't one picture, as expected")
     return images
 
 

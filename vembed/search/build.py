@@ -158,6 +158,12 @@ def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> tuple[i
                     f"{encode.encoder.name} takes {modality_words(taken)}, and document {document.id!r} is a "
                     f"{MODALITY_WORDS[modality][0]}: choose a model for it, or leave such documents out"
                 )
+            count = len(list(pictures_in([document.item])))
+            if count > 1 and not encode.encoder.several_pictures:
+                raise DataError(
+                    f"{encode.encoder.name} takes one picture in an item, and document {document.id!r} has {count}: "
+                    "choose a vision-language model, or give each picture an id"
+                )
             file.write(json.dumps(_row(document), ensure_ascii=False) + "\n")
             num_documents += 1
             num_pictures += modality != "text"
@@ -168,10 +174,6 @@ def _row(document: Document) -> dict[str, str]:
     """Return what is kept of a document beside its vector."""
     row = {"id": document.id, "text": document.text}
     return row if isinstance(document.item, str) else {**row, "image": document.path}
-
-
-def _picture(item: Item) -> Image | None:
-    return next(pictures_in([item]), None)
 
 
 def _require_disk(folder: Path, num_bytes: int) -> None:
@@ -242,7 +244,7 @@ class _Copies:
         np.save(self._folder / PROBE_FILE, self._encode.table(probes, side).astype("<f4", copy=False))
 
     def _polled(self, items: Sequence[Item]) -> Iterator[bytes]:
-        for copy in make_thumbnails(map(_picture, items), self._limits, torch.get_num_threads()):
+        for copy in make_thumbnails(items, self._limits, torch.get_num_threads()):
             self._encode.poll()
             self._first = self._first or copy
             yield copy
@@ -279,8 +281,8 @@ def _slices(path: Path, corpus: Corpus) -> Iterator[list[Document]]:
             if json.loads(file.readline() or "null") != _row(document):
                 raise DataError(f"the corpus changed while it was read, at document {document.id!r}; encode it again")
             documents.append(document)
-            num_pictures += not isinstance(document.item, str)
-            if len(documents) == SLICE_ROWS or num_pictures == PICTURE_SLICE_ROWS:
+            num_pictures += len(list(pictures_in([document.item])))
+            if len(documents) == SLICE_ROWS or num_pictures >= PICTURE_SLICE_ROWS:
                 yield documents
                 documents, num_pictures = [], 0
         if file.read(1):

@@ -192,8 +192,8 @@ class SearchServer(ThreadedWSGIServer):
         if image is not None:
             self._require("image+text" if query else "image")
             with self._decoding:
-                copy = make_thumbnail(image, searcher.limits)
-                (hits,) = searcher.search([Composed(image, query) if query else image], question.k)
+                copy = make_thumbnail((image,), searcher.limits)
+                (hits,) = searcher.search([Composed((image,), query) if query else image], question.k)
             return ShownPicture(copy, image.path), hits
         if question.like is not None:
             if question.like >= len(searcher):

@@ -13,18 +13,21 @@ from itertools import islice
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
+import PIL.Image
 from PIL.Image import Resampling
 
-from vembed.batch import Image
+from vembed.batch import Image, pictures_in
 from vembed.data.images import ImageError, ImageLimits, check_image, decode_image
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
     from PIL.Image import Image as Bitmap
+
+    from vembed.batch import Item
 
 THUMBNAIL_PIXELS = 256  # longest side of a copy; a smaller picture keeps its size
 THUMBNAIL_BYTES = 16_384  # most bytes of a copy
@@ -33,14 +36,14 @@ DRAWING_COLOURS = 256  # a picture of so few is kept without loss where that fit
 _OFFSETS_DTYPE = np.dtype("<i8")
 
 
-def make_thumbnail(image: Image, limits: ImageLimits) -> bytes:
-    """Return a small WebP copy of a picture, without anything that its file holds beside the pixels.
+def make_thumbnail(images: Sequence[Image], limits: ImageLimits) -> bytes:
+    """Return a small WebP copy of pictures side by side, without anything that their files hold beside the pixels.
 
     Raises:
-        ImageError: It can't be decoded.
+        ImageError: One can't be decoded.
     """
-    bitmap = decode_image(image, limits)
-    bitmap.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), Resampling.LANCZOS, reducing_gap=2.0)
+    bitmap = _side_by_side([_small(image, limits) for image in images])
+    bitmap.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), Resampling.LANCZOS)
     if bitmap.getcolors(DRAWING_COLOURS) is not None:
         drawing = _webp(bitmap, lossless=True)
         if len(drawing) <= THUMBNAIL_BYTES:
@@ -54,23 +57,41 @@ def make_thumbnail(image: Image, limits: ImageLimits) -> bytes:
     return copy
 
 
+def _small(image: Image, limits: ImageLimits) -> Bitmap:
+    bitmap = decode_image(image, limits)
+    bitmap.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), Resampling.LANCZOS, reducing_gap=2.0)
+    return bitmap
+
+
+def _side_by_side(bitmaps: Sequence[Bitmap]) -> Bitmap:
+    """Return pictures in a row, on white."""
+    if len(bitmaps) == 1:
+        return bitmaps[0]
+    row = PIL.Image.new("RGB", (sum(each.width for each in bitmaps), max(each.height for each in bitmaps)), "white")
+    left = 0
+    for each in bitmaps:
+        row.paste(each, (left, 0))
+        left += each.width
+    return row
+
+
 def _webp(bitmap: Bitmap, *, quality: int = 80, lossless: bool = False) -> bytes:
     buffer = io.BytesIO()
     bitmap.save(buffer, "WEBP", quality=quality, lossless=lossless, method=4)
     return buffer.getvalue()
 
 
-def make_thumbnails(images: Iterable[Image | None], limits: ImageLimits, num_threads: int) -> Iterator[bytes]:
-    """Yield the copy of each picture, and no bytes for None, in order; Pillow works outside of Python's lock.
+def make_thumbnails(items: Iterable[Item], limits: ImageLimits, num_threads: int) -> Iterator[bytes]:
+    """Yield the copy of each item's pictures, no bytes for a text, in order; Pillow works outside of Python's lock.
 
     Raises:
         ImageError: One can't be decoded.
     """
 
-    def copy_of(image: Image | None) -> bytes:
-        return b"" if image is None else make_thumbnail(image, limits)
+    def copy_of(item: Item) -> bytes:
+        return b"" if isinstance(item, str) else make_thumbnail(tuple(pictures_in([item])), limits)
 
-    remaining = iter(images)
+    remaining = iter(items)
     with ThreadPoolExecutor(max(1, num_threads)) as pool:
         while block := list(islice(remaining, 4 * max(1, num_threads))):
             yield from pool.map(copy_of, block)

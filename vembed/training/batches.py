@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 CHARACTERS_PER_TOKEN = 4
 """Of English texts. Only the proportion between rows counts, and where a text is cut."""
 
+PICTURE_CHARACTERS = 1024
+"""What a further picture of an item costs beside the texts: some hundred tokens."""
+
 
 class Batches(Protocol):
     """Where the loop gets its batches from."""
@@ -183,11 +186,13 @@ def estimated_costs(items: Sequence[Item], max_length: int | None) -> NDArray[np
         max_length: Longest text in tokens; None where there is no limit.
 
     Returns:
-        (n,): characters of a text as far as it is read; pictures cost alike.
+        (n,): characters of a text as far as it is read, and more for each further picture; pictures cost alike.
     """
     longest = np.iinfo(np.int64).max if max_length is None else max_length * CHARACTERS_PER_TOKEN
     lengths = [len(_text(item)) for item in items]
-    return np.minimum(np.array(lengths, dtype=np.int64), longest)
+    further = [len(item.images) - 1 if isinstance(item, Composed) else 0 for item in items]
+    costs: NDArray[np.int64] = np.minimum(np.array(lengths, dtype=np.int64), longest)
+    return costs + PICTURE_CHARACTERS * np.array(further, dtype=np.int64)
 
 
 def assign_rows(groups: Sequence[NDArray[np.int64]], costs_N: NDArray[np.int64], world_size: int) -> RowAssignment:

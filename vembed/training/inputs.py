@@ -183,7 +183,8 @@ def _fingerprint(records: RecordTable, tasks: Sequence[RetrievalData]) -> str:
 def _fingerprint_of(value: Item | Mapping[str, int]) -> object:
     """Return a text or judgements as they are, and of a picture what it shows, wherever it lies."""
     if isinstance(value, Composed):
-        return {"picture": content_id(value.image), "text": value.text}
+        first, *more = (content_id(image) for image in value.images)
+        return {"picture": first, "text": value.text} | ({"further": more} if more else {})
     return {"picture": content_id(value)} if isinstance(value, Image) else value
 
 

@@ -156,7 +156,7 @@ def _pairs(source: PresetSource, path: Path, pictures: _Pictures, *, needs_membe
             continue
         reference, target = pictures.get(row["reference"]), pictures.get(row["target_hard"])
         if reference is not None and target is not None:
-            query = Composed(reference, row["caption"])
+            query = Composed((reference,), row["caption"])
             members = frozenset(_members(row))
             pairs[str(number)] = _Pair(str(number), query, target, row["reference"], row["target_hard"], members, line)
     source.check()

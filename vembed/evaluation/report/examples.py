@@ -9,12 +9,12 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from vembed.batch import Composed, Image, pictures_in
+from vembed.batch import Composed, pictures_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from vembed.batch import Item
+    from vembed.batch import Image, Item
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.result import EvaluationResult
 
@@ -61,7 +61,7 @@ class Example:
     def has_picture_results(self) -> bool:
         """Whether every document that is shown is a picture: a grid then shows more than a list."""
         items = [hit.item for hit in (*self.hits, *self.missed)]
-        return any(picture_of(item) for item in items) and not any(isinstance(item, str) for item in items)
+        return any(map(pictures_of, items)) and not any(isinstance(item, str) for item in items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +165,14 @@ def shown_pictures(groups: Iterable[Group]) -> list[Image]:
     return list(pictures_in(items))
 
 
-def picture_of(item: Item | None) -> Image | None:
-    """Return the picture of an item, or None where it has none."""
-    return item.image if isinstance(item, Composed) else item if isinstance(item, Image) else None
+def pictures_of(item: Item | None) -> list[Image]:
+    """Return the pictures of an item, none where it is a text or the task doesn't have it."""
+    return [] if item is None else list(pictures_in([item]))
 
 
 def text_of(item: Item | None) -> str | None:
     """Return the text of an item, or None where it has none."""
-    return item.text if isinstance(item, Composed) else item if isinstance(item, str) else None
+    return (item.text or None) if isinstance(item, Composed) else item if isinstance(item, str) else None
 
 
 def picture_captions(task: RetrievalData) -> dict[str, str]:
@@ -181,14 +181,14 @@ def picture_captions(task: RetrievalData) -> dict[str, str]:
     for query_id in sorted(task.qrels):
         text = text_of(task.queries.get(query_id))
         for document_id, grade in task.qrels[query_id].items() if text else ():
-            if grade > 0 and document_id not in captions and picture_of(task.documents.get(document_id)):
+            if grade > 0 and document_id not in captions and pictures_of(task.documents.get(document_id)):
                 captions[document_id] = text or ""
     return captions
 
 
 def _query_caption(task: RetrievalData, query_id: str) -> str:
     """Return the text of the first document, by id, that is relevant to a picture, or nothing."""
-    if picture_of(task.queries.get(query_id)) is None:
+    if not pictures_of(task.queries.get(query_id)):
         return ""
     relevant = sorted(name for name, grade in task.qrels.get(query_id, {}).items() if grade > 0)
     return next((text for name in relevant if (text := text_of(task.documents.get(name)))), "")

@@ -8,7 +8,7 @@ from vembed.evaluation.pages import html_environment, markdown_environment
 from vembed.evaluation.report import charts
 from vembed.evaluation.report.comparison import SYMBOLS, sum_table
 from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.examples import picture_of, text_of
+from vembed.evaluation.report.examples import pictures_of, text_of
 from vembed.evaluation.report.machine import render_json
 from vembed.evaluation.report.pictures import picture_name
 from vembed.evaluation.report.settings import records_table
@@ -62,7 +62,7 @@ def _render(environment: Environment, name: str, content: Content, functions: Ma
         content=content,
         report=content.report,
         symbols=SYMBOLS,
-        picture_of=picture_of,
+        pictures_of=pictures_of,
         text_of=text_of,
         sum_table=sum_table,
         records_table=records_table,

@@ -107,7 +107,14 @@ COMMANDS = Registry(
 )
 """`vembed NAME`; the first line of a function's docstring is what the list of commands says."""
 
-TRACKERS = Registry("tracker", {"tensorboard": "vembed.training.trackers.tensorboard:TensorBoardTracker"})
+TRACKERS = Registry(
+    "tracker",
+    {
+        "tensorboard": "vembed.training.trackers.tensorboard:TensorBoardTracker",
+        "wandb": "vembed.training.trackers.wandb:WandbTracker",
+        "swanlab": "vembed.training.trackers.swanlab:SwanlabTracker",
+    },
+)
 """Names that `report_to` takes -> a `Tracker` class (vembed/training/trackers/base.py)."""
 
 ENCODERS = Registry(

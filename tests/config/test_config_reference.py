@@ -13,7 +13,8 @@ import vembed
 from vembed.config.keys.data import ColumnName
 from vembed.config.load import load_config
 from vembed.config.reference import render_reference
-from vembed.config.schema import ALIASES, config_class, fields, key_names
+from vembed.config.schema import config_class, fields, key_names
+from vembed.config.synonyms import ALIASES
 from vembed.data.columns import COLUMNS
 
 ROOT = Path(vembed.__file__).parents[1]

@@ -10,7 +10,6 @@ from pydantic import ValidationError
 from vembed.config.keys.evaluation import metrics_that_choose
 from vembed.config.messages import key_schemas
 from vembed.config.schema import (
-    ALIASES,
     SECTIONS,
     Config,
     config_class,
@@ -20,6 +19,7 @@ from vembed.config.schema import (
     rules,
     section_keys,
 )
+from vembed.config.synonyms import ALIASES
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -72,7 +72,7 @@ def test_the_model_name_is_required() -> None:
         ("adam_beta1", 1.0, 0),
         ("adam_beta2", -0.1, 0.999),
         ("adam_epsilon", 0, 1e-12),
-        ("max_grad_norm", 0, None),
+        ("max_grad_norm", False, None),
         ("max_grad_norm", -1, 0.5),
         ("warmup_ratio", 1.01, 1),
         ("warmup_ratio", -0.01, 0),
@@ -89,13 +89,13 @@ def test_the_model_name_is_required() -> None:
         ("eval_strategy", False, "no"),
         ("metric_for_best_model", "ndcg@20", "ndcg@100"),
         ("metric_for_best_model", "ndcg@10\n", "hit@1"),
-        ("report_to", "wandb", "none"),
-        ("report_to", ["tensorboard", "wandb"], ["tensorboard"]),
+        ("report_to", "mlflow", "all"),
+        ("report_to", ["tensorboard", "all"], ["tensorboard", "wandb"]),
         ("report_to", ["none"], []),
         ("nonfinite_policy", "ignore", "skip"),
         ("save_total_limit", 1, 2),
         ("save_minutes", 0, 0.5),
-        ("save_steps", 0, None),
+        ("save_steps", -1, None),
         ("use_gradient_cache", "true", True),
         ("gradient_cache_chunk_size", 0, 1),
         ("gradient_cache_chunk_tokens", 1.5, 4096),
@@ -260,6 +260,12 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"mrl_dims": [8, 8]}, {"mrl_dims": [8, 4]}, "holds a number twice"),
     ({"mrl_weights": [1.0]}, {"mrl_weights": [1.0], "mrl_dims": [8]}, "mrl_weights has no effect without mrl_dims"),
     ({"mrl_weights": [1.0], "mrl_dims": [8, 4]}, {"mrl_dims": [8, 4]}, "one weight for each"),
+    (
+        {"save_strategy": "no", "save_steps": 5},
+        {"save_strategy": "epoch", "save_steps": 5},
+        "set save_strategy to steps",
+    ),
+    ({"save_strategy": "no", "save_minutes": 5.0}, {"save_strategy": "no"}, "set save_strategy to steps or epoch"),
     ({"max_skipped_steps": 5}, {"max_skipped_steps": 5, "nonfinite_policy": "skip"}, "set nonfinite_policy to skip"),
 ]
 
@@ -309,9 +315,8 @@ def test_all_broken_rules_are_told_at_once() -> None:
 
 @pytest.mark.parametrize("alias", sorted(ALIASES))
 def test_an_alias_sets_its_keys_and_is_refused_beside_one(alias: str) -> None:
-    value = {"lr": 1e-3, "per_device_train_batch_size": 8, "dataloader_num_workers": 2, "num_gpus": 2}.get(
-        alias, "text"
-    )
+    values = {"lr": 1e-3, "per_device_train_batch_size": 8, "dataloader_num_workers": 2, "num_gpus": 2}
+    value = (values | {"use_torch_compile": False, "pin_memory": False}).get(alias, "text")
     config = Config.model_validate({**({} if alias == "model_name_or_path" else {"model_name": "m"}), alias: value})
     for target in ALIASES[alias]:
         assert getattr(config, target) == value

@@ -18,7 +18,7 @@ from vembed.config.dump import config_hash, dump_config, plain_values
 from vembed.config.load import LoadedConfig, load_config, load_values
 from vembed.config.messages import key_schemas
 from vembed.config.resume import resume_differences
-from vembed.config.schema import ALIASES
+from vembed.config.synonyms import ALIASES
 from vembed.errors import ConfigError
 from vembed.redact import lacks_secret, redact
 

@@ -34,6 +34,13 @@ def test_auto_takes_the_cores_that_training_leaves_where_there_are_pictures() ->
     assert planned(CPU, PICTURES, 0)[0] == 0
 
 
+def test_who_sets_the_batches_of_a_worker_gets_them() -> None:
+    keys = Config.model_validate({"model_name": "builtin:tiny-clip", "num_workers": 3, "prefetch_factor": 5})
+    loading = plan_loading(keys, CPU, PICTURES, num_queries=100)
+    assert loading.batches_ahead == 15
+    assert "up to 15 batches ahead" in loading.reason
+
+
 def test_texts_are_tokenized_by_workers_where_an_accelerator_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = replace(CPU, device="cuda", num_busy_cores=1)
     texts = replace(PICTURES, pictures_per_record=0.0, picture_bytes=0)

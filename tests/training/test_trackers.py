@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ from vembed.errors import MachineError
 from vembed.training.trackers.base import GuardedTracker
 from vembed.training.trackers.jsonl import JsonlTracker, read_rows
 from vembed.training.trackers.tensorboard import TensorBoardTracker
+from vembed.training.trackers.wandb import WandbTracker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -354,6 +356,90 @@ def test_a_missing_tensorboard_is_said_before_training_with_the_key_to_set(monke
         with pytest.raises(MachineError, match="report_to: none"):
             TensorBoardTracker(None)  # type: ignore[arg-type]
     TensorBoardTracker(None)  # type: ignore[arg-type]
+
+
+STAND_INS = {
+    "wandb": """
+class Run:
+    def define_metric(self, name, step_metric=None): show("define", name, step_metric)
+    def log(self, values): show("log", values["step"], {k: v for k, v in values.items() if k != "step"})
+    def finish(self): show("finish")
+def init(**options): show("init", {k: options[k] for k in ("project", "name", "resume", "config")}, options["id"]); \
+    return Run()
+""",
+    "swanlab": """
+class Run:
+    def log(self, values, step): show("log", step, values)
+    def finish(self): show("finish")
+def init(*, experiment_name, logdir, **options): show("init", {"name": experiment_name} | {
+    k: options[k] for k in ("project", "resume", "config")}, options["id"]); return Run()
+""",
+}
+"""Each writes down what it was told, as the package of that name takes it."""
+
+DRIVER = """
+import sys
+from pathlib import Path
+from vembed.training.trackers.registry import open_trackers
+for tracker in open_trackers(sys.argv[1], Path("my-run"), resume_step=int(sys.argv[2]), config={"seed": 3})[1:]:
+    tracker.log(1, {"loss": 0.5})
+    tracker.log_ranks(1, {"loss": [0.25, float("nan")]})
+    tracker.log_evaluation(1, {"ndcg@10": 0.75})
+    tracker.close()
+"""
+
+
+def drive_stand_in(folder: Path, report_to: str, *, resume_step: int = 0) -> list[list[Any]]:
+    """Run trackers in a process in which stand-ins are the packages, and return what these were told."""
+    for name, code in STAND_INS.items():
+        head = "import json\ndef show(*told):\n    print(json.dumps(told), file=open('told.jsonl', 'a'), flush=True)"
+        (folder / "packages").mkdir(exist_ok=True)
+        (folder / "packages" / f"{name}.py").write_text(f"{head}\n{code}")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "packages"), *filter(None, sys.path)])}
+    (folder / "told.jsonl").unlink(missing_ok=True)
+    command = [sys.executable, "-c", DRIVER, report_to, str(resume_step)]
+    subprocess.run(command, env=environment, cwd=folder, check=True, timeout=60)
+    return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", STAND_INS)
+def test_a_service_gets_every_number_by_its_own_package(tmp_path: Path, name: str) -> None:
+    told = [each for each in drive_stand_in(tmp_path, name) if each[0] != "define"]
+    (_, options, run_id), *logged, finish = told
+    assert options == {"project": "vembed", "name": "my-run", "resume": "allow", "config": {"seed": 3}}
+    assert logged == [
+        ["log", 1, {"train/loss": 0.5}],
+        ["log", 1, {"ranks/loss/0": 0.25}],
+        ["log", 1, {"evaluation/ndcg@10": 0.75}],
+    ]
+    assert finish == ["finish"]
+    resumed = drive_stand_in(tmp_path, name, resume_step=4)
+    assert resumed[0][2] == run_id, "a resumed training goes on in the same run"
+    assert drive_stand_in(tmp_path, name)[0][2] != run_id
+
+
+def test_all_is_each_tracker_whose_package_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vembed.training.trackers.registry import open_trackers
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "wandb").mkdir()  # what runs of wandb leave behind is no package
+
+    def kinds(report_to: str | list[str]) -> list[str]:
+        opened = open_trackers(report_to, tmp_path / "run", resume_step=0, config={})[1:]
+        return [each._name for each in opened if isinstance(each, GuardedTracker)]
+
+    assert "wandb" not in kinds("all")
+    (tmp_path / "swanlab.py").write_text("")
+    importlib.invalidate_caches()
+    assert kinds("all") == ["tensorboard", "swanlab"]
+    assert kinds("none") == []
+
+
+def test_a_missing_package_of_a_service_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(MachineError, match="pip install wandb"):
+        WandbTracker(None)  # type: ignore[arg-type]
 
 
 def test_importing_the_trackers_does_not_import_tensorboard() -> None:

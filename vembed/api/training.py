@@ -44,7 +44,9 @@ def train(config: str | Path | Mapping[str, object] | Config, /, **overrides: ob
     command = redact(f"vembed.train({', '.join(words)})")
     watchdog = Watchdog()
     try:
-        result = run_from_config(loaded.config, command=command, sources=loaded.sources, watchdog=watchdog)
+        result = run_from_config(
+            loaded.config, command=command, sources=loaded.sources, notes=loaded.notes, watchdog=watchdog
+        )
     except BaseException:
         watchdog.stop(together=False)
         raise

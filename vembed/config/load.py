@@ -2,7 +2,8 @@
 
 1. The file and the overrides are read, each by itself, and the plugins that they name are imported.
 2. Unknown keys and an alias beside its key are told; overrides are laid over the file.
-3. The schema judges the result; the rules between keys are judged even where other keys are wrong.
+3. Keys that only other trainers have become a note or a problem.
+4. The schema judges the result; the rules between keys are judged even where other keys are wrong.
 """
 
 import difflib
@@ -16,12 +17,13 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vembed.config.fields import BrokenRules
-from vembed.config.messages import explain, unknown_key
+from vembed.config.fields import BrokenRules, word
+from vembed.config.messages import explain, show_value, unknown_key
 from vembed.config.plugins import import_plugins
-from vembed.config.schema import ALIASES, Config, fields
+from vembed.config.schema import Config, fields
 from vembed.config.settings import parse_overrides, read_values
 from vembed.config.sources import Entry, Layer, Place, Problem, Refused, raise_problems
+from vembed.config.synonyms import ALIASES, Foreign, foreign, is_foreign
 from vembed.config.text import MAX_NODES, Pairs, read_mapping, resolve
 from vembed.errors import ConfigError
 from vembed.redact import MASK, lacks_secret, printable, shown
@@ -43,6 +45,7 @@ class LoadedConfig:
     config: Config
     sources: Mapping[str, str]  # key -> `configs/a.yaml:3` or "override"; a key that isn't there has its default
     path: Path | None  # the file, if there is one
+    notes: tuple[str, ...] = ()  # what keys of other trainers come to here, one line for each that was given
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
@@ -92,11 +95,47 @@ def _check(lower: Layer, upper: Layer, path: Path | None) -> LoadedConfig:
     settings = _lay_over(base, top)
     start = Place(0, 0, "configuration" if path is None else printable(str(path)))
     raise_problems(_unwritable(settings, start))
+    notes, foreign_problems = _judge_foreign(settings)
+    settings = {name: setting for name, setting in settings.items() if not _is_only_foreign(name)}
     config, schema_problems = _validate(settings, start, complete=lower.entries is not None)
-    problems = [*lower.problems, *upper.problems, *base_problems, *top_problems, *schema_problems]
+    problems = [*lower.problems, *upper.problems, *base_problems, *top_problems]
+    problems += [*foreign_problems, *schema_problems]
     raise_problems([*problems, *_masked(settings)])
     assert config is not None  # a Config is missing only beside a problem
-    return LoadedConfig(config, {key: setting.place.source for key, setting in settings.items()}, path)
+    return LoadedConfig(config, {key: setting.place.source for key, setting in settings.items()}, path, notes)
+
+
+def _is_only_foreign(name: str) -> bool:
+    return name not in fields() and is_foreign(name)
+
+
+def _judge_foreign(settings: Mapping[str, Entry]) -> tuple[tuple[str, ...], list[Problem]]:
+    """Return a note or a problem for each key that only other trainers have; null asks for nothing."""
+    notes, problems = [], []
+    for name, setting in settings.items():
+        if not _is_only_foreign(name) or setting.value is None:
+            continue
+        row, value = foreign(name, setting.value), show_value(setting.value)
+        if row is None:
+            text = f"must be true or false, got {value}; it is a key of other trainers, and decides nothing here"
+        elif row.verdict == "refused":
+            text = f"{value}: {row.text}"
+        elif contradiction := _lacks_company(row, settings):
+            text = contradiction
+        else:
+            notes.append(f"{name} {value}: {row.text}")
+            continue
+        problems.append(Problem(setting.place, text, name))
+    return tuple(notes), problems
+
+
+def _lacks_company(row: Foreign, settings: Mapping[str, Entry]) -> str | None:
+    """Say what contradicts a key that only repeats whether another one is set."""
+    other = row.goes_with
+    if other is None or (other in settings and settings[other].value is not None) == row.value:
+        return None
+    fix = "set" if row.value else "remove"
+    return f"{word(row.value)} contradicts {other}, which alone decides; {fix} {other}"
 
 
 def _import_plugins(lower: Layer, upper: Layer) -> None:
@@ -171,7 +210,7 @@ def _nearest_file(path: Path) -> str:
 
 
 def _is_mapping(key: str) -> bool:
-    return isinstance(fields()[key].default, Mapping)
+    return key in fields() and isinstance(fields()[key].default, Mapping)
 
 
 def _settle(entries: Iterable[Entry]) -> tuple[dict[str, Entry], list[Problem]]:
@@ -180,7 +219,7 @@ def _settle(entries: Iterable[Entry]) -> tuple[dict[str, Entry], list[Problem]]:
     problems = []
     for entry in entries:
         targets = ALIASES.get(entry.name, (entry.name,))
-        unknown = [target for target in targets if target not in fields()]
+        unknown = [target for target in targets if target not in fields() and not is_foreign(target)]
         if unknown:
             problems.append(Problem(entry.place, unknown_key(entry.name), shown(entry.name)))
             continue

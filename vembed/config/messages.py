@@ -11,7 +11,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vembed.config.fields import LARGEST_COUNT, Section
-from vembed.config.schema import ALIASES, Config, config_class, key_names
+from vembed.config.schema import Config, config_class, key_names
+from vembed.config.synonyms import ALIASES, foreign
 from vembed.errors import ConfigError
 from vembed.redact import redact_value, shown
 
@@ -61,6 +62,9 @@ def explain(name: str, errors: Sequence[ErrorDetails], value: object) -> str:
     """Turn pydantic's errors about one value into a sentence."""
     schema = key_schemas()[name]
     kinds = {error["type"] for error in errors}
+    row = foreign(name, value)
+    if row is not None and row.verdict == "refused":
+        return f"{show_value(value)}: {row.text}"
     if "missing" in kinds:
         return f"a required key is missing; set it, such as {name}: NAME ({schema['description']})"
     if len(errors[0]["loc"]) > 1 and "additionalProperties" in schema:

@@ -10,7 +10,8 @@ from typing import Any
 from vembed.config.fields import LARGEST_COUNT
 from vembed.config.load import MAX_FILE_BYTES, MAX_TEXT_BYTES
 from vembed.config.messages import expectation, key_schemas
-from vembed.config.schema import ALIASES, SECTIONS, key_names, rules, section_keys
+from vembed.config.schema import SECTIONS, key_names, rules, section_keys
+from vembed.config.synonyms import ALIASES, EVERY, FOREIGN, Foreign
 from vembed.config.text import write_mapping
 
 _INTRODUCTION = f"""# Configuration
@@ -65,7 +66,7 @@ the weights nor the order of the samples; a change of any other key is *refused*
 
 def render_reference() -> str:
     """Return the text of docs/configuration.md."""
-    return "\n".join([_INTRODUCTION, *(_section(title) for title in SECTIONS), _aliases(), _rules()])
+    return "\n".join([_INTRODUCTION, *(_section(title) for title in SECTIONS), _aliases(), _foreign(), _rules()])
 
 
 def _section(title: str) -> str:
@@ -99,6 +100,25 @@ def _aliases() -> str:
         f"| `{alias}` | {' and '.join(f'`{target}`' for target in targets)} |" for alias, targets in ALIASES.items()
     ]
     return "\n".join([*lines, ""])
+
+
+def _foreign() -> str:
+    lines = ["## Keys and values of other trainers", ""]
+    lines += ["What is accepted is a line of the plan; what is refused is an error, with this text.", ""]
+    lines += ["| Here | As other trainers have it |", "|---|---|"]
+    groups: dict[str, list[str]] = {}
+    for row in FOREIGN:
+        groups.setdefault(_comes_to(row), []).append(f"`{row.key}{_foreign_value(row)}`")
+    lines += [f"| {here} | {', '.join(there)} |" for here, there in groups.items()]
+    return "\n".join([*lines, ""])
+
+
+def _foreign_value(row: Foreign) -> str:
+    return "" if row.value is EVERY else f": {_yaml(row.value)}"
+
+
+def _comes_to(row: Foreign) -> str:
+    return f"the same as `{_yaml(row.ours)}`" if row.verdict == "same" else f"{row.verdict}: {row.text}"
 
 
 def _rules() -> str:

@@ -24,20 +24,10 @@ from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.keys.output import OutputKeys
 from vembed.config.plugins import PluginKeys, import_plugins
+from vembed.config.synonyms import ALIASES, foreign
 from vembed.errors import ConfigError
 from vembed.redact import redact_value
 from vembed.registry import LOSSES
-
-ALIASES: Mapping[str, tuple[str, ...]] = {
-    "model_name_or_path": ("model_name",),
-    "prompt": ("query_prompt", "document_prompt"),
-    "per_device_train_batch_size": ("batch_size",),
-    "lr": ("learning_rate",),
-    "resume_from_checkpoint": ("resume",),
-    "dataloader_num_workers": ("num_workers",),
-    "num_gpus": ("num_processes",),
-}
-"""Other names of a key, or of several that one value sets. An alias beside its key is an error."""
 
 SECTIONS: Mapping[str, type[Section]] = {
     "Model": ModelKeys,
@@ -80,7 +70,9 @@ class Config(
             "resume",
             "logging_steps",
             "num_workers",
+            "prefetch_factor",
             "report_to",
+            "save_strategy",
             "save_steps",
             "save_minutes",
             "save_total_limit",
@@ -121,6 +113,10 @@ class Config(
                     msg = f"{alias} sets {target}, which is also set; keep one of them"
                     raise ValueError(msg)
                 expanded[target] = values[alias]
+        for name, value in expanded.items():
+            row = foreign(name, value)
+            if row is not None and row.verdict == "same":
+                expanded[name] = row.ours
         return expanded
 
     @model_validator(mode="after")

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from vembed.config.schema import ALIASES, fields
+from vembed.config.schema import fields
 from vembed.config.sources import Entry, Layer, Place, Problem, Refused
+from vembed.config.synonyms import ALIASES
 from vembed.config.text import MAX_DEPTH, MAX_NODES, TOO_MANY, read_flow, read_plain
 from vembed.redact import MASK, names_secret, shown
 

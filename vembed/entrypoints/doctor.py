@@ -77,6 +77,6 @@ def _plan(loaded: LoadedConfig) -> dict[str, Any]:
     quiet_libraries()
     with TemporaryDirectory(prefix="vembed-doctor-") as folder:
         config = loaded.config.model_copy(update={"output_dir": folder})
-        run_from_config(config, mode="plan", sources=loaded.sources)
+        run_from_config(config, mode="plan", sources=loaded.sources, notes=loaded.notes)
         plan: dict[str, Any] = json.loads((Path(folder) / "plan.json").read_text("utf-8"))
     return plan

@@ -72,7 +72,10 @@ def _plan(parsed: argparse.Namespace, *, elsewhere: bool) -> int:
     if not elsewhere:
         with TemporaryDirectory(prefix="vembed-plan-") as folder:
             run_from_config(
-                loaded.config.model_copy(update={"output_dir": folder}), mode="plan", sources=loaded.sources
+                loaded.config.model_copy(update={"output_dir": folder}),
+                mode="plan",
+                sources=loaded.sources,
+                notes=loaded.notes,
             )
             print((Path(folder) / "plan.json").read_text("utf-8"), end="")
         return ExitCode.OK

@@ -83,7 +83,15 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
 
         quiet_libraries()
         command = redact(shlex.join([*called.split(), *words]))
-        run_from_config(loaded.config, mode=mode, command=command, sources=loaded.sources, watchdog=watchdog, stop=stop)
+        run_from_config(
+            loaded.config,
+            mode=mode,
+            command=command,
+            sources=loaded.sources,
+            notes=loaded.notes,
+            watchdog=watchdog,
+            stop=stop,
+        )
     shut_down(watchdog)
     return ExitCode.OK
 
@@ -131,6 +139,7 @@ def _refuse_deepspeed(path: Path | None) -> None:
 def _say_valid(loaded: LoadedConfig) -> None:
     where = str(loaded.path) if loaded.path is not None else "the overrides"
     print(f"{redact(where)}: valid, {len(loaded.sources)} keys set, the others have their defaults")
+    print(*loaded.notes, sep="\n", end="\n" if loaded.notes else "")
     if loaded.config.data_path is None:
         print("warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)")
 

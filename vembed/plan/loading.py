@@ -54,7 +54,8 @@ def plan_loading(
         why += f"; {num_workers} whose batches of {show_bytes(batch_bytes)} take at most {show_bytes(budget)}"
     if not num_workers:
         return Loading(0, 0, f"num_workers 0: {why}")
-    per_worker = BATCHES_PER_WORKER if BATCHES_PER_WORKER * num_workers * batch_bytes <= budget else 1
+    has_room = BATCHES_PER_WORKER * num_workers * batch_bytes <= budget
+    per_worker = (BATCHES_PER_WORKER if has_room else 1) if keys.prefetch_factor == "auto" else keys.prefetch_factor
     ahead = per_worker * num_workers
     amount = f"up to {ahead} batches ahead, {show_bytes(ahead * batch_bytes)} of {content}"
     return Loading(num_workers, ahead, f"num_workers {num_workers}: {why}; {amount}")

@@ -48,8 +48,11 @@ class DiskNeeds:
         trained = (each for each in chain(encoder.parameters(), loss.parameters()) if each.requires_grad)
         weights = bytes_of((*module_tensors(encoder).values(), *module_tensors(loss).values()))
         total, every = plan.steps.total, plan.steps.eval_every
-        by_steps = 0 if keys.save_steps is None else total // keys.save_steps
-        num_certain = by_steps + (keys.save_steps is None or total % keys.save_steps > 0)  # the last step is saved
+        by_epochs = [plan.steps.per_epoch] if keys.save_strategy == "epoch" else []
+        spans = [*([] if keys.save_steps is None else [keys.save_steps]), *by_epochs, total]  # the last step is saved
+        num_certain = len(
+            {step for span in spans for step in range(span, total + 1, span)[: keys.save_total_limit + 1]}
+        )
         num_possible = total if keys.save_minutes is not None else num_certain + (total // every if every else 0)
         kept = keys.save_total_limit
         return cls(
@@ -98,7 +101,8 @@ class DiskNeeds:
         if self.num_certain > 3:
             ways.append(f"lower save_total_limit from {keys.save_total_limit}")
         if self.num_certain > 1:
-            ways.append("raise save_steps, or leave it out: then only the last step is saved")
+            fewer = "raise save_steps, or leave it out" if keys.save_steps else "leave save_strategy epoch out"
+            ways.append(f"{fewer}: then only the last step is saved")
         if may_adapt:
             ways.append("use_lora: true, with which a checkpoint holds the adapters alone")
         raise MachineError(

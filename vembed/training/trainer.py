@@ -235,6 +235,8 @@ class Trainer:
         every, minutes = self.output_keys.save_steps, self.output_keys.save_minutes
         if every is not None and step % every == 0:
             return True
+        if self.output_keys.save_strategy == "epoch" and step % self.plan.steps.per_epoch == 0:
+            return True
         if minutes is None:
             return False
         due = time.monotonic() - self._last_save >= 60 * minutes  # the clocks of the ranks may differ

@@ -78,6 +78,12 @@ class DataKeys(Section):
         unit="processes",
         on_resume="harmless",
     )
+    prefetch_factor: Auto | Count = key(
+        "auto",
+        "Batches that each data worker makes ahead; auto: 2, or 1 where they would take much of the memory.",
+        unit="batches",
+        on_resume="harmless",
+    )
     skip_invalid_records: bool = key(False, "Drop and count rows that can't be used, instead of stopping.")
     max_invalid_records: Count = key(
         100,

@@ -31,7 +31,7 @@ class OptimisationKeys(Section):
     adam_beta1: Decay = key(0.9, "Decay of AdamW's first moment.")
     adam_beta2: Decay = key(0.999, "Decay of AdamW's second moment.")
     adam_epsilon: Positive = key(1e-8, "Added to AdamW's denominator.")
-    max_grad_norm: Positive | None = key(1.0, "Gradients are clipped to this global norm; null clips nothing.")
+    max_grad_norm: Positive | None = key(1.0, "Gradients are clipped to this global norm; null and 0 clip nothing.")
     scheduler_type: Literal["cosine", "linear", "constant"] = key(
         "cosine", "Course of the learning rate after the warmup."
     )

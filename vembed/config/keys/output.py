@@ -19,14 +19,19 @@ class TrackerNames:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         """Return the names that there are now: plugins add some."""
         names = list(TRACKERS.names())
-        return {"anyOf": [{"type": "string", "enum": [*names, "none"]}, {"type": "array", "items": {"enum": names}}]}
+        return {
+            "anyOf": [{"type": "string", "enum": [*names, "all", "none"]}, {"type": "array", "items": {"enum": names}}]
+        }
 
     @staticmethod
     def _known(value: str | list[str]) -> str | list[str]:
         wanted = value if isinstance(value, list) else [value]
-        if value != "none" and not all(name in TRACKERS for name in wanted):
+        if value not in ("all", "none") and not all(name in TRACKERS for name in wanted):
             raise PydanticCustomError("unknown_tracker", "no such tracker")
         return value
+
+
+BY_STRATEGY = {"save_strategy": ("steps", "epoch")}
 
 
 class OutputKeys(Section):
@@ -34,9 +39,25 @@ class OutputKeys(Section):
 
     output_dir: Name = key("outputs", "Folder of everything that the run writes.", on_resume="harmless")
     overwrite_output_dir: bool = key(False, "With resume never: delete the run in output_dir.", on_resume="harmless")
-    save_steps: Count | None = key(None, "Steps from one checkpoint to the next.", unit="steps", on_resume="harmless")
+    save_strategy: Literal["steps", "epoch", "no"] = key(
+        "steps",
+        "When checkpoints are written beside the last one and, where evaluations choose it, the best. steps: by "
+        "save_steps and save_minutes; epoch: at the end of each epoch as well; no: never.",
+        on_resume="harmless",
+    )
+    save_steps: Count | None = key(
+        None,
+        "Steps from one checkpoint to the next; null and 0: none by steps.",
+        unit="steps",
+        on_resume="harmless",
+        acts_with=BY_STRATEGY,
+    )
     save_minutes: Positive | None = key(
-        None, "Minutes from one checkpoint to the next.", unit="minutes", on_resume="harmless"
+        None,
+        "Minutes from one checkpoint to the next.",
+        unit="minutes",
+        on_resume="harmless",
+        acts_with=BY_STRATEGY,
     )
     save_total_limit: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = key(
         2, "Newest checkpoints kept, beside the best one.", unit="checkpoints", on_resume="harmless"
@@ -59,7 +80,9 @@ class OutputKeys(Section):
     )
     logging_steps: Count = key(10, "Steps from one log line to the next.", unit="steps", on_resume="harmless")
     report_to: Annotated[str | list[str], TrackerNames()] = key(
-        "tensorboard", "Trackers beside metrics.jsonl, which is always written.", on_resume="harmless"
+        "tensorboard",
+        "Trackers beside metrics.jsonl, which is always written; all is each whose package is installed.",
+        on_resume="harmless",
     )
     nonfinite_policy: Literal["stop", "skip"] = key(
         "stop", "At a loss or gradient that is NaN or infinite: stop the run, or skip the step and count it."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, TypeVar
 
 from vembed.errors import VembedError
@@ -13,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-PLUGIN_FOLDER = "trackers"
-"""Holds a folder for each tracker of a plugin, so that none takes a name of the run's own files."""
+TRACKER_FOLDER = "trackers"
+"""Holds a folder for each tracker but TensorBoard, so that none takes a name of the run's own files."""
 
 Registered = TypeVar("Registered", bound=type[Tracker])
 
@@ -35,7 +36,7 @@ def open_trackers(
     """Return metrics.jsonl, cut back to a step, and the trackers that the user wants beside it.
 
     Args:
-        report_to: Their names; "none" is none.
+        report_to: Their names; "none" is none, "all" is each of ours whose package is installed.
         resume_step: Step of the checkpoint that the run goes on from; 0 for a run from the start.
 
     Raises:
@@ -45,10 +46,8 @@ def open_trackers(
     jsonl.say_lost(resume_step)
     jsonl.cut_back(resume_step)
     trackers: list[Tracker] = [jsonl]
-    for name in [report_to] if isinstance(report_to, str) else report_to:
-        if name == "none":
-            continue
-        folder = output / PLUGIN_FOLDER / name if name in TRACKERS.plugins() else output / name
+    for name in _names(report_to):
+        folder = output / name if name == "tensorboard" else output / TRACKER_FOLDER / name
         try:
             tracker = TRACKERS.load(name)(folder, resume_step=resume_step, config=config)
         except VembedError:
@@ -58,3 +57,15 @@ def open_trackers(
         else:
             trackers.append(GuardedTracker(tracker, name=name))
     return trackers
+
+
+def _names(report_to: str | list[str]) -> list[str]:
+    if report_to == "all":
+        return [name for name in TRACKERS.names() if name in TRACKERS.plugins() or _is_installed(name)]
+    return [] if report_to == "none" else [report_to] if isinstance(report_to, str) else report_to
+
+
+def _is_installed(package: str) -> bool:
+    """Tell whether there is a package; a folder of that name, which wandb leaves behind, is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -54,7 +54,7 @@ from vembed.training.wiring.parts import (
 from vembed.training.wiring.planning import build_plan, check_decisions, read_back
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
@@ -74,6 +74,7 @@ def run_from_config(
     mode: Mode = "train",
     command: str = "",
     sources: Mapping[str, str] | None = None,
+    notes: Sequence[str] = (),
     watchdog: Watchdog | None = None,
     stop: StopSignal | None = None,
 ) -> RunResult | None:
@@ -84,6 +85,7 @@ def run_from_config(
             nothing.
         command: The command line that repeats the run, for the report.
         sources: Key -> where the user set it, for messages.
+        notes: What the plan says first: keys of other trainers, and what they come to here.
         watchdog: Of whoever reports how this process ends.
         stop: The signals that this process has been taking; None takes them while the loop runs.
 
@@ -95,7 +97,7 @@ def run_from_config(
     """
     watchdog = watchdog or Watchdog()
     try:
-        return _run(config, mode, command, sources or {}, watchdog, stop)
+        return _run(config, mode, command, sources or {}, tuple(notes), watchdog, stop)
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}{watchdog.words}") from stopped
     except (RuntimeError, MemoryError) as error:
@@ -106,9 +108,15 @@ def run_from_config(
 
 
 def _run(
-    config: Config, mode: Mode, command: str, sources: Mapping[str, str], watchdog: Watchdog, stop: StopSignal | None
+    config: Config,
+    mode: Mode,
+    command: str,
+    sources: Mapping[str, str],
+    notes: tuple[str, ...],
+    watchdog: Watchdog,
+    stop: StopSignal | None,
 ) -> RunResult | None:
-    given, (config, launcher, notes) = config, under_launcher(config, sources)
+    given, (config, launcher, asked) = config, under_launcher(config, sources)
     output = OutputFolder(Path(config.output_dir))
     watchdog.exit_files.expect(output.path)
     runtime = start_runtime(
@@ -141,7 +149,7 @@ def _run(
             facts["started by"] = launcher
         needs, free = _disk_needs(run), free_bytes(output.path)
         facts["disk"] = needs.line(free)
-        _log.info("%s", explain(replace(run.plan, reasons=(*notes, *run.plan.reasons)), facts=facts))
+        _log.info("%s", explain(replace(run.plan, reasons=(*notes, *asked, *run.plan.reasons)), facts=facts))
         if mode == "plan":
             _log.info("%s", comparison(run.plan))
         if mode == "dry-run":

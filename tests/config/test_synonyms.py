@@ -1,0 +1,141 @@
+"""Keys and values of other trainers: the same as ours, a line of the plan, or a refusal that says what to do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vembed.config.dump import dump_config
+from vembed.config.load import LoadedConfig, load_config, load_values
+from vembed.config.resume import resume_differences
+from vembed.config.schema import Config, fields
+from vembed.config.synonyms import ALIASES, FOREIGN
+from vembed.entrypoints import train
+from vembed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def load(**values: object) -> LoadedConfig:
+    return load_values({"model_name": "some/model", **values}, {})
+
+
+def refusal(**values: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**values)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "written", "ours"),
+    [
+        ("save_steps", 0, None),
+        ("max_grad_norm", 0, None),
+        ("max_grad_norm", 0.0, None),
+        ("scheduler_type", "constant_with_warmup", "constant"),
+        ("attn_implementation", None, "auto"),
+        ("torch_dtype", None, "float32"),
+    ],
+)
+def test_another_way_to_write_a_value_is_the_same_run(key: str, written: object, ours: object) -> None:
+    config = load(**{key: written}).config
+    assert config == load(**{key: ours}).config
+    assert dump_config(config) == dump_config(load(**{key: ours}).config)
+    before = {key: ours}
+    assert not [each for each in resume_differences(before, config) if each.key == key]
+    assert getattr(Config.model_validate({"model_name": "m", key: written}), key) == ours
+
+
+@pytest.mark.parametrize("key", ["save_steps", "max_grad_norm"])
+def test_false_is_not_zero(key: str) -> None:
+    assert f"{key}: must be" in refusal(**{key: False})
+
+
+def test_an_override_may_write_it_too() -> None:
+    assert load_config(None, ["model_name=m", "save_steps=0"]).config.save_steps is None
+
+
+ALWAYS_ON = ["enable_gather", "validate_data", "persistent_workers", "enable_image_cache", "debug_gpu_memory"]
+
+
+@pytest.mark.parametrize("key", ALWAYS_ON)
+def test_what_is_always_on_is_accepted_with_one_line(key: str) -> None:
+    loaded = load(**{key: True})
+    (note,) = loaded.notes
+    assert note.startswith(f"{key} true: ")
+    assert loaded.config == load().config
+    assert key not in loaded.sources
+    assert f"{key}: must be true or false, got 3" in refusal(**{key: 3})
+
+
+def test_the_line_is_printed_by_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model_name: m\ndata_path: d\nvalidate_data: true\nsave_steps: 0\n")
+    assert train.main([str(path), "--validate"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("valid, 3 keys set, the others have their defaults")
+    assert said[1].startswith("validate_data true: all rows are checked")
+
+
+def test_prefixes_are_said_twice_without_contradiction() -> None:
+    assert load(use_mrl=True, mrl_dims=[64, 32]).config.mrl_dims == [64, 32]
+    assert load(use_mrl=False).notes == ("use_mrl false: mrl_dims says it by itself",)
+    assert "use_mrl: true contradicts mrl_dims, which alone decides; set mrl_dims" in refusal(use_mrl=True)
+    assert "remove mrl_dims" in refusal(use_mrl=False, mrl_dims=[64])
+
+
+@pytest.mark.parametrize("row", [row for row in FOREIGN if row.verdict == "refused"], ids=lambda row: row.key)
+def test_what_nothing_reads_is_refused_with_what_does_it_here(row: object) -> None:
+    row = next(each for each in FOREIGN if each == row)
+    value = row.value if isinstance(row.value, (str, bool)) else 7
+    line = refusal(**{row.key: value})
+    assert row.key in line
+    assert line.endswith(row.text)
+
+
+def test_null_asks_for_nothing() -> None:
+    loaded = load(teacher_model_name=None, sync_bn=None)
+    assert loaded.notes == ()
+    assert loaded.config == load().config
+
+
+def test_every_problem_stands_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model_name: m\nhard_topk: 8\nloss_type: in_batch_hard\nsync_bn: true\nlr: -1\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert [line.split(": ")[0].rpartition(":")[2] for line in str(caught.value).splitlines()] == ["2", "3", "4", "5"]
+
+
+def test_an_override_replaces_what_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model_name: m\nenable_gather: false\n")
+    with pytest.raises(ConfigError, match="enable_gather: false: the documents of all devices"):
+        load_config(path)
+    assert load_config(path, ["enable_gather=true"]).notes
+
+
+def test_a_part_of_a_foreign_key_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is one value and has no parts"):
+        load_config(None, ["model_name=m", "use_mrl.a=true"])
+
+
+@pytest.mark.parametrize(("alias", "key"), [("use_torch_compile", "compile"), ("pin_memory", "dataloader_pin_memory")])
+def test_a_name_of_other_trainers_is_an_alias(alias: str, key: str) -> None:
+    assert getattr(load(**{alias: False}).config, key) is False
+
+
+def test_the_table_says_each_thing_once() -> None:
+    assert len({(row.key, str(row.value)) for row in FOREIGN}) == len(FOREIGN)
+    assert not {row.key for row in FOREIGN} & set(ALIASES)
+    for row in FOREIGN:
+        assert row.verdict == "same" or row.text, row
+        assert (row.verdict == "accepted") <= (row.key not in fields()), f"{row.key} is a key of ours"
+
+
+def test_a_strategy_of_saving_that_never_saves_has_no_interval() -> None:
+    assert load(save_strategy="epoch", save_steps=1000).config.save_strategy == "epoch"
+    assert load(save_strategy="no", save_steps=0).config.save_steps is None
+    assert "save_steps has no effect with save_strategy no" in refusal(save_strategy="no", save_steps=5)

@@ -104,7 +104,7 @@ def test_a_set_of_a_plugin_is_trained_on_and_evaluated(vembed, bag: Path, tmp_pa
     )
     unknown = vembed("train", "config.yaml")
     assert unknown.returncode == 3
-    assert "no built-in data set 'sums'; there are: shapes, stdlib-code" in unknown.stderr
+    assert "no built-in data set 'sums'; there are: pages, shapes, stdlib-code" in unknown.stderr
     done = vembed("train", "config.yaml", "--config_override", "plugins=[my_sets]")
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "run/report/report.json").read_text())

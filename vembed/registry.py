@@ -134,6 +134,10 @@ ENCODERS = Registry(
 
 DATASETS = Registry(
     "data set",
-    {"shapes": "vembed.data.builtin.shapes:SET", "stdlib-code": "vembed.data.builtin.stdlib_code:SET"},
+    {
+        "pages": "vembed.data.builtin.pages:SET",
+        "shapes": "vembed.data.builtin.shapes:SET",
+        "stdlib-code": "vembed.data.builtin.stdlib_code:SET",
+    },
 )
 """Name after `builtin:` in data_path -> a `BuiltinSet` (vembed/data/builtin/__init__.py)."""

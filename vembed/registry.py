@@ -127,6 +127,7 @@ ENCODERS = Registry(
         "static": "vembed.models.static:StaticEncoder",
         "dual": "vembed.models.dual:DualEncoder",
         "vision": "vembed.models.vision:VisionEncoder",
+        "colbert": "vembed.models.colbert:ColbertEncoder",
         "text": "vembed.models.text:TextEncoder",
     },
 )

@@ -21,6 +21,11 @@ BUILTIN_PREFIX = "builtin:"
 SOME_READ = {
     "attn_implementation": "attn_implementation",
     "pooling_method": "pooling_method",
+    "projection_dim": "projection_dim",
+    "topk_tokens": "topk_tokens",
+    "pool_factor": "pool_factor",
+    "query_length": "query_length",
+    "query_expansion": "query_expansion",
     "max_seq_length": "max_seq_length",
     "query_prompt": "query_prompt or document_prompt",
     "document_prompt": "query_prompt or document_prompt",

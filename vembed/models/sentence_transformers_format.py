@@ -20,7 +20,7 @@ from vembed.models.files import WEIGHTS_FILE, save_weights
 from vembed.models.pooling import POOLING_MODES, PoolingMode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from vembed.batch import Side
@@ -107,7 +107,7 @@ def read_sentence_transformers(files: ModelFiles) -> SentenceTransformersFolder 
     transformer_path = paths["Transformer"][0]
     pooling, include_prompt = _read_pooling(files.read_json(f"{paths['Pooling'][0]}/config.json"), name)
     prefix = f"{transformer_path}/" if transformer_path else ""
-    transformer = _read_transformer(files, prefix)
+    transformer = read_transformer(files, prefix)
     general = files.read_json("config_sentence_transformers.json")
     return SentenceTransformersFolder(
         transformer_path=transformer_path,
@@ -131,12 +131,16 @@ def is_cosine(config: dict[str, Any], name: str) -> bool:
     raise ConfigError(f"{name} is compared by {similarity} distance; vembed knows cosine and the dot product")
 
 
-def _read_transformer(files: ModelFiles, prefix: str) -> dict[str, Any]:
-    """Return the settings of the Transformer module; refuse those that vembed doesn't follow."""
+def read_transformer(files: ModelFiles, prefix: str, *, follows: Collection[str] = ()) -> dict[str, Any]:
+    """Return the settings of the Transformer module; refuse those that vembed doesn't follow.
+
+    Args:
+        follows: Settings that the caller follows, though not every encoder does.
+    """
     file = next((file for file in TRANSFORMER_FILES if files.read(prefix + file) is not None), TRANSFORMER_FILES[0])
     config: dict[str, Any] = files.read_json(prefix + file)
     for key, harmless in TRANSFORMER_DEFAULTS.items():
-        if config.get(key) not in harmless:
+        if key not in follows and config.get(key) not in harmless:
             raise ConfigError(
                 f"{files.name}: {prefix}{file} sets {key} to {config[key]!r}, which vembed doesn't follow. Leaving it "
                 f"out would give other vectors."
@@ -219,8 +223,11 @@ def _side_prompt(prompts: dict[str, str], names: tuple[str, ...], default: str) 
     return next((prompt for prompt in named if prompt), "" if named else default)
 
 
-def load_dense(files: ModelFiles, path: str) -> Dense:
+def load_dense(files: ModelFiles, path: str, *, of: str = "sentence_embedding") -> Dense:
     """Load a Dense layer with its weights.
+
+    Args:
+        of: What it must take and give, where its config says.
 
     Raises:
         ConfigError: When its activation or form isn't known, or its weights aren't safetensors.
@@ -228,10 +235,8 @@ def load_dense(files: ModelFiles, path: str) -> Dense:
     config = files.read_json(f"{path}/config.json")
     activation = ACTIVATIONS.get(str(config.get("activation_function")))
     names = (config.get("module_input_name"), config.get("module_output_name"))
-    if not {*names} <= {None, "sentence_embedding"}:
-        raise ConfigError(
-            f"{files.name}: {path} maps {names[0]} to {names[1]}; only sentence_embedding to itself is known"
-        )
+    if not {*names} <= {None, of}:
+        raise ConfigError(f"{files.name}: {path} maps {names[0]} to {names[1]}; only {of} to itself is known")
     if activation is None or config.get("use_residual"):
         form = "a residual connection" if config.get("use_residual") else f"{config.get('activation_function')}"
         raise ConfigError(f"{files.name}: {path} uses {form}; known activations: {', '.join(ACTIVATIONS)}")
@@ -281,7 +286,7 @@ def write_modules(
     for layer in dense:
         assert isinstance(layer, Dense)
         path = f"{len(modules)}_Dense"
-        _write_dense(layer, folder / path)
+        write_dense(layer, folder / path)
         modules = [*modules, ("Dense", path)]
     if normalize:
         modules = [*modules, ("Normalize", f"{len(modules)}_Normalize")]
@@ -310,7 +315,8 @@ def _pooling_config(modes: tuple[PoolingMode, ...]) -> dict[str, object]:
     return dict(flags) if flagged == modes else {"pooling_mode": list(modes)}
 
 
-def _write_dense(layer: Dense, folder: Path) -> None:
+def write_dense(layer: Dense, folder: Path, **names: str) -> None:
+    """Write a Dense layer: its config, with what it takes and gives where that is named, and its weights."""
     folder.mkdir(exist_ok=True)
     kind = type(layer.activation)
     write_json(
@@ -320,6 +326,7 @@ def _write_dense(layer: Dense, folder: Path) -> None:
             "out_features": layer.linear.out_features,
             "bias": layer.linear.bias is not None,
             "activation_function": f"{kind.__module__}.{kind.__qualname__}",
+            **names,
         },
     )
     save_weights(layer, folder, metadata={"format": "pt"})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -66,6 +66,7 @@ class TextEncoder(Encoder):
         {"attn_implementation", "pooling_method", "max_seq_length", "query_prompt", "document_prompt"}
         | {"pad_token", "model_revision", "load_in_4bit"}
     )
+    projections: ClassVar[tuple[str, ...]] = ("dense",)  # modules behind the transformer
 
     def __init__(
         self,
@@ -130,18 +131,22 @@ class TextEncoder(Encoder):
         encoded = self.tokenizer(
             texts,
             truncation=True,
-            max_length=self.max_length,
+            max_length=self.longest_text(side),
             padding=False,
             return_attention_mask=False,
             return_token_type_ids=False,
         )
         # A tokenizer without special tokens makes nothing of an empty text; a row needs one token to pool.
         ids = Ragged.from_rows([row or [self._pad_id] for row in encoded["input_ids"]])
-        num_truncated = count_truncated(encoded, ids.lengths, self.spec.max_length)
+        num_truncated = count_truncated(encoded, ids.lengths, self.longest_text(side))
         per_row: dict[str, NDArray[np.int64]] = {}
         if not self.spec.include_prompt:
             per_row["prompt_lengths"] = np.full(len(items), self._prompt_length(prompt), dtype=np.int64)
         return Features({"input_ids": ids}, ids.lengths, per_row, num_truncated)
+
+    def longest_text(self, side: Side) -> int:  # noqa: ARG002
+        """Return the tokens that texts of a side are cut to."""
+        return self.max_length
 
     def _prompt_length(self, prompt: str) -> int:
         """Count a prompt's tokens, with special tokens at its start but not at its end."""
@@ -182,15 +187,15 @@ class TextEncoder(Encoder):
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return embeddings (R, E); everything behind the transformer runs in at least float32."""
-        pooled = self._packed if "rows" in inputs else self._padded
-        x = pooled(inputs["input_ids"].long(), inputs)
+        x = self._packed(inputs["input_ids"].long(), inputs) if "rows" in inputs else self._padded(inputs)
         with torch.autocast(x.device.type, enabled=False):
             for layer in self.dense:
                 x = layer(x)
             return F.normalize(x, dim=-1) if self.spec.normalize else x
 
-    def _padded(self, ids_RT: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """Run the transformer on padded rows and pool them."""
+    def token_states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Run the transformer on padded rows: return hidden states (R, T, H) and which tokens are real (R, T)."""
+        ids_RT = inputs["input_ids"].long()
         real_RT = torch.ones_like(ids_RT, dtype=torch.bool)
         if "lengths" in inputs:
             places_T = torch.arange(ids_RT.shape[1], device=ids_RT.device)
@@ -199,7 +204,11 @@ class TextEncoder(Encoder):
         # numbers: some models calculate with it.
         takes_mask = "lengths" in inputs or is_decoder_type(self.backbone.config)
         mask_RT = real_RT.long() if takes_mask else None
-        hidden_RTH = self.backbone(input_ids=ids_RT, attention_mask=mask_RT).last_hidden_state
+        return self.backbone(input_ids=ids_RT, attention_mask=mask_RT).last_hidden_state, real_RT
+
+    def _padded(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Run the transformer on padded rows and pool them."""
+        hidden_RTH, real_RT = self.token_states(inputs)
         with torch.autocast(hidden_RTH.device.type, enabled=False):
             return pool(hidden_RTH, self._pooled_tokens(real_RT, inputs), self.spec.pooling)
 
@@ -250,7 +259,7 @@ class TextEncoder(Encoder):
         """Return the one tower; dense layers behind the pooling are its projection."""
         config = self.backbone.config.get_text_config()
         depth, period = transformer_depth(config), transformer_period(config)
-        parts, projection = ("backbone", "dense"), ("dense",)
+        parts, projection = ("backbone", *self.projections), self.projections
         return (find_tower(self, "text", parts=parts, projection=projection, depth=depth, period=period),)
 
     def adapter_host(self) -> nn.Module:

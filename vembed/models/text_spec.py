@@ -79,7 +79,7 @@ def decide_spec(
     given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
     prompts = {side: prompt for side, prompt in given.items() if prompt is not None}
     spec = replace(spec, max_length=max_length, prompts={**spec.prompts, **prompts})
-    if keys.pooling_method != "auto":
+    if keys.pooling_method != "auto" and keys.pooling_method != "none":  # what pools none reads no pooling
         wanted: PoolingMode = "lasttoken" if keys.pooling_method == "last_token" else keys.pooling_method
         spec = replace(spec, pooling=(wanted,))
         origin["pooling"] = "pooling_method"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import LARGEST_COUNT, Auto, Name, Section, Text, key, rule
+from vembed.config.fields import LARGEST_COUNT, Auto, Count, Name, Section, Text, key, rule
 from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
@@ -30,8 +30,36 @@ class ModelKeys(Section):
         "lose small updates to rounding. Some models compute their norms in float32 even in float64 (Qwen3, Gemma3).",
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key("auto", "Attention kernel.")
-    pooling_method: Literal["auto", "mean", "cls", "last_token"] = key(
-        "auto", "How token vectors become one vector; auto is what the model's own files say."
+    pooling_method: Literal["auto", "mean", "cls", "last_token", "none"] = key(
+        "auto",
+        "How token vectors become one vector; none keeps a vector of each token (late interaction); auto is what the "
+        "model's own files say.",
+    )
+    projection_dim: Auto | Count = key(
+        "auto",
+        "Dimension of the shared space (composed towers), or of each vector (late interaction). auto is that of the "
+        "model's own files; where they have none, late interaction takes 128.",
+    )
+    topk_tokens: Auto | Count = key(
+        "auto",
+        "Most vectors that an item keeps in late interaction: those that are longest before they get unit length. auto "
+        "is what the model's own files say, else all.",
+    )
+    pool_factor: Auto | Annotated[float, Field(ge=1)] = key(
+        "auto",
+        "Late interaction merges the vectors of a document that are near each other, until one stands for so many. "
+        "auto is what the model's own files say, else 1, which merges none.",
+    )
+    query_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
+        "auto",
+        "Tokens of a query in late interaction on texts: longer ones are truncated and counted, shorter ones filled up "
+        "(query_expansion). auto is what the model's own files say, else 32.",
+        unit="tokens",
+    )
+    query_expansion: Auto | bool = key(
+        "auto",
+        "Fill queries up to query_length with mask tokens that give vectors too, as ColBERT does. auto is what the "
+        "model's own files say, else true.",
     )
     max_seq_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
         "auto", "Longer texts are truncated and counted; auto is the model's own limit.", unit="tokens"

@@ -1,0 +1,279 @@
+"""Late interaction on texts: vectors by the published rule, sentence-transformers', the folders, and the engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import string
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from late_cases import DIMENSION, DOCUMENTS, HIDDEN, QUERIES, QUERY_LENGTH, rows_of, write_bert
+from model_cases import edit_json, load_any, write_model
+from safetensors.torch import load_file, save_file
+from test_engine_vectors import MaxSim
+
+from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.config.keys.model import ModelKeys
+from vembed.errors import ConfigError
+from vembed.gradcache.calls import Pool
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure
+from vembed.models.late import TokenHead, new_layer
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
+from vembed.models.registry import load_skeleton
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.batch import Side
+
+SIDES: dict[Side, tuple[str, ...]] = {"query": QUERIES, "document": DOCUMENTS}
+KEYS = {"pooling_method": "none", "projection_dim": DIMENSION, "query_length": QUERY_LENGTH}
+CHOICES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "no expansion": {"query_expansion": False},
+    "topk": {"topk_tokens": 4},
+    "pooled": {"pool_factor": 2.0},
+    "topk, pooled": {"topk_tokens": 7, "pool_factor": 1.5},
+}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bert(tmp_path_factory.mktemp("late") / "bert")
+
+
+def late(folder: Path, **keys: Any) -> Any:
+    torch.manual_seed(1)
+    return load_any(folder, **{**KEYS, **keys}).eval()
+
+
+def by_the_rule(encoder: Any, text: str, side: Side, *, attends: bool = False) -> torch.Tensor:
+    """Compute the vectors of one text step by step, as ColBERT describes them."""
+    vocabulary = encoder.tokenizer.get_vocab()
+    longest = QUERY_LENGTH if side == "query" else 64
+    pieces = encoder.tokenizer.tokenize(text)[: longest - 3]
+    marker = {"query": "[Q] ", "document": "[D] "}[side]
+    tokens = ["[CLS]", marker, *pieces, "[SEP]"]
+    seen = [1] * len(tokens)
+    if side == "query":
+        missing = QUERY_LENGTH - len(tokens)
+        tokens, seen = tokens + ["[MASK]"] * missing, seen + [int(attends)] * missing
+    ids = torch.tensor([[vocabulary[token] for token in tokens]])
+    hidden = encoder.backbone(input_ids=ids, attention_mask=torch.tensor([seen])).last_hidden_state[0]
+    vectors = torch.nn.functional.normalize(hidden @ encoder.head.layers[0].linear.weight.T, dim=1)
+    kept = [side == "query" or token not in string.punctuation for token in tokens]
+    return vectors[kept]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_vectors_are_those_of_the_published_rule(bert: Path, side: Side) -> None:
+    encoder = late(bert)
+    for text, found in zip(SIDES[side], rows_of(encoder, SIDES[side], side), strict=True):
+        with torch.no_grad():
+            torch.testing.assert_close(found, by_the_rule(encoder, text, side), rtol=0, atol=1e-5)
+    assert encoder.dimension == DIMENSION
+    flat = [vector for vectors in rows_of(encoder, SIDES[side], side) for vector in vectors[1:2]]
+    assert len({tuple(vector.tolist()) for vector in flat}) == len(flat), "different texts give different vectors"
+
+
+def test_tokens_that_fill_queries_up_are_seen_by_the_others_where_the_model_says_so(bert: Path, tmp_path: Path) -> None:
+    encoder = late(bert)
+    encoder.save(tmp_path)
+    settings = json.loads((tmp_path / "sentence_bert_config.json").read_text())
+    edit_json(tmp_path / "sentence_bert_config.json", query_expansion={**settings["query_expansion"], "attend": True})
+    attending = load_any(tmp_path).eval()
+    [found] = rows_of(attending, QUERIES[:1], "query")
+    with torch.no_grad():
+        torch.testing.assert_close(found, by_the_rule(encoder, QUERIES[0], "query", attends=True), rtol=0, atol=1e-5)
+    assert (found - rows_of(encoder, QUERIES[:1], "query")[0]).abs().max() > 1e-3
+    assert "seen by the others" in attending.describe()["max_seq_length"]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_company_of_a_text_changes_nothing(bert: Path, choice: str) -> None:
+    encoder = late(bert, **CHOICES[choice])
+    for side, texts in SIDES.items():
+        together = rows_of(encoder, texts, side, width=60)
+        backwards = rows_of(encoder, texts[::-1], side)[::-1]
+        alone = [rows_of(encoder, (text,), side)[0] for text in texts]
+        for one, two, three in zip(together, backwards, alone, strict=True):
+            torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
+            torch.testing.assert_close(one, three, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_saved_model_is_the_same_and_that_of_sentence_transformers(bert: Path, tmp_path: Path, choice: str) -> None:
+    encoder = late(bert, **CHOICES[choice])
+    encoder.save(tmp_path)
+    again = load_any(tmp_path).eval()
+    assert again.describe().keys() == encoder.describe().keys()
+    for side, texts in SIDES.items():
+        for one, other in zip(rows_of(encoder, texts, side), rows_of(again, texts, side), strict=True):
+            assert torch.equal(one, other)
+    if "topk" in choice:  # which sentence-transformers has no place for
+        assert encoder.export_forms() == ("vembed",)
+        return
+    assert_same_as_sentence_transformers(tmp_path, again)
+
+
+def assert_same_as_sentence_transformers(folder: Path, encoder: Any) -> None:
+    from sentence_transformers import MultiVectorEncoder
+
+    model = MultiVectorEncoder(str(folder), device="cpu")
+    for side, encode in (("query", model.encode_query), ("document", model.encode_document)):
+        for wanted, found in zip(encode(list(SIDES[side])), rows_of(encoder, SIDES[side], side), strict=True):
+            # The order of merged vectors has no meaning.
+            one, other = (vectors[vectors[:, 0].argsort()] for vectors in (wanted, found))
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+
+def test_a_folder_of_pylate_is_read_as_sentence_transformers_reads_it(bert: Path, tmp_path: Path) -> None:
+    late(bert).save(tmp_path)
+    for path in ("2_MultiVectorMask", "3_Normalize"):
+        shutil.rmtree(tmp_path / path)
+    edit_json(tmp_path / "1_Dense" / "config.json", module_input_name=None, module_output_name=None)
+    settings = {"query_length": 12, "document_length": 30, "skiplist_words": [",", "."], "query_prefix": "[Q] "}
+    prefixes = {"document_prefix": "[D] ", "attend_to_expansion_tokens": True, "similarity_fn_name": "MaxSim"}
+    edit_json(tmp_path / "config_sentence_transformers.json", model_type="ColBERT", prompts={}, **settings, **prefixes)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 30, "do_lower_case": false}')
+    kinds = {"": "sentence_transformers.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
+    modules = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(kinds.items())]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    encoder = load_any(tmp_path).eval()
+    assert (encoder.late.query_length, encoder.spec.max_length, len(encoder.late.skipped)) == (12, 30, 2)
+    assert_same_as_sentence_transformers(tmp_path, encoder)
+
+
+def test_a_folder_of_colbertv2_is_read_as_sentence_transformers_reads_it(bert: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(bert, tmp_path / "colbert")
+    weights = {f"bert.{name}": value for name, value in load_file(folder / "model.safetensors").items()}
+    torch.manual_seed(2)
+    save_file({**weights, "linear.weight": torch.randn(8, HIDDEN)}, folder / "model.safetensors", {"format": "pt"})
+    edit_json(folder / "config.json", architectures=["HF_ColBERT"])
+    markers = {"query_token_id": "x", "doc_token_id": "y"}
+    (folder / "artifact.metadata").write_text(json.dumps({**markers, "query_maxlen": 16, "doc_maxlen": 40}))
+    encoder = load_any(folder).eval()
+    assert (encoder.dimension, encoder.late.query_length, encoder.spec.max_length) == (8, 16, 40)
+    assert_same_as_sentence_transformers(folder, encoder)
+
+
+@pytest.mark.parametrize("kind", ["roberta", "qwen3", "t5"])
+def test_any_transformer_for_texts_takes_the_head(tmp_path: Path, kind: str) -> None:
+    encoder = late(write_model(tmp_path / kind, kind))
+    lengths = [len(vectors) for vectors in rows_of(encoder, QUERIES, "query")]
+    assert lengths == [QUERY_LENGTH] * len(QUERIES)
+    encoder.save(tmp_path / "saved")
+    again = load_any(tmp_path / "saved").eval()
+    for side, texts in SIDES.items():
+        for one, other in zip(rows_of(encoder, texts, side), rows_of(again, texts, side), strict=True):
+            assert torch.equal(one, other)
+
+
+def batch() -> ContrastiveBatch:
+    numbers = np.arange(len(QUERIES))
+    return ContrastiveBatch(
+        queries=QUERIES,
+        documents=DOCUMENTS,
+        positives_P2=np.stack([numbers, numbers], axis=1),
+        query_ids_Q=numbers,
+        document_ids_D=np.arange(len(DOCUMENTS)) + 100,
+        record_ids=tuple(range(len(QUERIES))),
+    )
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_the_engine_gives_the_gradients_of_the_plain_step_under_dropout(bert: Path, choice: str) -> None:
+    """Both passes choose the same vectors: else a gradient would go to another token than it was computed for."""
+    budget, found = ChunkBudget(3, 10**6), []
+    for plain in (True, False):
+        encoder = late(bert, dtype=torch.float64, **CHOICES[choice]).train()
+        features = Features.concat([encoder.featurize(texts, side) for side, texts in SIDES.items()])
+        numbers = np.arange(len(features))
+        pool = Pool(encoder, encoder.collate, features, numbers, encoder.num_vectors(features))
+        structure, loss = BatchStructure.of(batch()), MaxSim()
+        torch.manual_seed(5)
+        if plain:
+            value = reference_step([pool], structure, loss, budget=budget).item()
+        else:
+            result = GradCacheEngine(loss, EngineOptions(budget, torch.device("cpu"))).step([pool], structure)
+            assert result.num_chunks > 2
+            assert result.replay_drift == 0
+            value = result.loss
+        found.append((value, {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}))
+    (expected, wanted), (value, gradients) = found
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert wanted.keys() == gradients.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    assert wanted["head.layers.0.linear.weight"].abs().max() > 1e-3
+
+
+def test_dropout_makes_the_choice_of_tokens_differ(bert: Path) -> None:
+    """The test above could fail: two forward passes with other masks keep other tokens."""
+    encoder = late(bert, topk_tokens=4).train()
+    features = encoder.featurize(DOCUMENTS, "document")
+    inputs = encoder.collate(features, np.arange(len(DOCUMENTS)), int(features.lengths.max()))
+    kept = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        hidden, _ = encoder.token_states(inputs)
+        x = hidden.flatten(0, 1)[inputs["counted_tokens"]] @ encoder.head.layers[0].linear.weight.T
+        kept.append([part.norm(dim=1).topk(min(4, len(part))).indices.sort().values.tolist()
+                     for part in x.split(features.columns["counted_tokens"].lengths.tolist())])  # fmt: skip
+    assert kept[0] != kept[1]
+
+
+def test_the_longest_vectors_stay_in_the_order_of_their_tokens() -> None:
+    torch.manual_seed(0)
+
+    head = TokenHead([new_layer(6, 4)], topk_tokens=3)
+    counted = Ragged.from_rows([[0, 2, 3, 4, 6], [1], [0, 1, 2, 3, 4, 5, 6]])
+    features = head.with_vectors(Features({}, np.array([7, 2, 7])), counted, "document")
+    assert head.num_vectors(features).tolist() == [3, 1, 3]
+    hidden = torch.randn(3, 7, 6)
+    found = head(hidden, head.collate(features, np.array([2, 0, 1]), 7))
+    expected = []
+    for place, row in enumerate([2, 0, 1]):
+        x = hidden[place][counted.take(np.array([row])).values] @ head.layers[0].linear.weight.T
+        chosen = x.norm(dim=1).topk(min(3, len(x))).indices.sort().values
+        expected.append(torch.nn.functional.normalize(x[chosen], dim=1))
+    torch.testing.assert_close(found, torch.cat(expected))
+
+
+def test_the_plan_runs_the_head_on_no_data(bert: Path) -> None:
+    keys = ModelKeys(model_name=str(bert), **KEYS, topk_tokens=8)
+    sizes = [
+        sum(each.numel() for each in encoder.parameters() if each.requires_grad)
+        for encoder in (load_skeleton(keys), late(bert))
+    ]
+    assert sizes[0] == sizes[1]
+    for changes in ({}, {"pool_factor": 2.0}):
+        size = profile_model(keys.model_copy(update=changes), ProfileTarget("cpu"))
+        assert not size.estimated
+        assert size.dimension == DIMENSION
+
+
+REFUSED = {
+    "pooling_method mean would pool them": {"pooling_method": "mean"},
+    "projection_dim 7: the vectors of .* have 16 dimensions": {"projection_dim": 7},
+    "flash_attention_2 leaves out the tokens that fill": {"attn_implementation": "flash_attention_2"},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_the_files_of_a_model_rule_out_is_refused(bert: Path, tmp_path: Path, message: str) -> None:
+    late(bert).save(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        load_any(tmp_path, **REFUSED[message])
+
+
+def test_keys_of_late_interaction_are_refused_by_a_model_of_one_vector(bert: Path) -> None:
+    with pytest.raises(ConfigError, match="no use for topk_tokens"):
+        load_any(bert, topk_tokens=4)

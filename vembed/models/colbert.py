@@ -1,0 +1,306 @@
+"""Late interaction on texts: ColBERT on any transformer of the text encoder.
+
+1. A text begins with the marker of its side, [Q] or [D], a token that trains with the rest.
+2. Queries are filled up to one length with mask tokens, which give vectors too: they stand for words that the query
+   leaves out. Unless the model says otherwise the other tokens don't see them.
+3. Each token of a query becomes a vector, and each of a document but punctuation (`TokenHead`).
+
+Source: Khattab & Zaharia, 2020, "ColBERT"; Santhanam et al., 2022, "ColBERTv2"; PyLate and sentence-transformers for
+the settings and the folders.
+Shape legend: R rows, V vectors of those rows, E their dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from tokenizers import AddedToken
+from torch import Tensor
+
+from vembed.batch import Features, Ragged
+from vembed.errors import ConfigError
+from vembed.models.colbert_format import DOCUMENT_LENGTH, LateSpec, is_late, load_layers, read_late, write_late
+from vembed.models.families import family_of, refuse_type
+from vembed.models.late import TokenHead
+from vembed.models.probe import ROWS, TowerInputs, token_inputs
+from vembed.models.text import TextEncoder
+from vembed.models.text_spec import decide_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from vembed.batch import Item, Side
+    from vembed.config.keys.model import ModelKeys
+    from vembed.models.colbert_format import LateFolder
+    from vembed.models.encoder import Form, Recipe
+    from vembed.models.files import ModelFiles
+    from vembed.models.text_spec import TextSpec
+
+NEW_DIMENSION = 128
+"""Of the vectors of a model that is new to late interaction."""
+
+SEEN = "seen_tokens"
+"""What features hold of each row beside it: its first tokens that the others see."""
+
+
+class ColbertEncoder(TextEncoder):
+    """A transformer that gives a vector for each token of a text.
+
+    Args:
+        late: How texts become several vectors.
+        head: What stands behind the transformer.
+    """
+
+    marker = "config.json"
+    reads = TextEncoder.reads | {"projection_dim", "topk_tokens", "pool_factor", "query_length", "query_expansion"}
+    projections: ClassVar[tuple[str, ...]] = ("head",)
+    multi_vector = True
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backbone: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        spec: TextSpec,
+        late: LateSpec,
+        head: TokenHead,
+    ) -> None:
+        super().__init__(name, backbone=backbone, tokenizer=tokenizer, spec=spec)
+        self.late = late
+        self.head = head
+        self.dimension = head.dimension
+        self.max_length = max(spec.max_length, late.query_length)
+        self._filling_id = _filling_id(tokenizer, late)
+        self._skipped_ids = _skipped_ids(tokenizer, late)
+
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:
+        """Return whether several vectors are asked for, or the model's files say that it gives them."""
+        return files.keys.pooling_method == "none" or is_late(files)
+
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> ColbertEncoder:  # noqa: ARG003
+        """Load a transformer, its head and its settings; a transformer that has none gets the usual ones.
+
+        Raises:
+            ConfigError: Its files say something that vembed doesn't follow, or the user something else than they.
+        """
+        keys = files.keys
+        if keys.pooling_method not in ("auto", "none"):
+            raise ConfigError(
+                f"{files.name} gives a vector for each token; pooling_method {keys.pooling_method} would pool them. "
+                f"Leave it out"
+            )
+        found = read_late(files)
+        subfolder = found.text.transformer_path if found.text is not None else ""
+        config = files.config(subfolder)
+        refuse_type(files.name, config, files.dtype)
+        tokenizer = files.tokenizer(subfolder)
+        spec, late = _decide(keys, found, decide_spec(keys, found.text, config, tokenizer))
+        _refuse_flash(keys, late)
+        backbone = files.backbone(subfolder, config, family_of(config).auto_class)
+        if late.markers and not files.shape:
+            add_markers(backbone, tokenizer, late.markers.values())
+        layers = load_layers(files, found, config.get_text_config().hidden_size, _dimension(keys))
+        head = TokenHead(layers, topk_tokens=late.topk_tokens, pool_factor=late.pool_factor, protected=late.protected)
+        if keys.projection_dim not in ("auto", head.dimension):
+            raise ConfigError(
+                f"projection_dim {keys.projection_dim}: the vectors of {files.name} have {head.dimension} dimensions; "
+                f"leave it out"
+            )
+        return ColbertEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, late=late, head=head)
+
+    def longest_text(self, side: Side) -> int:
+        """Return the tokens that texts of a side are cut to."""
+        return self.late.query_length if side == "query" else self.spec.max_length
+
+    def featurize(self, items: Sequence[Item], side: Side) -> Features:
+        """Tokenize texts, fill queries up, and say which tokens give vectors."""
+        features = super().featurize(items, side)
+        ids, seen = features.columns["input_ids"], features.lengths
+        if side == "query" and self.late.expand_to:
+            ids = _filled_up(ids, self.late.expand_to, self._filling_id)
+            seen = ids.lengths if self.late.attends else seen
+        counts = np.ones(len(ids.values), dtype=bool)
+        if side == "document":
+            counts = ~np.isin(ids.values, self._skipped_ids)
+            counts[ids.offsets[:-1][_sums(counts, ids) == 0]] = True  # a text of punctuation alone keeps a vector
+        places = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
+        counted = Ragged(places[counts], np.concatenate([[0], np.cumsum(_sums(counts, ids))]))
+        own = Features({"input_ids": ids}, ids.lengths, {SEEN: seen}, features.num_truncated)
+        return self.head.with_vectors(own, counted, side)
+
+    def num_vectors(self, features: Features) -> NDArray[np.int64]:
+        """Return how many vectors each row has."""
+        return self.head.num_vectors(features)
+
+    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
+        """Pad rows at the right, with how many tokens of each the others see unless that is all of them."""
+        inputs = super().collate(features, rows, width)
+        seen, width = features.per_row[SEEN][rows], inputs["input_ids"].shape[1]
+        if (seen < width).any():
+            inputs["lengths"] = torch.from_numpy(seen.astype(np.int32))
+        return inputs | self.head.collate(features, rows, width)
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the vectors of all rows, (V, E), of unit length, at least float32."""
+        hidden_RTH, _ = self.token_states(inputs)
+        vectors_VE: Tensor = self.head(hidden_RTH, inputs)
+        return vectors_VE
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that sentence-transformers' MultiVectorEncoder, transformers and vembed load."""
+        write_late(self, folder)
+
+    def describe(self) -> dict[str, str]:
+        """Return what becomes of queries and documents."""
+        late = self.late
+        filled = "" if not late.expand_to else f", filled up to {late.expand_to}"
+        seen = " and seen by the others" if late.attends else ""
+        fewer = [f"at most {late.topk_tokens} an item"] if late.topk_tokens is not None else []
+        fewer += [f"one for {late.pool_factor:g} of a document"] if late.pool_factor != 1.0 else []
+        return super().describe() | {
+            "pooling": f"none: a vector of {self.dimension} values for each token",
+            "max_seq_length": f"{self.spec.max_length} of documents, {late.query_length} of queries{filled}{seen}",
+            "similarity": "MaxSim: the largest cosine for each vector of the query, added up",
+            "vectors": ", ".join([f"all but {len(self._skipped_ids)} skipped tokens of documents", *fewer]),
+        }
+
+    def profile_inputs(self) -> tuple[TowerInputs, ...]:
+        """Return rows of token ids with a mask, each of which gives a vector."""
+        tokens = token_inputs(self.max_length, masked=True)
+        width = tokens.width
+
+        def make() -> dict[str, Tensor]:
+            counted = Ragged.from_rows([np.arange(width)] * ROWS)
+            features = self.head.with_vectors(Features({}, counted.lengths), counted, "document")
+            extra = self.head.collate(features, np.arange(ROWS), width)
+            return tokens.make() | {name: each.to("meta") for name, each in extra.items()}
+
+        return (replace(tokens, make=make),)
+
+    def export_forms(self) -> tuple[Form, ...]:
+        """Return sentence-transformers, unless it has no place for what decides the vectors."""
+        return ("vembed",) if self.late.topk_tokens is not None else ("sentence-transformers",)
+
+    def why_not(self, form: Form) -> str:
+        """Say what a form has no place for."""
+        if self.late.topk_tokens is not None:
+            return f"{form} has no place for topk_tokens {self.late.topk_tokens}"
+        return f"{self.name} gives several vectors for each text: it is a model of sentence-transformers"
+
+    def usage(self) -> Recipe | None:
+        """Return None: what transformers alone would need is more than a few lines."""
+        return None
+
+
+def _decide(keys: ModelKeys, found: LateFolder, spec: TextSpec) -> tuple[TextSpec, LateSpec]:
+    """Decide markers, lengths and the choice of vectors: the user's word, else the model's files."""
+    late = found.spec
+    origin = {name: file for name, file in spec.origin.items() if name == "max_seq_length"}
+    if found.is_new:
+        # A prompt of a model that is new to late interaction comes behind the marker.
+        prompts = {side: late.markers[side] + prompt for side, prompt in spec.prompts.items()}
+        spec = replace(spec, prompts=prompts)
+        if keys.max_seq_length == "auto" and spec.max_length > DOCUMENT_LENGTH:
+            spec = replace(spec, max_length=DOCUMENT_LENGTH)
+            origin["max_seq_length"] = "usual in late interaction"
+    expands = bool(late.expand_to) if keys.query_expansion == "auto" else keys.query_expansion
+    length = late.query_length or spec.max_length
+    if keys.query_length != "auto":
+        length = keys.query_length
+        late = replace(late, expand_to=length)
+    late = replace(late, query_length=length, expand_to=(late.expand_to or length) if expands else 0)
+    if keys.topk_tokens != "auto":
+        late = replace(late, topk_tokens=keys.topk_tokens)
+    if keys.pool_factor != "auto":
+        late = replace(late, pool_factor=keys.pool_factor)
+    return replace(spec, origin=origin), late
+
+
+def _refuse_flash(keys: ModelKeys, late: LateSpec) -> None:
+    if late.expand_to and not late.attends and keys.attn_implementation == "flash_attention_2":
+        raise ConfigError(
+            f"attn_implementation flash_attention_2 leaves out the tokens that fill queries up, as the others don't "
+            f"see them in {keys.model_name}; take sdpa, or set query_expansion: false"
+        )
+
+
+def _dimension(keys: ModelKeys) -> int:
+    return NEW_DIMENSION if keys.projection_dim == "auto" else keys.projection_dim
+
+
+def add_markers(backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, markers: Iterable[str]) -> None:
+    """Let markers be one token each, whatever the tokenizer does to a text.
+
+    A token that the model hasn't yet gets a row of its table: the mean of the others and a little noise, the same in
+    every process and run.
+    """
+    vocabulary = tokenizer.get_vocab()
+    # What stands in the vocabulary without the space behind it is that token, such as [unused0].
+    tokens = [each.strip() if each not in vocabulary and each.strip() in vocabulary else each for each in markers]
+    added: list[Any] = [
+        AddedToken(token, normalized=False, special=True) for token in tokens if tokenizer.tokenize(token) != [token]
+    ]
+    tokenizer.add_special_tokens({"additional_special_tokens": added}, replace_extra_special_tokens=False)
+    table: Any = backbone.get_input_embeddings()
+    num_rows = len(table.weight)
+    if len(tokenizer) <= num_rows:
+        return
+    backbone.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    table = backbone.get_input_embeddings()
+    weight = table.weight
+    if weight.is_meta:
+        return
+    with torch.no_grad():
+        old = weight[:num_rows].float()
+        noise = torch.randn(len(weight) - num_rows, old.shape[1], generator=torch.Generator().manual_seed(0))
+        weight[num_rows:] = old.mean(dim=0) + old.std(dim=0) * noise
+
+
+def _filling_id(tokenizer: PreTrainedTokenizerBase, late: LateSpec) -> int:
+    """Return the token that fills queries up; that of padding where none does, or nothing is tokenized."""
+    if not late.expand_to or not hasattr(tokenizer, "mask_token_id"):
+        return int(tokenizer.pad_token_id or 0)
+    if late.filling is not None:
+        found = tokenizer.convert_tokens_to_ids(late.filling)
+    else:
+        found = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(found, int):
+        raise ConfigError(
+            "the tokenizer has neither a mask token nor an end token to fill queries up with; set query_expansion: "
+            "false"
+        )
+    return found
+
+
+def _skipped_ids(tokenizer: PreTrainedTokenizerBase, late: LateSpec) -> NDArray[np.int64]:
+    """Return the ids of tokens that give no vector; a word that is no token of the vocabulary is left out."""
+    if not hasattr(tokenizer, "get_vocab"):
+        return np.zeros(0, dtype=np.int64)
+    vocabulary = tokenizer.get_vocab()
+    return np.array([vocabulary[word] for word in late.skipped if word in vocabulary], dtype=np.int64)
+
+
+def _filled_up(ids: Ragged, length: int, fill: int) -> Ragged:
+    """Return rows of at least so many tokens."""
+    lengths = np.maximum(ids.lengths, length)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    values = np.full(int(offsets[-1]), fill, dtype=ids.values.dtype)
+    places = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
+    values[np.repeat(offsets[:-1], ids.lengths) + places] = ids.values
+    return Ragged(values, offsets)
+
+
+def _sums(counts: NDArray[np.bool_], ids: Ragged) -> NDArray[np.int64]:
+    """Return how many tokens of each row count; no row is empty."""
+    sums: NDArray[np.int64] = np.add.reduceat(counts.astype(np.int64), ids.offsets[:-1])
+    return sums

@@ -1,0 +1,195 @@
+"""From the hidden states of tokens to the vectors of late interaction: several for each item.
+
+1. Tokens that don't count are left out: padding, punctuation of documents.
+2. Dense layers map each of the others to the space of the vectors, where it gets unit length.
+3. `topk_tokens`: of each item those vectors stay that were the longest before, in the order of the tokens.
+4. `pool_factor`: vectors of a document that are near each other become one, their mean, of unit length again.
+
+How many vectors an item has follows from its tokens alone, so that it is known before any is computed. Which ones stay
+follows from the hidden states without any further random number, so that a replay chooses as the first pass did.
+
+Source: Khattab & Zaharia, 2020, "ColBERT"; Clavié et al., 2024, "Reducing the Footprint of Multi-Vector Retrieval with
+Minimal Performance Impact via Token Pooling".
+Shape legend: R rows, T tokens of a padded row, H hidden dim, C tokens of all rows that count, V vectors, E their dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vembed.batch import ranges
+from vembed.models.pooling import unit
+from vembed.models.sentence_transformers_format import Dense
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Features, Ragged, Side
+
+COUNTED = "counted_tokens"
+"""Column of features: the places of the tokens of an item that count, ascending."""
+
+VECTORS = "num_vectors"
+"""What features hold of each row beside it: how many vectors it will have."""
+
+
+class TokenHead(nn.Module):
+    """Dense layers behind the tokens of an encoder, and the choice of those that become vectors.
+
+    Args:
+        layers: At least one; each takes what the one before gives.
+        topk_tokens: Most vectors of an item; None keeps all.
+        pool_factor: A document keeps one vector for so many; 1 keeps all.
+        protected: First vectors of a document that are never merged: [CLS].
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Dense],
+        *,
+        topk_tokens: int | None = None,
+        pool_factor: float = 1.0,
+        protected: int = 1,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.dimension = layers[-1].linear.out_features
+        self.topk_tokens = topk_tokens
+        self.pool_factor = pool_factor
+        self.protected = protected
+
+    def with_vectors(self, features: Features, counted: Ragged, side: Side) -> Features:
+        """Return features that say which tokens count and how many vectors each item of a side will have.
+
+        Args:
+            counted: Places of tokens in their row, ascending, at least one a row.
+        """
+        counts = self._counts(counted.lengths, pooled=side == "document")
+        return replace(
+            features,
+            columns={**features.columns, COUNTED: counted},
+            per_row={**features.per_row, VECTORS: counts},
+        )
+
+    def num_vectors(self, features: Features) -> NDArray[np.int64]:
+        """Return how many vectors `forward` gives for each row, (n,)."""
+        return features.per_row[VECTORS]
+
+    def _counts(self, counted: NDArray[np.int64], *, pooled: bool) -> NDArray[np.int64]:
+        """Return the vectors of items with so many tokens that count."""
+        kept = counted if self.topk_tokens is None else np.minimum(counted, self.topk_tokens)
+        if not pooled or self.pool_factor == 1.0:
+            return kept
+        rest = np.maximum(kept - self.protected, 0)
+        groups = np.maximum((rest // self.pool_factor).astype(np.int64), 1)
+        return kept - rest + np.minimum(rest, groups)
+
+    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
+        """Make what `forward` takes beside the hidden states, on the CPU.
+
+        Args:
+            features: Those of `with_vectors`.
+            rows: The R rows of the call.
+            width: T.
+        """
+        counted, wanted = features.columns[COUNTED].take(rows), features.per_row[VECTORS][rows]
+        lengths = counted.lengths
+        row_C = np.repeat(np.arange(len(rows)), lengths)
+        inputs = {COUNTED: torch.from_numpy(row_C * width + counted.values)}
+        kept = self._counts(lengths, pooled=False)
+        if (kept < lengths).any():
+            inputs["row_of_token"] = torch.from_numpy(row_C)
+            inputs["longest_tokens"] = torch.from_numpy(ranges(counted.offsets[:-1], kept))
+        if (wanted < kept).any():
+            inputs["vectors_before_and_after"] = torch.from_numpy(np.stack([kept, wanted]))
+            inputs["vectors"] = torch.empty(0, int(wanted.sum()), dtype=torch.int8)  # its shape says how many
+        return inputs
+
+    def forward(self, hidden_RTH: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the vectors of all rows, one row after the other, (V, E), of unit length, at least float32."""
+        with torch.autocast(hidden_RTH.device.type, enabled=False):
+            x_CE = hidden_RTH.flatten(0, 1).index_select(0, inputs[COUNTED])
+            x_CE = x_CE.to(torch.promote_types(x_CE.dtype, torch.float32))
+            for layer in self.layers:
+                x_CE = layer(x_CE)
+            z_VE = unit(self._longest(x_CE, inputs))
+            if "vectors" in inputs:
+                wanted, num_vectors = inputs["vectors_before_and_after"], inputs["vectors"].shape[1]
+                z_VE = unit(_merged(z_VE, wanted, num_vectors, self.protected))
+            return z_VE
+
+    def _longest(self, x_CE: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the longest vectors of each row, row after row, in the order of the tokens; no value is read."""
+        if "longest_tokens" not in inputs:
+            return x_CE
+        order_C = x_CE.detach().norm(dim=1).sort(descending=True, stable=True).indices  # of equal ones the first token
+        order_C = order_C[inputs["row_of_token"][order_C].sort(stable=True).indices]
+        return x_CE.index_select(0, order_C[inputs["longest_tokens"]].sort().values)
+
+
+def new_layer(in_features: int, out_features: int) -> Dense:
+    """Return the linear layer of a model that has none yet: no bias, weights by torch's global generator."""
+    return Dense(in_features, out_features, bias=False, activation=nn.Identity())
+
+
+def _merged(x_VE: Tensor, counts_2R: Tensor, num_vectors: int, protected: int) -> Tensor:
+    """Return the means of groups of vectors that are near each other, a group's place that of its first vector."""
+    order_V, sizes = torch.ops.vembed.nearest_groups(x_VE.detach(), counts_2R, num_vectors, protected)
+    # One thread adds up a group in order, so that equal calls give equal bits.
+    means_VE: Tensor = torch.segment_reduce(x_VE.index_select(0, order_V), "mean", lengths=sizes, unsafe=True)
+    return means_VE
+
+
+@torch.library.custom_op(
+    "vembed::nearest_groups",
+    mutates_args=(),
+    schema="(Tensor x, Tensor counts, int num_vectors, int protected) -> (Tensor, Tensor)",
+)
+def _nearest_groups(x: Tensor, counts: Tensor, num_vectors: int, protected: int) -> tuple[Tensor, Tensor]:
+    """Group the vectors of each row by Ward's clustering of their cosines, on the CPU.
+
+    Args:
+        x: All vectors, row after row, of unit length.
+        counts: Vectors of each row before and after, (2, R).
+        num_vectors: Sum of those after.
+        protected: First vectors of a row that stay by themselves.
+
+    Returns:
+        The vectors ordered by group, and the size of each group.
+    """
+    (before, after), vectors = counts.cpu().tolist(), x.cpu().numpy()
+    parts, first = [], 0
+    for length, wanted in zip(before, after, strict=True):
+        labels = np.arange(length)
+        if wanted < length:
+            labels[protected:] = protected + _ward(vectors[first + protected : first + length], wanted - protected)
+        parts.append(labels)
+        first += length
+    starts = np.cumsum([0, *after[:-1]])
+    group_V = np.concatenate([part + start for part, start in zip(parts, starts, strict=True)])
+    order_V, sizes = np.argsort(group_V, kind="stable"), np.bincount(group_V, minlength=num_vectors)
+    return torch.from_numpy(order_V).to(x.device), torch.from_numpy(sizes).to(x.device)
+
+
+@_nearest_groups.register_fake
+def _shapes_of_groups(x: Tensor, counts: Tensor, num_vectors: int, protected: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return counts.new_empty(len(x), dtype=torch.int64), counts.new_empty(num_vectors, dtype=torch.int64)
+
+
+def _ward(x_VE: NDArray[np.floating], num_groups: int) -> NDArray[np.int64]:
+    """Return the group of each vector, numbered in the order of their first vectors, exactly as many as asked for."""
+    from scipy.cluster import hierarchy
+    from scipy.spatial.distance import squareform
+
+    distances = squareform((1.0 - x_VE @ x_VE.T).clip(0.0, 2.0), checks=False)
+    labels = hierarchy.cut_tree(hierarchy.linkage(distances, "ward"), n_clusters=num_groups)[:, 0]
+    _, firsts, groups = np.unique(labels, return_index=True, return_inverse=True)
+    numbered: NDArray[np.int64] = np.argsort(np.argsort(firsts))[groups]
+    return numbered

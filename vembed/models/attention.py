@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 NAME = "vembed"
 """What these functions are called among the attention functions of transformers."""
 
+PICTURES = "vembed_flash"
+"""What `attend_to_pictures` is called there: the word "flash" has models give the lengths of pictures, not splits."""
+
 _OWN_ATTENTION = frozenset({"mpnet"})
 """Types of models whose layers call no attention function, but take the masks of one."""
 
@@ -49,6 +52,12 @@ def spare_masks(backbone: PreTrainedModel) -> None:
     config = backbone.config.get_text_config()
     if config._attn_implementation == "sdpa" or config.model_type in _OWN_ATTENTION:
         config._attn_implementation = NAME
+
+
+def spare_splits(visual: PreTrainedModel) -> None:
+    """Let a network for pictures that lie end to end take torch's attention without reading their lengths back."""
+    if visual.config._attn_implementation == "sdpa":
+        visual.config._attn_implementation = PICTURES
 
 
 def attention_name(backbone: PreTrainedModel) -> str:
@@ -167,6 +176,55 @@ def attend(
         window=(reach, 0 if causal else reach),
     )
     return out_THD.unsqueeze(0), None
+
+
+def attend_to_pictures(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend in a layer for pictures that lie end to end, each to itself alone.
+
+    Args:
+        module: The layer.
+        query: (1, H, T, D), and so are key and value.
+        key: See query.
+        value: See query.
+        attention_mask: None.
+        cu_seq_lens_q: Where pictures begin, and their end, int32, (S + 1,).
+        max_length_q: Patches of the largest.
+        dropout: Share of the weights that is dropped.
+        scaling: Of the scores.
+        others: Not needed here.
+
+    Returns:
+        (1, T, H, D).
+    """
+    del others, attention_mask
+
+    def alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        own = sdpa_attention_forward(module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=False)
+        return own[0]
+
+    num_pictures = len(cu_seq_lens_q) - 1
+    if num_pictures * max_length_q == query.shape[2]:  # all of one size: a rectangle, known without their lengths
+        size = (num_pictures, max_length_q)
+        out = alone(*(each[0].unflatten(1, size).transpose(0, 1) for each in (query, key, value)))
+        return out.flatten(0, 1).unsqueeze(0), None
+    half = compute_dtype(query.device.type, query.dtype) in HALF
+    if query.device.type == "cuda" and half and (HAS_FLASH_ATTN or _has_varlen()):
+        lengths: dict[str, Any] = {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q}
+        return attend(module, query, key, value, None, dropout=dropout, scaling=scaling, is_causal=False, **lengths)
+    splits = (each.split(cu_seq_lens_q.diff().tolist(), dim=2) for each in (query, key, value))
+    return torch.cat([alone(*each) for each in zip(*splits, strict=True)], dim=1), None
 
 
 def packed_mask(backbone: PreTrainedModel, segment_T: Tensor) -> Tensor:
@@ -299,4 +357,5 @@ def _varlen_attn(
 
 
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(PICTURES, attend_to_pictures)
 AttentionMaskInterface.register(NAME, right_padding_mask)

@@ -130,10 +130,26 @@ class ModelFiles:
         """Load the tokenizer; it must be able to pad."""
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = self._load(AutoTokenizer, subfolder)
-        self._refuse_empty(tokenizer, f"{subfolder}/" if subfolder else "")
-        pad_token = self.keys.pad_token
-        if pad_token is not None:
+        return self._checked(self._load(AutoTokenizer, subfolder), f"{subfolder}/" if subfolder else "")
+
+    def processor(self) -> Any:
+        """Load the tokenizer, which must be able to pad, the image processor and the chat template."""
+        from transformers import AutoProcessor
+
+        processor = self._load(AutoProcessor, "")
+        self._checked(processor.tokenizer, "")
+        return processor
+
+    def _checked(self, tokenizer: PreTrainedTokenizerBase, prefix: str) -> PreTrainedTokenizerBase:
+        """Return a tokenizer with the padding token that the user wants, and refuse one that no file describes."""
+        own = tuple(tokenizer.vocab_files_names.values())  # empty where there is no vocabulary, as with bytes
+        usual = ("tokenizer.json", "tokenizer.model", "tekken.json")
+        if own and not any(self.read(prefix + file) for file in (*usual, *own)):
+            raise ConfigError(
+                f"{self.name} has no tokenizer: none of {', '.join(dict.fromkeys((*own, *usual)))} is there. "
+                f"Copy the tokenizer's files beside its config.json"
+            )
+        if (pad_token := self.keys.pad_token) is not None:
             if pad_token not in tokenizer.get_vocab():
                 raise ConfigError(f"pad_token {pad_token!r} is not in the vocabulary of {self.name}")
             tokenizer.pad_token = pad_token
@@ -145,16 +161,6 @@ class ModelFiles:
                 f"masked, so any token of its vocabulary will do)"
             )
         return tokenizer
-
-    def _refuse_empty(self, tokenizer: PreTrainedTokenizerBase, prefix: str) -> None:
-        """Refuse a tokenizer that no file describes: transformers makes one that knows special tokens only."""
-        own = tuple(tokenizer.vocab_files_names.values())  # empty where there is no vocabulary, as with bytes
-        usual = ("tokenizer.json", "tokenizer.model", "tekken.json")
-        if own and not any(self.read(prefix + file) for file in (*usual, *own)):
-            raise ConfigError(
-                f"{self.name} has no tokenizer: none of {', '.join(dict.fromkeys((*own, *usual)))} is there. "
-                f"Copy the tokenizer's files beside its config.json"
-            )
 
     def image_processor(self) -> Any:
         """Load the image processor: the sizes, crops and means that the model was trained with."""

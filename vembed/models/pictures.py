@@ -88,6 +88,8 @@ class Normalisation:
     def __call__(self, pixels: Tensor) -> Tensor:
         """Return pictures (n, channels, height, width), or their patches (n, patches, values), as float32.
 
+        Patches of pictures that lie end to end, (patches, values), hold one channel after the other.
+
         The numbers of a channel are scalars of the operations: as a tensor they would have to be sent to the device.
         """
         x = pixels.to(torch.float32)
@@ -95,8 +97,11 @@ class Normalisation:
             x.div_(self.divisor)
         if len(set(self.mean)) == len(set(self.std)) == 1:
             return x.sub_(self.mean[0]).div_(self.std[0])
-        # The values of a pixel stand side by side in a patch.
-        dim, by_channel = (1, x) if x.ndim == 4 else (-1, x.unflatten(-1, (-1, len(self.mean))))
+        by_channel, dim = x, 1
+        if x.ndim == 2:
+            by_channel = x.unflatten(-1, (len(self.mean), -1))
+        elif x.ndim == 3:  # the values of a pixel stand side by side in a patch
+            by_channel, dim = x.unflatten(-1, (-1, len(self.mean))), -1
         for channel, (mean, std) in enumerate(zip(self.mean, self.std, strict=True)):
             by_channel.select(dim, channel).sub_(mean).div_(std)
         return x

@@ -32,6 +32,8 @@ SOME_READ = {
     "pad_token": "pad_token",
     "model_revision": "model_revision",
     "image_background": "image_background",
+    "image_tokens": "image_tokens",
+    "max_image_size": "max_image_size",
 }
 """Keys of the model that only some encoders have a use for (`Encoder.reads`), and what a message calls them."""
 

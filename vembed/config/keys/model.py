@@ -73,6 +73,18 @@ class ModelKeys(Section):
         "which drops transparency and converts CMYK its own way. auto is what the model's folder says it was trained "
         "with, else white.",
     )
+    image_tokens: Auto | Count = key(
+        "auto",
+        "Most tokens of a picture of a vision-language model; larger pictures are shrunk in their shape. auto is what "
+        "the model's publisher uses.",
+        unit="tokens",
+    )
+    max_image_size: Count | None = key(
+        None,
+        "A picture of a vision-language model that is larger than a square of this side is shrunk in its shape; null "
+        "leaves the limit to `image_tokens`.",
+        unit="pixels",
+    )
     freeze_batch_norm: bool = key(
         False,
         "Keep the mean and variance of each batch normalisation as the model's files have them; its scale and shift "

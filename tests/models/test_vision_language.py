@@ -1,0 +1,215 @@
+"""A vision-language encoder gives the vectors of its publisher's rule, and trains exactly in any chunks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from adapter_cases import CPU, make_loss, partly_trained, trainable_of, wake
+from model_cases import load_any
+from picture_cases import opened, picture, pools_of, vectors
+from test_adapters_engine import assert_exact, take
+from transformers import AutoModel, AutoProcessor
+from vision_language_cases import SIDE, VISION_LANGUAGE_BUILDERS, write_vision_language
+
+from vembed.batch import Composed, ContrastiveBatch, Image
+from vembed.errors import ConfigError
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure
+from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters.trained import save_trained
+from vembed.models.vision_language import VisionLanguageEncoder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.batch import Item
+
+KINDS = tuple(VISION_LANGUAGE_BUILDERS)
+SMALL, LARGE, FLAT = picture(0), picture(1, (90, 60)), picture(2, (30, 100))
+ITEMS: tuple[Item, ...] = (
+    "sea",
+    Composed(LARGE, "in red"),
+    "a longer text, by far",
+    SMALL,
+    FLAT,
+    Composed(SMALL, ""),
+    "",
+)
+
+PARTS = ("all", "lora text", "text", "vision", "projection", "last_1_layers")
+NEAR = 1e-6
+"""Norms and rotations compute in float32, whatever the type of the weights."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("vision-language")
+    return {kind: write_vision_language(root / kind, kind) for kind in KINDS}
+
+
+def load(folder: Path, **keys: Any) -> VisionLanguageEncoder:
+    encoder = load_any(folder, dtype=torch.float64, **keys).eval()
+    assert isinstance(encoder, VisionLanguageEncoder)
+    return encoder
+
+
+@torch.no_grad()
+def by_the_rule(folder: Path, items: tuple[Item, ...], instruction: str, most_tokens: int) -> Any:
+    """Compute vectors one by one with transformers alone: conversation, its own forward, the last token."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    processor = AutoProcessor.from_pretrained(folder)
+    size = {"shortest_edge": 4 * SIDE * SIDE, "longest_edge": most_tokens * SIDE * SIDE}
+    rows = []
+    for item in items:
+        text = item if isinstance(item, str) else item.text if isinstance(item, Composed) else ""
+        image = item.image if isinstance(item, Composed) else item if isinstance(item, Image) else None
+        seen = "<|vision_start|><|image_pad|><|vision_end|>" if image else ""
+        said = f"<|im_start|>system\n{instruction}<|im_end|>\n" if instruction else ""
+        said += f"<|im_start|>user\n{seen}{text or ('' if image else 'NULL')}<|im_end|>\n<|im_start|>assistant\n"
+        pictures = opened([image]) if image else None
+        inputs = processor(text=[said], images=pictures, return_tensors="pt", size=size)
+        hidden = model(**{name: each.double() if name == "pixel_values" else each for name, each in inputs.items()})
+        rows.append(torch.nn.functional.normalize(hidden.last_hidden_state[0, -1], dim=0))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_are_those_of_the_published_rule(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind], query_prompt="Find it", image_tokens=40)
+    expected = by_the_rule(folders[kind], ITEMS, "Find it." if kind == "qwen3_vl" else "Find it", 40)
+    found = vectors(encoder, ITEMS)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5)
+    assert torch.pdist(found[[0, 1, 2, 3, 4, 6]]).min() > 1e-2, "different items have different vectors"
+    plain = load(folders[kind], image_tokens=40)
+    assert plain.prompts["document"] == ("Represent the user's input." if kind == "qwen3_vl" else "")
+    assert torch.allclose(
+        vectors(plain, ITEMS), by_the_rule(folders[kind], ITEMS, plain.prompts["query"], 40), rtol=0, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_neighbours_nor_their_order_nor_padding_change_a_vector(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind])
+    together = vectors(encoder, ITEMS)
+    assert torch.allclose(vectors(encoder, ITEMS[::-1]), together.flip(0), rtol=0, atol=NEAR)
+    for place, item in enumerate(ITEMS):
+        features = encoder.featurize([item], "query")
+        inputs = encoder.collate(features, np.array([0]), int(features.lengths[0]) + 3)
+        with torch.no_grad():
+            assert torch.allclose(encoder(inputs)[0], together[place], rtol=0, atol=NEAR)
+
+
+def test_a_picture_costs_the_tokens_that_stand_for_it(folders: dict[str, Path]) -> None:
+    encoder = load(folders["qwen3_vl"])
+    composed, text = encoder.featurize([Composed(LARGE, "in red")], "query"), encoder.featurize(["in red"], "query")
+    sides = (round(90 / SIDE) * round(60 / SIDE), 2)  # tokens, and the two that stand around them
+    assert composed.lengths[0] == text.lengths[0] + sum(sides)
+    for keys, most in (({"image_tokens": 12}, 12), ({"max_image_size": 4 * SIDE}, 16)):
+        small = load(folders["qwen3_vl"], **keys).featurize([LARGE, SMALL], "query")
+        tokens = [int(grid.prod()) // 4 for grid in small.columns["image_grid_thw"].values]
+        assert max(tokens) <= most < sides[0]
+    with pytest.raises(ConfigError, match="a picture of 64 tokens doesn't fit rows of 60"):
+        load(folders["qwen3_vl"], max_seq_length=60, image_tokens=64)
+
+
+def test_a_long_row_loses_words_and_neither_pictures_nor_special_tokens(folders: dict[str, Path]) -> None:
+    long = Composed(LARGE, "many words " * 40)
+    short = load(folders["qwen3_vl"], max_seq_length=160, image_tokens=80)
+    whole = load(folders["qwen3_vl"], image_tokens=80)
+    cut, full = (encoder.featurize([long, SMALL], "query") for encoder in (short, whole))
+    assert (cut.num_truncated, full.num_truncated) == (1, 0)
+    assert cut.lengths[0] == 160 < full.lengths[0]
+    ids, kept = full.columns["input_ids"].values[: full.lengths[0]], cut.columns["input_ids"].values[:160]
+    special = np.array(short.tokenizer.all_special_ids)
+    assert list(kept[np.isin(kept, special)]) == list(ids[np.isin(ids, special)])
+    ordinary = ids[~np.isin(ids, special)]
+    assert list(kept[~np.isin(kept, special)]) == list(ordinary[: (~np.isin(kept, special)).sum()])
+    assert vectors(short, [long]).isfinite().all()
+
+
+def test_a_text_that_names_a_placeholder_is_a_text(folders: dict[str, Path]) -> None:
+    items = (Composed(SMALL, "what is <|image_pad|>?"), "<|image_pad|><|video_pad|>")
+    assert vectors(load(folders["qwen3_vl"]), items).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_was_written_gives_the_same_vectors(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    encoder = load(folders[kind], query_prompt="Find it!", document_prompt="", image_tokens=20, max_seq_length=200)
+    encoder.save(tmp_path / "model")
+    again = load(tmp_path / "model")
+    assert again.spec == encoder.spec
+    assert torch.equal(vectors(again, ITEMS), vectors(encoder, ITEMS))
+    adapted = partly_trained(folders[kind], "lora").eval()
+    wake(adapted)
+    expected = vectors(adapted, ITEMS)
+    save_trained(adapted, tmp_path / "merged", tmp_path / "adapter")
+    assert torch.allclose(vectors(load(tmp_path / "merged"), ITEMS), expected, rtol=0, atol=NEAR)
+    assert not torch.allclose(vectors(load(folders[kind]), ITEMS), expected, rtol=0, atol=1e-3)
+
+
+def mixed_batch() -> ContrastiveBatch:
+    """Texts and pictures with texts that search pictures and texts: each modality on both sides."""
+    queries: tuple[Item, ...] = ("sea", Composed(LARGE, "in red"), "a longer text, by far", FLAT, "sky")
+    documents: tuple[Item, ...] = (SMALL, LARGE, FLAT, "what it shows", Composed(SMALL, "and more"))
+    count = len(queries)
+    return ContrastiveBatch(
+        queries=queries,
+        documents=documents,
+        positives_P2=np.array([(number, number) for number in range(count)], dtype=np.int64),
+        query_ids_Q=np.arange(count, dtype=np.int64),
+        document_ids_D=np.arange(count, dtype=np.int64) + 100,
+        record_ids=tuple(range(count)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        ("qwen3_vl", "lora"),
+        *(pytest.param("qwen3_vl", what, marks=pytest.mark.slow) for what in PARTS),
+        *(pytest.param(kind, what, marks=pytest.mark.slow) for kind in KINDS[:-1] for what in ("all", "lora")),
+    ],
+)
+def test_the_engine_has_the_gradients_of_the_plain_step(folders: dict[str, Path], kind: str, what: str) -> None:
+    """Of the same chunks, whose roundings are alike; pictures are of uneven sizes."""
+    encoder = partly_trained(folders[kind], what)
+    wake(encoder)
+    assert_exact(encoder, mixed_batch())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tower_of_pictures_its_merger_or_the_language_model_trains_alone(
+    folders: dict[str, Path], kind: str
+) -> None:
+    encoder = load(folders[kind])
+    begins = {"text": "backbone.language_model.", "vision": "backbone.visual.", "projection": "backbone.visual."}
+    for what, beginning in begins.items():
+        encoder.requires_grad_(requires_grad=True)
+        freeze(encoder, what)
+        names = trainable_of(encoder).keys()
+        assert names
+        assert all(name.startswith(beginning) and (what != "projection" or "merger" in name) for name in names)
+        every = {name for name, _ in encoder.named_parameters() if name.startswith(beginning)}
+        assert (names == every) == (what != "projection")
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_chunks_and_recomputation_change_a_gradient_by_rounding_alone(
+    folders: dict[str, Path], checkpointed: bool
+) -> None:
+    encoder = partly_trained(folders["qwen3_vl"], "all", gradient_checkpointing=checkpointed)
+    pools, structure, loss = pools_of(encoder, mixed_batch()), BatchStructure.of(mixed_batch()), make_loss()
+    reference_step(pools, structure, loss, budget=None)
+    expected = take(encoder, loss)
+    budget = ChunkBudget(rows=2, tokens=200)
+    engine = GradCacheEngine(loss, EngineOptions(budget, CPU), list(trainable_of(encoder).values()))
+    assert engine.step(pools, structure).replay_drift == 0
+    found = take(encoder, loss)
+    largest = max(gradient.norm() for gradient in expected.values())
+    assert found.keys() == expected.keys()
+    assert max(float((found[name] - expected[name]).norm() / largest) for name in expected) < 1e-5

@@ -1,0 +1,336 @@
+"""The vision-language encoder: a language model that reads texts, pictures, and pictures with a text.
+
+1. An item becomes a conversation: an instruction for its side as the system message, then its pictures and its text as
+   the user's, laid out by the model's chat template. An item with nothing in it is the text NULL.
+2. Each placeholder of a picture becomes as many tokens as the picture takes, which depends on its size.
+3. A row that is too long loses ordinary tokens from its end; special ones stay, and so does every picture.
+4. The last token has seen all: its hidden state, of unit length, is the embedding.
+
+Rows are padded at the right. A picture's tokens count in a chunk like those of a text. What differs between models is a
+row of `vision_language_families.FAMILIES`.
+
+Source: Qwen3-VL-Embedding's published rule (github.com/QwenLM/Qwen3-VL-Embedding).
+
+Shape legend: R rows, T tokens, H hidden dim, E embedding dim.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import AutoModel
+
+from vembed.batch import Composed, Features, Image, Ragged
+from vembed.errors import ConfigError
+from vembed.models import attention
+from vembed.models.encoder import Encoder
+from vembed.models.files import transformer_depth, transformer_period
+from vembed.models.pictures import DECODED_AT_ONCE, last_step, normalised, process_pictures, run_processor
+from vembed.models.pooling import pool
+from vembed.models.sentence_transformers_pictures import model_type_of
+from vembed.models.towers import find_tower, is_within
+from vembed.models.vision_language_families import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+    from torch import Tensor, nn
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from vembed.batch import Item, Modality, Side
+    from vembed.models.encoder import Form
+    from vembed.models.files import ModelFiles
+    from vembed.models.pooling import PoolingMode
+    from vembed.models.towers import Tower, TowerName
+    from vembed.models.vision_language_families import VisionLanguageFamily
+
+SETTINGS_FILE = "vembed_vision_language.json"
+"""Holds what transformers' own files have no place for: instructions, longest row, tokens of a picture, pooling."""
+
+MOST_TOKENS = 8192
+"""Of a row, unless the user or the model's files say less: Qwen3-VL-Embedding's own."""
+
+EMPTY = "NULL"
+"""The text of an item that has neither a text nor a picture."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLanguageSpec:
+    """How items are read; each value from the user, else from the model's folder, else from its family."""
+
+    instructions: Mapping[Side, str]  # system message of each side's items; empty for none
+    max_length: int  # tokens of a row, those of pictures included
+    image_tokens: int  # most tokens of a picture
+    pooling: PoolingMode
+
+
+class VisionLanguageEncoder(Encoder):
+    """A vision-language model.
+
+    Args:
+        backbone: The network, without a head.
+        processor: Its tokenizer, image processor and chat template.
+    """
+
+    modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
+    reads = frozenset(
+        {"attn_implementation", "pooling_method", "max_seq_length", "query_prompt", "document_prompt"}
+        | {"pad_token", "model_revision", "load_in_4bit", "image_background", "max_image_size", "image_tokens"}
+    )
+    max_length: int
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backbone: PreTrainedModel,
+        processor: Any,
+        family: VisionLanguageFamily,
+        spec: VisionLanguageSpec,
+    ) -> None:
+        super().__init__()
+        attention.spare_masks(backbone)
+        family.prepare(backbone)
+        self.name = name
+        self.backbone = backbone
+        self.processor = processor
+        self.family = family
+        self.spec = spec
+        self.max_length = spec.max_length
+        self.dimension = int(backbone.config.get_text_config().hidden_size)
+        self.normalisation = last_step(processor.image_processor)
+        placeholders = (getattr(processor, f"{kind}_token", None) for kind in ("image", "video"))
+        self._placeholders = tuple(each for each in placeholders if each)
+        self._image_id = int(backbone.config.image_token_id)
+        self._kept_ids = np.array(sorted({*self.tokenizer.all_special_ids, self._image_id}))
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The processor's tokenizer."""
+        return self.processor.tokenizer  # type: ignore[no-any-return]
+
+    @classmethod
+    def recognises(cls, files: ModelFiles) -> bool:
+        """Return whether config.json names one of the families."""
+        return not files.shape and model_type_of(files) in FAMILIES
+
+    @classmethod
+    def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> VisionLanguageEncoder:  # noqa: ARG003
+        """Load the network and its processor."""
+        config = files.config()
+        family = FAMILIES[config.model_type]
+        processor = files.processor()
+        if not getattr(processor, "chat_template", None):
+            raise ConfigError(f"{files.name} has no chat template, by which its items are put into words")
+        most = files.read_json(SETTINGS_FILE).get("image_tokens", family.most_image_tokens)
+        wanted = most if files.keys.image_tokens == "auto" else files.keys.image_tokens
+        image_tokens = family.limit_images(processor.image_processor, wanted, files.keys.max_image_size)
+        spec = decide_spec(files, config, processor.tokenizer, family, image_tokens)
+        backbone = files.backbone("", config, AutoModel)
+        return cls(files.name, backbone=backbone, processor=processor, family=family, spec=spec)
+
+    @property
+    def prompts(self) -> dict[Side, str]:
+        """The instruction of each side's items."""
+        return dict(self.spec.instructions)
+
+    def featurize(self, items: Sequence[Item], side: Side) -> Features:
+        """Put items into words, and decode and resize their pictures."""
+        contents = [pictures_and_text(item) for item in items]
+        arrays: list[dict[str, NDArray[Any]]] = []
+        texts = []
+        for start in range(0, len(contents), DECODED_AT_ONCE):
+            for images, text in contents[start : start + DECODED_AT_ONCE]:
+                arrays.append(self._processed(images))
+                texts.append(self._conversation(arrays[-1], len(images), text, side))
+        starts = self.tokenizer.bos_token is not None and texts[0].startswith(str(self.tokenizer.bos_token))
+        encoded = self.tokenizer(
+            texts, add_special_tokens=not starts, return_attention_mask=False, return_token_type_ids=False
+        )
+        whole = [np.array(row, dtype=np.int32) for row in encoded["input_ids"]]
+        ids = [self._cut(row) for row in whole]
+        columns = {"input_ids": Ragged.from_rows(ids)}
+        for name, known in arrays[0].items():
+            columns[name] = Ragged.from_rows([row[name] for row in arrays], dtype=known.dtype.type)
+        if arrays[0] and self.family.positions is not None:
+            places = [self.family.positions(self.backbone, *row) for row in zip(ids, arrays, strict=True)]
+            columns["positions"] = Ragged.from_rows(places)
+        num_truncated = sum(len(short) < len(long) for short, long in zip(ids, whole, strict=True))
+        return Features(columns, columns["input_ids"].lengths, num_truncated=num_truncated)
+
+    def _processed(self, images: Sequence[Image]) -> dict[str, NDArray[Any]]:
+        """Return what the image processor makes of an item's pictures; nothing where it has none."""
+        if not images:
+            return {}
+        process = partial(run_processor, self.processor.image_processor, in_bytes=self.normalisation is not None)
+        return process_pictures(images, process, self.image_limits, self.image_background)
+
+    def _conversation(self, arrays: Mapping[str, NDArray[Any]], num_pictures: int, text: str, side: Side) -> str:
+        """Return an item by the chat template, with a placeholder for each token of its pictures."""
+        text = text.strip()
+        for each in self._placeholders:  # a user's own would be taken for a picture
+            text = text.replace(each, f"{each[0]} {each[1:]}")
+        content: list[dict[str, str]] = [{"type": "image"}] * num_pictures
+        if text or not content:
+            content = [*content, {"type": "text", "text": text or EMPTY}]
+        instruction = self.spec.instructions[side]
+        system = {"role": "system", "content": [{"type": "text", "text": instruction}]}
+        messages = [*([system] if instruction else []), {"role": "user", "content": content}]
+        said: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        if not num_pictures:
+            return said
+        pieces = said.split(self.processor.image_token)
+        tokens = [self.processor.replace_image_token(arrays, place) for place in range(num_pictures)]
+        return "".join(piece + token for piece, token in zip(pieces, [*tokens, ""], strict=True))
+
+    def _cut(self, ids_T: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Leave ordinary tokens out, the last ones first, until a row is short enough."""
+        if len(ids_T) <= self.max_length:
+            return ids_T
+        special_T = np.isin(ids_T, self._kept_ids)
+        room = self.max_length - int(special_T.sum())
+        return ids_T[special_T | (np.cumsum(~special_T) <= room)]
+
+    def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:
+        """Pad rows at the right, with lengths unless all are equal, and lay their pictures one after the other."""
+        taken = {name: column.take(rows) for name, column in features.columns.items()}
+        ids = taken.pop("input_ids")
+        ids_RT = ids.padded(width, int(self.tokenizer.pad_token_id or 0))
+        inputs = {"input_ids": torch.from_numpy(ids_RT)}
+        if (ids.lengths < width).any():
+            inputs["lengths"] = torch.from_numpy(ids.lengths.astype(np.int32))
+        if "positions" in taken:
+            inputs["positions"] = torch.from_numpy(taken.pop("positions").padded(width, 0))
+        if taken:
+            inputs["image_places"] = torch.from_numpy(np.flatnonzero(ids_RT == self._image_id))
+            inputs |= self.family.pictures(self.backbone, taken)
+        return inputs
+
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Return embeddings (R, E) of unit length, at least float32."""
+        hidden_RTH, real_RT = self.hidden_states(inputs)
+        with torch.autocast(hidden_RTH.device.type, enabled=False):
+            return F.normalize(pool(hidden_RTH, real_RT, (self.spec.pooling,)), dim=-1)
+
+    def hidden_states(self, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the last hidden states (R, T, H), and which tokens are no padding (R, T)."""
+        real_RT = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
+        if "lengths" in inputs:
+            places_T = torch.arange(real_RT.shape[1], device=real_RT.device)
+            real_RT = places_T < inputs["lengths"][:, None]
+        call = {**inputs, "attention_mask": real_RT.long()}
+        if "pixel_values" in inputs:
+            call["pixel_values"] = normalised(inputs, self.normalisation).to(self.backbone.dtype)
+        return self.family.hidden_states(self.backbone, call), real_RT
+
+    def save(self, folder: Path) -> None:
+        """Write a folder that transformers and vembed load."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.backbone.save_pretrained(folder)
+        self.processor.save_pretrained(folder)
+        spec = self.spec
+        settings = {
+            "instructions": dict(spec.instructions),
+            "max_seq_length": spec.max_length,
+            "image_tokens": spec.image_tokens,
+            "pooling": spec.pooling,
+        }
+        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+    def describe(self) -> dict[str, str]:
+        """Return how items are read and summed up."""
+        return {
+            "family": f"{self.family.name} (config.json)",
+            "pooling": self.spec.pooling,
+            "max_seq_length": str(self.max_length),
+            "pictures": f"at most {self.spec.image_tokens} tokens each",
+            "query instruction": repr(self.spec.instructions["query"]),
+            "document instruction": repr(self.spec.instructions["document"]),
+            "similarity": "cosine",
+            "attention": attention.attention_name(self.backbone),
+            **self.training_facts(),
+        }
+
+    def towers(self) -> tuple[Tower, ...]:
+        """Return the language model, and what sees pictures with the mergers that end in its tokens."""
+        config, family = self.backbone.config, self.family
+        seeing, merger = f"backbone.{family.vision}", tuple(f"backbone.{part}" for part in family.merger)
+        outside = tuple(part for part in merger if not is_within(part, [seeing]))
+        stacks: tuple[tuple[TowerName, tuple[str, ...], tuple[str, ...], PreTrainedConfig], ...] = (
+            ("text", (f"backbone.{family.language}",), (), config.get_text_config()),
+            ("vision", (seeing, *outside), merger, config.vision_config),
+        )
+        return tuple(
+            find_tower(
+                self,
+                name,
+                parts=parts,
+                projection=projection,
+                depth=transformer_depth(own),
+                period=transformer_period(own),
+            )
+            for name, parts, projection, own in stacks
+        )
+
+    def adapter_host(self) -> nn.Module:
+        """Return the network of both stacks."""
+        return self.backbone
+
+    def export_forms(self) -> tuple[Form, ...]:
+        """Return transformers: the folder is one of its own, with a file of ours beside it."""
+        return ("transformers",)
+
+
+def pictures_and_text(item: Item) -> tuple[tuple[Image, ...], str]:
+    """Return the pictures of an item and its text."""
+    if isinstance(item, str):
+        return (), item
+    return ((item.image,), item.text) if isinstance(item, Composed) else ((item,), "")
+
+
+def decide_spec(
+    files: ModelFiles,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    family: VisionLanguageFamily,
+    image_tokens: int,
+) -> VisionLanguageSpec:
+    """Decide how items are read: by the user's word, else by the model's folder, else by its family.
+
+    Raises:
+        ConfigError: A picture wouldn't fit a row.
+    """
+    keys, saved = files.keys, files.read_json(SETTINGS_FILE)
+    said = saved.get("instructions", {})
+    given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
+    instructions = {
+        side: _ended(said.get(side, family.instruction) if own is None else own, family) for side, own in given.items()
+    }
+    limits = (tokenizer.model_max_length, getattr(config.get_text_config(), "max_position_embeddings", MOST_TOKENS))
+    known = min(int(saved.get("max_seq_length", MOST_TOKENS)), *limits)
+    max_length = known if keys.max_seq_length == "auto" else keys.max_seq_length
+    if image_tokens >= max_length:
+        raise ConfigError(
+            f"{files.name}: a picture of {image_tokens} tokens doesn't fit rows of {max_length}, and none is cut; "
+            f"set max_seq_length above it, or image_tokens to at most {max_length // 2}"
+        )
+    pooling: PoolingMode = saved.get("pooling", family.pooling)
+    if keys.pooling_method != "auto":
+        pooling = "lasttoken" if keys.pooling_method == "last_token" else keys.pooling_method
+    return VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
+
+
+def _ended(instruction: str, family: VisionLanguageFamily) -> str:
+    """Return an instruction with a full stop where the family wants punctuation at its end."""
+    instruction = instruction.strip()
+    ends = not instruction or unicodedata.category(instruction[-1]).startswith("P")
+    return instruction if ends or not family.ends_instruction else f"{instruction}."

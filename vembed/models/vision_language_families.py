@@ -1,0 +1,182 @@
+"""What differs between families of vision-language models; all else is `VisionLanguageEncoder`'s.
+
+A family is a row of FAMILIES, by the model_type of config.json. A row says how an item is put into words, how large
+pictures may be, what a call needs beside the pixels, and how the network is run.
+
+Shape legend: R rows of a call, T tokens of a row, P patches of all pictures of the call, H hidden dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
+
+from vembed.models import attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from vembed.batch import Ragged
+    from vembed.models.pooling import PoolingMode
+
+LAYOUT = "vision_"
+"""Begins the names of the inputs that say how pictures lie in a call; the rest of a name is transformers' own."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLanguageFamily:
+    """What members of a family have in common."""
+
+    name: str  # for the plan
+    vision: str  # module of the network that sees pictures
+    merger: tuple[str, ...]  # modules that turn patches into tokens of the language model
+    language: str  # the language model
+    most_image_tokens: int  # of one picture, unless the user says otherwise
+    limit_images: Callable[[Any, int, int | None], int]  # (image processor, most tokens, longest side): tokens it gives
+    pictures: Callable[
+        [Any, Mapping[str, Ragged]], dict[str, Tensor]
+    ]  # (network, arrays of R rows) -> inputs of a call
+    hidden_states: Callable[[Any, dict[str, Tensor]], Tensor]  # (network, inputs of a call) -> (R, T, H)
+    positions: Callable[[Any, NDArray[np.int32], Mapping[str, NDArray[Any]]], NDArray[np.int32]] | None = None
+    # (network, ids (T,), arrays of the row) -> positions in time, height and width (T, 3); None: 0, 1, 2, ...
+    prepare: Callable[[Any], None] = lambda network: None  # noqa: ARG005  # once, when the network is there
+    pooling: PoolingMode = "lasttoken"
+    instruction: str = ""  # system message of every item, unless the user says otherwise
+    ends_instruction: bool = (
+        False  # whether an instruction ends with punctuation: a full stop is added where it doesn't
+    )
+
+
+def flat_pictures(network: Any, arrays: Mapping[str, Ragged]) -> dict[str, Tensor]:  # noqa: ARG001
+    """Lay the pictures of all rows one after the other."""
+    return {name: torch.from_numpy(ragged.values) for name, ragged in arrays.items()}
+
+
+def whole_network(network: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Run a network by its own forward, which waits for the device where it looks into its inputs."""
+    own = {name: tensor for name, tensor in inputs.items() if name not in ("positions", "image_places", "lengths")}
+    hidden_RTH: Tensor = network(**own).last_hidden_state
+    return hidden_RTH
+
+
+def _limit_area(image_processor: Any, most_tokens: int, longest_side: int | None) -> int:
+    """Bound the area of a picture, whose shape is kept: 4 tokens at least, each a square of merged patches."""
+    side = image_processor.patch_size * image_processor.merge_size
+    if longest_side is not None:
+        most_tokens = max(4, min(most_tokens, longest_side**2 // side**2))
+    image_processor.size = {"shortest_edge": 4 * side**2, "longest_edge": most_tokens * side**2}
+    return most_tokens
+
+
+def _qwen_pictures(network: Any, arrays: Mapping[str, Ragged]) -> dict[str, Tensor]:
+    """Lay patches one after the other, and compute beside them what the network would read back from the device."""
+    inputs = flat_pictures(network, arrays)
+    grid_N3, config = inputs["image_grid_thw"], network.config.vision_config
+    visual, merge = network.visual, config.spatial_merge_size
+    layout = {
+        "position_ids": get_vision_position_ids(grid_N3, merge),
+        "cu_seqlens": get_vision_cu_seqlens(grid_N3),
+    }
+    if hasattr(visual, "num_grid_per_side"):  # a learned table of positions, resampled to each picture's grid
+        layout["interp_indices"], layout["interp_weights"] = get_vision_interpolation_indices_and_weights(
+            grid_N3,
+            num_grid_per_side=visual.num_grid_per_side,
+            mode=visual.interpolation_mode,
+            align_corners=visual.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+    if hasattr(config, "window_size"):
+        layout["window_index"], layout["cu_window_seqlens"] = get_vision_window_index(
+            grid_N3, spatial_merge_size=merge, window_size=config.window_size, patch_size=config.patch_size
+        )
+        layout["max_window_seqlen"] = _as_shape(layout["cu_window_seqlens"])
+    layout["max_seqlen"] = _as_shape(layout["cu_seqlens"])
+    return inputs | {LAYOUT + name: tensor for name, tensor in layout.items()}
+
+
+def _as_shape(starts_S1: Tensor) -> Tensor:
+    """Return a tensor that holds nothing, and the longest segment in its shape: known on a device without a wait."""
+    return torch.empty(0, int(starts_S1.diff().max()), dtype=torch.int32)
+
+
+def _qwen_hidden_states(network: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Run both stacks of a Qwen model: tokens of pictures take the places of their placeholders."""
+    language = network.language_model
+    x_RTH = language.embed_tokens(inputs["input_ids"].long())
+    extra: dict[str, Any] = {}
+    if "pixel_values" in inputs:
+        layout: dict[str, Any] = {
+            name.removeprefix(LAYOUT): each for name, each in inputs.items() if name.startswith(LAYOUT)
+        }
+        layout |= {name: layout[name].shape[1] for name in ("max_seqlen", "max_window_seqlen") if name in layout}
+        seen = network.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"], **layout)
+        places = inputs["image_places"]
+        x_RTH = x_RTH.flatten(0, 1).index_copy(0, places, seen.pooler_output.to(x_RTH.dtype)).view_as(x_RTH)
+        extra["position_ids"] = inputs["positions"].permute(2, 0, 1).long()
+        if getattr(seen, "deepstack_features", None):
+            extra |= {"visual_pos_masks": places, "deepstack_visual_embeds": seen.deepstack_features}
+    hidden_RTH: Tensor = language(
+        inputs_embeds=x_RTH, attention_mask=inputs["attention_mask"], **extra
+    ).last_hidden_state
+    return hidden_RTH
+
+
+def _qwen_positions(network: Any, ids_T: NDArray[np.int32], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int32]:
+    """Return what the network itself computes of one row."""
+    ids_1T = torch.from_numpy(ids_T.astype(np.int64))[None]
+    kinds_1T = (ids_1T == network.config.image_token_id).int()
+    grid_N3 = torch.from_numpy(arrays["image_grid_thw"])
+    positions_31T, _ = network.get_rope_index(ids_1T, mm_token_type_ids=kinds_1T, image_grid_thw=grid_N3)
+    return positions_31T[:, 0].T.numpy().astype(np.int32)  # type: ignore[no-any-return]
+
+
+def _prepare_qwen(network: Any) -> None:
+    """Let both stacks attend, and take pictures at several depths, without waiting for the device."""
+    attention.spare_splits(network.visual)
+    if hasattr(network.language_model, "_deepstack_process"):
+        network.language_model._deepstack_process = _add_at
+
+
+def _add_at(x_RTH: Tensor, places: Tensor, seen: Tensor) -> Tensor:
+    """Add vectors of pictures at the places of their tokens."""
+    return x_RTH.flatten(0, 1).index_add(0, places, seen.to(x_RTH.dtype)).view_as(x_RTH)
+
+
+def _qwen(name: str, **own: Any) -> VisionLanguageFamily:
+    return VisionLanguageFamily(
+        name=name,
+        vision="visual",
+        language="language_model",
+        limit_images=_limit_area,
+        pictures=_qwen_pictures,
+        hidden_states=_qwen_hidden_states,
+        positions=_qwen_positions,
+        prepare=_prepare_qwen,
+        **own,
+    )
+
+
+FAMILIES: Mapping[str, VisionLanguageFamily] = {
+    "qwen2_vl": _qwen("Qwen2-VL", merger=("visual.merger",), most_image_tokens=1280),
+    "qwen2_5_vl": _qwen("Qwen2.5-VL", merger=("visual.merger",), most_image_tokens=1280),
+    "qwen3_vl": _qwen(
+        "Qwen3-VL",
+        merger=("visual.merger", "visual.deepstack_merger_list"),
+        most_image_tokens=1800,
+        instruction="Represent the user's input.",
+        ends_instruction=True,
+    ),
+}
+"""A new family's row goes here. `flat_pictures` and `whole_network` serve one that transformers runs as it is."""

@@ -82,6 +82,7 @@ class VisionLanguageEncoder(Encoder):
     """
 
     modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
+    several_pictures = True
     reads = frozenset(
         {"attn_implementation", "pooling_method", "max_seq_length", "query_prompt", "document_prompt"}
         | {"pad_token", "model_revision", "load_in_4bit", "image_background", "max_image_size", "image_tokens"}
@@ -291,10 +292,10 @@ class VisionLanguageEncoder(Encoder):
 
 
 def pictures_and_text(item: Item) -> tuple[tuple[Image, ...], str]:
-    """Return the pictures of an item and its text."""
+    """Return the pictures of an item, in order, and its text."""
     if isinstance(item, str):
         return (), item
-    return ((item.image,), item.text) if isinstance(item, Composed) else ((item,), "")
+    return (item.images, item.text) if isinstance(item, Composed) else ((item,), "")
 
 
 def decide_spec(
@@ -324,7 +325,7 @@ def decide_spec(
             f"set max_seq_length above it, or image_tokens to at most {max_length // 2}"
         )
     pooling: PoolingMode = saved.get("pooling", family.pooling)
-    if keys.pooling_method != "auto":
+    if keys.pooling_method != "auto" and keys.pooling_method != "none":  # what pools none reads no pooling
         pooling = "lasttoken" if keys.pooling_method == "last_token" else keys.pooling_method
     return VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
 

@@ -89,7 +89,7 @@ def _plain_gradients(workload: Workload) -> dict[str, Tensor]:
         return z.to(torch.promote_types(z.dtype, torch.float32))
 
     pool, structure = batch_of(workload)
-    reference_step([replace(pool, encode=encode)], structure, engine_of(workload, 512).loss)  # type: ignore[arg-type]
+    reference_step([replace(pool, encode=encode)], structure, engine_of(workload, 512).loss)
     return take_gradients(workload.encoder)
 
 

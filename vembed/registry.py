@@ -81,7 +81,11 @@ class Registry:
 
 LOSSES = Registry(
     "loss",
-    {"infonce": "vembed.losses.facts.infonce:FACTS", "sigmoid": "vembed.losses.facts.sigmoid:FACTS"},
+    {
+        "infonce": "vembed.losses.facts.infonce:FACTS",
+        "sigmoid": "vembed.losses.facts.sigmoid:FACTS",
+        "colbert": "vembed.losses.facts.colbert:FACTS",
+    },
 )
 """`loss_type` -> a `LossFacts` (vembed/losses/registry.py)."""
 

@@ -257,6 +257,17 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         {"init_logit_bias": 3.0, "loss_type": "sigmoid"},
         "init_logit_bias has no effect with loss_type infonce",
     ),
+    (
+        {"maxsim_sum": True},
+        {"maxsim_sum": True, "loss_type": "colbert"},
+        "maxsim_sum has no effect with loss_type infonce",
+    ),
+    ({"loss_type": "colbert", "mrl_dims": [8]}, {"mrl_dims": [8]}, "vectors of late interaction are short"),
+    (
+        {"loss_type": "colbert", "mrl_dims": [8], "mrl_weights": [1.0]},
+        {"mrl_dims": [8], "mrl_weights": [1.0]},
+        "mrl_weights has no effect with loss_type colbert",
+    ),
     ({"mrl_dims": [8, 8]}, {"mrl_dims": [8, 4]}, "holds a number twice"),
     ({"mrl_weights": [1.0]}, {"mrl_weights": [1.0], "mrl_dims": [8]}, "mrl_weights has no effect without mrl_dims"),
     ({"mrl_weights": [1.0], "mrl_dims": [8, 4]}, {"mrl_dims": [8, 4]}, "one weight for each"),

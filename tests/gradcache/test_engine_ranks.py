@@ -40,8 +40,10 @@ class Setting:
 
 
 def assignment_of(num_rows: int, how: str) -> RowAssignment:
-    """Split rows over two ranks, or four; queries and their documents don't stay together."""
+    """Split rows over two ranks, three or four; queries and their documents don't stay together."""
     rows = np.arange(num_rows)
+    if how == "three":
+        return RowAssignment(tuple(rows[np.isin(rows % 6, own)] for own in ([0], [1, 4], [2, 3, 5])))
     if how == "four":
         owners = np.array([0, 0, 0, 1, 2, 2, 3])[rows % 7]
         return RowAssignment(tuple(rows[owners == rank] for rank in range(4)))

@@ -15,7 +15,8 @@ from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, StepResult
 from vembed.gradcache.row_assignment import RowAssignment
-from vembed.losses.base import BatchStructure, MultiVectorLoss, MultiVectors
+from vembed.losses.base import BatchLoss, BatchStructure, MultiVectorLoss, MultiVectors
+from vembed.losses.colbert import ColbertLoss
 
 
 class TokenVectors(torch.nn.Module):
@@ -55,11 +56,24 @@ def vectors_case(dropout: float) -> tuple[Any, TokenVectors]:
     return case, encoder
 
 
-def expected_of(dropout: float) -> tuple[float, dict[str, torch.Tensor]]:
+def make(kind: str) -> BatchLoss:
+    """Make a loss; the streamed ones in blocks of a few vectors."""
+    common: dict[str, Any] = {"temperature": 0.3, "learn_temperature": True, "dtype": torch.float64, "tile_size": 24}
+    return {
+        "not streamed": MaxSim,
+        "colbert": lambda: ColbertLoss(**common),
+        "colbert in both directions": lambda: ColbertLoss(**common, mean=False, bidirectional=True),
+    }[kind]()
+
+
+LOSSES = ["not streamed", "colbert", "colbert in both directions"]
+
+
+def expected_of(dropout: float, kind: str) -> tuple[float, dict[str, torch.Tensor]]:
     """Encode row by row in one graph."""
     case, encoder = vectors_case(dropout)
     [pool] = case.pools
-    loss = MaxSim()
+    loss = make(kind)
     rows = [
         encoder(pool.collate(pool.features, np.array([row]), int(pool.features.lengths[row])))
         for row in np.argsort(pool.slots)
@@ -70,7 +84,7 @@ def expected_of(dropout: float) -> tuple[float, dict[str, torch.Tensor]]:
     return value.item(), gradients(encoder, loss)
 
 
-def step(rank: int, rows: int, retain: float, how: str | None) -> tuple[StepResult, dict[str, torch.Tensor]]:
+def step(rank: int, rows: int, retain: float, how: str | None, kind: str) -> tuple[StepResult, dict[str, torch.Tensor]]:
     case, encoder = vectors_case(0.0)
     [pool] = case.pools
     num_rows = case.structure.num_queries + case.structure.num_documents
@@ -79,7 +93,7 @@ def step(rank: int, rows: int, retain: float, how: str | None) -> tuple[StepResu
         assignment, ranks = assignment_of(num_rows, how), Ranks.of_this_process()
         mine = np.flatnonzero(np.isin(pool.slots, assignment.slots[rank]))
         pool = Pool(encoder, pool.collate, pool.features.take(mine), pool.slots[mine], pool.num_vectors[mine])
-    loss = MaxSim()
+    loss = make(kind)
     options = EngineOptions(ChunkBudget(rows, 10**6), CPU, retain=retain, ranks=ranks)
     engine = GradCacheEngine(loss, options, list(encoder.parameters()))
     return engine.step([pool], case.structure, assignment=assignment), gradients(encoder, loss)
@@ -87,21 +101,36 @@ def step(rank: int, rows: int, retain: float, how: str | None) -> tuple[StepResu
 
 @pytest.mark.parametrize("retain", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("rows", [1, 4, 100])
-def test_ragged_vectors_have_the_gradients_of_one_shot(rows: int, retain: float) -> None:
-    value, expected = expected_of(0.0)
-    result, found = step(0, rows, retain, None)
+@pytest.mark.parametrize("kind", LOSSES)
+def test_ragged_vectors_have_the_gradients_of_one_shot(kind: str, rows: int, retain: float) -> None:
+    value, expected = expected_of(0.0, kind)
+    result, found = step(0, rows, retain, None, kind)
     assert result.loss == pytest.approx(value, rel=1e-11)
     assert result.replay_drift == 0
-    assert "1.scale" in expected
-    assert_same_gradients(found, expected, 1e-9)
+    assert {"1.scale", "1.log_scale"} & expected.keys()
+    assert_same_gradients(found, expected, 1e-10)
 
 
 @pytest.mark.parametrize("how", ["even", "uneven"])
-def test_ragged_vectors_have_the_gradients_of_one_shot_on_two_ranks(two_ranks: RankPool, how: str) -> None:
-    value, expected = expected_of(0.0)
-    for result, found in two_ranks.run(step, 2, 0.0, how):
+@pytest.mark.parametrize("kind", LOSSES)
+def test_ragged_vectors_have_the_gradients_of_one_shot_on_two_ranks(two_ranks: RankPool, kind: str, how: str) -> None:
+    value, expected = expected_of(0.0, kind)
+    for result, found in two_ranks.run(step, 2, 0.0, how, kind):
         assert result.loss == pytest.approx(value, rel=1e-11)
-        assert_same_gradients(found, expected, 1e-9)
+        assert_same_gradients(found, expected, 1e-10)
+
+
+@pytest.mark.slow
+def test_ragged_vectors_have_the_gradients_of_one_shot_on_three_ranks() -> None:
+    pool = RankPool(3)
+    try:
+        for kind in LOSSES:
+            value, expected = expected_of(0.0, kind)
+            for result, found in pool.run(step, 2, 0.0, "three", kind):
+                assert result.loss == pytest.approx(value, rel=1e-11)
+                assert_same_gradients(found, expected, 1e-10)
+    finally:
+        pool.close()
 
 
 def test_dropout_is_replayed_for_vectors() -> None:

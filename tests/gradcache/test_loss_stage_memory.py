@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rank_pool import RankPool
 
 PAIRS, DIMENSION, TILE = 1536, 512, 128
+VECTORS = {"late interaction": 4, "late interaction, both directions": 4}  # of each row; 1 for other losses
 """With these the embeddings take ten times what the loss holds of the similarities, and as much as ten steps would."""
 
 
@@ -36,7 +38,10 @@ def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
     slots = [rows[each::world_size] for each in range(world_size)]
     if uneven:
         slots = [np.sort(np.concatenate([slots[0], slots[1][:uneven]])), slots[1][uneven:]]
+    vectors = VECTORS.get(kind, 1)
+    counts_N = np.full(2 * PAIRS, vectors) if vectors > 1 else None
     assignment = RowAssignment(tuple(slots))
+    assignment = assignment if counts_N is None else assignment.of_vectors(counts_N)
     first = np.arange(PAIRS)
     batch = ContrastiveBatch(
         queries=("",) * PAIRS,
@@ -49,11 +54,11 @@ def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
     config = load_config(None, overrides(kind)).config
     loss = loss_facts(config.loss_type).build(config.loss_keys(), LossCommon(torch.float32, DIMENSION, TILE))
     torch.manual_seed(rank)
-    z_VE = torch.nn.functional.normalize(torch.randn(len(slots[rank]), DIMENSION), dim=-1)
+    z_VE = torch.nn.functional.normalize(torch.randn(vectors * len(slots[rank]), DIMENSION // vectors), dim=-1)
     ranks = Ranks() if world_size == 1 else Ranks.of_this_process()
     live = LiveBytes([z_VE])
     with live:
-        LossStage(loss, ranks).run(z_VE, BatchStructure.of(batch), assignment)
+        LossStage(loss, ranks).run(z_VE, BatchStructure.of(batch), assignment, counts_N=counts_N)
     return z_VE.nbytes + max(accumulate(live.events))
 
 
@@ -63,6 +68,8 @@ def overrides(kind: str) -> list[str]:
         "both directions": ["loss_bidirectional=true"],
         "prefixes": ["mrl_dims=[512, 64]"],
         "sigmoid": ["loss_type=sigmoid"],
+        "late interaction": ["loss_type=colbert"],
+        "late interaction, both directions": ["loss_type=colbert", "loss_bidirectional=true"],
     }
     return ["model_name=m", f"global_batch_size={PAIRS}", f"loss_tile_size={TILE}", *keys[kind]]
 
@@ -71,15 +78,16 @@ def planned(kind: str, world_size: int) -> int:
     """Return what the plan counts for the stage."""
     machine = Machine("cpu", "the CPU", 1 << 36, 1, fast_bf16=False)
     model = ModelSize.by_formula(
-        num_parameters=1, num_trainable=1, bytes_per_value=4, dimension=DIMENSION, max_length=8,
+        num_parameters=1, num_trainable=1, bytes_per_value=4, dimension=DIMENSION // VECTORS.get(kind, 1), max_length=8,
         activation_bytes_per_token=1,
     )  # fmt: skip
+    model = replace(model, vectors=(float(VECTORS.get(kind, 1)), 0.0))
     config = load_config(None, overrides(kind)).config
     plan = make_plan(config, machine, model, DataSize(PAIRS, 1.0), devices=Devices.of(machine, world_size))
     return plan.bytes_per_device.loss + plan.bytes_per_device.embeddings
 
 
-@pytest.mark.parametrize("kind", ["one direction", "both directions", "prefixes", "sigmoid"])
+@pytest.mark.parametrize("kind", ["one direction", "both directions", "prefixes", "sigmoid", *VECTORS])
 def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: str) -> None:
     alone = peak_on(0, kind, 1, 0)
     assert planned(kind, 1) == pytest.approx(alone, rel=0.05)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from loss_cases import LossCase
+from numpy.typing import NDArray
 from torch import Tensor
 
+from vembed.losses.base import MultiVectors
 from vembed.losses.statistics import LogSumExp
 from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
 
@@ -17,28 +20,42 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def defined(loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor) -> LossGradients:
+Counts = tuple[NDArray[np.int64], NDArray[np.int64]] | None
+"""Vectors of each query and document; None: one each."""
+
+
+def defined(loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor, counts: Counts = None) -> LossGradients:
     """Return loss and gradients by autograd over the whole matrix."""
     own = dict(loss.named_parameters())
     q, d = q_QE.detach().requires_grad_(), d_DE.detach().requires_grad_()
-    value = loss(q, d, case.structure)
+    sides = (q, d) if counts is None else map(MultiVectors, (q, d), map(torch.from_numpy, counts))
+    value = loss(*sides, case.structure)
     dq, dd, *rest = torch.autograd.grad(value, [q, d, *own.values()])
     return LossGradients(value.detach(), dq, dd, dict(zip(own, rest, strict=True)))
 
 
-def streamed(loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor) -> LossGradients:
+def streamed(loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor, counts: Counts = None) -> LossGradients:
     """Return them tile by tile, as one rank does."""
-    batch = StreamedBatch(q_QE.detach(), d_DE.detach(), case.structure)
+    batch = StreamedBatch(q_QE.detach(), d_DE.detach(), case.structure, counts=counts)
     return loss.gradients(batch, loss.statistics(batch) if loss.needs_statistics else None)
 
 
-def over_ranks(loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor, sizes: Sequence[int]) -> LossGradients:
+def over_ranks(
+    loss: StreamedLoss, case: LossCase, q_QE: Tensor, d_DE: Tensor, sizes: Sequence[int], counts: Counts = None
+) -> LossGradients:
     """Return them as ranks of these sizes do: their own queries, all documents, columns merged, shares added up."""
-    assert sum(sizes) == len(q_QE)
-    starts = np.cumsum([0, *sizes[:-1]])
+    assert sum(sizes) == len(case.queries)
+    starts = np.cumsum([0, *sizes])
+    ends = np.arange(len(case.queries) + 1) if counts is None else np.cumsum([0, *counts[0]])
     batches = [
-        StreamedBatch(q_QE[start : start + size].detach(), d_DE.detach(), case.structure, int(start))
-        for start, size in zip(starts, sizes, strict=True)
+        StreamedBatch(
+            q_QE[ends[first] : ends[stop]].detach(),
+            d_DE.detach(),
+            case.structure,
+            int(first),
+            None if counts is None else (counts[0][first:stop], counts[1]),
+        )
+        for first, stop in itertools.pairwise(starts)
     ]
     statistics = [loss.statistics(batch) if loss.needs_statistics else None for batch in batches]
     if loss.needs_statistics:

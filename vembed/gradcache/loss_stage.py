@@ -18,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from vembed.losses.base import MultiVectors, to_device
@@ -27,7 +28,6 @@ from vembed.losses.streamed import StreamedBatch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -86,7 +86,7 @@ class LossStage:
         streamed = self.loss.streamed if structure.num_queries >= self.ranks.world_size else None
         with tf32_products(z_NE.device) if self.tf32 else nullcontext():
             if streamed is not None:
-                loss, rank_loss, u_NE, own = self._streamed(streamed, z_NE, structure)
+                loss, rank_loss, u_NE, own = self._streamed(streamed, z_NE, structure, counts_N)
             else:
                 loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
                 rank_loss = loss
@@ -133,15 +133,20 @@ class LossStage:
         return loss.detach(), u_NE, dict(zip(own, found, strict=True))
 
     def _streamed(
-        self, streamed: StreamedLoss, z_NE: Tensor, structure: BatchStructure
+        self, streamed: StreamedLoss, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """Return the loss, that of this rank's queries, and this rank's share of the gradients of all embeddings."""
         num_queries, ranks = structure.num_queries, self.ranks
         first, stop = (num_queries * each // ranks.world_size for each in (ranks.rank, ranks.rank + 1))
-        batch = StreamedBatch(z_NE[first:stop], z_NE[num_queries:], structure, first)
+        counts, queries, documents = None, slice(first, stop), slice(num_queries, None)
+        if counts_N is not None:  # rows of several vectors, one row after the other
+            counts = counts_N[queries], counts_N[documents]
+            ends = np.concatenate([[0], np.cumsum(counts_N)])
+            queries, documents = slice(ends[first], ends[stop]), slice(ends[num_queries], None)
+        batch = StreamedBatch(z_NE[queries], z_NE[documents], structure, first, counts)
         statistics = self._merged(streamed.statistics(batch)) if streamed.needs_statistics else None
         u_NE = torch.empty_like(z_NE) if ranks.is_one else torch.zeros_like(z_NE)
-        found = streamed.gradients(batch, statistics, (u_NE[first:stop], u_NE[num_queries:]))
+        found = streamed.gradients(batch, statistics, (u_NE[queries], u_NE[documents]))
         if ranks.is_one:
             return found.loss, found.loss, u_NE, found.own
         numbers = torch.cat([found.loss.reshape(1), *(own.flatten().to(z_NE.dtype) for own in found.own.values())])

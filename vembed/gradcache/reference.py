@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.gradcache.engine import Pool
-    from vembed.losses.base import BatchStructure, ContrastiveLoss, MultiVectorLoss
+    from vembed.losses.base import BatchLoss, BatchStructure
 
 
 def reference_step(
     pools: Sequence[Pool],
     structure: BatchStructure,
-    loss: ContrastiveLoss | MultiVectorLoss,
+    loss: BatchLoss,
     *,
     budget: ChunkBudget | None = None,
 ) -> Tensor:

@@ -120,6 +120,10 @@ class BatchLoss(nn.Module, ABC):
         """Make the loss of a run; here each key is the argument of the same name."""
         return cls(**{name: getattr(keys, name) for name in type(keys).model_fields})
 
+    @abstractmethod
+    def forward(self, q: Any, d: Any, structure: BatchStructure, /) -> Tensor:
+        """Return the loss of the batch, a scalar, from its queries and its documents."""
+
     @property
     def streamed(self) -> StreamedLoss | None:
         """The loss itself where it computes gradients without autograd, tile by tile."""

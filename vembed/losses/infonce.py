@@ -39,6 +39,8 @@ from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
 from vembed.losses.tiles import BOUNDED_LOGIT, DEFAULT_TILE_SIZE, longest_row, read_numbers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
     from vembed.losses.facts.infonce import InfoNCEKeys
@@ -52,8 +54,8 @@ LEAST_STRIP_ROWS = 32
 """Under this, products with so few rows cost more than the one that is saved."""
 
 
-class InfoNCE(StreamedLoss):
-    """InfoNCE with a fixed or learned temperature.
+class SoftmaxLoss(StreamedLoss):
+    """InfoNCE over similarities of any kind, with a fixed or learned temperature.
 
     Args:
         learn_temperature: Whether the logit scale is a parameter; it is then kept within [1, 100].
@@ -81,25 +83,16 @@ class InfoNCE(StreamedLoss):
             self.register_buffer("log_scale", log_scale, persistent=False)
         self.bidirectional = bidirectional
 
-    @classmethod
-    def from_keys(cls, keys: InfoNCEKeys, common: LossCommon) -> Self:
-        """Make the loss of a run."""
-        return cls(
-            temperature=keys.temperature,
-            learn_temperature=keys.learn_temperature,
-            bidirectional=keys.loss_bidirectional,
-            mask_false_negatives=keys.mask_false_negatives,
-            dtype=common.dtype,
-            prefixes=Prefixes.of_keys(keys),
-            tile_size=common.tile_size,
-        )
+    def of_similarities(self, weighted: Iterable[tuple[float, Tensor]], structure: BatchStructure) -> Tensor:
+        """Return the mean loss over queries (averaged with that over positive documents when bidirectional).
 
-    def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
-        """Return the mean loss over queries (averaged with that over positive documents when bidirectional)."""
+        Args:
+            weighted: Whole matrices of similarities (Q, D), each with its weight.
+        """
         positive_QD = positive_mask(structure)
         masked_QD = false_negative_mask(structure, positive_QD) if self.mask_false_negatives else None
         losses = []
-        for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
+        for weight, similarity_QD in weighted:
             logits_QD = similarity_QD * self.log_scale.exp()
             if masked_QD is not None:
                 logits_QD = logits_QD.masked_fill(masked_QD, -math.inf)
@@ -138,10 +131,10 @@ class InfoNCE(StreamedLoss):
         tiles = self._tiles(batch) if statistics is None else statistics.tiles
         cells = tiles.cells
         out = empty_gradients(tiles, batch, into)
-        height = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // cells.num_columns)
+        height = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // cells.num_columns)  # in vectors
         enough = min(LEAST_STRIP_ROWS, tiles.tile_size, cells.num_rows)
         if statistics is None and self.prefixes is None and height >= enough:
-            loss = self._one_sweep(tiles, batch, out, height)
+            loss = self._one_sweep(tiles, batch, out, max(1, height // tiles.row_vectors))
         else:
             known = self._swept(tiles) if statistics is None else statistics
             loss = self._second_sweep(tiles, batch, known, out)
@@ -163,10 +156,10 @@ class InfoNCE(StreamedLoss):
             positives = LogSumExp.of_groups(logits_KP, groups_P, rows.stop - rows.start)
             terms = _terms(sums.rows[:, rows], positives, (logits_KP, groups_P), weights_K1)
             loss += terms.loss
-            for tile, matrix_RC in kept:
+            for place, (tile, matrix_RC) in enumerate(kept):
                 slopes = _Slopes(terms.shifts_KG[0], None, terms.pair_gradients_KP[0, tile.pairs - pairs.start])
                 slopes.apply(tiles, tile, matrix_RC, exponentials=sums.bounded)
-                tiles.backward_plain(tile, matrix_RC, out)
+                tiles.backward_plain(tile, matrix_RC, out, f"kept {place}")
         return loss
 
     def _second_sweep(
@@ -223,6 +216,27 @@ class InfoNCE(StreamedLoss):
     def temperature(self) -> float:
         """1 / logit scale; a learned one is read from its device."""
         return math.exp(-self.log_scale.item()) if self._fixed is None else self._fixed
+
+
+class InfoNCE(SoftmaxLoss):
+    """InfoNCE over inner products of rows with one vector each."""
+
+    @classmethod
+    def from_keys(cls, keys: InfoNCEKeys, common: LossCommon) -> Self:
+        """Make the loss of a run."""
+        return cls(
+            temperature=keys.temperature,
+            learn_temperature=keys.learn_temperature,
+            bidirectional=keys.loss_bidirectional,
+            mask_false_negatives=keys.mask_false_negatives,
+            dtype=common.dtype,
+            prefixes=Prefixes.of_keys(keys),
+            tile_size=common.tile_size,
+        )
+
+    def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
+        """Return the loss over the whole matrix."""
+        return self.of_similarities(weighted_similarities(q_QE, d_DE, self.prefixes), structure)
 
 
 def _direction(logits_RC: Tensor, positive_RC: Tensor) -> Tensor:

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vembed.losses.base import ContrastiveLoss
+from vembed.losses.base import BatchLoss
 from vembed.losses.cells import CellMap
 from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure
@@ -34,6 +36,14 @@ class StreamedBatch(NamedTuple):
     # Positives and identities of the whole batch, all ranks; best on the CPU, where they are read
     structure: BatchStructure
     first_query: int = 0  # number of this rank's first query in `structure`
+    # Vectors of each of these queries and documents, which stand row after row above; None: one each
+    counts: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+
+    @property
+    def queries(self) -> range:
+        """Which queries of `structure` are this rank's."""
+        count = len(self.q_QE) if self.counts is None else len(self.counts[0])
+        return range(self.first_query, self.first_query + count)
 
 
 class LossGradients(NamedTuple):
@@ -45,8 +55,8 @@ class LossGradients(NamedTuple):
     own: dict[str, Tensor]  # gradients of the loss's own parameters, by name
 
 
-class StreamedLoss(ContrastiveLoss):
-    """A loss over the similarity matrix that never holds it."""
+class StreamedLoss(BatchLoss):
+    """A loss over the similarity matrix that never holds it, of rows with one vector or several."""
 
     memory = "tiles"
 
@@ -87,17 +97,20 @@ class StreamedLoss(ContrastiveLoss):
         Args:
             longest: Largest |q| times largest |d|, for losses that ask how large a logit can be.
         """
-        rows = range(batch.first_query, batch.first_query + len(batch.q_QE))
-        masks, device = self.mask_false_negatives, batch.q_QE.device
         return SimilarityTiles(
             batch.q_QE,
             batch.d_DE,
-            CellMap(batch.structure, rows, mask_false_negatives=masks, device=device),
+            self.cells(batch),
             scale=scale,
             longest=longest,
             prefixes=self.prefixes,
             tile_size=self.tile_size,
         )
+
+    def cells(self, batch: StreamedBatch) -> CellMap:
+        """Return which cells of this rank's queries are positives, and which are no negatives."""
+        masks, device = self.mask_false_negatives, batch.q_QE.device
+        return CellMap(batch.structure, batch.queries, mask_false_negatives=masks, device=device)
 
     @property
     def prefix_weights(self) -> tuple[float, ...]:
@@ -113,5 +126,5 @@ def empty_gradients(
         torch.empty_like(batch.q_QE, dtype=tiles.dtype),
         torch.empty_like(batch.d_DE, dtype=tiles.dtype),
     )
-    shape = (tiles.num_prefixes, len(batch.q_QE)), (tiles.num_prefixes, len(batch.d_DE))
-    return EmbeddingGradients(dq_QE.zero_(), dd_DE.zero_(), tiles.zeros(*shape[0]), tiles.zeros(*shape[1]))
+    moments = (tiles.zeros(tiles.num_prefixes, count) for count in (tiles.cells.num_rows, tiles.cells.num_columns))
+    return EmbeddingGradients(dq_QE.zero_(), dd_DE.zero_(), *moments)

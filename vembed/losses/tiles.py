@@ -61,6 +61,7 @@ class SimilarityTiles:
 
     Attributes:
         num_prefixes: K; 1 without prefixes.
+        row_vectors: Most vectors of a query, which are rows of the products.
         largest_logit: Bound of |logit| by the Cauchy-Schwarz inequality.
         dtype: Type of logits and gradients, at least float32.
     """
@@ -78,7 +79,7 @@ class SimilarityTiles:
     ) -> None:
         self.cells, self.scale, self.largest_logit = cells, scale, scale * longest
         self.dtype = torch.promote_types(q_QE.dtype, torch.float32)
-        self.tile_size = tile_size
+        self.tile_size, self.row_vectors = tile_size, 1
         self.num_prefixes = 1 if prefixes is None else len(prefixes.dims)
         self._q, self._d, self._prefixes = q_QE, d_DE, prefixes
         self._room: dict[str, Tensor] = {}
@@ -95,16 +96,16 @@ class SimilarityTiles:
         """Return zeros of the logits' type on their device."""
         return torch.zeros(shape, dtype=self.dtype, device=self._q.device)
 
-    def room(self, name: str, shape: tuple[int, int]) -> Tensor:
+    def room(self, name: str, shape: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for a tile, uninitialised; the same for the same name in every tile."""
         size = shape[0] * shape[1]
         if name not in self._room or self._room[name].numel() < size:
-            self._room[name] = torch.empty(size, dtype=self.dtype, device=self._q.device)
+            self._room[name] = torch.empty(size, dtype=dtype or self.dtype, device=self._q.device)
         return self._room[name][:size].view(shape)
 
     def strips(self, height: int | None = None) -> Iterator[Iterator[Tile]]:
         """Return the tiles row by row."""
-        step = height or self.tile_size
+        step = height or max(1, self.tile_size // self.row_vectors)
         for start in range(0, self.cells.num_rows, step):
             yield self.cells.strip(start, min(start + step, self.cells.num_rows), self.tile_size)
 
@@ -123,8 +124,12 @@ class SimilarityTiles:
             dot_RC = self._dot(tile, prefix)
             yield self._scaled(dot_RC, tile, prefix, self.room("logits", tile.shape))
 
-    def backward_plain(self, tile: Tile, gradient_RC: Tensor, out: EmbeddingGradients) -> None:
-        """Add what dL/dlogits of a tile gives the embeddings, without prefixes."""
+    def backward_plain(self, tile: Tile, gradient_RC: Tensor, out: EmbeddingGradients, name: str = "logits") -> None:  # noqa: ARG002
+        """Add what dL/dlogits of a tile gives the embeddings, without prefixes.
+
+        Args:
+            name: The room that `plain_logits` put its logits into.
+        """
         q_RE, d_CE = self._of(tile)
         _add_product(out.dq_QE[tile.rows], gradient_RC, d_CE, self.scale)
         _add_product(out.dd_DE[tile.columns], gradient_RC.T, q_RE, self.scale)

@@ -263,8 +263,9 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     if tiles.memory in ("matrix", "tokens"):
         vectors = size.row_vectors if tiles.memory == "tokens" else 1
         return WHOLE_COPIES * rows.all_queries * rows.all_documents * vectors**2
-    tile = min(tiles.size, rows.num_queries) * min(tiles.size, rows.all_documents)
-    strip = min(tiles.strip * tiles.size**2, rows.num_queries * rows.all_documents)
+    height = min(tiles.size, rows.num_queries * size.row_vectors)  # a block is one of vectors, where rows have several
+    tile = height * min(tiles.size, rows.all_documents * size.row_vectors)
+    strip = min(tiles.strip * tiles.size**2, height * rows.all_documents)
     return tiles.count * tile + strip
 
 

@@ -33,6 +33,12 @@ class TemperatureKeys(Section):
         return self
 
 
+class DirectionKeys(Section):
+    """Keys of a loss that asks for the document of a query, and may ask the other way round."""
+
+    loss_bidirectional: bool = key(False, "Average the losses of query -> document and document -> query.")
+
+
 class MaskKeys(Section):
     """Keys of a loss with in-batch negatives."""
 

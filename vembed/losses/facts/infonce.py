@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 
-from vembed.config.fields import key
-from vembed.config.keys.loss import MaskKeys, PrefixKeys, TemperatureKeys, TileKeys
+from vembed.config.keys.loss import DirectionKeys, MaskKeys, PrefixKeys, TemperatureKeys, TileKeys
 from vembed.losses.registry import LossFacts
 from vembed.plan.memory import LOSS_STRIP_TILES
 
 
-class InfoNCEKeys(TileKeys, PrefixKeys, MaskKeys, TemperatureKeys):
+class InfoNCEKeys(TileKeys, PrefixKeys, MaskKeys, TemperatureKeys, DirectionKeys):
     """Keys of InfoNCE."""
-
-    loss_bidirectional: bool = key(False, "Average the losses of query -> document and document -> query.")
 
 
 def _blocks(keys: InfoNCEKeys) -> tuple[int, int]:

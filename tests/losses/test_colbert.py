@@ -1,0 +1,141 @@
+"""InfoNCE over MaxSim, streamed over blocks of documents, equals its definition, whatever the blocks and ranks."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from loss_cases import CASES, LossCase, plain, slow_infonce
+from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed
+from torch.nn.functional import normalize
+
+from vembed.losses import infonce
+from vembed.losses.base import BatchStructure, MultiVectors
+from vembed.losses.colbert import ColbertLoss, maxsim
+from vembed.losses.streamed import StreamedBatch
+from vembed.models.profile.live import LiveBytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "both directions": {"bidirectional": True},
+    "sum": {"mean": False, "temperature": 1.0},
+    "sum, cold": {"mean": False, "temperature": 0.1},
+    "both directions, cold": {"temperature": 0.012, "bidirectional": True},
+}
+
+
+def make(kind: str, **options: Any) -> ColbertLoss:
+    return ColbertLoss(
+        **{"temperature": 0.2, "learn_temperature": True, "dtype": torch.float64, **KINDS[kind], **options}
+    )
+
+
+def vectors_of(
+    case: LossCase, seed: int = 0, dim: int = 5
+) -> tuple[torch.Tensor, torch.Tensor, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """Return unit vectors of queries and documents, from one to nine for each row, and their numbers."""
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 6, len(case.queries)), rng.integers(1, 10, len(case.documents))
+    q, d = (normalize(torch.from_numpy(rng.standard_normal((each.sum(), dim))), dim=-1) for each in counts)
+    return q, d, counts
+
+
+@pytest.mark.parametrize("mask", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_and_gradients_equal_the_definition(kind: str, mask: bool) -> None:
+    loss = make(kind, mask_false_negatives=mask, tile_size=4)
+    for case in CASES.values():
+        q, d, counts = vectors_of(case)
+        expected = defined(loss, case, q, d, counts)
+        assert expected.own
+        assert_equal(streamed(loss, case, q, d, counts), expected)
+
+
+def test_the_definition_is_infonce_over_scores_by_loops() -> None:
+    case = CASES["a positive known by way of the other row"]
+    q, d, (q_counts, d_counts) = vectors_of(case)
+    q_rows, d_rows = (side.split(counts.tolist()) for side, counts in ((q, q_counts), (d, d_counts)))
+    scores = torch.tensor(
+        [[sum(max(float(v @ w) for w in other) for v in row) / len(row) for other in d_rows] for row in q_rows]
+    )
+    sides = [MultiVectors(side, torch.from_numpy(counts)) for side, counts in ((q, q_counts), (d, d_counts))]
+    assert torch.allclose(maxsim(*sides, mean=True), scores.double(), rtol=0, atol=1e-7)
+    one_hot = torch.eye(len(d_rows), dtype=torch.float64)  # slow_infonce over <score row, unit vector> is over scores
+    wanted = slow_infonce(case, scores.double(), one_hot, torch.tensor(5.0), bidirectional=True, mask=True)
+    found = make("both directions")(*sides, case.structure)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("tile_size", [1, 3, 5, 29, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_size_of_the_blocks_changes_nothing(kind: str, tile_size: int) -> None:
+    for seed in range(3):
+        case = random_case(seed, num_queries=8, num_documents=13, texts=14)
+        q, d, counts = vectors_of(case, seed)
+        loss = make(kind, tile_size=tile_size)
+        assert_equal(streamed(loss, case, q, d, counts), defined(loss, case, q, d, counts))
+
+
+@pytest.mark.parametrize("sizes", [(7, 6), (5, 0, 8), (4, 4, 4, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shares_of_ranks_add_up_to_the_whole(kind: str, sizes: tuple[int, ...]) -> None:
+    case = random_case(3, num_queries=13, num_documents=29, texts=25)
+    q, d, counts = vectors_of(case)
+    loss = make(kind, tile_size=7)
+    assert_equal(over_ranks(loss, case, q, d, sizes, counts), defined(loss, case, q, d, counts))
+
+
+def test_strips_that_are_too_wide_are_swept_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, loss = plain(50, 70), make("mean", tile_size=16)
+    q, d, counts = vectors_of(case)
+    kept = streamed(loss, case, q, d, counts)
+    monkeypatch.setattr(infonce, "STRIP_TILES", 2)
+    again = streamed(loss, case, q, d, counts)
+    assert_equal(again, defined(loss, case, q, d, counts))
+    assert_equal(again, kept, 1e-14)
+
+
+def test_of_equal_products_the_first_vector_gets_the_gradient() -> None:
+    """Small integers multiply exactly, so that products that are equal on paper are equal."""
+    case, loss = plain(2, 3), make("sum", tile_size=4)
+    q = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]], dtype=torch.float64)
+    d = torch.tensor([[1, 0], [1, 3], [1, 0], [2, 1], [1, 2], [0, 1], [0, 1], [0, 1]], dtype=torch.float64)
+    counts = np.array([1, 2]), np.array([3, 2, 3])
+    found = streamed(loss, case, q, d, counts)
+    assert_equal(found, defined(loss, case, q, d, counts))
+    assert (found.dd_DE[2] == 0).all()  # repeats the first vector of its document
+    assert (found.dd_DE[5] != 0).any()
+    assert (found.dd_DE[6:] == 0).all()
+
+
+def test_not_a_number_reaches_the_loss_and_half_precision_is_accumulated_in_float32() -> None:
+    case, loss = plain(4, 6), make("mean", tile_size=8)
+    q, d, counts = vectors_of(case)
+    exact = defined(loss, case, q.half().double(), d.half().double(), counts)
+    found = streamed(loss, case, q.half(), d.half(), counts)
+    assert (found.loss.dtype, found.dq_QE.dtype, found.dd_DE.dtype) == (torch.float32,) * 3
+    assert_equal(found, exact, 2e-5)
+    d[-1, 2] = math.nan
+    assert streamed(loss, case, q, d, counts).loss.isnan()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_a_batch_of_128_takes_under_100_mb(bidirectional: bool) -> None:
+    rows, q_count, d_count, dim = 128, 32, 180, 128
+    case = plain(rows, rows)
+    counts = np.full(rows, q_count), np.full(rows, d_count)
+    torch.manual_seed(0)
+    q, d = (normalize(torch.randn(rows * count, dim), dim=-1) for count in (q_count, d_count))
+    batch = StreamedBatch(q, d, BatchStructure.of(case.batch), counts=counts)
+    loss, live = ColbertLoss(temperature=0.05, bidirectional=bidirectional), LiveBytes([q, d])
+    with live:
+        loss.gradients(batch, loss.statistics(batch) if bidirectional else None)
+    table = (len(q) + len(d)) * dim * 4
+    assert table < max(accumulate(live.events)) < 30e6 < rows * rows * q_count * d_count * 4

@@ -57,9 +57,11 @@ def text_batch() -> ContrastiveBatch:
 
 
 def partly_trained(folder: Path, what: str, **options: Any) -> Encoder:
-    """Load in float64 and freeze: a value of `trainable`, or "lora", "lora text", "lora dropout"."""
+    """Load in float64 and freeze: a value of `trainable`, or "lora", "lora text", "lora dropout"; "eval": as it is."""
     encoder = load_any(folder, **{"dtype": torch.float64, **options}).train()
     torch.manual_seed(7)
+    if what == "eval":
+        return encoder.eval()
     if not what.startswith("lora"):
         freeze(encoder, what)
         return encoder

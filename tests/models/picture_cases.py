@@ -20,6 +20,8 @@ from transformers import (
     CLIPVisionModel,
     Dinov2Config,
     Dinov2Model,
+    DINOv3ConvNextConfig,
+    DINOv3ConvNextModel,
     DINOv3ViTConfig,
     DINOv3ViTImageProcessor,
     DINOv3ViTModel,
@@ -31,8 +33,12 @@ from transformers import (
     SiglipModel,
     SiglipVisionConfig,
     SiglipVisionModel,
+    TimmWrapperConfig,
+    TimmWrapperModel,
     ViTConfig,
     ViTImageProcessor,
+    ViTMAEConfig,
+    ViTMAEModel,
     ViTModel,
 )
 
@@ -104,6 +110,29 @@ def _dinov3() -> tuple[Any, Any]:
     return DINOv3ViTModel(DINOv3ViTConfig(**_VISION, num_register_tokens=2)), DINOv3ViTImageProcessor(size=_SQUARE)
 
 
+def _mae() -> tuple[Any, Any]:
+    shape = {key: value for key, value in _VISION.items() if key != "attention_dropout"}
+    config = ViTMAEConfig(**shape, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
+    return ViTMAEModel(config), ViTImageProcessor(size=_SQUARE)
+
+
+def _dinov3_convnext() -> tuple[Any, Any]:
+    config = DINOv3ConvNextConfig(hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], layer_scale_init_value=0.5)
+    return DINOv3ConvNextModel(config), DINOv3ViTImageProcessor(size={"height": 64, "width": 64})
+
+
+def _timm(architecture: str, **shape: Any) -> tuple[Any, Any]:
+    from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
+
+    how = {"input_size": [3, SIDE, SIDE], "mean": [0.5] * 3, "std": [0.25] * 3, "crop_pct": 1.0}
+    config = TimmWrapperConfig(
+        architecture=architecture,
+        pretrained_cfg={**how, "interpolation": "bicubic", "crop_mode": "center"},
+        model_args={"img_size": SIDE, "patch_size": PATCH, "embed_dim": 32, "depth": 2, "num_heads": 2, **shape},
+    )
+    return TimmWrapperModel(config), TimmWrapperImageProcessor(config.pretrained_cfg)
+
+
 def _clip_vision() -> tuple[Any, Any]:
     processor = CLIPImageProcessor(size={"shortest_edge": SIDE}, crop_size=_SQUARE)
     return CLIPVisionModel(CLIPVisionConfig(**_VISION)), processor
@@ -118,6 +147,10 @@ VISION_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "vit": _vit,
     "dinov2": _dinov2,
     "dinov3": _dinov3,
+    "dinov3 convnext": _dinov3_convnext,
+    "mae": _mae,
+    "timm eva02": lambda: _timm("eva02_tiny_patch14_224"),
+    "timm naflex": lambda: _timm("vit_tiny_patch16_224", use_naflex=True),
     "clip vision": _clip_vision,
     "siglip vision": _siglip_vision,
     "siglip vision without a head": lambda: _siglip_vision(use_head=False),

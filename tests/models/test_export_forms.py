@@ -349,10 +349,14 @@ def test_a_folder_that_describes_other_vectors_is_refused(folders: dict[str, Pat
         loaded(output)
 
 
-def test_other_pooling_than_the_familys_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_another_pooling_that_the_family_has_is_taken_and_one_that_it_hasnt_is_refused(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
     export(folders["vit"], tmp_path / "out", form="sentence-transformers")
     edit_json(tmp_path / "out" / "1_Pooling" / "config.json", pooling_mode="mean")
-    with pytest.raises(ConfigError, match="pooling_mode say 'mean'"):
+    assert loaded(tmp_path / "out").describe()["pooling"] == "mean (modules.json)"
+    edit_json(tmp_path / "out" / "1_Pooling" / "config.json", pooling_mode="max")
+    with pytest.raises(ConfigError, match=r"pooling max \(modules\.json\) is none of those for vit: cls, mean, head"):
         loaded(tmp_path / "out")
 
 

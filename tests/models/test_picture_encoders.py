@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 CPU = torch.device("cpu")
-SLOW_KINDS = {"dinov3", "clip vision", "siglip vision without a head"}
+SLOW_KINDS = {"dinov3", "dinov3 convnext", "timm naflex", "clip vision", "siglip vision without a head"}
 KINDS = [
     pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind
     for kind in (*DUAL_BUILDERS, *VISION_BUILDERS, "tiny-clip", "open_clip")
@@ -89,11 +89,15 @@ def test_two_towers_give_the_vectors_of_transformers(folders: dict[str, Path], k
 def test_picture_encoders_give_the_vectors_of_transformers(folders: dict[str, Path], kind: str) -> None:
     encoder = load(folders[kind])
     assert isinstance(encoder, VisionEncoder)
-    model = AutoModel.from_pretrained(folders[kind]).eval()
+    unmasked = {"mask_ratio": 0.0} if kind == "mae" else {}
+    model = AutoModel.from_pretrained(folders[kind], **unmasked).eval()
     pixels = AutoImageProcessor.from_pretrained(folders[kind])(images=opened(PICTURES), return_tensors="pt")
     with torch.no_grad():
         outputs = model(**pixels)
     expected = {
+        "mae": lambda: outputs.last_hidden_state.mean(1),
+        "timm eva02": lambda: outputs.pooler_output,
+        "timm naflex": lambda: outputs.pooler_output,
         "siglip vision without a head": lambda: outputs.last_hidden_state.mean(1),
         "siglip vision": lambda: outputs.pooler_output,
         "clip vision": lambda: outputs.pooler_output,
@@ -232,11 +236,12 @@ def test_a_saved_encoder_gives_the_same_bits(folders: dict[str, Path], tmp_path:
 def test_a_picture_costs_its_patches_and_the_size_is_counted(folders: dict[str, Path], kind: str) -> None:
     encoder = load(folders[kind])
     features = encoder.featurize(PICTURES, "document")
-    patches = (TINY.image_size // 8) ** 2 if kind == "tiny-clip" else (SIDE // PATCH) ** 2 + 1
+    own = {"tiny-clip": (TINY.image_size // 8) ** 2, "timm naflex": 5}
+    patches = own.get(kind, (SIDE // PATCH) ** 2 + 1)
     if kind == "siglip2":  # keeps each picture's shape, within so many patches
-        own = features.per_row["spatial_shapes"].prod(axis=1) + 1
-        assert own.max() == patches > own.min()
-        assert features.lengths.tolist() == own.tolist()
+        costs = features.per_row["spatial_shapes"].prod(axis=1) + 1
+        assert costs.max() == patches > costs.min()
+        assert features.lengths.tolist() == costs.tolist()
     else:
         assert features.lengths.tolist() == [patches] * len(PICTURES)
     size = model_size(encoder, compute_dtype=torch.bfloat16)
@@ -310,8 +315,13 @@ UNUSED = {
 }
 
 
-@pytest.mark.parametrize("key", UNUSED)
-@pytest.mark.parametrize("kind", ["clip", "vit", "open_clip", "tiny-clip"])
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    sorted(
+        {(kind, key) for kind in ("clip", "vit", "open_clip", "tiny-clip") for key in UNUSED}
+        - {("vit", "pooling_method")}
+    ),
+)
 def test_an_option_of_text_encoders_is_refused(folders: dict[str, Path], kind: str, key: str) -> None:
     with pytest.raises(ConfigError, match=f"has no use for {key}; leave it out"):
         load(folders[kind], **UNUSED[key])

@@ -35,7 +35,7 @@ from vembed.models.open_clip_files import (
     is_open_clip_folder,
     quiet_about_weights,
 )
-from vembed.models.pictures import blank_picture, normalised, process_pictures, until_bytes
+from vembed.models.pictures import ASSUMED_PATCH_SIZE, blank_picture, normalised, process_pictures, until_bytes
 from vembed.models.pooling import unit
 from vembed.models.probe import picture_inputs, token_inputs
 from vembed.models.towers import Tower, find_layers, find_tower, layer_values
@@ -50,9 +50,6 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
     from vembed.models.probe import TowerInputs
-
-ASSUMED_PATCH_SIZE = 16
-"""In pixels, for image towers that don't say one, as convolutional ones."""
 
 
 @dataclass(frozen=True, slots=True)

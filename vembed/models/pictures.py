@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 PATCH_MASK = "pixel_attention_mask"
 """Which patches of a picture are its own, (n, patches), from processors that keep a picture's shape."""
 
+ASSUMED_PATCH_SIZE = 16
+"""In pixels, for image towers that don't say one, as convolutional ones."""
+
 SAME_PIXELS = 1e-6
 """Most that two ways to normalise a pixel differ by where only rounding does: some float32 steps of values up to 3."""
 

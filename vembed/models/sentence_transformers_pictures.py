@@ -79,8 +79,11 @@ class TransformersPictures(Encoder):
     def write_form(self, form: Form, folder: Path) -> None:
         """Write a folder of transformers, with sentence-transformers' description where it is for that."""
         self.save(folder)
-        if form != "sentence-transformers":
-            return
+        if form == "sentence-transformers":
+            self.describe_pipeline(folder)
+
+    def describe_pipeline(self, folder: Path) -> None:
+        """Write sentence-transformers' description beside the files of transformers."""
         pipeline = self.pipeline()
         write_json(folder / TRANSFORMER_FILE, pipeline.transformer_config())
         general = {"prompts": self.prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}

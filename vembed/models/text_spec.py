@@ -79,11 +79,25 @@ def decide_spec(
     given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
     prompts = {side: prompt for side, prompt in given.items() if prompt is not None}
     spec = replace(spec, max_length=max_length, prompts={**spec.prompts, **prompts})
-    if keys.pooling_method != "auto" and keys.pooling_method != "none":  # what pools none reads no pooling
-        wanted: PoolingMode = "lasttoken" if keys.pooling_method == "last_token" else keys.pooling_method
+    wanted = asked_pooling(keys)
+    if wanted is not None:
         spec = replace(spec, pooling=(wanted,))
         origin["pooling"] = "pooling_method"
     return replace(spec, origin=origin)
+
+
+def asked_pooling(keys: ModelKeys) -> PoolingMode | None:
+    """Return the pooling that the user wants for tokens; None where the model decides, or where nothing is pooled.
+
+    Raises:
+        ConfigError: It is one of picture encoders alone.
+    """
+    method = keys.pooling_method
+    if method == "head":
+        raise ConfigError(f"{keys.model_name} pools tokens; pooling_method head is for picture encoders")
+    if method == "auto" or method == "none":
+        return None
+    return "lasttoken" if method == "last_token" else method
 
 
 def _max_length(

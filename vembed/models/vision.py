@@ -1,6 +1,9 @@
-"""Picture encoders for image-to-image retrieval: ViT, DINOv2, DINOv3 and the image towers of CLIP and SigLIP.
+"""Picture encoders for image-to-image retrieval: ViT, MAE, DINOv2, DINOv3, the image towers of CLIP and SigLIP, timm.
 
-Shape legend: R rows of a chunk, E embedding dim.
+A pooling that isn't the family's own is written as sentence-transformers' description beside the transformers files,
+and read back from there. MAE sees all patches, in their own order: nothing is masked and nothing is drawn at random.
+
+Shape legend: R rows of a chunk, T tokens of a picture, E embedding dim.
 """
 
 from __future__ import annotations
@@ -8,12 +11,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
 from transformers import AutoModel
 
 from vembed.batch import Features
+from vembed.errors import ConfigError
 from vembed.models.encoder import Recipe
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
+    ASSUMED_PATCH_SIZE,
     blank_picture,
     last_step,
     normalised,
@@ -24,6 +31,7 @@ from vembed.models.pictures import (
     run_processor,
 )
 from vembed.models.pooling import unit
+from vembed.models.sentence_transformers_format import MODULES_FILE
 from vembed.models.sentence_transformers_pictures import (
     Pipeline,
     TransformersPictures,
@@ -39,7 +47,6 @@ if TYPE_CHECKING:
 
     import numpy as np
     from numpy.typing import NDArray
-    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from vembed.batch import Item, Modality, Side
@@ -48,23 +55,24 @@ if TYPE_CHECKING:
 
     VisionPooling = Literal["cls", "head", "mean"]
 
+_FIRST = "the first token was trained to sum the picture up"
+_HEAD = "the model's own head sums the picture up"
 
-_CLS: tuple[VisionPooling, str] = ("cls", "the first token was trained to sum the picture up")
-_HEAD: tuple[VisionPooling, str] = ("head", "the model's own head sums the picture up")
-_MEAN: tuple[VisionPooling, str] = (
-    "mean",
-    "the model has neither a first token nor a head: all patches are averaged",
-)
-
-VISION_FAMILIES = {
-    "vit": _CLS,
-    "dinov2": _CLS,
-    "dinov2_with_registers": _CLS,
-    "dinov3_vit": _CLS,
-    "clip_vision_model": _HEAD,
-    "siglip_vision_model": _HEAD,
+VISION_FAMILIES: dict[str, tuple[tuple[VisionPooling, ...], str]] = {
+    "vit": (("cls", "mean", "head"), _FIRST),
+    "vit_mae": (("mean", "cls"), "nothing trained the first token to sum the picture up: all tokens are averaged"),
+    "dinov2": (("cls", "mean"), _FIRST),
+    "dinov2_with_registers": (("cls", "mean"), _FIRST),
+    "dinov3_vit": (("cls", "mean"), _FIRST),
+    "dinov3_convnext": (("cls", "mean"), "the first token is the average of all places"),
+    "clip_vision_model": (("head",), _HEAD),
+    "siglip_vision_model": (("head", "mean"), _HEAD),
+    "timm_wrapper": (("head",), "timm's own pooling sums the picture up"),
 }
-"""How a family sums a picture up, and why, by the model_type of config.json."""
+"""How a family can sum a picture up, what suits it first, and why that does, by the model_type of config.json.
+
+The mean is one over all tokens, as sentence-transformers has it: the first one and registers included.
+"""
 
 
 class VisionEncoder(TransformersPictures):
@@ -72,23 +80,35 @@ class VisionEncoder(TransformersPictures):
 
     Args:
         backbone: The transformer, returning `last_hidden_state` and, where it has a head, `pooler_output`.
+        pooling: How it sums a picture up, and why; None for what suits its family.
     """
 
     modalities: frozenset[Modality] = frozenset({"image"})
 
-    def __init__(self, name: str, *, backbone: PreTrainedModel, image_processor: Any) -> None:
+    reads = TransformersPictures.reads | {"pooling_method"}
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        backbone: PreTrainedModel,
+        image_processor: Any,
+        pooling: tuple[VisionPooling, str] | None = None,
+    ) -> None:
         super().__init__()
-        config = backbone.config
         self.name = name
         self.backbone = backbone
         self.image_processor = image_processor
         self.max_length = None
-        self.dimension = int(config.hidden_size)
-        has_head = getattr(config, "vision_use_head", True)
-        self.pooling, self._reason = VISION_FAMILIES[config.model_type] if has_head else _MEAN
+        self.dimension = _width(backbone)
+        self.pooling, self._reason = pooling or _own_pooling(backbone.config)
+        self._patch_size = _patch_size(backbone)
         self.normalisation = last_step(image_processor)
         blank = run_processor(image_processor, [blank_picture()])
-        self.picture_tokens = int(picture_lengths(blank["pixel_values"], int(config.patch_size))[0])
+        self.picture_tokens = int(picture_lengths(blank["pixel_values"], self._patch_size)[0])
+        pooler = getattr(backbone, "pooler", None)
+        if self.pooling == "head" and isinstance(pooler, nn.Module):
+            pooler.requires_grad_(requires_grad=True)
         for name_of, parameter in backbone.named_parameters():
             if name_of.endswith("mask_token"):
                 parameter.requires_grad_(False)  # of pre-training: no picture is masked here
@@ -101,16 +121,22 @@ class VisionEncoder(TransformersPictures):
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> VisionEncoder:  # noqa: ARG003
         """Load a picture encoder."""
-        backbone = files.backbone("", files.config(), AutoModel)
-        encoder = cls(files.name, backbone=backbone, image_processor=files.image_processor())
-        refuse_other_pipeline(encoder.pipeline(), files)
-        return encoder
+        config = files.config()
+        pooling = _decide_pooling(files, config)
+        if config.model_type == "vit_mae":
+            config.mask_ratio = 0.0  # also what is written: transformers alone would hide most of each picture
+        if config.model_type == "siglip_vision_model":
+            config.vision_use_head = pooling[0] == "head"
+        backbone = files.backbone("", config, AutoModel)
+        if pooling[0] == "head" and getattr(backbone, "pooler", backbone) is None:
+            raise ConfigError(f"{files.name}: pooling_method head: its files hold no such layer")
+        return cls(files.name, backbone=backbone, image_processor=files.image_processor(), pooling=pooling)
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:  # noqa: ARG002
         """Decode pictures and run the image processor; both sides are read alike."""
         process = partial(run_processor, self.image_processor, in_bytes=self.normalisation is not None)
         arrays = process_pictures(pictures_of(items), process, self.image_limits, self.image_background)
-        lengths = picture_lengths(arrays["pixel_values"], int(self.backbone.config.patch_size))
+        lengths = picture_lengths(arrays["pixel_values"], self._patch_size)
         return Features({}, lengths, {"pixel_values": arrays["pixel_values"]})
 
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:  # noqa: ARG002
@@ -120,17 +146,27 @@ class VisionEncoder(TransformersPictures):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return embeddings (R, E) of unit length, at least float32."""
         pixels = normalised(inputs, self.normalisation).to(self.backbone.dtype)
-        outputs = self.backbone(pixel_values=pixels)
+        outputs = self.backbone(pixel_values=pixels, **self._in_order(len(pixels)))
         if self.pooling == "head":
             return unit(outputs.pooler_output)
         hidden_RTH = outputs.last_hidden_state
         return unit(hidden_RTH[:, 0] if self.pooling == "cls" else hidden_RTH.mean(dim=1))
 
+    def _in_order(self, num_rows: int) -> dict[str, Tensor]:
+        """Return what keeps MAE from shuffling the patches: the numbers by which it would sort them, in order."""
+        if self.backbone.config.model_type != "vit_mae":
+            return {}
+        order_T = torch.arange(self.picture_tokens - 1, device=self.backbone.device)
+        return {"noise": order_T.expand(num_rows, -1)}
+
     def save(self, folder: Path) -> None:
-        """Write a folder that transformers and vembed load."""
+        """Write a folder that transformers and vembed load; sentence-transformers' description says another pooling."""
         folder.mkdir(parents=True, exist_ok=True)
         self.backbone.save_pretrained(folder)
-        self.image_processor.save_pretrained(folder)
+        if self.backbone.config.model_type != "timm_wrapper":  # its preprocessing stands in config.json
+            self.image_processor.save_pretrained(folder)
+        if self.pooling != _own_pooling(self.backbone.config)[0]:
+            self.describe_pipeline(folder)
 
     def describe(self) -> dict[str, str]:
         """Return how pictures are read and summed up."""
@@ -146,7 +182,8 @@ class VisionEncoder(TransformersPictures):
     def towers(self) -> tuple[Tower, ...]:
         """Return the one tower."""
         config = self.backbone.config
-        depth, period = transformer_depth(config), transformer_period(config)
+        depth = transformer_depth(config)
+        period = 0 if depth is None else transformer_period(config)  # blocks of convolutions grow from stage to stage
         return (find_tower(self, "vision", parts=("backbone",), depth=depth, period=period),)
 
     def adapter_host(self) -> nn.Module:
@@ -161,18 +198,80 @@ class VisionEncoder(TransformersPictures):
     def activation_values(self) -> float:
         """Estimate by the number and the width of the layers."""
         config = self.backbone.config
+        if transformer_depth(config) is None:
+            return super().activation_values()
         return layer_values(
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, self.picture_tokens
         )
 
     def pipeline(self) -> Pipeline:
         """Return what sentence-transformers does: the tokens pooled, or what the model's head makes of them."""
-        by_head = self.pooling == "head"
-        return Pipeline(
-            modalities={"image": ("forward", "pooler_output" if by_head else "last_hidden_state")},
-            pooling=None if by_head else self.pooling,
-        )
+        return _pipeline(self.pooling)
 
     def usage(self) -> Recipe:
         """Return how transformers alone gives the vectors."""
         return Recipe("vision", "AutoModel", self.pooling)
+
+
+def _own_pooling(config: Any) -> tuple[VisionPooling, str]:
+    """Return the pooling that suits a model by its config, and why."""
+    if not getattr(config, "vision_use_head", True):
+        return "mean", "the model has neither a first token nor a head: all patches are averaged"
+    possible, reason = VISION_FAMILIES[config.model_type]
+    return possible[0], reason
+
+
+def _decide_pooling(files: ModelFiles, config: Any) -> tuple[VisionPooling, str]:
+    """Decide how pictures are summed up: the user's word, else sentence-transformers' files, else the family.
+
+    Raises:
+        ConfigError: This family has no such pooling, or the files describe what vembed doesn't run.
+    """
+    own, reason = _own_pooling(config)
+    described = _described_pooling(files)
+    refuse_other_pipeline(_pipeline(described or own), files)
+    wanted: str = own
+    if files.keys.pooling_method != "auto":
+        wanted, reason = files.keys.pooling_method, "pooling_method"
+    elif described:
+        wanted, reason = described, MODULES_FILE
+    possible = VISION_FAMILIES[config.model_type][0]
+    found = next((each for each in possible if each == wanted), None)
+    if found is None:
+        raise ConfigError(
+            f"{files.name}: pooling {wanted} ({reason}) is none of those for {config.model_type}: {', '.join(possible)}"
+        )
+    return found, reason
+
+
+def _described_pooling(files: ModelFiles) -> str | None:
+    """Return the pooling that sentence-transformers' description of a model names; None where there is none."""
+    if files.read(MODULES_FILE) is None:
+        return None
+    modules = files.read_json(MODULES_FILE, list)
+    path = next((each["path"] for each in modules if str(each["type"]).endswith(".Pooling")), None)
+    return "head" if path is None else str(files.read_json(f"{path}/config.json").get("pooling_mode"))
+
+
+def _pipeline(pooling: str) -> Pipeline:
+    output = "pooler_output" if pooling == "head" else "last_hidden_state"
+    return Pipeline({"image": ("forward", output)}, pooling=None if pooling == "head" else pooling)
+
+
+def _width(backbone: PreTrainedModel) -> int:
+    """Return the dimension of what is pooled."""
+    config: Any = backbone.config
+    if config.model_type == "timm_wrapper":
+        timm_model: Any = backbone.timm_model
+        return int(timm_model.head_hidden_size)
+    return int(config.hidden_sizes[-1] if hasattr(config, "hidden_sizes") else config.hidden_size)
+
+
+def _patch_size(backbone: PreTrainedModel) -> int:
+    """Return the side of a patch in pixels, the usual one for towers that have none."""
+    config: Any = backbone.config
+    patches = config
+    if config.model_type == "timm_wrapper":
+        patches = getattr(backbone.timm_model, "patch_embed", None)
+    size = getattr(patches, "patch_size", ASSUMED_PATCH_SIZE)
+    return int(size[0] if isinstance(size, (list, tuple)) else size)

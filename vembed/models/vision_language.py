@@ -35,6 +35,7 @@ from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import DECODED_AT_ONCE, last_step, normalised, process_pictures, run_processor
 from vembed.models.pooling import pool
 from vembed.models.sentence_transformers_pictures import model_type_of
+from vembed.models.text_spec import asked_pooling
 from vembed.models.towers import find_tower, is_within
 from vembed.models.vision_language_families import FAMILIES
 
@@ -324,9 +325,7 @@ def decide_spec(
             f"{files.name}: a picture of {image_tokens} tokens doesn't fit rows of {max_length}, and none is cut; "
             f"set max_seq_length above it, or image_tokens to at most {max_length // 2}"
         )
-    pooling: PoolingMode = saved.get("pooling", family.pooling)
-    if keys.pooling_method != "auto" and keys.pooling_method != "none":  # what pools none reads no pooling
-        pooling = "lasttoken" if keys.pooling_method == "last_token" else keys.pooling_method
+    pooling: PoolingMode = asked_pooling(keys) or saved.get("pooling", family.pooling)
     return VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
 
 

@@ -30,10 +30,10 @@ class ModelKeys(Section):
         "lose small updates to rounding. Some models compute their norms in float32 even in float64 (Qwen3, Gemma3).",
     )
     attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key("auto", "Attention kernel.")
-    pooling_method: Literal["auto", "mean", "cls", "last_token", "none"] = key(
+    pooling_method: Literal["auto", "mean", "cls", "last_token", "head", "none"] = key(
         "auto",
-        "How token vectors become one vector; none keeps a vector of each token (late interaction); auto is what the "
-        "model's own files say.",
+        "How token vectors become one vector; head is the pooling layer of a picture encoder; none keeps a vector of "
+        "each token (late interaction); auto is what the model's own files say.",
     )
     projection_dim: Auto | Count = key(
         "auto",

@@ -16,10 +16,16 @@ from transformers import (
     Gemma3TextModel,
     GPT2Config,
     GPT2Model,
+    GteConfig,
+    GteModel,
     LlamaConfig,
     LlamaModel,
+    MistralConfig,
+    MistralModel,
     ModernBertConfig,
     ModernBertModel,
+    NomicBertConfig,
+    NomicBertModel,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3Model,
@@ -128,6 +134,15 @@ def _xlm_roberta() -> tuple[Any, Any]:
     return XLMRobertaModel(config), byte_tokenizer(start=True, end=True)
 
 
+def _nomic_bert() -> tuple[Any, Any]:
+    return NomicBertModel(NomicBertConfig(**_WORDPIECE_SHAPE)), wordpiece_tokenizer()
+
+
+def _gte() -> tuple[Any, Any]:
+    config = GteConfig(**_BYTE_SHAPE, max_position_embeddings=POSITIONS, hidden_dropout_prob=0.0)
+    return GteModel(config), byte_tokenizer(start=True, end=True)
+
+
 def _modernbert() -> tuple[Any, Any]:
     config = ModernBertConfig(**_WORDPIECE_SHAPE, cls_token_id=2, sep_token_id=3, bos_token_id=2, eos_token_id=3)
     return ModernBertModel(config), wordpiece_tokenizer()
@@ -135,6 +150,10 @@ def _modernbert() -> tuple[Any, Any]:
 
 def _qwen3() -> tuple[Any, Any]:
     return Qwen3Model(Qwen3Config(**_DECODER_SHAPE)), byte_tokenizer(end=True, padding_side="left")
+
+
+def _mistral() -> tuple[Any, Any]:
+    return MistralModel(MistralConfig(**_DECODER_SHAPE, sliding_window=12)), byte_tokenizer(start=True, end=True)
 
 
 def _llama() -> tuple[Any, Any]:
@@ -175,8 +194,11 @@ FAMILY_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "roberta": _roberta,
     "xlm-roberta": _xlm_roberta,
     "modernbert": _modernbert,
+    "nomic_bert": _nomic_bert,
+    "gte": _gte,
     "qwen3": _qwen3,
     "llama": _llama,
+    "mistral": _mistral,
     "gpt2": _gpt2,
     "t5": _t5,
     "bidirectional gemma3": _bidirectional_gemma3,
@@ -187,21 +209,24 @@ OTHER_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {"gemma3": _gemma3, "
 
 POOLING = {
     **dict.fromkeys(FAMILY_BUILDERS, "mean"),
-    **dict.fromkeys(("qwen3", "llama", "gpt2"), "lasttoken"),
+    **dict.fromkeys(("qwen3", "llama", "mistral", "gpt2"), "lasttoken"),
 }
 """What each family is pooled with."""
 
 
-def write_model(folder: Path, kind: str, *, tokenizer: Any = None) -> Path:
+def write_model(folder: Path, kind: str, *, tokenizer: Any = None, **changes: Any) -> Path:
     """Write a bare transformers folder with seeded weights.
 
     Args:
         folder: Where to.
         kind: A key of FAMILY_BUILDERS or OTHER_BUILDERS.
         tokenizer: Instead of the family's.
+        changes: Of its config.
     """
     torch.manual_seed(0)
     model, own_tokenizer = (FAMILY_BUILDERS | OTHER_BUILDERS)[kind]()
+    if changes:
+        model = type(model)(type(model.config)(**{**model.config.to_dict(), **changes}))
     model.save_pretrained(folder)
     (own_tokenizer if tokenizer is None else tokenizer).save_pretrained(folder)
     return folder

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from vembed.batch import Features, Ragged
-from vembed.models.families import family_of
+from vembed.models.families import family_of, made_bidirectional
 from vembed.models.files import prepare_backbone
 from vembed.models.text import TextEncoder
 from vembed.models.text_spec import TextSpec
@@ -54,6 +54,10 @@ OTHER_SHAPES: dict[str, dict[str, Any]] = {
     "mpnet": {},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": POSITIONS, "attn_pdrop": 0.0, "embd_pdrop": 0.0},
     "t5": {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0},
+    "granite": {"num_key_value_heads": 1},
+    "olmo2": {"num_key_value_heads": 1},
+    "phi3": {"num_key_value_heads": 1, "eos_token_id": 2},
+    "smollm3": {"num_key_value_heads": 1, "bos_token_id": 0, "eos_token_id": 2},
 }
 """Types that are padded."""
 
@@ -64,11 +68,13 @@ def build(kind: str, *, dtype: torch.dtype = torch.float64, **changes: Any) -> T
     Args:
         kind: A key of SHAPES or OTHER_SHAPES.
         dtype: Of its weights.
-        changes: Of the config, or of the spec where they are fields of it.
+        changes: Of the config, or of the spec where they are fields of it; or `bidirectional`.
     """
-    spec = {key: changes.pop(key) for key in ("pooling", "include_prompt", "normalize") if key in changes}
+    both_ways = changes.pop("bidirectional", False)
+    spec = {key: changes.pop(key) for key in ("pooling", "include_prompt", "normalize", "max_length") if key in changes}
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**_SHAPE, **(SHAPES | OTHER_SHAPES)[kind], **changes})
+    config = made_bidirectional(kind, config) if both_ways else config
     backbone = family_of(config).auto_class.from_config(config, dtype=dtype)
     prepare_backbone(backbone)
     for module in backbone.modules():

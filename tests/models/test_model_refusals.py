@@ -174,6 +174,7 @@ def test_a_misspelt_builtin_names_the_closest(name: str, closest: str) -> None:
 
 
 UNUSED = {
+    "bidirectional": {"bidirectional": True},
     "attn_implementation": {"attn_implementation": "eager"},
     "pooling_method": {"pooling_method": "cls"},
     "max_seq_length": {"max_seq_length": 32},

@@ -110,6 +110,21 @@ def test_filling_up_a_call_changes_nothing(kind: str) -> None:
     assert difference(encoder, features, width=256) <= 1e-10
 
 
+@pytest.mark.parametrize(
+    ("kind", "rope"),
+    [
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0}),
+        ("llama", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("modernbert", {}),
+    ],
+)
+def test_long_rows_beside_short_ones_are_exact_too(kind: str, rope: dict[str, Any]) -> None:
+    rope = rope and {**rope, "rope_theta": 10_000.0, "original_max_position_embeddings": 256}
+    changes = {"rope_parameters": rope} if rope else {}
+    encoder = build(kind, max_position_embeddings=1024, max_length=1024, **changes)
+    assert difference(encoder, rows((3, 1000, 1, 640))) <= 1e-10
+
+
 def test_a_row_alone_and_rows_of_one_token_are_packed_too() -> None:
     encoder = build("bert")
     for lengths in ((7,), (1,), (1, 1, 1)):
@@ -149,7 +164,6 @@ def test_dropped_attention_weights_are_drawn_again_from_the_same_state() -> None
     ("kind", "changes", "device", "dtype", "words"),
     [
         ("mpnet", {}, "cpu", torch.float32, "isn't tested for mpnet models"),
-        ("qwen3", {"is_causal": False}, "cpu", torch.float32, "made bidirectional"),
         ("bert", {"attn_implementation": "eager"}, "cpu", torch.float32, "attn_implementation eager"),
         ("bert", {}, "cuda", torch.float32, "half precision, and the run computes in float32"),
         ("bert", {}, "mps", torch.bfloat16, "no operator for it is known on mps"),

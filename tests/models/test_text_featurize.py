@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
-from model_cases import POSITIONS, embed, load, wordpiece_tokenizer, write_model
+from model_cases import POSITIONS, edit_json, embed, load, wordpiece_tokenizer, write_model
 
 from vembed.batch import Features
+from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,8 +82,6 @@ def test_a_chunk_without_padding_carries_no_lengths(bert_folder: Path) -> None:
 
 
 def test_joined_features_encode_as_the_parts_with_prompts_of_unequal_length(bert_folder: Path) -> None:
-    from dataclasses import replace
-
     encoder = load(bert_folder, prompts={"query": "query: ", "document": "d: "})
     encoder.spec = replace(encoder.spec, include_prompt=False)
     queries, documents = encoder.featurize(["sea", "sun"], "query"), encoder.featurize(["a b"], "document")
@@ -95,8 +95,6 @@ def test_joined_features_encode_as_the_parts_with_prompts_of_unequal_length(bert
 
 
 def test_a_prompt_is_measured_as_it_is_encoded_in_lower_case(tmp_path: Path) -> None:
-    from dataclasses import replace
-
     tokenizer = wordpiece_tokenizer(lower_case=False)
     tokenizer.add_tokens(["QUERY"])  # one token in capitals, five letters otherwise
     encoder = load(write_model(tmp_path, "bert", tokenizer=tokenizer), prompts={"query": "QUERY "})
@@ -109,8 +107,6 @@ def test_a_prompt_is_measured_as_it_is_encoded_in_lower_case(tmp_path: Path) -> 
 
 
 def test_a_text_that_its_prompt_fills_up_is_pooled_over_all_of_it(bert_folder: Path) -> None:
-    from dataclasses import replace
-
     encoder = load(bert_folder, max_seq_length=8, prompts={"query": "abcdefgh"})
     pooled = embed(encoder, ["sea"])
     encoder.spec = replace(encoder.spec, include_prompt=False)
@@ -129,6 +125,38 @@ def test_the_longest_input_fits_the_positions(tmp_path: Path, kind: str, offset:
     assert encoder.max_length == AutoConfig.from_pretrained(folder).max_position_embeddings - offset == POSITIONS
     assert "config.json" in encoder.describe()["max_seq_length"]
     assert embed(encoder, ["a " * 200]).isfinite().all()
+
+
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    "longrope": {
+        "rope_type": "longrope",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+    },
+}
+
+
+@pytest.mark.parametrize(("rope", "steady"), [("dynamic", 64), ("longrope", 16)])
+def test_texts_end_where_positions_would_turn_by_the_longest_neighbour(tmp_path: Path, rope: str, steady: int) -> None:
+    folder = tmp_path / "model"
+    load(write_model(tmp_path / "bare", "llama", rope_parameters=ROPES[rope])).save(folder)
+    edit_json(folder / "sentence_bert_config.json", max_seq_length=100)
+    encoder = load(folder)
+    assert encoder.max_length == steady
+    assert "would change with its neighbours" in encoder.describe()["max_seq_length"]
+    short, long = "sea", "a " * 60
+    assert torch.allclose(embed(encoder, [short, long])[0], embed(encoder, [short])[0], atol=1e-6)
+    encoder.spec = replace(encoder.spec, max_length=steady + 20)
+    encoder.max_length = steady + 20
+    assert not torch.allclose(embed(encoder, [short, long])[0], embed(encoder, [short])[0], atol=1e-4)
+    if rope == "longrope":
+        with pytest.raises(ConfigError, match=r"above 16 tokens .* set max_seq_length: 16 or less"):
+            load(folder, max_seq_length=17)
+    assert load(folder, max_seq_length=steady).max_length == steady
 
 
 def test_a_model_that_names_no_longest_input_takes_512(tmp_path: Path) -> None:

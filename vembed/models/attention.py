@@ -154,7 +154,9 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
         )
-    reach = -1 if sliding_window is None else sliding_window - 1
+    # A decoder's window counts the token itself; made bidirectional, transformers counts as many on each side of it.
+    is_widened = is_causal is False and getattr(module, "is_causal", True)
+    reach = -1 if sliding_window is None else sliding_window - (not is_widened)
     if attention_mask is not None and attention_mask.shape[-1] == query.shape[2]:
         near_TT = _near(query.shape[2], reach, causal=causal, device=query.device)
         mask = attention_mask if near_TT is None else attention_mask & near_TT

@@ -23,7 +23,7 @@ from torch import Tensor
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
 from vembed.models.colbert_format import DOCUMENT_LENGTH, LateSpec, is_late, load_layers, read_late, write_late
-from vembed.models.families import family_of, refuse_type
+from vembed.models.families import checked_config, family_of
 from vembed.models.late import TokenHead
 from vembed.models.probe import ROWS, TowerInputs, token_inputs
 from vembed.models.text import TextEncoder
@@ -101,10 +101,9 @@ class ColbertEncoder(TextEncoder):
             )
         found = read_late(files)
         subfolder = found.text.transformer_path if found.text is not None else ""
-        config = files.config(subfolder)
-        refuse_type(files.name, config, files.dtype)
+        config = checked_config(files, subfolder)
         tokenizer = files.tokenizer(subfolder)
-        spec, late = _decide(keys, found, decide_spec(keys, found.text, config, tokenizer))
+        spec, late = _decide(keys, found, decide_spec(keys, found.text, config, tokenizer, known=False))
         _refuse_flash(keys, late)
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
         if late.markers and not files.shape:

@@ -159,7 +159,7 @@ def _read_pylate(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
         "document": _given(general, "document_prefix", MARKERS["document"]),
     }
     prompts = read_prompts(general, files.name)
-    prompts = {side: markers[side] + prompt.removeprefix(markers[side]) for side, prompt in prompts.items()}
+    prompts = {side: each + prompts.get(side, "").removeprefix(each) for side, each in markers.items()}
     length = int(_given(general, "query_length", QUERY_LENGTH))
     expands = bool(_given(general, "do_query_expansion", True))
     spec = LateSpec(

@@ -37,10 +37,10 @@ _LONGEST_MULTIPLE = 128
 
 def why_not_packed(config: PreTrainedConfig) -> str:
     """Say why rows of a transformer can't lie end to end, whatever the device; empty where they can."""
+    if hasattr(config, "relative_attention_max_distance"):
+        return f"{config.model_type} models add a bias for each distance, which operators for packed rows don't take"
     if config.model_type not in PACKED_TYPES:
         return f"packing isn't tested for {config.model_type} models"
-    if getattr(config, "is_causal", None) is False and config.model_type != "gemma3_text":
-        return "packing isn't tested for decoders made bidirectional"
     return ""
 
 

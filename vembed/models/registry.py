@@ -26,6 +26,7 @@ SOME_READ = {
     "pool_factor": "pool_factor",
     "query_length": "query_length",
     "query_expansion": "query_expansion",
+    "bidirectional": "bidirectional",
     "max_seq_length": "max_seq_length",
     "query_prompt": "query_prompt or document_prompt",
     "document_prompt": "query_prompt or document_prompt",

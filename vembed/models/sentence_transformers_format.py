@@ -89,7 +89,7 @@ class SentenceTransformersFolder:
     include_prompt: bool  # whether prompt tokens are pooled
     dense_paths: tuple[str, ...]  # subfolders of the Dense layers, in order
     normalize: bool  # a Normalize module, or a similarity that isn't the dot product
-    prompts: dict[Side, str]
+    prompts: dict[Side, str]  # of the sides that it says something about, "" for none
     max_length: int | None  # None when the folder leaves it to the tokenizer
     lower_case: bool  # whether texts are lower-cased first
 
@@ -205,22 +205,20 @@ def _read_pooling(config: dict[str, Any], name: str) -> tuple[tuple[PoolingMode,
 
 
 def read_prompts(config: dict[str, Any], name: str) -> dict[Side, str]:
-    """Return each side's prompt: its own, else the model's default one, else none."""
+    """Return the prompt of each side that the file names, or that the model's default one is for."""
     prompts = config.get("prompts") or {}
     default_name = config.get("default_prompt_name")
     if default_name is not None and default_name not in prompts:
         raise ConfigError(f"{name}: default_prompt_name {default_name!r} is none of its prompts: {', '.join(prompts)}")
-    default = prompts.get(default_name, "") if default_name is not None else ""
-    return {
-        "query": _side_prompt(prompts, ("query",), default),
-        "document": _side_prompt(prompts, ("document", "passage", "corpus"), default),
-    }
-
-
-def _side_prompt(prompts: dict[str, str], names: tuple[str, ...], default: str) -> str:
-    """Return the first prompt with text; a side that is named only with an empty one wants none, not the default."""
-    named = [prompts[name] for name in names if name in prompts]
-    return next((prompt for prompt in named if prompt), "" if named else default)
+    names: dict[Side, tuple[str, ...]] = {"query": ("query",), "document": ("document", "passage", "corpus")}
+    found: dict[Side, str] = {}
+    for side in names:
+        named = [prompts[name] for name in names[side] if name in prompts]
+        if named:  # with an empty prompt it wants none, not the default
+            found[side] = next((prompt for prompt in named if prompt), "")
+        elif default_name is not None:
+            found[side] = prompts[default_name]
+    return found
 
 
 def load_dense(files: ModelFiles, path: str, *, of: str = "sentence_embedding") -> Dense:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vembed.batch import Features, Ragged, texts_of
 from vembed.models import attention, packing
 from vembed.models.encoder import Encoder, Recipe
-from vembed.models.families import family_of, is_decoder_type, refuse_type
+from vembed.models.families import checked_config, family_of, is_decoder_type
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.packing import PackedRows
 from vembed.models.pooling import pool, pool_packed
@@ -64,7 +64,7 @@ class TextEncoder(Encoder):
     marker = "config.json"
     reads = frozenset(
         {"attn_implementation", "pooling_method", "max_seq_length", "query_prompt", "document_prompt"}
-        | {"pad_token", "model_revision", "load_in_4bit"}
+        | {"pad_token", "model_revision", "load_in_4bit", "bidirectional"}
     )
     projections: ClassVar[tuple[str, ...]] = ("dense",)  # modules behind the transformer
 
@@ -102,8 +102,7 @@ class TextEncoder(Encoder):
         """Load a transformer and everything around it."""
         described = read_sentence_transformers(files)
         subfolder = described.transformer_path if described is not None else ""
-        config = files.config(subfolder)
-        refuse_type(files.name, config, files.dtype)
+        config = checked_config(files, subfolder)
         tokenizer = files.tokenizer(subfolder)
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
         spec = decide_spec(files.keys, described, config, tokenizer)

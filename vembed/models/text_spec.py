@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from transformers import AutoModelForTextEncoding
 
 from vembed.errors import ConfigError
-from vembed.models.families import family_of
+from vembed.models.families import family_of, known_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,13 +54,18 @@ def decide_spec(
     described: SentenceTransformersFolder | None,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    known: bool = True,
 ) -> TextSpec:
-    """Decide pooling, length and prompts: the user's word, else sentence-transformers' files, else the family."""
+    """Decide pooling, length and prompts: the user's word, else sentence-transformers' files, else the family.
+
+    Args:
+        known: Whether prompts that a model is known by are put before texts.
+    """
     if described is not None:
         spec = TextSpec(
             pooling=described.pooling,
             max_length=0,
-            prompts=described.prompts,
             include_prompt=described.include_prompt,
             normalize=described.normalize,
             lower_case=described.lower_case,
@@ -75,10 +80,10 @@ def decide_spec(
             )
         spec = TextSpec(pooling=(family.pooling,), max_length=0, origin={"pooling": f"{family.name}: {family.reason}"})
     max_length, length_origin = _max_length(keys, described, config, tokenizer)
-    origin = {**spec.origin, "max_seq_length": length_origin}
-    given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
-    prompts = {side: prompt for side, prompt in given.items() if prompt is not None}
-    spec = replace(spec, max_length=max_length, prompts={**spec.prompts, **prompts})
+    by_name = known_prompts(keys.model_name, config) if known else ("", {})
+    prompts, prompt_origin = _prompts(keys, described, *by_name)
+    origin = {**spec.origin, "max_seq_length": length_origin, **prompt_origin}
+    spec = replace(spec, max_length=max_length, prompts=prompts)
     wanted = asked_pooling(keys)
     if wanted is not None:
         spec = replace(spec, pooling=(wanted,))
@@ -100,13 +105,62 @@ def asked_pooling(keys: ModelKeys) -> PoolingMode | None:
     return "lasttoken" if method == "last_token" else method
 
 
+def _prompts(
+    keys: ModelKeys, described: SentenceTransformersFolder | None, family: str, known: Mapping[Side, str]
+) -> tuple[dict[Side, str], dict[str, str]]:
+    """Return each side's prompt, and where those that the user didn't give were found."""
+    in_files = {} if described is None else described.prompts
+    given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
+    prompts: dict[Side, str] = {}
+    origin = {}
+    for side, wanted in given.items():
+        prompts[side] = in_files.get(side, known.get(side, "")) if wanted is None else wanted
+        if wanted is None and prompts[side]:
+            by_name = f"known for {family}; {side}_prompt: '' turns it off"
+            origin[f"{side}_prompt"] = "config_sentence_transformers.json" if side in in_files else by_name
+    return prompts, origin
+
+
 def _max_length(
     keys: ModelKeys,
     described: SentenceTransformersFolder | None,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[int, str]:
-    """Return the longest input and where it was read."""
+    """Return the longest input and where it was read: no longer than what a text's neighbours don't change."""
+    length, origin = _named_length(keys, described, config, tokenizer)
+    steady = _steady_length(config)
+    if steady is None or length <= steady:
+        return length, origin
+    if origin == "max_seq_length":
+        raise ConfigError(
+            f"max_seq_length {length}: above {steady} tokens {keys.model_name} turns its positions by the longest text "
+            f"of a call, so that a text's vector would change with its neighbours; set max_seq_length: {steady} or less"
+        )
+    return steady, "config.json: above it a text's vector would change with its neighbours"
+
+
+def _steady_length(config: PreTrainedConfig) -> int | None:
+    """Return the tokens above which the longest text of a call changes the rotary positions of all; None: never."""
+    text_config = config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    of_layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    limits = []
+    for each in of_layers:
+        if each.get("rope_type") == "dynamic":
+            limits.append(int(text_config.max_position_embeddings))
+        elif each.get("rope_type") == "longrope":
+            limits.append(int(each["original_max_position_embeddings"]))
+    return min(limits, default=None)
+
+
+def _named_length(
+    keys: ModelKeys,
+    described: SentenceTransformersFolder | None,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[int, str]:
+    """Return the longest input that a key or a file names, and where it was read."""
     text_config = config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None)
     if positions is not None and positions < 1:

@@ -61,11 +61,20 @@ class ModelKeys(Section):
         "Fill queries up to query_length with mask tokens that give vectors too, as ColBERT does. auto is what the "
         "model's own files say, else true.",
     )
+    bidirectional: bool = key(
+        False,
+        "Let each token of a decoder see those behind it too. Its tokens are then averaged where neither its files nor "
+        "`pooling_method` name another pooling. false leaves attention as the model's files have it.",
+    )
     max_seq_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
         "auto", "Longer texts are truncated and counted; auto is the model's own limit.", unit="tokens"
     )
-    query_prompt: Text | None = key(None, "Text put before each query; null is the model's own, '' is none.")
-    document_prompt: Text | None = key(None, "Text put before each document; null is the model's own, '' is none.")
+    query_prompt: Text | None = key(
+        None,
+        "Text put before each query; '' is none. null is what the model's files say, else what its publisher asks for "
+        "where the name says enough (E5, English BGE, Nomic, Qwen3-Embedding, EmbeddingGemma); the plan says which.",
+    )
+    document_prompt: Text | None = key(None, "Text put before each document; null and '' are as for queries.")
     pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.")
     image_background: Literal["auto", "white", "black", "none"] = key(
         "auto",

@@ -129,6 +129,7 @@ ENCODERS = Registry(
         "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
         "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
         "static": "vembed.models.static:StaticEncoder",
+        "vision-late": "vembed.models.vision_late:VisionLateEncoder",
         "vision_language": "vembed.models.vision_language:VisionLanguageEncoder",
         "dual": "vembed.models.dual:DualEncoder",
         "vision": "vembed.models.vision:VisionEncoder",

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from model_cases import byte_tokenizer
 from transformers import (
+    ColQwen2Config,
+    ColQwen2ForRetrieval,
+    ColQwen2Processor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLModel,
     Qwen2_5_VLProcessor,
@@ -113,6 +116,15 @@ def _qwen3() -> tuple[Any, Any]:
     return Qwen3VLModel(config), processor
 
 
+def _colqwen2() -> tuple[Any, Any]:
+    network, processor = _qwen2()
+    config = ColQwen2Config(vlm_config=network.config.to_dict(), embedding_dim=12)
+    return ColQwen2ForRetrieval(config), ColQwen2Processor(_images(), processor.tokenizer)
+
+
+RETRIEVAL_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {"colqwen2": _colqwen2}
+"""Models of late interaction."""
+
 VISION_LANGUAGE_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_vl": _qwen2,
     "qwen2_5_vl": _qwen2_5,
@@ -123,7 +135,7 @@ VISION_LANGUAGE_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
 def write_vision_language(folder: Path, kind: str) -> Path:
     """Write a folder with seeded weights, wide enough that items differ."""
     torch.manual_seed(0)
-    model, processor = VISION_LANGUAGE_BUILDERS[kind]()
+    model, processor = (VISION_LANGUAGE_BUILDERS | RETRIEVAL_BUILDERS)[kind]()
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

@@ -16,7 +16,7 @@ Shape legend: R rows, T tokens of a padded row, H hidden dim, C tokens of all ro
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -49,6 +49,10 @@ class TokenHead(nn.Module):
         pool_factor: A document keeps one vector for so many; 1 keeps all.
         protected: First vectors of a document that are never merged: [CLS].
     """
+
+    inputs: ClassVar[frozenset[str]] = frozenset(
+        {COUNTED, "row_of_token", "longest_tokens", "vectors_before_and_after", "vectors"}
+    )  # what `collate` makes
 
     def __init__(
         self,

@@ -20,7 +20,7 @@ import json
 import unicodedata
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -84,6 +84,7 @@ class VisionLanguageEncoder(Encoder):
 
     modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
     several_pictures = True
+    projections: ClassVar[tuple[str, ...]] = ()  # modules behind the language model
     reads = frozenset(
         {"attn_implementation", "pooling_method", "max_seq_length", "query_prompt", "document_prompt"}
         | {"pad_token", "model_revision", "load_in_4bit", "image_background", "max_image_size", "image_tokens"}
@@ -130,13 +131,7 @@ class VisionLanguageEncoder(Encoder):
         """Load the network and its processor."""
         config = files.config()
         family = FAMILIES[config.model_type]
-        processor = files.processor()
-        if not getattr(processor, "chat_template", None):
-            raise ConfigError(f"{files.name} has no chat template, by which its items are put into words")
-        most = files.read_json(SETTINGS_FILE).get("image_tokens", family.most_image_tokens)
-        wanted = most if files.keys.image_tokens == "auto" else files.keys.image_tokens
-        image_tokens = family.limit_images(processor.image_processor, wanted, files.keys.max_image_size)
-        spec = decide_spec(files, config, processor.tokenizer, family, image_tokens)
+        processor, spec = load_processor(files, config, family)
         backbone = files.backbone("", config, AutoModel)
         return cls(files.name, backbone=backbone, processor=processor, family=family, spec=spec)
 
@@ -153,7 +148,7 @@ class VisionLanguageEncoder(Encoder):
         for start in range(0, len(contents), DECODED_AT_ONCE):
             for images, text in contents[start : start + DECODED_AT_ONCE]:
                 arrays.append(self._processed(images))
-                texts.append(self._conversation(arrays[-1], len(images), text, side))
+                texts.append(self._words(arrays[-1], len(images), text, side))
         starts = self.tokenizer.bos_token is not None and texts[0].startswith(str(self.tokenizer.bos_token))
         encoded = self.tokenizer(
             texts, add_special_tokens=not starts, return_attention_mask=False, return_token_type_ids=False
@@ -176,18 +171,13 @@ class VisionLanguageEncoder(Encoder):
         process = partial(run_processor, self.processor.image_processor, in_bytes=self.normalisation is not None)
         return process_pictures(images, process, self.image_limits, self.image_background)
 
-    def _conversation(self, arrays: Mapping[str, NDArray[Any]], num_pictures: int, text: str, side: Side) -> str:
-        """Return an item by the chat template, with a placeholder for each token of its pictures."""
+    def _words(self, arrays: Mapping[str, NDArray[Any]], num_pictures: int, text: str, side: Side) -> str:
+        """Return an item as it is read, with a placeholder for each token of its pictures."""
         text = text.strip()
         for each in self._placeholders:  # a user's own would be taken for a picture
             text = text.replace(each, f"{each[0]} {each[1:]}")
-        content: list[dict[str, str]] = [{"type": "image"}] * num_pictures
-        if text or not content:
-            content = [*content, {"type": "text", "text": text or EMPTY}]
-        instruction = self.spec.instructions[side]
-        system = {"role": "system", "content": [{"type": "text", "text": instruction}]}
-        messages = [*([system] if instruction else []), {"role": "user", "content": content}]
-        said: str = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = text or ("" if num_pictures else EMPTY)
+        said = (self.family.wording or _conversation)(self.processor, self.spec.instructions[side], num_pictures, text)
         if not num_pictures:
             return said
         pieces = said.split(self.processor.image_token)
@@ -237,16 +227,23 @@ class VisionLanguageEncoder(Encoder):
     def save(self, folder: Path) -> None:
         """Write a folder that transformers and vembed load."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.backbone.save_pretrained(folder)
+        self.network().save_pretrained(folder)
         self.processor.save_pretrained(folder)
+        (folder / SETTINGS_FILE).write_text(json.dumps(self.settings(), indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+    def network(self) -> PreTrainedModel:
+        """Return the network as transformers saves it."""
+        return self.backbone
+
+    def settings(self) -> dict[str, Any]:
+        """Return how items are read, for the file of ours in the folder."""
         spec = self.spec
-        settings = {
+        return {
             "instructions": dict(spec.instructions),
             "max_seq_length": spec.max_length,
             "image_tokens": spec.image_tokens,
             "pooling": spec.pooling,
         }
-        (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
     def describe(self) -> dict[str, str]:
         """Return how items are read and summed up."""
@@ -268,7 +265,7 @@ class VisionLanguageEncoder(Encoder):
         seeing, merger = f"backbone.{family.vision}", tuple(f"backbone.{part}" for part in family.merger)
         outside = tuple(part for part in merger if not is_within(part, [seeing]))
         stacks: tuple[tuple[TowerName, tuple[str, ...], tuple[str, ...], PreTrainedConfig], ...] = (
-            ("text", (f"backbone.{family.language}",), (), config.get_text_config()),
+            ("text", (f"backbone.{family.language}", *self.projections), self.projections, config.get_text_config()),
             ("vision", (seeing, *outside), merger, config.vision_config),
         )
         return tuple(
@@ -297,6 +294,34 @@ def pictures_and_text(item: Item) -> tuple[tuple[Image, ...], str]:
     if isinstance(item, str):
         return (), item
     return (item.images, item.text) if isinstance(item, Composed) else ((item,), "")
+
+
+def _conversation(processor: Any, instruction: str, num_pictures: int, text: str) -> str:
+    """Return an item by the chat template."""
+    content: list[dict[str, str]] = [{"type": "image"}] * num_pictures
+    if text:
+        content = [*content, {"type": "text", "text": text}]
+    system = {"role": "system", "content": [{"type": "text", "text": instruction}]}
+    messages = [*([system] if instruction else []), {"role": "user", "content": content}]
+    said: str = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return said
+
+
+def load_processor(
+    files: ModelFiles, config: PreTrainedConfig, family: VisionLanguageFamily
+) -> tuple[Any, VisionLanguageSpec]:
+    """Load tokenizer, image processor and chat template, and decide how items are read.
+
+    Raises:
+        ConfigError: There is no chat template, or a picture wouldn't fit a row.
+    """
+    processor = files.processor()
+    if family.wording is None and not getattr(processor, "chat_template", None):
+        raise ConfigError(f"{files.name} has no chat template, by which its items are put into words")
+    most = files.read_json(SETTINGS_FILE).get("image_tokens", family.most_image_tokens)
+    wanted = most if files.keys.image_tokens == "auto" else files.keys.image_tokens
+    image_tokens = family.limit_images(processor.image_processor, wanted, files.keys.max_image_size)
+    return processor, decide_spec(files, config, processor.tokenizer, family, image_tokens)
 
 
 def decide_spec(

@@ -43,8 +43,10 @@ class VisionLanguageFamily:
     vision: str  # module of the network that sees pictures
     merger: tuple[str, ...]  # modules that turn patches into tokens of the language model
     language: str  # the language model
-    most_image_tokens: int  # of one picture, unless the user says otherwise
-    limit_images: Callable[[Any, int, int | None], int]  # (image processor, most tokens, longest side): tokens it gives
+    most_image_tokens: int | None  # of one picture, unless the user says otherwise; None: as the image processor says
+    limit_images: Callable[
+        [Any, int | None, int | None], int
+    ]  # (image processor, most tokens, longest side): most that it gives from then on
     pictures: Callable[
         [Any, Mapping[str, Ragged]], dict[str, Tensor]
     ]  # (network, arrays of R rows) -> inputs of a call
@@ -52,6 +54,9 @@ class VisionLanguageFamily:
     positions: Callable[[Any, NDArray[np.int32], Mapping[str, NDArray[Any]]], NDArray[np.int32]] | None = None
     # (network, ids (T,), arrays of the row) -> positions in time, height and width (T, 3); None: 0, 1, 2, ...
     prepare: Callable[[Any], None] = lambda network: None  # noqa: ARG005  # once, when the network is there
+    wording: Callable[[Any, str, int, str], str] | None = None
+    # (processor, instruction, number of pictures, text) -> what is read, with a placeholder for each picture; None: a
+    # conversation by the processor's chat template
     pooling: PoolingMode = "lasttoken"
     instruction: str = ""  # system message of every item, unless the user says otherwise
     ends_instruction: bool = (
@@ -71,9 +76,13 @@ def whole_network(network: Any, inputs: dict[str, Tensor]) -> Tensor:
     return hidden_RTH
 
 
-def _limit_area(image_processor: Any, most_tokens: int, longest_side: int | None) -> int:
+def _limit_area(image_processor: Any, most_tokens: int | None, longest_side: int | None) -> int:
     """Bound the area of a picture, whose shape is kept: 4 tokens at least, each a square of merged patches."""
     side = image_processor.patch_size * image_processor.merge_size
+    if most_tokens is None:
+        most_tokens = int(image_processor.size["longest_edge"]) // side**2
+        if longest_side is None:
+            return most_tokens
     if longest_side is not None:
         most_tokens = max(4, min(most_tokens, longest_side**2 // side**2))
     image_processor.size = {"shortest_edge": 4 * side**2, "longest_edge": most_tokens * side**2}
@@ -124,7 +133,8 @@ def _qwen_hidden_states(network: Any, inputs: dict[str, Tensor]) -> Tensor:
         seen = network.visual(inputs["pixel_values"], grid_thw=inputs["image_grid_thw"], **layout)
         places = inputs["image_places"]
         x_RTH = x_RTH.flatten(0, 1).index_copy(0, places, seen.pooler_output.to(x_RTH.dtype)).view_as(x_RTH)
-        extra["position_ids"] = inputs["positions"].permute(2, 0, 1).long()
+        if "positions" in inputs:
+            extra["position_ids"] = inputs["positions"].permute(2, 0, 1).long()
         if getattr(seen, "deepstack_features", None):
             extra |= {"visual_pos_masks": places, "deepstack_visual_embeds": seen.deepstack_features}
     hidden_RTH: Tensor = language(

@@ -127,6 +127,7 @@ ENCODERS = Registry(
         "ngram-bag": "vembed.models.ngram_bag:NgramBag",
         "tiny-clip": "vembed.models.tiny_clip:TinyClip",
         "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
+        "composed": "vembed.models.composed_towers:ComposedTowers",
         "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
         "static": "vembed.models.static:StaticEncoder",
         "vision-late": "vembed.models.vision_late:VisionLateEncoder",

@@ -205,6 +205,26 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         "has no effect with eval_strategy no",
     ),
     ({"model_name": "builtin:ngram-bg"}, {"model_name": "builtin:ngram-bag"}, "did you mean builtin:ngram-bag?"),
+    (
+        {"text_model_name": "a", "image_model_name": "b"},
+        {"model_name": "a", "text_model_name": "a", "image_model_name": "b"},
+        "is neither the text tower nor the image tower; leave model_name out",
+    ),
+    (
+        {"model_name": "b", "text_model_name": "a", "model_revision": "main"},
+        {"model_name": "b", "text_model_name": "a"},
+        "model_revision is of one model, and two are named",
+    ),
+    (
+        {"model_name": "b", "text_model_name": "a", "encoder_mode": "clip"},
+        {"model_name": "b", "text_model_name": "a", "encoder_mode": "composed"},
+        "encoder_mode clip is of one model",
+    ),
+    (
+        {"model_name": "builtin:ngram-bg", "image_model_name": "b"},
+        {"model_name": "builtin:ngram-bag", "image_model_name": "b"},
+        "did you mean builtin:ngram-bag?",
+    ),
     ({"trust_remote_code": True}, {"trust_remote_code": True, "model_revision": COMMIT}, "pin it to a commit"),
     (
         {"trust_remote_code": True, "model_revision": "main"},
@@ -287,6 +307,30 @@ def test_an_impossible_combination_is_refused_with_its_fix(
 ) -> None:
     assert sentence in refused(**bad)
     make(**good)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"text_model_name": "a", "image_model_name": "b"}, "a + b"),
+        ({"model_name": "a", "image_model_name": "b"}, "a + b"),
+        ({"model_name": "b", "text_model_name": "a"}, "a + b"),
+        ({"model_name": "a + b", "text_model_name": "c", "image_model_name": "b"}, "c + b"),
+    ],
+)
+def test_two_models_are_one_of_both_names_whichever_model_name_stands_for(given: dict[str, str], name: str) -> None:
+    config = Config.model_validate(given)
+    assert config.model_name == name
+    text, _, image = name.partition(" + ")
+    assert (config.text_model_name, config.image_model_name) == (text, image)
+    assert Config.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize("given", ["text_model_name", "image_model_name"])
+def test_one_tower_is_no_model(given: str) -> None:
+    other = {"text_model_name": "image_model_name", "image_model_name": "text_model_name"}[given]
+    with pytest.raises(ValidationError, match=f"needs both names; set {other}"):
+        Config.model_validate({given: "a"})
 
 
 def test_every_rule_has_a_case_above_and_one_sentence_for_the_reference() -> None:

@@ -301,7 +301,7 @@ def _validate(settings: Mapping[str, Entry], start: Place, *, complete: bool) ->
     """Judge the values; an incomplete set (its file could not be read) only key by key."""
     values = {key: setting.value for key, setting in settings.items()}
     if not complete:
-        values.setdefault("model_name", _PLACEHOLDER_MODEL)
+        values = _named(values)
     config, errors = _try_config(values)
     field_errors = [error for error in errors if error["loc"]]
     problems = _field_problems(field_errors, settings, start)
@@ -310,8 +310,14 @@ def _validate(settings: Mapping[str, Entry], start: Place, *, complete: bool) ->
     wrong = {str(error["loc"][0]) for error in field_errors}
     if wrong:  # judge the rules between the other keys
         sound = {key: value for key, value in values.items() if key not in wrong}
-        _, errors = _try_config({"model_name": _PLACEHOLDER_MODEL, **sound})
+        _, errors = _try_config(_named(sound))
     return config, problems + _rule_problems(errors, settings, wrong, start)
+
+
+def _named(values: dict[str, object]) -> dict[str, object]:
+    """Return values with a model, so that a name that is missing or wrong hides no other problem."""
+    given = {"text_model_name", "image_model_name"} & values.keys()
+    return values if given else {"model_name": _PLACEHOLDER_MODEL, **values}
 
 
 def _try_config(values: Mapping[str, object]) -> tuple[Config | None, list[ErrorDetails]]:

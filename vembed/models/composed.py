@@ -86,12 +86,16 @@ class TwoTowers(Encoder):
 
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return embeddings (R, E) of texts, of pictures or of both, of unit length, at least float32."""
-        texts = {name: tensor for name, tensor in inputs.items() if name in self.text_inputs}
-        pictures = {name: tensor for name, tensor in inputs.items() if name not in texts}
+        texts, pictures = self.split_inputs(inputs)
         if not texts:
             return self.embed_pictures(pictures)
         text_RE = self.embed_texts(texts)
         return sum_of_units(self.embed_pictures(pictures), text_RE) if pictures else text_RE
+
+    def split_inputs(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return the inputs of the text tower and those of the image tower."""
+        texts = {name: tensor for name, tensor in inputs.items() if name in self.text_inputs}
+        return texts, {name: tensor for name, tensor in inputs.items() if name not in texts}
 
     @property
     def longest_item(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from transformers import AutoModel
@@ -61,6 +62,8 @@ PADS_TEXTS = {"clip": False, "siglip": True, "siglip2": True}
 
 class DualEncoder(TwoTowers, TransformersPictures):
     """CLIP or SigLIP."""
+
+    modes = MappingProxyType({"clip": frozenset({"clip"}), "siglip": frozenset({"siglip", "siglip2"})})
 
     def __init__(
         self, name: str, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, image_processor: Any

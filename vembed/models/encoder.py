@@ -64,6 +64,8 @@ class Encoder(nn.Module, ABC):
     prefix: ClassVar[str] = ""  # what model names of this class begin with, such as "open_clip:"
     marker: ClassVar[str] = ""  # a file that `save` writes and that no other class does
     reads: ClassVar[frozenset[str]] = frozenset()  # keys of the model that only some classes have a use for
+    modes: ClassVar[Mapping[str, frozenset[str]]] = {}  # encoder_mode -> model_types of config.json; empty: any model
+    reads_by_parts: ClassVar[bool] = False  # whether `load` loads other encoders, which read the keys
 
     name: str  # what the model was loaded by
     dimension: int  # E
@@ -81,6 +83,7 @@ class Encoder(nn.Module, ABC):
     narrowed_bytes: int = 0  # that those weights take less here than in a file, as mixed precision multiplies them
     packs: bool = False  # whether `collate` lays rows end to end, so that no row is padded
     trains: str = ""  # what of it trains, for people; empty until that is decided
+    beside_adapters: tuple[str, ...] = ()  # modules that were never trained before: all of them trains beside adapters
 
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
@@ -121,6 +124,10 @@ class Encoder(nn.Module, ABC):
     @abstractmethod
     def towers(self) -> tuple[Tower, ...]:
         """Return what it consists of, one tower for each modality."""
+
+    def parts(self) -> Mapping[str, Encoder]:
+        """Return the encoders that it is made of, by the subfolders that they are saved in; by default itself."""
+        return {"": self}
 
     def adapter_host(self) -> nn.Module | None:
         """Return the network whose layers may get low-rank adapters; None where there is none."""

@@ -58,8 +58,13 @@ class ModelFiles:
         self.device = torch.device("cpu")  # where parameters are made
         self.has_weights = True  # whether weights are read; else parameters stay as they are made
         self.reads_items = True  # whether items will be read by tokenizer and image processor
+        self.image_tower = False  # whether only the image tower of a model of two is meant
         self.shape: Mapping[str, Any] = {}  # the config of a model of which there is nothing else
         self._once: dict[str, Any] = {}
+
+    def of_part(self, keys: ModelKeys) -> ModelFiles:
+        """Return the files of a model that this one is a part of, to be loaded alike."""
+        return ModelFiles(keys, load_in_4bit=self.load_in_4bit)
 
     def in_folder(self, file: str) -> bool:
         """Return whether the model is a folder with such a file."""
@@ -116,10 +121,11 @@ class ModelFiles:
         )
 
     def config(self, subfolder: str = "") -> PreTrainedConfig:
-        """Load config.json, once."""
+        """Load config.json, once; that of the image tower where only it is meant."""
         from transformers import AutoConfig
 
-        return self._kept(f"config {subfolder}", lambda: self._load(AutoConfig, subfolder))  # type: ignore[no-any-return]
+        config: PreTrainedConfig = self._kept(f"config {subfolder}", lambda: self._load(AutoConfig, subfolder))
+        return getattr(config, "vision_config", config) if self.image_tower else config
 
     def _kept(self, name: str, read: Callable[[], Any]) -> Any:
         if name not in self._once:
@@ -274,6 +280,10 @@ class SkeletonFiles(ModelFiles):
         if path.suffix == ".json" and path.is_file():
             self.shape = self._shape_in(path)
 
+    def of_part(self, keys: ModelKeys) -> SkeletonFiles:
+        """Return the files of a part, without its weights too."""
+        return SkeletonFiles(keys, device=str(self.device), reads_items=self.reads_items)
+
     def _shape_in(self, path: Path) -> dict[str, Any]:
         try:
             content = json.loads(path.read_text("utf-8"))
@@ -297,7 +307,7 @@ class SkeletonFiles(ModelFiles):
             config: PreTrainedConfig = AutoConfig.for_model(content.pop("model_type"), **content)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(f"{self.name} is no config of transformers: {error}") from error
-        return config
+        return getattr(config, "vision_config", config) if self.image_tower else config
 
     def tokenizer(self, subfolder: str = "") -> Any:
         """Load the tokenizer; of a shape, return what encoders read of one."""

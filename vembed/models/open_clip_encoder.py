@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -129,6 +130,7 @@ class OpenClipEncoder(TwoTowers):
 
     prefix = OPEN_CLIP_PREFIX
     marker = CONFIG_FILE
+    modes = MappingProxyType({"clip": frozenset(), "siglip": frozenset()})
     reads = frozenset({"image_background"})
 
     def __init__(

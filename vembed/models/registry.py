@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, TypeVar
 
-from vembed.config.keys.model import ModelKeys
+from vembed.config.keys.model import ModelKeys, model_names
 from vembed.errors import ConfigError
 from vembed.models.files import ModelFiles, SkeletonFiles, saved_background
+from vembed.models.sentence_transformers_format import MODULES_FILE
 from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ SOME_READ = {
     "image_background": "image_background",
     "image_tokens": "image_tokens",
     "max_image_size": "max_image_size",
+    "projection_layers": "projection_layers",
 }
 """Keys of the model that only some encoders have a use for (`Encoder.reads`), and what a message calls them."""
 
@@ -64,6 +66,11 @@ def is_builtin(name: str) -> bool:
     return name.startswith(BUILTIN_PREFIX)
 
 
+def is_from_scratch(keys: ModelKeys) -> bool:
+    """Return whether a model, or a tower of one, starts from random weights and perhaps a tokenizer of its own."""
+    return any(map(is_builtin, model_names(keys)))
+
+
 def encoder_classes() -> Iterator[type[Encoder]]:
     """Yield all classes in the order in which they are asked for a model: plugins first."""
     plugins = ENCODERS.plugins()
@@ -90,7 +97,7 @@ def load_encoder(
         MachineError: It can't be reached.
     """
     files = ModelFiles(keys, load_in_4bit=load_in_4bit) if with_weights else SkeletonFiles(keys, reads_items=True)
-    encoder = _load(files, texts)
+    encoder = load_from(files, texts)
     if image_limits is not None:
         encoder.image_limits = image_limits
     if keys.gradient_checkpointing is True:
@@ -112,26 +119,71 @@ def load_skeleton(keys: ModelKeys, *, device: str = "meta") -> Encoder:
         ConfigError: There is no such model, or it needs what isn't allowed.
         MachineError: Its description can't be reached.
     """
-    encoder = _load(SkeletonFiles(keys, device=device), ())
+    encoder = load_from(SkeletonFiles(keys, device=device), ())
     if device == "meta" and not all(parameter.is_meta for parameter in encoder.parameters()):
         encoder.to("meta")
     return encoder
 
 
-def _load(files: ModelFiles, texts: Iterable[str]) -> Encoder:
-    if is_builtin(files.name):
-        own = _builtin_class(files.name)
-    else:
-        own = next(each for each in encoder_classes() if each.recognises(files))
+def load_from(files: ModelFiles, texts: Iterable[str]) -> Encoder:
+    """Load an encoder from its files, by the class that they mean."""
+    own = class_of(files)
     _refuse_idle_keys(own, files)
     encoder = own.load(files, texts)
     if files.keys.freeze_batch_norm and not encoder.batch_norms():
         raise ConfigError(f"{files.name} has no batch normalisation for freeze_batch_norm; leave it out")
     encoder.freeze_batch_norm = files.keys.freeze_batch_norm
-    if "image" in encoder.modalities:
+    if "image" in encoder.modalities and not own.reads_by_parts:
         wanted = files.keys.image_background
         encoder.image_background = saved_background(files) if wanted == "auto" else wanted
     return encoder
+
+
+def class_of(files: ModelFiles) -> type[Encoder]:
+    """Return the class that a model's name, its files and `encoder_mode` mean.
+
+    Raises:
+        ConfigError: There is no such model, or its files say another family than `encoder_mode`.
+    """
+    keys = files.keys
+    mode = "composed" if keys.text_model_name is not None else keys.encoder_mode
+    if ":" in files.name and (own := _class_of_prefix(files.name)) is not None:
+        if mode != "auto" and mode not in own.modes:
+            raise ConfigError(f"encoder_mode {mode}: {files.name} is of another family; leave encoder_mode out")
+        return own
+    if mode == "auto":
+        return next(each for each in encoder_classes() if each.recognises(files))
+    for own in encoder_classes():
+        if (
+            mode in own.modes
+            and own.recognises(files)
+            and (not own.modes[mode] or _model_type(files) in own.modes[mode])
+        ):
+            return own
+    if mode == "composed":
+        raise ConfigError(
+            f"encoder_mode composed: {files.name} is one model; name two by text_model_name and image_model_name, or "
+            f"leave encoder_mode out"
+        )
+    found = _model_type(files)
+    fitting = sorted({name for each in encoder_classes() for name, types in each.modes.items() if found in types})
+    advice = f"write {' or '.join(fitting)}, or leave encoder_mode out" if fitting else "leave encoder_mode out"
+    raise ConfigError(f"encoder_mode {mode}: the files of {files.name} say {found or 'no model_type'}; {advice}")
+
+
+def _model_type(files: ModelFiles) -> str:
+    """Return the model_type of config.json, "" where no file says one."""
+    modules = files.read_json(MODULES_FILE, list)
+    subfolder = str(modules[0].get("path", "")) if modules and isinstance(modules[0], dict) else ""
+    has_config = bool(files.shape) or files.read(f"{subfolder}/config.json".removeprefix("/")) is not None
+    return str(files.config(subfolder).model_type) if has_config else ""
+
+
+def _class_of_prefix(name: str) -> type[Encoder] | None:
+    """Return the class that the beginning of a name means, whatever its files; None where it means none."""
+    if is_builtin(name):
+        return _builtin_class(name)
+    return next((each for each in encoder_classes() if each.prefix and name.startswith(each.prefix)), None)
 
 
 def _builtin_class(name: str) -> type[Encoder]:
@@ -147,12 +199,18 @@ def _builtin_class(name: str) -> type[Encoder]:
 
 def _refuse_idle_keys(own: type[Encoder], files: ModelFiles) -> None:
     """Refuse what a model has no use for, instead of ignoring it."""
-    given = [words for key, words in SOME_READ.items() if _is_idle(own, key, files.keys)]
+    given = [SOME_READ[key] for key in idle_keys(own, files.keys)]
     if files.load_in_4bit and "load_in_4bit" not in own.reads:
         given.append("load_in_4bit")
     if given:
         raise ConfigError(f"{files.name} has no use for {given[0]}; leave it out")
 
 
-def _is_idle(own: type[Encoder], key: str, keys: ModelKeys) -> bool:
-    return key not in own.reads and getattr(keys, key) != ModelKeys.model_fields[key].default
+def idle_keys(own: type[Encoder], keys: ModelKeys) -> list[str]:
+    """Return the keys that are set and that a class has no use for."""
+    return [key for key in SOME_READ if key not in own.reads and getattr(keys, key) != default_of(key)]
+
+
+def default_of(key: str) -> object:
+    """Return the value of a key of the model that nobody sets."""
+    return ModelKeys.model_fields[key].default

@@ -116,12 +116,12 @@ def refuse_other_pipeline(expected: Pipeline, files: ModelFiles) -> None:
     """Refuse a folder of sentence-transformers that describes other vectors than vembed gives.
 
     Args:
-        files: The folder; any other one is fine.
+        files: The folder; any other one is fine, and so is one of which only the image tower is meant.
 
     Raises:
         ConfigError: It describes others; the message says where they differ.
     """
-    if files.read(MODULES_FILE) is None:
+    if files.image_tower or files.read(MODULES_FILE) is None:
         return
     modules = files.read_json(MODULES_FILE, list)
     kinds = tuple(str(module["type"]).rpartition(".")[2] for module in modules)

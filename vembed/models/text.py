@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -62,6 +63,17 @@ class TextEncoder(Encoder):
     """
 
     marker = "config.json"
+    modes = MappingProxyType(
+        {
+            "bert": frozenset(
+                {"bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "ernie", "albert", "mpnet"}
+                | {"deberta", "deberta-v2", "modernbert", "eurobert", "nomic_bert", "gte"}
+            ),
+            "bge": frozenset({"bert", "xlm-roberta"}),
+            "e5": frozenset({"bert", "xlm-roberta", "mistral"}),
+            "qwen": frozenset({"qwen2", "qwen3"}),
+        }
+    )
     reads = frozenset(
         {"attn_implementation", "pooling_method", "max_seq_length", "query_prompt", "document_prompt"}
         | {"pad_token", "model_revision", "load_in_4bit", "bidirectional"}

@@ -13,6 +13,7 @@ import json
 import math
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,6 +89,7 @@ class TinyClip(TwoTowers):
 
     builtin = "tiny-clip"
     marker = CONFIG_FILE
+    modes = MappingProxyType({"clip": frozenset()})
     reads = frozenset({"image_background"})
     text_inputs = frozenset({"grams", "offsets", "rows"})
 

@@ -7,6 +7,7 @@ pieces inside of words in the order of a randomly seeded hash table, and breaks 
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -31,6 +32,7 @@ class TinyTransformer(TextEncoder):
 
     builtin = "tiny-transformer"
     marker = ""
+    modes = MappingProxyType({"bert": frozenset({"bert"})})
     reads = frozenset()
 
     @classmethod

@@ -9,6 +9,7 @@ Shape legend: R rows of a chunk, T tokens of a picture, E embedding dim.
 from __future__ import annotations
 
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,6 +85,17 @@ class VisionEncoder(TransformersPictures):
     """
 
     modalities: frozenset[Modality] = frozenset({"image"})
+    modes = MappingProxyType(
+        {
+            "vit": frozenset({"vit"}),
+            "dino": frozenset({"vit", "dinov2", "dinov2_with_registers", "dinov3_vit", "dinov3_convnext"}),
+            "dinov2": frozenset({"dinov2", "dinov2_with_registers"}),
+            "dinov3": frozenset({"dinov3_vit", "dinov3_convnext"}),
+            "mae": frozenset({"vit_mae"}),
+            "clip": frozenset({"clip_vision_model"}),
+            "siglip": frozenset({"siglip_vision_model"}),
+        }
+    )
 
     reads = TransformersPictures.reads | {"pooling_method"}
 

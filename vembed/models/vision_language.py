@@ -20,6 +20,7 @@ import json
 import unicodedata
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -83,6 +84,12 @@ class VisionLanguageEncoder(Encoder):
     """
 
     modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
+    modes = MappingProxyType(
+        {
+            "qwen-vl": frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}),
+            "llava": frozenset({"llava", "llava_next", "llava_onevision"}),
+        }
+    )
     several_pictures = True
     projections: ClassVar[tuple[str, ...]] = ()  # modules behind the language model
     reads = frozenset(

@@ -55,6 +55,11 @@ class ItemCounts:
         """Whether any item is a picture, or has one."""
         return any(any(counts.values()) for kind, counts in self.counts.items() if kind != KINDS["t"])
 
+    @property
+    def has_texts(self) -> bool:
+        """Whether any item is a text, or has one."""
+        return any(any(counts.values()) for kind, counts in self.counts.items() if kind != KINDS["i"])
+
     def side_text(self, side: Side) -> str:
         """Return what a side holds in words, e.g. "pictures", "texts and pictures"."""
         return " and ".join(kind for kind, counts in self.counts.items() if counts[side])

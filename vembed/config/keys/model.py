@@ -2,9 +2,10 @@
 
 import difflib
 import re
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vembed.config.fields import LARGEST_COUNT, Auto, Count, Name, Section, Text, key, rule
 from vembed.registry import ENCODERS
@@ -12,12 +13,50 @@ from vembed.registry import ENCODERS
 if TYPE_CHECKING:
     from vembed.config.schema import Config
 
+PAIR_SIGN = " + "
+"""Stands between the names of two towers where both are called by one name."""
+
+MOST_PROJECTION_LAYERS = 8
+
 
 class ModelKeys(Section):
     """The model and how a text or a picture becomes a vector."""
 
     model_name: Name = key(
-        ..., "Hub id or local folder of the model, or `builtin:NAME` to train a tiny one from scratch."
+        ...,
+        "Hub id or local folder of the model, or `builtin:NAME` to train a tiny one from scratch. Left out where "
+        "text_model_name and image_model_name are set.",
+    )
+    text_model_name: Name | None = key(
+        None, "Model that reads texts, where another one reads pictures; both are projected to one space."
+    )
+    image_model_name: Name | None = key(
+        None,
+        "Model that reads pictures beside text_model_name: an image encoder, or a CLIP or SigLIP of Hugging Face, "
+        "whose image tower is taken.",
+    )
+    projection_layers: Annotated[int, Field(ge=1, le=MOST_PROJECTION_LAYERS)] = key(
+        1, "Linear layers of each projection of composed towers; between two stands a GELU."
+    )
+    encoder_mode: Literal[
+        "auto",
+        "clip",
+        "siglip",
+        "vit",
+        "dino",
+        "dinov2",
+        "dinov3",
+        "mae",
+        "bert",
+        "bge",
+        "e5",
+        "qwen",
+        "qwen-vl",
+        "llava",
+        "composed",
+    ] = key(
+        "auto",
+        "Family that the model must be of; one whose files say another family is refused. auto takes what they say.",
     )
     model_revision: Name | None = key(None, "Branch, tag or commit of a hub model; null is the hub's default branch.")
     trust_remote_code: bool = key(False, "Run Python code that the model's repository holds; needs a pinned commit.")
@@ -38,7 +77,8 @@ class ModelKeys(Section):
     projection_dim: Auto | Count = key(
         "auto",
         "Dimension of the shared space (composed towers), or of each vector (late interaction). auto is that of the "
-        "model's own files; where they have none, late interaction takes 128.",
+        "model's own files; where they have none, late interaction takes 128, and composed towers that of the image "
+        "tower.",
     )
     topk_tokens: Auto | Count = key(
         "auto",
@@ -105,15 +145,77 @@ class ModelKeys(Section):
         "without.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_pair(cls, values: Any) -> Any:
+        """Let model_name stand for the tower that has no name, and call a pair by both names."""
+        if not isinstance(values, Mapping):
+            return values
+        text, image, name = (values.get(each) for each in ("text_model_name", "image_model_name", "model_name"))
+        if not any(isinstance(each, str) for each in (text, image)):
+            return values
+        text, image = (name if text is None else text), (name if image is None else image)
+        if not isinstance(text, str) or not isinstance(image, str):
+            return {"model_name": text if isinstance(text, str) else image, **values}  # a rule says what is missing
+        is_pair = name in (None, text, image) or (isinstance(name, str) and PAIR_SIGN in name)
+        own = f"{text}{PAIR_SIGN}{image}" if is_pair else name
+        return {**values, "model_name": own, "text_model_name": text, "image_model_name": image}
 
-@rule("model_name")
-def _builtin_model_is_known(config: "Config") -> str | None:
-    """`model_name: builtin:NAME` names a built-in model, or that of a plugin."""
-    kind, _, name = config.model_name.partition(":")
-    if kind != "builtin" or name in ENCODERS:
+
+Keys = TypeVar("Keys", bound=ModelKeys)
+
+
+def renamed(keys: Keys, name: str) -> Keys:
+    """Return keys with one model in the place of all that they name."""
+    return keys.model_copy(update={"model_name": name, "text_model_name": None, "image_model_name": None})
+
+
+def model_names(keys: ModelKeys) -> tuple[str, ...]:
+    """Return the models that a configuration names: one, or that of texts and that of pictures."""
+    if keys.text_model_name is None or keys.image_model_name is None:
+        return (keys.model_name,)
+    return keys.text_model_name, keys.image_model_name
+
+
+@rule("text_model_name", "image_model_name", "model_name")
+def _both_towers_are_named(config: "Config") -> str | None:
+    """`text_model_name` and `image_model_name` stand together; `model_name` may stand for one of them."""
+    text, image = config.text_model_name, config.image_model_name
+    if text is None and image is None:
         return None
-    near = difflib.get_close_matches(name, ENCODERS.names(), n=1, cutoff=0.0)
-    return f"no built-in model {config.model_name!r}; did you mean builtin:{near[0]}?"
+    if text is None or image is None:
+        lacking = "text_model_name" if text is None else "image_model_name"
+        return f"a model of two towers needs both names; set {lacking}, or only model_name"
+    if config.model_name == f"{text}{PAIR_SIGN}{image}":
+        return None
+    return f"model_name {config.model_name} is neither the text tower nor the image tower; leave model_name out"
+
+
+@rule("text_model_name", "model_revision")
+def _no_revision_of_two_models(config: "Config") -> str | None:
+    """`model_revision` must be null with `text_model_name`."""
+    if config.text_model_name is None or config.model_revision is None:
+        return None
+    return "model_revision is of one model, and two are named; leave it out, or name local folders of those commits"
+
+
+@rule("encoder_mode", "text_model_name")
+def _composed_has_two_models(config: "Config") -> str | None:
+    """`encoder_mode` must be auto or composed with `text_model_name`."""
+    if config.text_model_name is None or config.encoder_mode in ("auto", "composed"):
+        return None
+    return f"encoder_mode {config.encoder_mode} is of one model, and two are named; leave encoder_mode out"
+
+
+@rule("model_name", "text_model_name", "image_model_name")
+def _builtin_model_is_known(config: "Config") -> str | None:
+    """`model_name: builtin:NAME` names a built-in model, or that of a plugin; so do the names of two towers."""
+    for given in model_names(config):
+        kind, _, name = given.partition(":")
+        if kind == "builtin" and name not in ENCODERS:
+            near = difflib.get_close_matches(name, ENCODERS.names(), n=1, cutoff=0.0)
+            return f"no built-in model {given!r}; did you mean builtin:{near[0]}?"
+    return None
 
 
 @rule("trust_remote_code", "model_revision")

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from vembed.losses.registry import LossFacts
 
 DATA_KEYS = (("training", "data_path"), ("dev", "val_data_path"), ("test", "test_data_path"))
-PATH_KEYS = ("model_name", "image_root", "output_dir", *(key for _, key in DATA_KEYS))
+TOWER_KEYS = ("text_model_name", "image_model_name")
+PATH_KEYS = ("model_name", *TOWER_KEYS, "image_root", "output_dir", *(key for _, key in DATA_KEYS))
 
 CONFIG_SETTINGS = (
     *("batch_size", "epochs", "learning_rate", "scheduler_type", "weight_decay", "adam_beta1"),
@@ -57,14 +58,15 @@ def gather_run(
         config: Without secrets.
     """
     bases = _started_from(folder, config)
-    given = [str(config[key]) for key in PATH_KEYS if config.get(key)]
+    paths = PATH_KEYS[1:] if config.get(TOWER_KEYS[0]) else PATH_KEYS  # model_name then holds two
+    given = [str(config[key]) for key in paths if config.get(key)]
     known = [*(each for each in given if public_name(each, bases).kind == "local"), str(folder.resolve())]
     plan = _read_object(folder / "plan.json")
     notes: list[str] = []
     sets = _sets(folder, config, notes)
     return RunFacts(
         name=redact(folder.resolve().name),
-        base=public_name(str(config.get("model_name", "unnamed")), bases),
+        base=_base(config, bases),
         data=_data(config, bases),
         data_facts=tuple((label, without_paths(value, known)) for label, value in data_facts),
         settings=tuple((key, without_paths(value, known)) for key, value in _settings(config, plan)),
@@ -102,6 +104,14 @@ def _started_from(folder: Path, config: Mapping[str, object]) -> list[Path]:
     if given.is_absolute() or not given.parts or resolved.parts[-len(given.parts) :] != given.parts:
         return []
     return [Path(*resolved.parts[: -len(given.parts)])]
+
+
+def _base(config: Mapping[str, object], bases: Sequence[Path]) -> PublicName:
+    """Return the model that a run started from; both where it joined two."""
+    towers = [public_name(str(config[key]), bases).shown for key in TOWER_KEYS if config.get(key)]
+    if towers:
+        return PublicName("pair", " + ".join(towers))
+    return public_name(str(config.get("model_name", "unnamed")), bases)
 
 
 def _data(config: Mapping[str, object], bases: Sequence[Path]) -> tuple[tuple[str, PublicName], ...]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-Kind: TypeAlias = Literal["hub", "built-in", "open_clip", "local"]
+Kind: TypeAlias = Literal["hub", "built-in", "open_clip", "local", "pair"]
 
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*/[\w-][\w.-]*)(:[\w.-]+)?", re.ASCII)
 MOST_CHARACTERS = 200  # no hub id is longer

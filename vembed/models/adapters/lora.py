@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -48,18 +48,26 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
     from peft import LoraConfig, inject_adapter_in_model
     from transformers.pytorch_utils import Conv1D
 
-    host, prefix = _host(encoder)
+    hosts = _hosts(encoder)
     towers = _towers(encoder, keys)
-    targets = _targets(encoder, host, prefix, towers, keys)
-    config = LoraConfig(
-        r=keys.lora_r,
-        lora_alpha=2 * keys.lora_r if keys.lora_alpha is None else keys.lora_alpha,  # type: ignore[arg-type]
-        lora_dropout=keys.lora_dropout,
-        target_modules=targets,
-        fan_in_fan_out=all(isinstance(host.get_submodule(target), Conv1D) for target in targets),
-    )
+    targets = _targets(encoder, hosts, towers, keys)
+    alpha = 2 * keys.lora_r if keys.lora_alpha is None else keys.lora_alpha
     encoder.requires_grad_(requires_grad=False)
-    inject_adapter_in_model(config, host, ADAPTER)
+    for host in hosts:
+        own = [target.removeprefix(host.prefix) for target in targets if target.startswith(host.prefix)]
+        config = LoraConfig(
+            r=keys.lora_r,
+            lora_alpha=alpha,  # type: ignore[arg-type]
+            lora_dropout=keys.lora_dropout,
+            target_modules=own,
+            fan_in_fan_out=all(isinstance(host.network.get_submodule(target), Conv1D) for target in own),
+        )
+        if own:
+            inject_adapter_in_model(config, host.network, ADAPTER)
+    new = [part for part in encoder.beside_adapters if any(is_within(part, tower.parts) for tower in towers)]
+    for name, parameter in encoder.named_parameters():
+        if is_within(name, new):
+            parameter.requires_grad_(True)
     for parameter in encoder.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
@@ -69,18 +77,35 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
     encoder.keeps_base = True
     encoder.train(encoder.training)
     leaves = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
-    words = f"rank {keys.lora_r}, scale {config.lora_alpha / keys.lora_r:g}, on {leaves}"
-    encoder.trains = f"LoRA adapters ({words} of {_listed(towers)}): {counts(encoder)}"
+    words = f"rank {keys.lora_r}, scale {alpha / keys.lora_r:g}, on {leaves}"
+    beside = f" and {', '.join(new)}" if new else ""
+    encoder.trains = f"LoRA adapters ({words} of {_listed(towers)}){beside}: {counts(encoder)}"
 
 
-def _host(encoder: Encoder) -> tuple[nn.Module, str]:
-    """Return the network that peft changes, and its name in the encoder with a dot."""
-    host = encoder.adapter_host()
-    if host is None:
+class _Host(NamedTuple):
+    """A network that peft changes."""
+
+    network: nn.Module
+    prefix: str  # its name in the encoder, with a dot
+    folder: str  # where its adapters are saved, within the folder of all
+    model: str  # what it was loaded by
+
+
+def _hosts(encoder: Encoder) -> list[_Host]:
+    """Return the networks that may get adapters, at least one."""
+    names = {module: f"{name}." for name, module in encoder.named_modules()}
+    found = [(folder, part.name, part.adapter_host()) for folder, part in encoder.parts().items()]
+    hosts = [_Host(host, names[host], folder, model) for folder, model, host in found if host is not None]
+    if not hosts:
         raise ConfigError(
             f"use_lora: {encoder.name} has no transformer layers to put adapters beside; set use_lora to false"
         )
-    return host, next(f"{name}." for name, module in encoder.named_modules() if module is host)
+    return hosts
+
+
+def takes_adapters(encoder: Encoder) -> bool:
+    """Return whether an encoder has transformer layers to put adapters beside."""
+    return any(part.adapter_host() is not None for part in encoder.parts().values())
 
 
 def _towers(encoder: Encoder, keys: AdapterKeys) -> list[Tower]:
@@ -96,12 +121,12 @@ def _listed(towers: Sequence[Tower]) -> str:
     return f"the {' and the '.join(tower.name for tower in towers)} tower{'s' * (len(towers) > 1)}"
 
 
-def _targets(encoder: Encoder, host: nn.Module, prefix: str, towers: Sequence[Tower], keys: AdapterKeys) -> list[str]:
-    """Return the layers that get adapters, by their full names within the host."""
+def _targets(encoder: Encoder, hosts: Sequence[_Host], towers: Sequence[Tower], keys: AdapterKeys) -> list[str]:
+    """Return the layers that get adapters, by their full names."""
     inside = [part for tower in towers for part in tower.parts]
-    linear = [name for name in _linear_layers(host) if is_within(prefix + name, inside)]
+    linear = [name for host in hosts for name in _linear_layers(host) if is_within(name, inside)]
     if keys.lora_target_modules != "auto":
-        return _named(encoder, host, linear, keys.lora_target_modules)
+        return _named(encoder, hosts, linear, keys.lora_target_modules)
     for tower in towers:
         if tower.layers is None:
             raise ConfigError(
@@ -109,35 +134,36 @@ def _targets(encoder: Encoder, host: nn.Module, prefix: str, towers: Sequence[To
                 f"take them from; name the linear layers, such as [{_leaves(linear)[0] if linear else 'fc'}]"
             )
     layers = [tower.layers for tower in towers if tower.layers is not None]
-    return [name for name in linear if is_within(prefix + name, layers)]
+    return [name for name in linear if is_within(name, layers)]
 
 
-def _linear_layers(host: nn.Module) -> Iterator[str]:
+def _linear_layers(host: _Host) -> Iterator[str]:
     """Yield the linear layers that a forward pass calls: torch's own attention reads its weights past its layers."""
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its weight the other way round
 
-    attentions = [name for name, module in host.named_modules() if isinstance(module, nn.MultiheadAttention)]
-    for name, module in host.named_modules():
+    attentions = [name for name, module in host.network.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    for name, module in host.network.named_modules():
         if isinstance(module, nn.Linear | Conv1D) and not is_within(name, attentions):
-            yield name
+            yield host.prefix + name
 
 
-def _named(encoder: Encoder, host: nn.Module, linear: Sequence[str], wanted: Sequence[str]) -> list[str]:
+def _named(encoder: Encoder, hosts: Sequence[_Host], linear: Sequence[str], wanted: Sequence[str]) -> list[str]:
     """Return the layers that the user named, by the last parts of their names."""
     found = []
     for target in wanted:
         matching = [name for name in linear if f".{name}".endswith(f".{target}")]
         if not matching:
-            _refuse_target(encoder, host, linear, target)
+            _refuse_target(encoder, hosts, linear, target)
         found += matching
     return sorted(set(found))
 
 
-def _refuse_target(encoder: Encoder, host: nn.Module, linear: Sequence[str], target: str) -> None:
+def _refuse_target(encoder: Encoder, hosts: Sequence[_Host], linear: Sequence[str], target: str) -> None:
     leaves = _leaves(linear)
     near = difflib.get_close_matches(target, leaves, n=1)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(leaves)}"
-    kinds = {type(module).__name__ for name, module in host.named_modules() if f".{name}".endswith(f".{target}")}
+    modules = [named for host in hosts for named in host.network.named_modules()]
+    kinds = {type(module).__name__ for name, module in modules if f".{name}".endswith(f".{target}")}
     if kinds & {"MultiheadAttention", "NonDynamicallyQuantizableLinear"}:
         raise ConfigError(
             f"lora_target_modules: {target} of {encoder.name} belongs to torch's MultiheadAttention, which reads its "
@@ -168,16 +194,21 @@ def has_adapters(encoder: nn.Module) -> bool:
 
 
 def save_adapter(encoder: Encoder, folder: Path) -> None:
-    """Write the adapters alone, as `peft.PeftModel.from_pretrained` reads them."""
-    host, _ = _host(encoder)
-    config: Any = copy(host.peft_config[ADAPTER])  # type: ignore[index]
-    config.base_model_name_or_path = encoder.name
+    """Write the adapters alone, as `peft.PeftModel.from_pretrained` reads them; those of each part in its subfolder."""
+    for host in _hosts(encoder):
+        if has_adapters(host.network):
+            _save_adapter(host, folder / host.folder)
+
+
+def _save_adapter(host: _Host, folder: Path) -> None:
+    config: Any = copy(host.network.peft_config[ADAPTER])  # type: ignore[index]
+    config.base_model_name_or_path = host.model
     config.inference_mode = True
     config.target_modules = sorted(config.target_modules)
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(folder)
     tensors = {}
-    for name, layer in adapter_layers(host):
+    for name, layer in adapter_layers(host.network):
         for factor in ("lora_A", "lora_B"):
             weight = getattr(layer, factor)[ADAPTER].weight
             tensors[f"{SAVED_PREFIX}{name}.{factor}.weight"] = weight.detach().cpu().contiguous()
@@ -194,16 +225,21 @@ def merge_adapters(encoder: Encoder) -> None:
     Args:
         encoder: With adapters; it can't go on training them.
     """
-    host, _ = _host(encoder)
-    dtype = weight_dtype(host)
-    for name, layer in list(adapter_layers(host)):
+    for host in _hosts(encoder):
+        _merge(host.network)
+    encoder.keeps_base = False
+    encoder.eval_only = ()
+
+
+def _merge(network: nn.Module) -> None:
+    dtype = weight_dtype(network)
+    for name, layer in list(adapter_layers(network)):
         base = plain_layer(layer.get_base_layer(), dtype)
         delta = layer.get_delta_weight(ADAPTER)
         wide = torch.promote_types(base.weight.dtype, delta.dtype)
         base.weight.data = (base.weight.to(wide) + delta.to(wide)).to(base.weight.dtype)
         parent, _, leaf = name.rpartition(".")
-        setattr(host.get_submodule(parent), leaf, base)
-    del host.peft_config
-    forget_quantization(host)
-    encoder.keeps_base = False
-    encoder.eval_only = ()
+        setattr(network.get_submodule(parent), leaf, base)
+    if hasattr(network, "peft_config"):
+        del network.peft_config
+    forget_quantization(network)

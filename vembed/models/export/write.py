@@ -192,8 +192,7 @@ def write_form(encoder: Encoder, form: Form, folder: Path) -> None:
     """Write an encoder, its weights as they are to be stored, without a trace of the place that it was loaded from."""
     encoder.write_form(form, folder)
     save_background(encoder, folder)
-    path = folder / "tokenizer_config.json"
-    if path.is_file():
+    for path in folder.rglob("tokenizer_config.json"):
         settings = json.loads(path.read_text("utf-8"))
         kept = {key: value for key, value in settings.items() if key not in SOURCE_SETTINGS}
         path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n", "utf-8")

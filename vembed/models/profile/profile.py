@@ -24,7 +24,7 @@ from torch import nn
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
-from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.lora import add_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.export.samples import sample_vectors
@@ -281,7 +281,7 @@ class _Tower:
         encoder = self._bare.skeleton(num_layers)
         self._trained.apply(encoder, num_layers=num_layers)
         narrow_frozen(encoder, self._target.autocast_dtype)
-        if encoder.adapter_host() is not None:  # a transformer: its table isn't what its steps are about
+        if takes_adapters(encoder):  # a transformer: its table isn't what its steps are about
             for table in _tables(encoder):
                 table.requires_grad_(False)
         return encoder.train()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vembed.config.keys.model import renamed
 from vembed.distributed.starting_weights import Outline
 from vembed.errors import ConfigError, MachineError, VembedError
 from vembed.files import new_folder
@@ -17,7 +18,7 @@ from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
 from vembed.models.files import DTYPES, save_background
 from vembed.models.profile.profile import CANNOT_RUN
-from vembed.models.registry import is_builtin, load_encoder
+from vembed.models.registry import is_from_scratch, load_encoder
 from vembed.training.checks import refuse_nonfinite_weights
 from vembed.training.inputs import RunData, record_texts
 from vembed.training.wiring.data import image_limits
@@ -108,14 +109,14 @@ def load_configured(config: Config, texts: Iterable[str] = ()) -> Encoder:
 
 
 def _load_encoder(config: Config, output: OutputFolder, data: RunData, *, keep: bool) -> Encoder:
-    if not is_builtin(config.model_name):
+    if not is_from_scratch(config):
         return load_configured(config)
     if not keep or not output.initial_model.is_dir():
         encoder = load_configured(config, record_texts(data.records))
         if keep:
             _save_initial(encoder, output.initial_model)
     if keep:  # read back even where it was just written, so that a run that is resumed leaves the same files
-        encoder = load_configured(config.model_copy(update={"model_name": str(output.initial_model)}))
+        encoder = load_configured(renamed(config, str(output.initial_model)))
         encoder.name = config.model_name
     torch.manual_seed(config.seed)  # adapters are drawn alike, whether the model was made just now or read back
     return encoder
@@ -132,10 +133,10 @@ def _load_empty(config: Config, output: OutputFolder, *, keep: bool) -> Encoder:
         raise MachineError(f"{name} is quantised to 4 bits while it is loaded")
     if config.trust_remote_code:
         raise MachineError(f"{name} has code of its own")
-    if is_builtin(name):
+    if is_from_scratch(config):
         if not keep or not output.initial_model.is_dir():
             raise MachineError(f"{name} is made from scratch, and this process sees no copy of it")
-        config = config.model_copy(update={"model_name": str(output.initial_model)})
+        config = renamed(config, str(output.initial_model))
     encoder = load_encoder(config, image_limits=image_limits(config), with_weights=False)
     encoder.name = name
     return encoder

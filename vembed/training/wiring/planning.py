@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from vembed.config.keys.model import renamed
 from vembed.config.schema import default_of
 from vembed.distributed.runtime import start_runtime
 from vembed.json_text import fit
@@ -92,7 +93,12 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
         documents_per_query=counts.num_documents / counts.num_records,
         pictures_per_record=counts.items.num_pictures / counts.num_records,
         picture_bytes=model.picture_bytes,
-        notes=(*data.notes, *_idle_augmentation(config, data), *_direction_notes(config, data)),
+        notes=(
+            *data.notes,
+            *_idle_augmentation(config, data),
+            *_idle_towers(model, data),
+            *_direction_notes(config, data),
+        ),
     )
     return make_plan(config, runtime.machine, model, size, devices=_devices(runtime))
 
@@ -103,7 +109,7 @@ def measured_model(config: Config, machine: Machine, *, name: str | None = None)
     Args:
         name: Another model or a file with its shape, to be measured in its place.
     """
-    keys = config if name is None else config.model_copy(update={"model_name": name})
+    keys = config if name is None else renamed(config, name)
     dtype, _ = compute_dtype(config, config.torch_dtype, machine)
     target = ProfileTarget(machine.device, DTYPES[dtype] if dtype in ("bfloat16", "float16") else None)
     size = profile_model(keys, target, trainable=config.trainable)
@@ -162,6 +168,18 @@ def _idle_augmentation(config: Config, data: RunData) -> list[str]:
         return []
     idle = {"image_augmentation": config.image_augmentation != "none", "image_flip": config.image_flip}
     return [f"{name} has no effect: the training data hold no pictures." for name, is_set in idle.items() if is_set]
+
+
+def _idle_towers(model: ModelSize, data: RunData) -> list[str]:
+    """Say which tower no training data reach."""
+    items = data.counts.items
+    reached = {"texts": items.has_texts, "pictures": items.has_pictures, "all": True}
+    return [
+        f"the {tower.name} tower ({tower.num_parameters:,} parameters) stays as it was loaded: the training data hold "
+        f"no {tower.items}."
+        for tower in model.towers
+        if not reached[tower.items]
+    ]
 
 
 def check_decisions(checkpoint: LoadedCheckpoint) -> None:

@@ -19,7 +19,7 @@ from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
 from vembed.gradcache.memory import out_of_memory_advice
-from vembed.models.adapters.lora import has_adapters
+from vembed.models.adapters.lora import has_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.output_lock import FolderInUseError, hold_output
@@ -160,7 +160,7 @@ def _run(
         if mode == "plan":
             runtime.ranks.from_first(lambda: _write_plan(run, given))
             return None
-        may_adapt = run.encoder.adapter_host() is not None and not has_adapters(run.encoder)
+        may_adapt = takes_adapters(run.encoder) and not has_adapters(run.encoder)
         runtime.ranks.from_first(lambda: needs.refuse_small(free, output.path, config, may_adapt=may_adapt))
         runtime.ranks.from_first(lambda: _write_settings(run, given))
         return _train(run, command, stop)

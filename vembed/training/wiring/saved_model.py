@@ -9,13 +9,13 @@ from pydantic import ValidationError
 from vembed.checkpoint.folder import steps_in
 from vembed.checkpoint.format import InvalidCheckpointError, step_name
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.config.keys.model import ModelKeys
+from vembed.config.keys.model import ModelKeys, renamed
 from vembed.config.schema import Config
 from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint, save_trained
-from vembed.models.registry import is_builtin
+from vembed.models.registry import is_from_scratch
 from vembed.redact import MASK, lacks_secret
 from vembed.training.output import OutputFolder
 from vembed.training.saving import check_shape, load_module
@@ -71,8 +71,8 @@ def _encoder(output: OutputFolder, config: Config, *, use_lora: bool) -> Encoder
             f"a checkpoint keeps no secrets, and {', '.join(lacking)} had one (now {MASK}); take the run's own model/, "
             f"which is whole"
         )
-    if is_builtin(config.model_name):
-        config = config.model_copy(update={"model_name": str(output.initial_model)})
+    if is_from_scratch(config):
+        config = renamed(config, str(output.initial_model))
     encoder = load_configured(config)
     if use_lora:
         add_adapters(encoder, config)

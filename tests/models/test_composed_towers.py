@@ -1,0 +1,411 @@
+"""Two towers of different origin: their vectors, what trains of them, and what is left of them on disk."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from adapter_cases import BUDGET, CPU, make_loss, partly_trained, picture_batch, trainable_of, wake
+from model_cases import TEXTS, load_any, write_model
+from picture_cases import PICTURES, opened, pools_of, vectors, write_picture_model
+from safetensors.torch import load_file
+from test_adapters_engine import assert_exact, assert_same, take
+from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+
+from vembed.batch import Composed
+from vembed.config.keys.adapters import AdapterKeys
+from vembed.config.keys.model import ModelKeys
+from vembed.distributed.fsdp import shard_encoder, transformer_blocks
+from vembed.distributed.ranks import Ranks
+from vembed.errors import ConfigError
+from vembed.gradcache.calls import Pool
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
+from vembed.gradcache.row_assignment import RowAssignment
+from vembed.losses.base import BatchStructure
+from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.trained import save_trained
+from vembed.models.composed_towers import ComposedTowers
+from vembed.models.export.samples import sample_vectors
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
+from vembed.models.registry import load_encoder
+from vembed.plan.problem import Way
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rank_pool import RankPool
+
+PAIRS = {
+    "bert + dinov2": ("bert", "dinov2"),
+    "modernbert + siglip": ("modernbert", "siglip vision"),
+    "gpt2 + the image tower of clip": ("gpt2", "clip"),
+}
+MODELS = ("bert", "modernbert", "gpt2"), ("dinov2", "siglip vision", "clip", "siglip2", "vit")
+SLOW_PAIR = "gpt2 + the image tower of clip"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Single models, and folders of pairs with projections to 24 dims of 2 layers."""
+    root = tmp_path_factory.mktemp("composed")
+    found = {kind: write_model(root / kind, kind) for kind in MODELS[0]}
+    found |= {kind: write_picture_model(root / kind.replace(" ", "-"), kind) for kind in MODELS[1]}
+    for number, (pair, names) in enumerate(PAIRS.items()):
+        folder = root / f"pair-{number}"
+        compose(found, names, projection_dim=24, projection_layers=2).save(folder)
+        found[pair] = folder
+    return found
+
+
+def compose(folders: dict[str, Path], names: tuple[str, str], **keys: Any) -> Any:
+    keys["torch_dtype"] = str(keys.pop("dtype", torch.float32)).removeprefix("torch.")
+    text, image = (str(folders[name]) for name in names)
+    return load_encoder(ModelKeys(text_model_name=text, image_model_name=image, **keys)).eval()  # type: ignore[call-arg]
+
+
+@torch.no_grad()
+def projected(x: torch.Tensor, weights: dict[str, torch.Tensor], part: str, num_layers: int) -> torch.Tensor:
+    """Apply the published rule step by step."""
+    x = F.normalize(x, dim=-1) * math.sqrt(x.shape[-1])
+    for number in range(num_layers):
+        weight, bias = (weights[f"{part}.{2 * number}.{kind}"] for kind in ("weight", "bias"))
+        x = x @ weight.T.to(x.dtype) + bias.to(x.dtype)
+        x = F.gelu(x) if number + 1 < num_layers else x
+    return F.normalize(x, dim=-1)
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_vectors_are_those_of_the_towers_projected_step_by_step(folders: dict[str, Path], pair: str) -> None:
+    encoder = load_any(folders[pair], dtype=torch.float64).eval()
+    weights = load_file(folders[pair] / "projections.safetensors")
+    text, image = PAIRS[pair]
+    texts = vectors(load_any(folders[text], dtype=torch.float64).eval(), TEXTS)
+    model = AutoModel.from_pretrained(folders[image], dtype=torch.float64)
+    processor = AutoImageProcessor.from_pretrained(folders[image])
+    pixels = processor(images=opened(PICTURES), return_tensors="pt")["pixel_values"].double()
+    with torch.no_grad():
+        outputs = getattr(model, "vision_model", model)(pixel_values=pixels)
+    pictures = outputs.last_hidden_state[:, 0] if image == "dinov2" else outputs.pooler_output
+    expected = torch.cat([projected(texts, weights, "text", 2), projected(pictures, weights, "image", 2)])
+    found = vectors(encoder, [*TEXTS, *PICTURES])
+    assert found.shape == (10, 24)
+    assert (found - expected).abs().max() < 1e-5
+    distinct = found[[0, 1, 2, 3, 5, 6, 7, 8, 9]]  # but for "Sea", which a tokenizer may lower
+    assert torch.pdist(distinct).min() > 1e-3, "two items have one vector"
+    both = vectors(encoder, [Composed((PICTURES[1],), TEXTS[2])])
+    assert torch.allclose(both[0], F.normalize(found[2] + found[6], dim=-1), atol=1e-9)
+
+
+def test_neither_order_nor_neighbours_nor_padding_change_a_vector(folders: dict[str, Path]) -> None:
+    encoder = load_any(folders["bert + dinov2"], dtype=torch.float64).eval()
+    items = [*TEXTS, *PICTURES, *(Composed((image,), text) for image, text in zip(PICTURES, TEXTS, strict=True))]
+    alone = torch.cat([vectors(encoder, [item]) for item in items])
+    assert torch.allclose(vectors(encoder, items), alone, atol=1e-12)
+    assert torch.allclose(vectors(encoder, items[::-1]), alone.flip(0), atol=1e-12)
+
+
+def test_a_single_layer_to_the_same_dimension_starts_as_the_identity(folders: dict[str, Path]) -> None:
+    encoder = compose(folders, ("bert", "dinov2"))
+    assert encoder.dimension == 32
+    for part, items in ((encoder.text, TEXTS), (encoder.image, PICTURES)):
+        assert torch.allclose(vectors(encoder, items), vectors(part, items), atol=1e-6)
+
+
+def test_projections_start_alike_whatever_was_drawn_before(folders: dict[str, Path]) -> None:
+    one, two = (compose(folders, ("bert", "dinov2"), projection_dim=16, projection_layers=3) for _ in range(2))
+    weights = one.projections.state_dict()
+    assert all(torch.equal(each, weights[name]) for name, each in two.projections.state_dict().items())
+    assert not torch.equal(weights["text.0.weight"], weights["image.0.weight"])
+    bound = math.sqrt(3 / 32)
+    assert 0.9 * bound < weights["text.0.weight"].abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    "pair", [pytest.param(each, marks=pytest.mark.slow) if each == SLOW_PAIR else each for each in PAIRS]
+)
+def test_the_engine_has_the_gradients_of_the_plain_step(folders: dict[str, Path], pair: str) -> None:
+    encoder, batch = partly_trained(folders[pair], "all"), picture_batch()
+    pools, structure, loss = pools_of(encoder, batch), BatchStructure.of(batch), make_loss()
+    torch.manual_seed(5)
+    value = reference_step(pools, structure, loss, budget=BUDGET)
+    expected = take(encoder, loss)
+    assert {name for name in expected if name.startswith("projections.")} == {
+        f"projections.{part}.{layer}.{kind}"
+        for part in ("text", "image")
+        for layer in (0, 2)
+        for kind in ("weight", "bias")
+    }
+    torch.manual_seed(5)
+    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU), list(trainable_of(encoder).values()))
+    result = engine.step(pools, structure)
+    assert result.num_chunks > 3
+    assert result.loss == pytest.approx(value.item(), rel=1e-12)
+    assert_same(take(encoder, loss), expected)
+
+
+@pytest.mark.parametrize(
+    "what", ["lora dropout", "lora text", "text", "projection", pytest.param("last_1_layers", marks=pytest.mark.slow)]
+)
+def test_a_part_that_trains_has_exact_gradients(folders: dict[str, Path], what: str) -> None:
+    encoder = partly_trained(folders["modernbert + siglip"], what)
+    wake(encoder)
+    names = trainable_of(encoder).keys()
+    image = {name for name in names if name.startswith(("image.", "projections.image."))}
+    assert bool(image) == (what in ("lora dropout", "projection", "last_1_layers"))
+    if "lora" in what:
+        assert "projections.text.0.weight" in names, "what was never trained trains beside adapters"
+    assert_exact(encoder, picture_batch())
+
+
+def test_gradient_checkpointing_changes_no_gradient(folders: dict[str, Path]) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        encoder, loss = (
+            partly_trained(folders["bert + dinov2"], "all", gradient_checkpointing=checkpointed),
+            make_loss(),
+        )
+        hosts = (encoder.text.backbone, encoder.image.backbone)  # type: ignore[union-attr]
+        assert [host.is_gradient_checkpointing for host in hosts] == [checkpointed] * 2  # type: ignore[union-attr]
+        torch.manual_seed(5)
+        reference_step(pools_of(encoder, picture_batch()), BatchStructure.of(picture_batch()), loss, budget=BUDGET)
+        gradients.append(take(encoder, loss))
+    assert_same(gradients[1], gradients[0])
+
+
+def step_of_a_rank(
+    rank: int, folder: Path, how: str, assignment: RowAssignment
+) -> tuple[float, dict[str, torch.Tensor]]:
+    """Do one step on this rank's rows; return the loss and all gradients."""
+    encoder, batch, loss = partly_trained(folder, "all").eval(), picture_batch(), make_loss()
+    ranks = Ranks.of_this_process()
+    handle = None
+    if how == "sharded":
+        handle = shard_encoder(encoder, Way("fsdp", mode="fast", sharding_factor=2), ranks, device=CPU)
+    trained: list[Any] = list(trainable_of(encoder).values()) if handle is None else handle.parameters
+    pools = []
+    for pool in pools_of(encoder, batch):
+        mine = np.flatnonzero(np.isin(pool.slots, assignment.slots[rank]))
+        if len(mine):
+            pools.append(Pool(pool.encode, pool.collate, pool.features.take(mine), pool.slots[mine]))
+    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU, ranks=ranks), trained, sharded=handle)
+    result = engine.step(pools, BatchStructure.of(batch), assignment=assignment)
+    found = {}
+    for name, parameter in encoder.named_parameters():
+        if parameter.grad is not None:
+            found[name] = getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)()
+    return result.loss, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["replicated", "sharded"])
+def test_two_ranks_have_the_gradients_of_one(two_ranks: RankPool, folders: dict[str, Path], how: str) -> None:
+    folder, batch, loss = folders["bert + dinov2"], picture_batch(), make_loss()
+    assignment = RowAssignment((np.array([5, 7, 9]), np.array([0, 1, 2, 3, 4, 6, 8])))
+    encoder = partly_trained(folder, "all").eval()
+    value = reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
+    expected = take(encoder, loss)
+    answers: list[Any] = two_ranks.run(step_of_a_rank, folder, how, assignment)
+    for found_value, found in answers:
+        assert found_value == pytest.approx(value.item(), rel=1e-11)
+        assert found.keys() == expected.keys() - {"log_scale"}
+        assert_same(found, {name: expected[name] for name in found})
+
+
+def test_blocks_of_both_towers_are_gathered_one_at_a_time(folders: dict[str, Path]) -> None:
+    blocks = transformer_blocks(load_any(folders["bert + dinov2"]))
+    assert sorted({type(block).__name__ for block in blocks}) == ["BertLayer", "Dinov2Layer"]
+    assert len(blocks) == 4
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_what_is_saved_loads_equal_bit_for_bit_and_each_tower_in_its_own_library(
+    folders: dict[str, Path], tmp_path: Path, pair: str
+) -> None:
+    encoder = load_any(folders[pair]).eval()
+    encoder.save(tmp_path / "again")
+    again = load_any(tmp_path / "again").eval()
+    items = [*TEXTS, *PICTURES]
+    assert torch.equal(vectors(again, items), vectors(encoder, items))
+    assert isinstance(again, ComposedTowers)
+    assert again.names == (PAIRS[pair][0], PAIRS[pair][1].replace(" ", "-"))
+    for part, own in (("text", TEXTS), ("image", PICTURES)):
+        assert torch.equal(
+            vectors(load_any(tmp_path / "again" / part).eval(), own), vectors(encoder.parts()[part], own)
+        )
+        AutoModel.from_pretrained(tmp_path / "again" / part)
+    AutoTokenizer.from_pretrained(tmp_path / "again" / "text")
+    AutoImageProcessor.from_pretrained(tmp_path / "again" / "image")
+
+
+@pytest.mark.parametrize("towers", ["all", "text"])
+def test_adapters_of_each_tower_are_saved_by_themselves_and_merged(
+    folders: dict[str, Path], tmp_path: Path, towers: Any
+) -> None:
+    encoder = load_any(folders["bert + dinov2"])
+    add_adapters(encoder, AdapterKeys(lora_r=2, lora_towers=towers))
+    wake(encoder)
+    expected = vectors(encoder.eval(), [*TEXTS, *PICTURES])
+    save_trained(encoder, tmp_path / "model", tmp_path / "adapter")
+    found = vectors(load_any(tmp_path / "model").eval(), [*TEXTS, *PICTURES])
+    assert (found - expected).abs().max() < 1e-5
+    written = {path.parent.name for path in tmp_path.joinpath("adapter").glob("*/adapter_model.safetensors")}
+    assert written == ({"text", "image"} if towers == "all" else {"text"})
+    from peft import PeftModel
+
+    base = AutoModel.from_pretrained(folders["bert"])
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter/text").eval()
+    tokens = AutoTokenizer.from_pretrained(folders["bert"])(list(TEXTS), padding=True, return_tensors="pt")
+    merged = AutoModel.from_pretrained(tmp_path / "model/text")
+    with torch.no_grad():
+        assert torch.allclose(adapted(**tokens).last_hidden_state, merged(**tokens).last_hidden_state, atol=1e-4)
+
+
+def test_a_frozen_image_tower_keeps_its_vectors(folders: dict[str, Path]) -> None:
+    encoder = partly_trained(folders["bert + dinov2"], "text")
+    assert all(name.startswith(("text.", "projections.text.")) for name in trainable_of(encoder))
+    modes = {part: each.backbone.training for part, each in encoder.parts().items()}
+    assert modes == {"text": True, "image": False}, "what is frozen drops nothing"
+
+
+def test_the_plan_knows_both_towers(folders: dict[str, Path]) -> None:
+    keys = ModelKeys(text_model_name=str(folders["bert"]), image_model_name=str(folders["vit"]), projection_dim=16)  # type: ignore[call-arg]
+    size, encoder = profile_model(keys, ProfileTarget()), load_encoder(keys)
+    assert not size.estimated
+    assert size.dimension == 16
+    assert size.checkpointable
+    assert [(each.name, each.items) for each in size.towers] == [("text", "texts"), ("vision", "pictures")]
+    assert sum(each.num_parameters for each in size.towers) == size.num_parameters
+    assert size.num_parameters == sum(each.numel() for each in encoder.parameters())
+    assert size.picture_bytes > 0
+    assert encoder.describe()["towers"] == "bert (texts) + vit (pictures)"
+    assert "32 (texts) and 32 (pictures) to 16 dims" in encoder.describe()["projections"]
+
+
+@pytest.mark.slow
+def test_the_plan_counts_adapters_of_both_towers_and_their_projections(folders: dict[str, Path]) -> None:
+    keys, lora = ModelKeys(model_name=str(folders["bert + dinov2"])), AdapterKeys(lora_r=2)
+    adapted = profile_model(keys, ProfileTarget(), lora=lora).adapted
+    encoder = load_encoder(keys)
+    add_adapters(encoder, lora)
+    assert adapted is not None
+    assert adapted.num_trainable == sum(each.numel() for each in trainable_of(encoder).values())
+
+
+def test_keys_reach_the_tower_that_reads_them(folders: dict[str, Path]) -> None:
+    encoder = compose(
+        folders,
+        ("bert", "dinov2"),
+        query_prompt="find: ",
+        max_seq_length=9,
+        image_background="black",
+        pooling_method="cls",
+    )
+    assert encoder.prompts["query"] == "find: "
+    assert encoder.max_length == encoder.text.max_length == 9
+    assert encoder.text.spec.pooling == ("cls",)
+    assert encoder.image.image_background == encoder.image_background == "black"
+    one = vectors(encoder, ["sea"])
+    assert not torch.equal(one, vectors(compose(folders, ("bert", "dinov2")), ["sea"]))
+
+
+def test_the_background_of_a_pictures_folder_is_kept_and_written_again(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    encoder = compose(folders, ("bert", "dinov2"), image_background="black")
+    save_trained(encoder, tmp_path / "pair", tmp_path / "adapter")
+    assert load_any(tmp_path / "pair").image_background == "black"
+    names = {"bert": folders["bert"], "image": tmp_path / "pair/image"}
+    assert compose(names, ("bert", "image")).image_background == "black"
+
+
+def test_packed_texts_have_the_vectors_of_padded_ones(folders: dict[str, Path]) -> None:
+    encoder = load_any(folders["bert + dinov2"], dtype=torch.float64).eval()
+    items = [*TEXTS, *PICTURES, Composed((PICTURES[0],), TEXTS[1]), Composed((PICTURES[2],), TEXTS[0])]
+    expected = vectors(encoder, items)
+    assert encoder.why_not_packed("cpu", torch.float64) == ""
+    encoder.pack()
+    assert encoder.packs
+    assert torch.allclose(vectors(encoder, items), expected, atol=1e-9)
+
+
+def test_the_samples_of_an_export_are_of_both_kinds(folders: dict[str, Path]) -> None:
+    encoder = load_any(folders["bert + dinov2"]).eval()
+    assert sample_vectors(encoder).keys() == {"query texts", "document texts", "pictures"}
+    assert encoder.export_forms() == ("vembed",)
+
+
+@pytest.mark.parametrize(
+    ("text", "image", "keys", "message"),
+    [
+        ("clip", "dinov2", {}, "text_model_name: .*clip reads texts and pictures; name a model that reads texts alone"),
+        ("bert", "siglip2", {}, "image_model_name: .*siglip2 reads texts and pictures; name .* pictures alone"),
+        ("bert", "modernbert", {}, "image_model_name: .*modernbert reads texts; name a model that reads pictures"),
+        ("dinov2", "vit", {}, "text_model_name: .*dinov2 reads pictures; name a model that reads texts"),
+        ("bert", "dinov2", {"freeze_batch_norm": True}, "has no batch normalisation"),
+    ],
+)
+def test_a_tower_that_reads_something_else_is_refused(
+    folders: dict[str, Path], text: str, image: str, keys: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(folders, (text, image), **keys)
+
+
+def test_keys_that_contradict_the_folder_are_refused(folders: dict[str, Path]) -> None:
+    folder = folders["bert + dinov2"]
+    assert load_any(folder, projection_dim=24, projection_layers=2, encoder_mode="composed").dimension == 24
+    with pytest.raises(ConfigError, match=r"projection_dim 16: the projections of .* have 24; leave it out"):
+        load_any(folder, projection_dim=16)
+    with pytest.raises(ConfigError, match="has no use for projection_layers"):
+        load_any(folders["bert"], projection_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "reason"),
+    [
+        ("bert", "bert", ""),
+        ("bert", "bge", ""),
+        ("bert", "qwen", "say bert; write bert or bge or e5, or leave encoder_mode out"),
+        ("dinov2", "dino", ""),
+        ("dinov2", "dinov2", ""),
+        ("dinov2", "dinov3", "say dinov2; write dino or dinov2"),
+        ("vit", "vit", ""),
+        ("vit", "bert", "say vit; write dino or vit"),
+        ("clip", "clip", ""),
+        ("clip", "siglip", "say clip; write clip"),
+        ("siglip2", "siglip", ""),
+        ("gpt2", "bert", "say gpt2; leave encoder_mode out"),
+        ("bert", "composed", "is one model; name two by text_model_name and image_model_name"),
+        ("builtin:tiny-transformer", "bert", ""),
+        ("builtin:tiny-clip", "clip", ""),
+        ("builtin:tiny-clip", "bert", "builtin:tiny-clip is of another family"),
+        ("open_clip:ViT-B-32", "bert", "open_clip:ViT-B-32 is of another family"),
+    ],
+)
+def test_a_mode_that_the_files_contradict_is_refused(
+    folders: dict[str, Path], kind: str, mode: str, reason: str
+) -> None:
+    name = str(folders.get(kind, kind))
+    if not reason:
+        plain, forced = load_any(name, ["a text"]), load_any(name, ["a text"], encoder_mode=mode)
+        assert type(forced) is type(plain)
+        return
+    with pytest.raises(ConfigError, match=f"^encoder_mode {mode}: .*{reason}"):
+        load_any(name, encoder_mode=mode)
+
+
+def test_what_a_folder_says_of_its_towers_holds_no_path(folders: dict[str, Path]) -> None:
+    content = json.loads((folders["bert + dinov2"] / "vembed_composed.json").read_text("utf-8"))
+    assert content == {
+        "text_model_name": "bert",
+        "image_model_name": "dinov2",
+        "projection_dim": 24,
+        "projection_layers": 2,
+    }

@@ -135,6 +135,7 @@ ENCODERS = Registry(
         "dual": "vembed.models.dual:DualEncoder",
         "vision": "vembed.models.vision:VisionEncoder",
         "colbert": "vembed.models.colbert:ColbertEncoder",
+        "sentence_transformers": "vembed.models.sentence_transformers_encoder:SentenceTransformersEncoder",
         "text": "vembed.models.text:TextEncoder",
     },
 )

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 import string
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from adapter_cases import wake
 from late_cases import DIMENSION, DOCUMENTS, HIDDEN, QUERIES, QUERY_LENGTH, rows_of, write_bert
 from model_cases import edit_json, load_any, write_model
 from safetensors.torch import load_file, save_file
 from test_engine_vectors import MaxSim
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.calls import Pool
@@ -23,6 +26,9 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
+from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.trained import changing_names, save_trained
+from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.late import TokenHead, new_layer
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
@@ -129,9 +135,7 @@ def assert_same_as_sentence_transformers(folder: Path, encoder: Any) -> None:
     model = MultiVectorEncoder(str(folder), device="cpu")
     for side, encode in (("query", model.encode_query), ("document", model.encode_document)):
         for wanted, found in zip(encode(list(SIDES[side])), rows_of(encoder, SIDES[side], side), strict=True):
-            # The order of merged vectors has no meaning.
-            one, other = (vectors[vectors[:, 0].argsort()] for vectors in (wanted, found))
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+            torch.testing.assert_close(wanted, found, rtol=0, atol=1e-5)
 
 
 def test_a_folder_of_pylate_is_read_as_sentence_transformers_reads_it(bert: Path, tmp_path: Path) -> None:
@@ -174,6 +178,39 @@ def test_any_transformer_for_texts_takes_the_head(tmp_path: Path, kind: str) -> 
     for side, texts in SIDES.items():
         for one, other in zip(rows_of(encoder, texts, side), rows_of(again, texts, side), strict=True):
             assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("choice", ["all", "pooled", "topk"])
+def test_an_export_is_read_back_by_the_library_that_it_is_for(bert: Path, tmp_path: Path, choice: str) -> None:
+    late(bert, **CHOICES[choice]).save(tmp_path / "model")
+    request = ExportRequest(keys=ModelKeys(model_name=str(tmp_path / "model")), output=tmp_path / "exported")
+    found = export_model(request, lambda encoder, form: {"README.md": f"{form}\n"})
+    form = "vembed" if choice == "topk" else "sentence-transformers"
+    assert found.form == form
+    assert {reader.partition(" ")[0] for reader in found.readers} == {"vembed", form}
+    with pytest.raises(ConfigError, match="no library but vembed" if choice == "topk" else "several vectors"):
+        export_model(replace(request, output=tmp_path / "other", form="transformers"), lambda encoder, form: {})
+
+
+def test_adapters_train_beside_a_new_head_and_are_merged_into_an_equal_model(bert: Path, tmp_path: Path) -> None:
+    encoder = late(bert)
+    add_adapters(encoder, AdapterKeys(lora_r=2))
+    wake(encoder)
+    trained = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
+    assert "head.layers.0.linear.weight" in trained
+    assert changing_names(encoder) == trained
+    assert {name.split(".")[-3] for name in trained - {"head.layers.0.linear.weight"}} == {"lora_A", "lora_B"}
+    assert "and head:" in encoder.trains
+    with torch.no_grad():
+        encoder.head.layers[0].linear.weight *= -1.5
+    wanted = {side: rows_of(encoder.eval(), texts, side) for side, texts in SIDES.items()}
+    save_trained(encoder, tmp_path / "model", tmp_path / "adapter")
+    again = load_any(tmp_path / "model").eval()
+    for side, texts in SIDES.items():
+        for one, other in zip(rows_of(again, texts, side), wanted[side], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    add_adapters(again, AdapterKeys(lora_r=2))  # a model that has its head keeps it as it is
+    assert not again.head.layers[0].linear.weight.requires_grad
 
 
 def batch() -> ContrastiveBatch:

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import numpy as np
 import torch
 
-from vembed.batch import modality_of
+from vembed.batch import Ragged, modality_of
 from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
 from vembed.data.images import ImageLimits
 from vembed.data.python_inputs import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device, prepare_device
 from vembed.errors import ConfigError, MachineError, NonFiniteError
-from vembed.evaluation.encode import ItemEncoder, encoding_budget
+from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
 from vembed.files import home_path, is_folder
 from vembed.models.fingerprint import ModelIdentity, identify
 from vembed.models.registry import is_builtin, load_encoder
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Modality, Side
     from vembed.data.python_inputs import ItemInput
+    from vembed.evaluation.encode import Vectors
     from vembed.models.encoder import Encoder, Similarity
 
 _log = logging.getLogger(__name__)
@@ -49,7 +50,12 @@ class LoadOptions(TypedDict, total=False):
     trust_remote_code: bool  # run code that the model brings along; needs `model_revision` to be a commit
     allow_pickle: bool  # read pickled weights, with weights_only
     attn_implementation: str | None  # "sdpa", "eager" or "flash_attention_2"
-    pooling_method: str | None  # "mean", "cls" or "last_token"
+    pooling_method: str | None  # "mean", "cls", "last_token", or "none": a vector of each token
+    projection_dim: int | None  # dimension of the vectors of a model that is new to late interaction
+    topk_tokens: int | None  # most vectors that an item keeps
+    pool_factor: float | None  # vectors of a document that become one
+    query_length: int | None  # tokens of a query in late interaction
+    query_expansion: bool | None  # whether queries are filled up to that length
     max_seq_length: int | None  # longest input in tokens
     query_prompt: str | None  # text before each query
     document_prompt: str | None  # text before each document
@@ -149,16 +155,39 @@ class EmbeddingModel:
             TypeError: A row is neither a text nor a picture.
             ValueError: There is no such side, or the batch size is below 1.
         """
+        refuse_several_vectors(self._encoder)
+        return values_of(self._encode(rows, side, batch_size))
+
+    def encode_multi_vector(
+        self, rows: Iterable[ItemInput], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE
+    ) -> list[NDArray[np.float32]]:
+        """Turn texts and pictures into several vectors each; of a model of one vector, into that one.
+
+        A query's score for a document is MaxSim: `(query @ document.T).max(axis=1).sum()`.
+
+        Returns:
+            For each row an array (vectors of the row, E), float32.
+
+        Raises:
+            VembedError: As `encode`, which also says what `rows` and the others are.
+        """
+        vectors = self._encode(rows, side, batch_size)
+        if not isinstance(vectors, Ragged):
+            return list(vectors[:, None])
+        return np.split(vectors.values, vectors.offsets[1:-1]) if len(vectors.lengths) else []
+
+    def _encode(self, rows: Iterable[ItemInput], side: Side, batch_size: int) -> Vectors:
         refuse_side(side)
         items = items_of(rows, self.image_limits)
         refuse_other_modalities(items, self.takes, self.name)
         encode = self.item_encoder(batch_size)
-        vectors_NE = encode.table(items, side)
-        bad = np.flatnonzero(~np.isfinite(vectors_NE).all(axis=1))
+        vectors = encode(items, side)
+        bad = np.flatnonzero(~np.isfinite(values_of(vectors)).all(axis=1))
         if bad.size:
-            raise NonFiniteError(
-                f"{self.name}: the vector of row {bad[0]} holds NaN or infinity; its weights are damaged"
-            )
+            row = int(bad[0])
+            if isinstance(vectors, Ragged):
+                row = int(np.searchsorted(vectors.offsets, row, side="right")) - 1
+            raise NonFiniteError(f"{self.name}: the vector of row {row} holds NaN or infinity; its weights are damaged")
         num_cut = encode.num_truncated[side]
         if num_cut and self._says_cut:
             self._says_cut = False
@@ -166,7 +195,7 @@ class EmbeddingModel:
                 "%d of %d texts are longer than the %s tokens that %s takes, and were cut; this is said once",
                 num_cut, sum(modality_of(item) != "image" for item in items), self.max_length, self.name,
             )  # fmt: skip
-        return vectors_NE
+        return vectors
 
     def item_encoder(self, batch_size: int, *, poll: Callable[[], None] | None = None) -> ItemEncoder:
         """Return the encoder as evaluation and search see it.

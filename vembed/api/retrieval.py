@@ -36,6 +36,11 @@ __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "e
 VECTOR_OPTIONS = (
     "model_revision",
     "pooling_method",
+    "projection_dim",
+    "topk_tokens",
+    "pool_factor",
+    "query_length",
+    "query_expansion",
     "max_seq_length",
     "query_prompt",
     "document_prompt",
@@ -182,7 +187,7 @@ def open_index(
     elif options:
         raise TypeError(f"open_index: {next(iter(options))} belongs to load: the model is loaded already")
     encode = model.item_encoder(DEFAULT_BATCH_SIZE)
-    index.check_model(model.identity, encode.table)
+    index.check_model(model.identity, encode)
     return Searcher(index, encode, model.image_limits)
 
 
@@ -198,7 +203,7 @@ def _named_model(meta: IndexMeta, folder: Path) -> str:
     return name
 
 
-def _vector_options(model: EmbeddingModel) -> dict[str, str | int]:
+def _vector_options(model: EmbeddingModel) -> dict[str, str | float]:
     """Return what the user said about a model that changes its vectors."""
     options: dict[str, Any] = dict(model.options)
     return {name: options[name] for name in VECTOR_OPTIONS if options.get(name) is not None}

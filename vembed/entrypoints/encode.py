@@ -101,5 +101,8 @@ def _encode(parsed: argparse.Namespace) -> int:
     documents = f"{meta.num_documents:,} documents"
     if meta.num_pictures:
         documents += f" ({meta.num_pictures:,} with a picture)"
+    if meta.num_vectors is not None:
+        each, size = meta.num_vectors / meta.num_documents, 4 * meta.num_vectors * meta.model.dimension
+        documents += f", {meta.num_vectors:,} vectors ({each:.1f} a document, {size / 1e6:,.1f} MB)"
     print(f"{documents}, {meta.model.dimension} dimensions, index {meta.factory}: {redact(str(parsed.output))}")
     return ExitCode.OK

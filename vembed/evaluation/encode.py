@@ -51,6 +51,11 @@ def rows_of(vectors: Vectors, rows: NDArray[np.int64]) -> Vectors:
     return vectors.take(rows) if isinstance(vectors, Ragged) else vectors[rows]
 
 
+def values_of(vectors: Vectors) -> NDArray[np.float32]:
+    """Return all vectors of all items, one after the other, (V, E)."""
+    return vectors.values if isinstance(vectors, Ragged) else vectors
+
+
 SLICE_ROWS = 8192
 """Texts that are tokenized and sorted at a time."""
 
@@ -95,7 +100,8 @@ def refuse_several_vectors(encoder: Encoder) -> None:
     if encoder.multi_vector:
         raise ConfigError(
             f"{encoder.name} gives several vectors for each row: training and vembed evaluate score such a model by "
-            f"exact MaxSim; an index, search and encode take a model of one vector for each row"
+            f"MaxSim, an index of it is searched so, and encode_multi_vector returns them; here one vector for each "
+            f"row is needed"
         )
 
 

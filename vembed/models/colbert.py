@@ -115,7 +115,9 @@ class ColbertEncoder(TextEncoder):
                 f"projection_dim {keys.projection_dim}: the vectors of {files.name} have {head.dimension} dimensions; "
                 f"leave it out"
             )
-        return ColbertEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, late=late, head=head)
+        encoder = ColbertEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, late=late, head=head)
+        encoder.beside_adapters = ("head",) if found.is_new else ()
+        return encoder
 
     def longest_text(self, side: Side) -> int:
         """Return the tokens that texts of a side are cut to."""
@@ -190,11 +192,13 @@ class ColbertEncoder(TextEncoder):
         """Return sentence-transformers, unless it has no place for what decides the vectors."""
         return ("vembed",) if self.late.topk_tokens is not None else ("sentence-transformers",)
 
-    def why_not(self, form: Form) -> str:
-        """Say what a form has no place for."""
-        if self.late.topk_tokens is not None:
-            return f"{form} has no place for topk_tokens {self.late.topk_tokens}"
+    def why_not(self, form: Form) -> str:  # noqa: ARG002
+        """Say which library takes several vectors for each text."""
         return f"{self.name} gives several vectors for each text: it is a model of sentence-transformers"
+
+    def write_form(self, form: Form, folder: Path) -> None:  # noqa: ARG002
+        """Write the one folder that there is."""
+        self.save(folder)
 
     def usage(self) -> Recipe | None:
         """Return None: what transformers alone would need is more than a few lines."""

@@ -144,7 +144,7 @@ def new_layer(in_features: int, out_features: int) -> Dense:
 
 
 def _merged(x_VE: Tensor, counts_2R: Tensor, num_vectors: int, protected: int) -> Tensor:
-    """Return the means of groups of vectors that are near each other, a group's place that of its first vector."""
+    """Return the means of groups of vectors that are near each other."""
     order_V, sizes = torch.ops.vembed.nearest_groups(x_VE.detach(), counts_2R, num_vectors, protected)
     # One thread adds up a group in order, so that equal calls give equal bits.
     means_VE: Tensor = torch.segment_reduce(x_VE.index_select(0, order_V), "mean", lengths=sizes, unsafe=True)
@@ -188,12 +188,13 @@ def _shapes_of_groups(x: Tensor, counts: Tensor, num_vectors: int, protected: in
 
 
 def _ward(x_VE: NDArray[np.floating], num_groups: int) -> NDArray[np.int64]:
-    """Return the group of each vector, numbered in the order of their first vectors, exactly as many as asked for."""
+    """Return the group of each vector, exactly as many groups as asked for, numbered as sentence-transformers does."""
     from scipy.cluster import hierarchy
     from scipy.spatial.distance import squareform
 
     distances = squareform((1.0 - x_VE @ x_VE.T).clip(0.0, 2.0), checks=False)
-    labels = hierarchy.cut_tree(hierarchy.linkage(distances, "ward"), n_clusters=num_groups)[:, 0]
-    _, firsts, groups = np.unique(labels, return_index=True, return_inverse=True)
-    numbered: NDArray[np.int64] = np.argsort(np.argsort(firsts))[groups]
-    return numbered
+    tree = hierarchy.linkage(distances, "ward")
+    labels: NDArray[np.int64] = hierarchy.fcluster(tree, num_groups, "maxclust").astype(np.int64) - 1
+    if labels.max() + 1 < num_groups:  # of equal distances it cuts all or none
+        labels = hierarchy.cut_tree(tree, n_clusters=num_groups)[:, 0].astype(np.int64)
+    return labels

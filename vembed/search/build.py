@@ -7,7 +7,7 @@
 4. meta.json is written last, and the folder takes its name.
 
 Memory: three slices of documents (one is read ahead, one encoded, one written), the vectors of two, the ids, and in
-step 3 what FAISS holds ("Flat": all vectors once).
+step 3 what FAISS holds ("Flat": all vectors once; where documents have several, "Flat" makes no such index).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections import deque
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import faiss
 import numpy as np
@@ -28,7 +28,7 @@ import torch
 
 from vembed.batch import MODALITY_WORDS, Image, Ragged, modality_of, modality_words, pictures_in
 from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
-from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, refuse_several_vectors
+from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, values_of
 from vembed.evaluation.index import build_index, new_index
 from vembed.files import new_folder
 from vembed.search.format import (
@@ -38,6 +38,7 @@ from vembed.search.format import (
     OFFSETS_FILE,
     PROBE_FILE,
     PROBE_TEXT,
+    STARTS_FILE,
     THUMBNAILS_FILE,
     VECTORS_FILE,
     IndexMeta,
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item, Side
     from vembed.data.corpus import Corpus, Document
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.models.fingerprint import ModelIdentity
 
 _log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class BuildOptions:
     """What an index is made of beside its corpus."""
 
     model: ModelIdentity  # the encoder's identity
-    model_options: Mapping[str, str | int]  # what the user said about the model
+    model_options: Mapping[str, str | float]  # what the user said about the model
     source: str  # the corpus, for people
     side: Side = "document"  # which prompt the documents get
     factory: str = "Flat"  # FAISS index string; "Flat" is exact
@@ -88,7 +89,6 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     """
     output = Path(output).resolve()
     refuse_taken(output, overwrite=options.overwrite)
-    refuse_several_vectors(encode.encoder)
     new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
     try:
         with new_folder(output) as temporary:
@@ -119,14 +119,12 @@ def refuse_taken(output: Path, *, overwrite: bool) -> None:
 
 def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
     num_documents, num_pictures = _write_documents(folder / DOCUMENTS_FILE, corpus, encode)
-    dim = options.model.dimension
-    # The vectors, the index that holds them again, and the copies.
+    dim, several = options.model.dimension, encode.encoder.multi_vector
+    # The vectors, the index that holds them again, and the copies; of several vectors at least one each.
     _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES)
     before = encode.num_truncated[options.side]
-    _write_vectors(folder, (num_documents, num_pictures), corpus, encode, options.side)
+    num_vectors = _write_vectors(folder, (num_documents, num_pictures), corpus, encode, options.side)
     num_truncated = encode.num_truncated[options.side] - before
-    vectors_DE = np.load(folder / VECTORS_FILE, mmap_mode="r")
-    faiss.write_index(build_index(vectors_DE, options.factory), str(folder / INDEX_FILE))
     meta = IndexMeta(
         model=options.model,
         model_options=dict(options.model_options),
@@ -138,7 +136,12 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
         num_truncated=num_truncated,
         notes=corpus.notes,
         file_bytes={},
+        num_vectors=num_vectors if several else None,
     )
+    if not meta.compares_all:
+        _require_disk(folder, num_vectors * dim * 4)
+        vectors_VE = np.load(folder / VECTORS_FILE, mmap_mode="r")
+        faiss.write_index(build_index(vectors_VE, options.factory), str(folder / INDEX_FILE))
     meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
     (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
     return meta
@@ -185,8 +188,12 @@ def _require_disk(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _write_vectors(folder: Path, counts: tuple[int, int], corpus: Corpus, encode: ItemEncoder, side: Side) -> None:
-    """Append the vectors slice by slice: a plain write says that the disk is full, where a mapped page would crash."""
+def _write_vectors(folder: Path, counts: tuple[int, int], corpus: Corpus, encode: ItemEncoder, side: Side) -> int:
+    """Append the vectors slice by slice: a plain write says that the disk is full, where a mapped page would crash.
+
+    Returns:
+        How many vectors there are.
+    """
     num_documents, num_pictures = counts
     progress = _Progress(num_documents)
     keeping = _Copies(folder, corpus, encode) if num_pictures else nullcontext()
@@ -198,20 +205,33 @@ def _write_vectors(folder: Path, counts: tuple[int, int], corpus: Corpus, encode
             yield [document.item for document in documents]
 
     streaming = closing(encode.stream(items(), side))
+    lengths: list[NDArray[np.int64]] = []
     with (folder / VECTORS_FILE).open("wb") as file, keeping as copies, streaming as found:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (num_documents, encode.encoder.dimension)}
-        np.lib.format.write_array_header_1_0(file, header)
-        for vectors_RE in found:
+        _write_header(file, num_documents, encode.encoder.dimension)
+        for vectors in found:
             documents = under_way.popleft()
-            assert not isinstance(vectors_RE, Ragged)
-            _refuse_nonfinite(vectors_RE, documents)
-            file.write(vectors_RE.astype("<f4", copy=False).tobytes())
+            _refuse_nonfinite(vectors, documents)
+            file.write(values_of(vectors).astype("<f4", copy=False).tobytes())
+            if isinstance(vectors, Ragged):
+                lengths.append(vectors.lengths)
             if copies is not None:
                 copies.add([document.item for document in documents])
             progress.add(len(documents))
         assert progress.done == num_documents
         if copies is not None:
             copies.finish(side)
+        if not lengths:
+            return num_documents
+        starts = np.concatenate([[0], *lengths]).cumsum()
+        np.save(folder / STARTS_FILE, starts.astype("<i8", copy=False))
+        file.seek(0)
+        _write_header(file, int(starts[-1]), encode.encoder.dimension)
+        return int(starts[-1])
+
+
+def _write_header(file: BinaryIO, num_vectors: int, dim: int) -> None:
+    """Write what numpy's files begin with; it is of one length whatever the number of vectors."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (num_vectors, dim)})
 
 
 class _Copies:
@@ -241,7 +261,7 @@ class _Copies:
         probes: list[Item] = [Image("the first thumbnail", self._first)]
         if "text" in self._encode.encoder.modalities:
             probes.append(PROBE_TEXT)
-        np.save(self._folder / PROBE_FILE, self._encode.table(probes, side).astype("<f4", copy=False))
+        np.save(self._folder / PROBE_FILE, values_of(self._encode(probes, side)).astype("<f4", copy=False))
 
     def _polled(self, items: Sequence[Item]) -> Iterator[bytes]:
         for copy in make_thumbnails(items, self._limits, torch.get_num_threads()):
@@ -291,10 +311,13 @@ def _slices(path: Path, corpus: Corpus) -> Iterator[list[Document]]:
         yield documents
 
 
-def _refuse_nonfinite(vectors_RE: NDArray[np.float32], documents: Sequence[Document]) -> None:
-    bad = np.flatnonzero(~np.isfinite(vectors_RE).all(axis=1))
+def _refuse_nonfinite(vectors: Vectors, documents: Sequence[Document]) -> None:
+    bad = np.flatnonzero(~np.isfinite(values_of(vectors)).all(axis=1))
     if bad.size:
+        first = int(bad[0])
+        if isinstance(vectors, Ragged):
+            first = int(np.searchsorted(vectors.offsets, first, side="right")) - 1
         raise NonFiniteError(
-            f"the vector of document {documents[int(bad[0])].id!r} holds NaN or infinity: the weights are damaged, or "
+            f"the vector of document {documents[first].id!r} holds NaN or infinity: the weights are damaged, or "
             f"half precision overflowed; encode without --bf16, or take an earlier checkpoint"
         )

@@ -5,12 +5,19 @@
     index.faiss     a FAISS index by inner product, document i under number i
     meta.json       model, counts, sizes of the others; written last
 
+where the model gives several vectors for each document (format version 3)
+
+    vectors.npy     (V, E) float32, all vectors of document 0, then those of document 1, ...
+    offsets.npy     (n + 1,) int64, where the vectors of document i start
+    index.faiss     the same of all vectors; there is none for "Flat", where every document is compared
+
 and where there are pictures:
 
     thumbnails.bin  a small WebP copy of each, one after the other
     thumbnails.npy  (n + 1,) int64, where the copy of document i starts
     probe.npy       (1 or 2, E) float32, the vector of the first copy, and that of `PROBE_TEXT` where the model takes
-                    texts: with the originals gone, they still tell whether a model is the one of the vectors
+                    texts, or all of their vectors: with the originals gone, they still tell whether a model is the one
+                    of the vectors
 
 Nothing in it depends on when or where it was made: equal inputs give equal bytes.
 """
@@ -39,11 +46,13 @@ META_FILE = "meta.json"
 THUMBNAILS_FILE = "thumbnails.bin"
 OFFSETS_FILE = "thumbnails.npy"
 PROBE_FILE = "probe.npy"
-FILES = (VECTORS_FILE, DOCUMENTS_FILE, INDEX_FILE)
+STARTS_FILE = "offsets.npy"
 PICTURE_FILES = (THUMBNAILS_FILE, OFFSETS_FILE, PROBE_FILE)
 PROBE_TEXT = "a small red picture of 7 things"
 KIND = "vembed index"
 FORMAT_VERSION = 2
+SEVERAL_VERSION = 3
+"""Of an index with several vectors for each document, which programs that know version 2 alone can't search."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +61,7 @@ class IndexMeta:
 
     model: ModelIdentity  # the model that made the vectors
     # what the user said about the model beside its name; its queries need the same
-    model_options: Mapping[str, str | int]
+    model_options: Mapping[str, str | float]
     source: str  # the corpus, for people
     side: Side  # which prompt the documents got
     factory: str  # FAISS index string
@@ -61,16 +70,27 @@ class IndexMeta:
     num_truncated: int  # documents that were longer than the model takes and were cut
     notes: tuple[str, ...]  # what was skipped or is unusual, one plain sentence each
     file_bytes: Mapping[str, int]  # file name -> size
+    num_vectors: int | None = None  # of all documents together; None where each has one
 
     @property
     def files(self) -> tuple[str, ...]:
         """The files beside meta.json."""
-        return (*FILES, *PICTURE_FILES) if self.num_pictures else FILES
+        names = (VECTORS_FILE, DOCUMENTS_FILE, *(() if self.compares_all else (INDEX_FILE,)))
+        names += () if self.num_vectors is None else (STARTS_FILE,)
+        return (*names, *PICTURE_FILES) if self.num_pictures else names
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether a query is compared with every document, by all their vectors: no FAISS index finds any first."""
+        return self.num_vectors is not None and self.factory == "Flat"
 
     def to_json(self) -> str:
         """Return the text of meta.json."""
-        head = {"kind": KIND, "format_version": FORMAT_VERSION, "vembed_version": vembed.__version__}
-        return json.dumps({**head, **asdict(self)}, indent=2, ensure_ascii=False) + "\n"
+        several = self.num_vectors is not None
+        version = SEVERAL_VERSION if several else FORMAT_VERSION
+        head = {"kind": KIND, "format_version": version, "vembed_version": vembed.__version__}
+        facts = {name: value for name, value in asdict(self).items() if several or name != "num_vectors"}
+        return json.dumps({**head, **facts}, indent=2, ensure_ascii=False) + "\n"
 
 
 def is_index(folder: Path) -> bool:
@@ -93,10 +113,11 @@ def read_meta(folder: Path) -> IndexMeta:
     if content.get("kind") != KIND:
         raise DataError(f"{path} is of something else than an index; make one with vembed encode")
     version = content.get("format_version")
-    if version != FORMAT_VERSION:
+    known = FORMAT_VERSION if content.setdefault("num_vectors", None) is None else SEVERAL_VERSION
+    if version != known:
         made_by = f"vembed {content.get('vembed_version')}"
         raise DataError(
-            f"{path}: format version {version} ({made_by}), but vembed {vembed.__version__} reads {FORMAT_VERSION}; "
+            f"{path}: format version {version} ({made_by}), but vembed {vembed.__version__} reads {known}; "
             f"update vembed, or encode the corpus again"
         )
     try:

@@ -1,6 +1,9 @@
 """Read an index back: the nearest documents of a vector, and what is known of each.
 
-Memory: what FAISS holds, and 8 bytes a document; texts and thumbnails stay on disk.
+Memory: what FAISS holds, and 8 bytes a document; texts and thumbnails stay on disk. Where documents have several
+vectors, 8 bytes a document more: "Flat" maps the vectors and compares a query with all of them; another index finds
+candidates for each vector of the query, and the mapped vectors of those alone are compared.
+
 Shape legend: Q queries, E embedding dim, k hits per query.
 """
 
@@ -14,14 +17,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import faiss
 import numpy as np
 
-from vembed.batch import Image
+from vembed.batch import Image, Ragged
 from vembed.errors import ConfigError, DataError, NonFiniteError
+from vembed.evaluation.encode import values_of
+from vembed.evaluation.maxsim import search_maxsim
 from vembed.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,
     OFFSETS_FILE,
     PROBE_FILE,
     PROBE_TEXT,
+    STARTS_FILE,
     THUMBNAILS_FILE,
     VECTORS_FILE,
     IndexMeta,
@@ -36,12 +42,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
+    from vembed.evaluation.encode import Vectors
     from vembed.models.fingerprint import ModelIdentity
 
 BLOCK_BYTES = 1 << 24
 LEAST_AGREEMENT = 0.98
 """Cosine of a document's vector with the stored one, below which the model is taken for another one. Half precision
 keeps 0.999; another pooling, tokenizer or prompt falls far below."""
+
+CANDIDATES = 128
+"""Nearest vectors that an approximate index is asked for, for each vector of a query; or 4 for each hit, if more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +60,9 @@ class Hit:
 
     rank: int  # from 1
     id: str  # the document's id
-    score: float  # inner product of query and document: the cosine, unless the model is one for dot products
+    # inner product of query and document: the cosine, unless the model is one for dot products; MaxSim where they have
+    # several vectors
+    score: float
     text: str  # the document; of a picture, what the corpus says that it shows, or ""
     # path of the picture as the corpus names it; None of a text, "" of a picture without a path
     image: str | None = None
@@ -75,12 +87,13 @@ class SearchIndex:
     def __init__(self, folder: Path) -> None:
         self.meta: IndexMeta = read_meta(folder)
         self._folder = folder
-        self._index = self._read_faiss()
+        self._index: Any = None if self.meta.compares_all else self._read_faiss()
         self._file = (folder / DOCUMENTS_FILE).open("rb")
         self._offsets = _line_offsets(folder / DOCUMENTS_FILE)
         if len(self._offsets) != len(self) + 1:
             raise self._broken(DOCUMENTS_FILE, f"{len(self._offsets) - 1} lines for {len(self)} documents")
         self._vectors = np.load(folder / VECTORS_FILE, mmap_mode="r")
+        self._documents = self._read_documents()
         self._thumbnails: ThumbnailReader | None = None
         if self.meta.num_pictures:
             self._thumbnails = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE, num_documents=len(self))
@@ -89,10 +102,11 @@ class SearchIndex:
         """Return the number of documents."""
         return self.meta.num_documents
 
-    def search(self, vectors_QE: NDArray[np.float32], k: int) -> list[list[Hit]]:
-        """Return the documents with the largest inner product for each query, best first.
+    def search(self, vectors: Vectors, k: int) -> list[list[Hit]]:
+        """Return the documents with the largest inner product, or MaxSim score, for each query, best first.
 
         Args:
+            vectors: Of the queries; several of each where the documents have several.
             k: Hits per query; clipped to the number of documents. An approximate index may find fewer.
 
         Raises:
@@ -101,17 +115,36 @@ class SearchIndex:
         """
         if k < 1:
             raise ValueError(f"k is {k}; it is at least 1.")
-        if not np.isfinite(vectors_QE).all():
+        if not np.isfinite(values_of(vectors)).all():
             raise NonFiniteError("a query's vector holds NaN or infinity: the weights of the model are damaged")
-        scores_Qk, rows_Qk = self._index.search(np.ascontiguousarray(vectors_QE), min(k, len(self)))
-        return [
-            [
-                Hit(rank=rank, score=score, row=row, **self.document(row)._asdict())
-                for rank, (row, score) in enumerate(zip(rows.tolist(), scores.tolist(), strict=True), start=1)
-                if row >= 0
+        if isinstance(vectors, Ragged) and self._index is not None:
+            return [
+                self._hits(*self._by_candidates(vectors.take(np.array([row])), k))
+                for row in range(len(vectors.lengths))
             ]
-            for rows, scores in zip(rows_Qk, scores_Qk, strict=True)
+        if isinstance(vectors, Ragged):
+            scores_Qk, rows_Qk = search_maxsim(self._documents, vectors, k=k)
+        else:
+            scores_Qk, rows_Qk = self._index.search(np.ascontiguousarray(vectors), min(k, len(self)))
+        return [self._hits(scores, rows) for scores, rows in zip(scores_Qk, rows_Qk, strict=True)]
+
+    def _hits(self, scores: NDArray[np.float32], rows: NDArray[np.int64]) -> list[Hit]:
+        """Return the documents that were found, best first; row -1 is none."""
+        return [
+            Hit(rank=rank, score=score, row=row, **self.document(row)._asdict())
+            for rank, (row, score) in enumerate(zip(rows.tolist(), scores.tolist(), strict=True), start=1)
+            if row >= 0
         ]
+
+    def _by_candidates(self, query: Ragged, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return scores and rows of the best among the documents of the vectors that are nearest to a query's."""
+        nearest = min(max(CANDIDATES, 4 * k), self._index.ntotal)
+        _, found = self._index.search(np.ascontiguousarray(query.values), nearest)
+        candidates = np.unique(np.searchsorted(self._documents.offsets, found[found >= 0], side="right") - 1)
+        if not len(candidates):
+            return np.zeros(0, dtype=np.float32), candidates
+        scores_1k, rows_1k = search_maxsim(self._documents.take(candidates), query, k=k)
+        return scores_1k[0], candidates[rows_1k[0]]
 
     def document(self, row: int) -> StoredDocument:
         """Return what is kept of a document."""
@@ -128,10 +161,12 @@ class SearchIndex:
         return b"" if self._thumbnails is None else self._thumbnails.read(row)
 
     def vector(self, row: int) -> NDArray[np.float32]:
-        """Return the vector of a document, (E,)."""
-        return np.array(self._vectors[row])
+        """Return the vector of a document, (E,), or where it has several all of them, (vectors, E)."""
+        if self.meta.num_vectors is None:
+            return np.array(self._vectors[row])
+        return self._documents.take(np.array([row])).values
 
-    def check_model(self, model: ModelIdentity, encode: Callable[[Sequence[Item], Side], NDArray[np.float32]]) -> None:
+    def check_model(self, model: ModelIdentity, encode: Callable[[Sequence[Item], Side], Vectors]) -> None:
         """Refuse a model other than the one that made the vectors.
 
         Args:
@@ -149,7 +184,7 @@ class SearchIndex:
                 f"or encode the corpus again"
             )
         items, stored_NE = self._probes()
-        vectors_NE = encode(items, self.meta.side)
+        vectors_NE = values_of(encode(items, self.meta.side))
         same_kind = vectors_NE.shape == stored_NE.shape and model.similarity == own.similarity
         if not same_kind or any(
             _cosine(vector, stored) < LEAST_AGREEMENT for vector, stored in zip(vectors_NE, stored_NE, strict=True)
@@ -163,7 +198,7 @@ class SearchIndex:
     def _probes(self) -> tuple[list[Item], NDArray[np.float32]]:
         """Return items, and the vectors that the model of the index has for them."""
         if self._thumbnails is None:
-            return [self.document(0).text], self._vectors[:1]
+            return [self.document(0).text], np.atleast_2d(self.vector(0))
         stored_NE = np.load(self._folder / PROBE_FILE, allow_pickle=False)
         items: list[Item] = [Image("the first thumbnail", self.thumbnail(self._thumbnails.first())), PROBE_TEXT]
         return items[: len(stored_NE)], stored_NE
@@ -174,9 +209,21 @@ class SearchIndex:
             index = faiss.read_index(str(path))
         except RuntimeError as error:
             raise self._broken(INDEX_FILE, str(error).rsplit(": ", 1)[-1]) from error
-        if (index.ntotal, index.d) != (len(self), self.meta.model.dimension):
+        if (index.ntotal, index.d) != (self.meta.num_vectors or len(self), self.meta.model.dimension):
             raise self._broken(INDEX_FILE, f"{index.ntotal} vectors of {index.d} dimensions")
         return index
+
+    def _read_documents(self) -> Ragged:
+        """Return the vectors of each document, mapped."""
+        if self.meta.num_vectors is None:
+            return Ragged(self._vectors, np.arange(1, dtype=np.int64))
+        starts = np.load(self._folder / STARTS_FILE, allow_pickle=False)
+        whole = len(starts) == len(self) + 1 and (np.diff(starts) > 0).all() and starts[0] == 0
+        if not whole or starts[-1] != len(self._vectors) or len(self._vectors) != self.meta.num_vectors:
+            raise self._broken(
+                STARTS_FILE, f"it doesn't cut {self.meta.num_vectors} vectors into {len(self)} documents"
+            )
+        return Ragged(self._vectors, starts)
 
     def _broken(self, name: str, reason: str) -> DataError:
         return DataError(f"{self._folder / name} is broken: {reason}; encode the corpus again with --overwrite")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from vembed.batch import Ragged
 from vembed.data.python_inputs import items_of, refuse_other_modalities
 
 if TYPE_CHECKING:
@@ -54,12 +57,14 @@ class Searcher:
         items = items_of(queries, self.limits)
         refuse_other_modalities(items, self.takes, self._encode.encoder.name)
         with self._lock:  # an encoder serves one call at a time
-            vectors_QE = self._encode.table(items, "query")
-        return self.index.search(vectors_QE, k)
+            vectors = self._encode(items, "query")
+        return self.index.search(vectors, k)
 
     def like(self, row: int, k: int = 10) -> list[Hit]:
         """Return the documents that are nearest to a document, itself among them."""
-        (hits,) = self.index.search(self.index.vector(row)[None], k)
+        vector = self.index.vector(row)
+        several = vector.ndim == 2
+        (hits,) = self.index.search(Ragged(vector, np.array([0, len(vector)])) if several else vector[None], k)
         return hits
 
     def example_rows(self) -> list[int]:

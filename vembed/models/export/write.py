@@ -107,6 +107,7 @@ def export_model(
         write_form(encoder, form, folder)
         for name, text in extra_files(encoder, form).items():
             (folder / name).write_text(text, "utf-8")
+        several = encoder.multi_vector
         del encoder  # of a large model only one copy has room
         poll()
         read_back = {"model_name": str(folder), "model_revision": None, "torch_dtype": computing}
@@ -114,7 +115,7 @@ def export_model(
         found: dict[str, Vectors] = {"vembed": sample_vectors(load_encoder(again).eval())}
         poll()
         if form == "sentence-transformers":
-            found |= _by_sentence_transformers(folder, wanted, again)
+            found |= _by_sentence_transformers(folder, wanted, again, several=several)
         differences = {reader: largest_difference(wanted, vectors) for reader, vectors in found.items()}
         _refuse_different(differences, output)
     readers = tuple(f"{reader} {version(reader)}" for reader in found)
@@ -255,13 +256,20 @@ def _stored_types(folder: Path) -> set[torch.dtype]:
     return {STORED[name] for name in found if name in STORED}
 
 
-def _by_sentence_transformers(folder: Path, wanted: Vectors, keys: ModelKeys) -> dict[str, Vectors]:
-    """Encode the samples with sentence-transformers itself; nothing where it isn't installed."""
+def _by_sentence_transformers(folder: Path, wanted: Vectors, keys: ModelKeys, *, several: bool) -> dict[str, Vectors]:
+    """Encode the samples with sentence-transformers itself; nothing where it isn't installed.
+
+    Args:
+        several: Whether the model gives several vectors for each text, which version 6 and later do.
+    """
     if importlib.util.find_spec("sentence_transformers") is None:
         return {}
-    from sentence_transformers import SentenceTransformer
+    import sentence_transformers
 
-    model: Any = SentenceTransformer(
+    model_class = getattr(sentence_transformers, "MultiVectorEncoder" if several else "SentenceTransformer", None)
+    if model_class is None:
+        return {}
+    model: Any = model_class(
         str(folder),
         device="cpu",
         trust_remote_code=keys.trust_remote_code,
@@ -273,7 +281,10 @@ def _by_sentence_transformers(folder: Path, wanted: Vectors, keys: ModelKeys) ->
         "document texts": lambda: model.encode_document(list(TEXTS), show_progress_bar=False),
         "pictures": lambda: model.encode(_opened(), show_progress_bar=False),
     }
-    vectors = {name: encoders[name]().astype(np.float64) for name in wanted}
+    encoded = {name: encoders[name]() for name in wanted}
+    if several:
+        encoded = {name: torch.cat(vectors).float().cpu().numpy() for name, vectors in encoded.items()}
+    vectors = {name: each.astype(np.float64) for name, each in encoded.items()}
     return {"sentence-transformers": vectors}
 
 

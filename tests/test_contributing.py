@@ -139,7 +139,10 @@ def test_trackers_of_plugins_get_every_step_and_failing_ones_stop_nothing(vembed
     wanted = "report_to=[broken, loss-table, unmade]"
     refused = vembed("train", "config.yaml", "--validate", "--config_override", wanted)
     assert refused.returncode == 2
-    assert "must be tensorboard, none or a list [tensorboard, ...], got" in refused.stderr
+    assert (
+        "must be tensorboard, wandb, swanlab, all, none or a list [tensorboard, wandb or swanlab, ...]"
+        in refused.stderr
+    )
     done = vembed("train", "config.yaml", "--config_override", wanted, "plugins=[my_trackers, broken]")
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

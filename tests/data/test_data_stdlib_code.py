@@ -12,7 +12,6 @@ from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
-from vembed.registry import DATASETS
 
 SPLITS = ("train", "dev", "test")
 
@@ -126,4 +125,3 @@ def test_an_unknown_set_or_split_is_refused_with_the_nearest() -> None:
         load_records("builtin:stdlib_code", SourceOptions("train"))
     with pytest.raises(DataError, match="it has: train, dev, test"):
         load_records("builtin:stdlib-code", SourceOptions("train", split="trian"))
-    assert list(DATASETS.names()) == ["shapes", "stdlib-code"]

@@ -47,6 +47,7 @@ def read(picture: Image, glyphs: dict[bytes, str]) -> list[Line]:
     return lines
 
 
+@pytest.mark.slow
 def test_pages_answer_their_own_questions_and_no_line_stands_twice(glyphs: dict[bytes, str]) -> None:
     started = time.process_time()
     tables = {role: pages.load(role).table for role in ROLES}

@@ -14,7 +14,7 @@ from golden_text import differences, page_lines, text_lines
 if TYPE_CHECKING:
     from pathlib import Path
 
-QUICK = ("messages", "reference", "run_mrl_sigmoid")
+QUICK = ("messages", "reference")
 PAGE = """<main id="m"><h1>Title</h1><table class="b a">{rows}</table><svg><g><text>drawn</text></g></svg>
 <section id="speed"><p>A step took 1.97 s on average</p><td>87%</td></section></main>"""
 

@@ -87,7 +87,11 @@ def planned(kind: str, world_size: int) -> int:
     return plan.bytes_per_device.loss + plan.bytes_per_device.embeddings
 
 
-@pytest.mark.parametrize("kind", ["one direction", "both directions", "prefixes", "sigmoid", *VECTORS])
+@pytest.mark.parametrize(
+    "kind",
+    ["one direction", "both directions", "prefixes", "sigmoid"]
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in VECTORS],
+)
 def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: str) -> None:
     alone = peak_on(0, kind, 1, 0)
     assert planned(kind, 1) == pytest.approx(alone, rel=0.05)

@@ -232,6 +232,7 @@ TINY = {
 }
 
 
+@pytest.mark.slow
 def test_it_trains_from_another_folder_in_one_process_and_in_two(recipe: Path, bag: Path) -> None:
     folder, keys = recipe.parent, TINY | {"model_name": str(bag)}
     write_pairs(folder, weight=lambda number: number % 3)

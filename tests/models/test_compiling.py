@@ -222,6 +222,7 @@ def test_rows_end_to_end_share_graphs_too(kind: str) -> None:
     assert error(found, expected) <= 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("by_aot_eager")
 def test_a_compiled_encoder_has_the_same_gradients_names_and_files(folders: dict[str, Path], tmp_path: Path) -> None:
     encoder = build(folders, "bert")

@@ -252,6 +252,7 @@ def test_it_trains_is_loaded_and_exported(
         exec(card_code(folder / "out" / "model"), {})  # the card's own example
 
 
+@pytest.mark.slow
 def test_one_of_two_vectors_trains_alike_in_one_process_and_in_two(folder: Path) -> None:
     keys = {**TINY, "model_name": "builtin:pairs", "loss_type": "best-pair"}
     vembed.train({**keys, "output_dir": "out-1", "num_processes": 1})

@@ -57,6 +57,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_losses_and_the_verdict_are_those_of_padded_rows(keys: dict[str, Any], tmp_path: Path) -> None:
     results = {}
     for packing in (False, True):

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -49,6 +49,29 @@ def test_the_plan_of_a_small_step_is_true(benchmark_module: ModuleType, bf16: bo
     assert stays == pytest.approx(measured["stays"], rel=0.01)
     assert predicted["total"] - stays == pytest.approx(measured["peak"] - measured["stays"], rel=0.1)
     assert predicted["total"] - stays > 0.5 * stays
+
+
+_SHAPE = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 4000}
+_DECODER = {**_SHAPE, "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 64}
+TEXT_SHAPES: dict[str, dict[str, Any]] = {
+    "modernbert": {**_SHAPE, "intermediate_size": 384, "pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2},
+    "nomic_bert": {**_SHAPE, "intermediate_size": 512},
+    "gte": {**_SHAPE, "intermediate_size": 512},
+    "mistral": {**_DECODER, "sliding_window": 32},
+    "llama": {**_DECODER, "is_causal": False},
+    "gemma3_text": {**_DECODER, "use_bidirectional_attention": True, "sliding_window": 32},
+    "t5": {"d_model": 256, "d_kv": 64, "d_ff": 512, "num_layers": 4, "num_heads": 4, "vocab_size": 4000},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TEXT_SHAPES)
+def test_the_plan_is_true_for_families_of_text_encoders(benchmark_module: ModuleType, kind: str) -> None:
+    shape = {"model_type": kind, **TEXT_SHAPES[kind]}
+    case = benchmark_module.Case(kind, shape, pairs=24, tokens=64, chunk_tokens=1024, retain=0.5)
+    predicted = benchmark_module.predict(case, "cpu")
+    measured = benchmark_module.measure_step(case, torch.device("cpu"))
+    assert predicted["total"] == pytest.approx(measured["peak"], rel=0.1)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from adapter_cases import BUDGET, CPU, make_loss, text_batch, wake
+from adapter_cases import BUDGET, CPU, make_loss, text_batch, trainable_of, wake
 from model_cases import TEXTS, edit_json, embed, load, write_model
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -22,9 +22,11 @@ from transformers import AutoModel, AutoModelForTextEncoding, AutoTokenizer, Lla
 
 from vembed.batch import Features
 from vembed.config.keys.adapters import AdapterKeys
+from vembed.distributed.ranks import Ranks
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import save_trained
@@ -32,6 +34,8 @@ from vembed.models.families import PROMPT_FAMILIES, known_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rank_pool import RankPool
 
     from vembed.batch import Side
     from vembed.models.text import TextEncoder
@@ -220,6 +224,39 @@ def test_a_step_in_chunks_has_the_gradients_of_the_plain_one(folders: dict[str, 
     largest = max(gradient.norm() for gradient in expected.values())
     for key, gradient in expected.items():
         assert (found[key] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-13 * largest, key
+
+
+def step_of_a_rank(rank: int, folder: Path, assignment: RowAssignment) -> tuple[float, float, dict[str, torch.Tensor]]:
+    """Do one step on this rank's rows; return the loss, the drift of the replay, and all gradients."""
+    encoder, loss = load(folder, dtype=torch.float64), make_loss()
+    (whole,), structure = both_sides(encoder)
+    mine = assignment.slots[rank]
+    pools = [Pool(encoder, encoder.collate, whole.features.take(mine), mine)]
+    options = EngineOptions(BUDGET, CPU, ranks=Ranks.of_this_process())
+    engine = GradCacheEngine(loss, options, list(trainable_of(encoder).values()))
+    result = engine.step(pools, structure, assignment=assignment)
+    found = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
+    return result.loss, result.replay_drift, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_two_ranks_end_with_the_gradients_of_the_whole_batch(
+    folders: dict[str, Path], two_ranks: RankPool, name: str
+) -> None:
+    encoder, loss = load(folders[name], dtype=torch.float64), make_loss()
+    pools, structure = both_sides(encoder)
+    value = reference_step(pools, structure, loss, budget=None)
+    expected = {key: each.grad for key, each in encoder.named_parameters() if each.grad is not None}
+    largest = max(gradient.norm() for gradient in expected.values())
+    # RMS norms compute in float32, so that rows in other calls round otherwise.
+    rounds = any(type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")) for module in encoder.modules())
+    tolerance, rows = 1e-5 if rounds else 1e-10, np.arange(10)
+    for total, drift, found in two_ranks.run(step_of_a_rank, folders[name], RowAssignment((rows[:3], rows[3:]))):
+        assert total == pytest.approx(value.item(), rel=max(tolerance / 10, 1e-12))
+        assert drift <= 1e-14
+        assert found.keys() == expected.keys()
+        assert max((found[key] - each).norm() / largest for key, each in expected.items()) <= tolerance
 
 
 KNOWN = {

@@ -67,6 +67,7 @@ def test_a_folder_keeps_it_for_every_library_that_loads_it(tmp_path: Path, kind:
     causal, both = load(folder), load(folder, bidirectional=True)
     assert (causal.spec.pooling, both.spec.pooling) == (("lasttoken",), ("mean",))
     assert load(folder, bidirectional=True, pooling_method="last_token").spec.pooling == ("lasttoken",)
+    assert (causal.describe()["attention"], both.describe()["attention"]) == ("sdpa", "sdpa, bidirectional")
     expected = embed(both)
     assert (expected - embed(load(folder, pooling_method="mean"))).abs().max() > 1e-2
     both.save(tmp_path / "saved")
@@ -79,6 +80,15 @@ def test_a_folder_keeps_it_for_every_library_that_loads_it(tmp_path: Path, kind:
         with torch.no_grad():
             hidden_1TH = backbone(**both.tokenizer(text, return_tensors="pt")).last_hidden_state
         assert (torch.nn.functional.normalize(hidden_1TH[0].mean(0), dim=0) - vector).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_recomputed_layers_see_both_sides_too(packed: bool) -> None:
+    encoder, features = build("qwen3", bidirectional=True).train(), rows()
+    plain = with_gradients(encode(encoder, features, packed=packed), encoder)
+    encoder.enable_gradient_checkpointing()
+    again = with_gradients(encode(encoder, features, packed=packed), encoder)
+    assert largest_difference(plain, again) == 0
 
 
 @pytest.mark.parametrize(

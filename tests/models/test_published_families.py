@@ -172,6 +172,16 @@ def test_vectors_are_those_of_the_published_rule_whichever_side_is_padded(folder
         assert (found - alone).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("name", [name for name, published in PUBLISHED.items() if published.end])
+def test_a_cut_text_and_an_empty_one_keep_the_end_token(folders: dict[str, Path], name: str) -> None:
+    encoder = load(folders[name])
+    end = encoder.tokenizer.convert_tokens_to_ids(PUBLISHED[name].end)
+    features = encoder.featurize(["sea " * LENGTH, ""], "query")
+    ids = features.columns["input_ids"]
+    assert (features.num_truncated, int(features.lengths.max())) == (1, LENGTH)
+    assert [int(ids.values[stop - 1]) for stop in ids.offsets[1:]] == [end, end]
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_saved_model_keeps_vectors_and_prompts_with_adapters_too(
     folders: dict[str, Path], tmp_path: Path, name: str

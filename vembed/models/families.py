@@ -65,7 +65,8 @@ def is_decoder_type(config: PreTrainedConfig) -> bool:
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
-def _is_causal(config: PreTrainedConfig) -> bool:
+def is_causal(config: PreTrainedConfig) -> bool:
+    """Return whether a token sees none behind it."""
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", None) is False:
         return False
     if getattr(config, "is_decoder", False):
@@ -83,7 +84,7 @@ FAMILIES: tuple[TextFamily, ...] = (
     ),
     TextFamily(
         "decoder",
-        _is_causal,
+        is_causal,
         AutoModel,
         "lasttoken",
         "attention is causal: only the last token has seen the whole text",
@@ -133,7 +134,7 @@ def made_bidirectional(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
     if kind not in BIDIRECTIONAL_TYPES:
         known = ", ".join(sorted(BIDIRECTIONAL_TYPES))
         raise ConfigError(f"{name}: bidirectional isn't tested for {kind} models; leave it out, or take one of {known}")
-    if not _is_causal(config):
+    if not is_causal(config):
         return config
     if kind == "gemma3_text":  # made anew, as half of its window comes to lie behind each token
         return type(config).from_dict({**config.to_dict(), "use_bidirectional_attention": True})

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from vembed.batch import Features, Ragged, texts_of
 from vembed.models import attention, packing
 from vembed.models.encoder import Encoder, Recipe
-from vembed.models.families import checked_config, family_of, is_decoder_type
+from vembed.models.families import checked_config, family_of, is_causal, is_decoder_type
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.packing import PackedRows
 from vembed.models.pooling import pool, pool_packed
@@ -253,13 +253,17 @@ class TextEncoder(Encoder):
 
     def describe(self) -> dict[str, str]:
         """Return pooling, length, prompts and where they were read."""
+        config = self.backbone.config.get_text_config()
+        both_ways = is_decoder_type(config) and not is_causal(config)
         facts = {
             "pooling": " + ".join(self.spec.pooling),
             "max_seq_length": str(self.max_length),
             "query_prompt": repr(self.spec.prompts["query"]),
             "document_prompt": repr(self.spec.prompts["document"]),
             "similarity": "cosine" if self.spec.normalize else "dot product",
-            "attention": attention.attention_name(self.backbone) + (", rows end to end" if self.packs else ""),
+            "attention": attention.attention_name(self.backbone)
+            + (", bidirectional" if both_ways else "")
+            + (", rows end to end" if self.packs else ""),
         }
         origin = _BUILT_IN if is_builtin(self.name) else self.spec.origin  # also when it was read back from its run
         return {

@@ -96,10 +96,12 @@ def by_double_loop(documents: Ragged, queries: Ragged) -> NDArray[np.float64]:
     return np.array([[(q @ d.T).max(axis=1).sum() for d in rows(documents)] for q in rows(queries)])
 
 
-@pytest.mark.parametrize(("query_vectors", "document_vectors"), [(1024, 16_384), (1, 1), (4, 7)])
+@pytest.mark.parametrize("merged", [1, 3, 2048])
+@pytest.mark.parametrize(("query_vectors", "document_vectors"), [(1024, 4096), (1, 1), (4, 7)])
 def test_scores_and_ranks_equal_a_double_loop(
-    query_vectors: int, document_vectors: int, monkeypatch: pytest.MonkeyPatch
+    query_vectors: int, document_vectors: int, merged: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(maxsim, "MERGED_DOCUMENTS", merged)
     monkeypatch.setattr(maxsim, "QUERY_VECTORS", query_vectors)
     monkeypatch.setattr(maxsim, "DOCUMENT_VECTORS", document_vectors)
     documents, queries = random_rows(0, [3, 1, 9, 2, 2, 5, 1, 4]), random_rows(1, [1, 4, 2, 6])
@@ -116,6 +118,7 @@ def test_of_equal_scores_the_first_document_is_kept_whatever_the_blocks(monkeypa
     queries = random_rows(1, [2])
     for block in (1, 2, 100):
         monkeypatch.setattr(maxsim, "DOCUMENT_VECTORS", block)
+        monkeypatch.setattr(maxsim, "MERGED_DOCUMENTS", block)
         assert search_maxsim(documents, queries, k=3)[1].tolist() == [[0, 1, 2]]
 
 

@@ -27,6 +27,7 @@ from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses import cells
 from vembed.losses.base import BatchStructure
+from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.training.optimizer import Schedule, Updater
 
@@ -79,7 +80,11 @@ class Waits(TorchDispatchMode):
 def loss_stage_waits(monkeypatch: pytest.MonkeyPatch, kind: str, tile_size: int) -> Counter[str]:
     """Run the loss stage on a GPU that isn't there."""
     structure = BatchStructure.of(random_batch(NUM_QUERIES, [1] * NUM_QUERIES, np.random.default_rng(0)))
-    loss = make(kind, tile_size)
+    is_late = kind == "late interaction"  # four vectors for each row
+    loss = (
+        ColbertLoss(temperature=0.1, learn_temperature=True, tile_size=tile_size) if is_late else make(kind, tile_size)
+    )
+    counts_N = np.full(3 * NUM_QUERIES, 4) if is_late else None
     waits = Waits()
 
     def from_cpu(values: torch.Tensor) -> Any:
@@ -99,14 +104,17 @@ def loss_stage_waits(monkeypatch: pytest.MonkeyPatch, kind: str, tile_size: int)
     with FakeTensorMode(allow_non_fake_inputs=True):
         for name, parameter in list(loss.named_parameters()):
             setattr(loss, name, torch.nn.Parameter(torch.empty((), dtype=parameter.dtype, device="cuda")))
-        z_NE = torch.empty(3 * NUM_QUERIES, 16, dtype=torch.float64, device="cuda")
+        num_vectors = 3 * NUM_QUERIES if counts_N is None else int(counts_N.sum())
+        z_NE = torch.empty(num_vectors, 16, dtype=torch.float64, device="cuda")
         with waits:
-            found = LossStage(loss, Ranks()).run(z_NE, structure, RowAssignment.alone(len(z_NE)), gradient_scale=8.0)
+            found = LossStage(loss, Ranks()).run(
+                z_NE, structure, RowAssignment.alone(len(z_NE)), counts_N=counts_N, gradient_scale=8.0
+            )
     assert found.u_VE.device.type == "cuda"
     return waits.counts
 
 
-@pytest.mark.parametrize("kind", STREAMED)
+@pytest.mark.parametrize("kind", [*STREAMED, "late interaction"])
 def test_the_loss_stage_reads_from_the_device_once_whatever_the_tiles(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from vembed.batch import Ragged
 
 QUERY_VECTORS = 1024
-DOCUMENT_VECTORS = 16_384
-"""Vectors multiplied at a time: 64 MiB of products. A row with more of them is a block of its own."""
+DOCUMENT_VECTORS = 4096
+"""Vectors multiplied at a time: 16 MiB of products, which malloc reuses. A row with more is a block of its own."""
+
+MERGED_DOCUMENTS = 2048
+"""Documents whose scores wait to be sorted together: with many hits wanted, sorting after each block takes long."""
 
 
 def search_maxsim(
@@ -58,11 +61,14 @@ def search_maxsim(
         if poll is not None:
             poll()
         best = np.empty((batch.stop - batch.start, 0), dtype=np.float32)
-        found_rows = np.empty(best.shape, dtype=np.int64)
+        found_rows, waiting, first = np.empty(best.shape, dtype=np.int64), [], 0
         for block in _blocks(documents, DOCUMENT_VECTORS):
-            found = _scores(queries, batch, documents, block)
-            numbers = np.broadcast_to(np.arange(block.start, block.stop), found.shape)
-            best, found_rows = np.concatenate([best, found], axis=1), np.concatenate([found_rows, numbers], axis=1)
+            waiting.append(_scores(queries, batch, documents, block))
+            if block.stop - first < MERGED_DOCUMENTS and block.stop < num_documents:
+                continue
+            best = np.concatenate([best, *waiting], axis=1)
+            numbers = np.broadcast_to(np.arange(first, block.stop), (len(best), block.stop - first))
+            found_rows, waiting, first = np.concatenate([found_rows, numbers], axis=1), [], block.stop
             order = np.argsort(-best, axis=1, kind="stable")[:, :k]  # stable: of equal scores the first document
             best = np.take_along_axis(best, order, axis=1)
             found_rows = np.take_along_axis(found_rows, order, axis=1)

@@ -1,0 +1,117 @@
+"""Train a ColBERT head and the single vector of one encoder on the same pairs, and compare them on the same queries.
+
+Both start from the same weights and get the same budget: steps, pairs, learning rate, lengths. The single vector is the
+model's own; late interaction puts a new linear layer of 128 dims behind its tokens. Each seed trains both; a query's
+value is its mean over the seeds, and the interval is that of the paired difference over queries.
+
+    nice python benchmarks/colbert_head.py --model MODEL --data ../shared/data/tldr --output /tmp/colbert-tldr
+    nice python benchmarks/colbert_head.py --model MODEL --data ../shared/data/scifact --split test_unseen \
+        --documents 2000 --output /tmp/colbert-scifact
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from vembed.api.training import train
+from vembed.evaluation.significance import mean_interval, verdict
+from vembed.evaluation.store import read_evaluation
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.evaluation.result import EvaluationResult
+
+METRIC = "ndcg@10"
+KINDS: dict[str, dict[str, object]] = {
+    "single vector": {"loss_type": "infonce"},
+    "ColBERT head": {"loss_type": "colbert", "pooling_method": "none", "projection_dim": 128},
+}
+
+
+def main() -> None:
+    """Train every kind with every seed, one after the other, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder or hub id of a sentence-transformers model")
+    parser.add_argument("--data", type=Path, required=True, help="folder with train.jsonl and a set in BEIR's layout")
+    parser.add_argument("--split", default="test", help="whose judgements decide")
+    parser.add_argument("--documents", type=int, help="search the judged documents and so many in all, evenly spaced")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1], help="runs that have ended aren't repeated")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    arguments = parser.parse_args()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    test = arguments.data if arguments.documents is None else _smaller(arguments)
+    found: dict[str, list[EvaluationResult]] = {kind: [] for kind in KINDS}
+    for seed in arguments.seeds:
+        for kind in KINDS:
+            folder = arguments.output / f"{kind.split()[0]}-{seed}"
+            if not (folder / "evaluation" / "final").exists():
+                _train(arguments, test, kind, seed, folder)
+            before, after = (read_evaluation(folder / "evaluation" / when) for when in ("baseline", "final"))
+            print(f"{kind}, seed {seed}: {before.metrics[METRIC]:.4f} -> {after.metrics[METRIC]:.4f}", flush=True)
+            found[kind].append(after)
+    one, several = (_mean(results) for results in found.values())
+    for kind, result in zip(KINDS, (one, several), strict=True):
+        low, high = mean_interval([result], METRIC)
+        print(f"{kind}: {fmean(result.per_query[METRIC].values()):.4f}, 95% interval {low:.4f} to {high:.4f}")
+    print(f"from single vector to ColBERT head, {verdict(one, several, METRIC).sentence}")
+
+
+def _train(arguments: argparse.Namespace, test: Path, kind: str, seed: int, folder: Path) -> None:
+    train(
+        {
+            "model_name": arguments.model,
+            "data_path": str(arguments.data / "train.jsonl"),
+            "column_mapping": {"negatives": None},
+            "test_data_path": str(test),
+            "test_data_split": arguments.split,
+            "eval_strategy": "no",
+            "bm25": False,
+            "output_dir": str(folder),
+            "resume": "never",
+            "overwrite_output_dir": True,
+            "batch_size": arguments.batch_size,
+            "max_steps": arguments.steps,
+            "max_seq_length": arguments.max_length,
+            "learning_rate": arguments.learning_rate,
+            "warmup_ratio": 0.1,
+            "temperature": 0.05,
+            "seed": seed,
+            **KINDS[kind],
+        }
+    )
+
+
+def _smaller(arguments: argparse.Namespace) -> Path:
+    """Write the set with fewer documents, the same for every run; all judged ones stay."""
+    folder: Path = arguments.output / "data"
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
+    shutil.copy(arguments.data / "queries.jsonl", folder)
+    judgements = shutil.copy(arguments.data / "qrels" / f"{arguments.split}.tsv", folder / "qrels")
+    judged = {line.split("\t")[1] for line in Path(judgements).read_text("utf-8").splitlines()[1:]}
+    lines = (arguments.data / "corpus.jsonl").read_text("utf-8").splitlines()
+    kept = {place for place, line in enumerate(lines) if json.loads(line)["_id"] in judged}
+    others = [place for place in range(len(lines)) if place not in kept]
+    kept |= set(others[:: max(1, -(-len(others) // (arguments.documents - len(kept))))])
+    (folder / "corpus.jsonl").write_text("\n".join(lines[place] for place in sorted(kept)) + "\n", "utf-8")
+    return folder
+
+
+def _mean(results: Sequence[EvaluationResult]) -> EvaluationResult:
+    """Return one result with each query's mean over the seeds."""
+    values = {query: fmean(each.per_query[METRIC][query] for each in results) for query in results[0].per_query[METRIC]}
+    return replace(results[0], per_query={METRIC: values})
+
+
+if __name__ == "__main__":
+    main()

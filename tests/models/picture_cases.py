@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import PIL.Image
+import timm
 import torch
 from model_cases import POSITIONS, wordpiece_tokenizer
 from safetensors.torch import save_file
+from timm.models import register_model
 from transformers import (
     BitImageProcessor,
     CLIPConfig,
@@ -183,6 +185,23 @@ OPEN_CLIP_CONFIG: dict[str, Any] = {
 }
 
 
+@register_model
+def small_eva02(pretrained: bool = False, **options: Any) -> Any:
+    """Return timm's EVA-02 of 2 layers x 32, as a tower that open_clip builds by its name."""
+    shape = {"img_size": SIDE, "patch_size": PATCH, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    return timm.create_model("eva02_tiny_patch14_224", **shape, **options)
+
+
+EVA_CONFIG: dict[str, Any] = {
+    **OPEN_CLIP_CONFIG,
+    "vision_cfg": {
+        "image_size": SIDE, "timm_model_name": "small_eva02", "timm_pool": "token", "timm_proj": None,
+    },
+    "custom_text": True,
+}  # fmt: skip
+"""An EVA-CLIP: timm's picture tower, open_clip's text tower."""
+
+
 RESNET_CONFIG: dict[str, Any] = {
     **OPEN_CLIP_CONFIG,
     "vision_cfg": {"image_size": SIDE, "layers": [1, 1, 1, 1], "width": 8, "head_width": 16},
@@ -196,7 +215,8 @@ def write_open_clip(folder: Path, config: dict[str, Any] = OPEN_CLIP_CONFIG) -> 
     from open_clip.push_to_hf_hub import save_config_for_hf
 
     torch.manual_seed(0)
-    model = open_clip.CLIP(**copy.deepcopy(config))
+    shape = copy.deepcopy(config)
+    model = (open_clip.CustomTextCLIP if shape.pop("custom_text", False) else open_clip.CLIP)(**shape)
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             torch.nn.init.normal_(module.running_mean, std=0.1)

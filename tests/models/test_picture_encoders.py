@@ -12,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from model_cases import TEXTS, edit_json, load_any, write_model
 from picture_cases import (
     DUAL_BUILDERS,
+    EVA_CONFIG,
     PATCH,
     PICTURES,
     SIDE,
@@ -38,7 +39,7 @@ from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.dual import DualEncoder
 from vembed.models.profile.profile import model_size
-from vembed.models.registry import load_encoder
+from vembed.models.registry import load_encoder, load_skeleton
 from vembed.models.tiny_clip import TinyClip
 from vembed.models.vision import VisionEncoder
 
@@ -49,7 +50,7 @@ CPU = torch.device("cpu")
 SLOW_KINDS = {"dinov3", "dinov3 convnext", "timm naflex", "clip vision", "siglip vision without a head"}
 KINDS = [
     pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind
-    for kind in (*DUAL_BUILDERS, *VISION_BUILDERS, "tiny-clip", "open_clip")
+    for kind in (*DUAL_BUILDERS, *VISION_BUILDERS, "tiny-clip", "open_clip", "open_clip eva02")
 ]
 
 
@@ -59,7 +60,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     written = {kind: write(root / kind.replace(" ", "-"), kind) for kind in (*DUAL_BUILDERS, *VISION_BUILDERS)}
     torch.manual_seed(0)
     TinyClip(TINY).save(root / "tiny-clip")
-    return {**written, "tiny-clip": root / "tiny-clip", "open_clip": write_open_clip(root / "open_clip")}
+    written |= {"open_clip": write_open_clip(root / "open_clip")}
+    written |= {"open_clip eva02": write_open_clip(root / "open_clip-eva02", EVA_CONFIG)}
+    return {**written, "tiny-clip": root / "tiny-clip"}
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -105,17 +108,18 @@ def test_picture_encoders_give_the_vectors_of_transformers(folders: dict[str, Pa
     assert (vectors(encoder, PICTURES) - F.normalize(expected, dim=-1)).abs().max() <= 1e-5
 
 
-def test_open_clip_gives_its_own_vectors(folders: dict[str, Path]) -> None:
+@pytest.mark.parametrize("kind", ["open_clip", "open_clip eva02"])
+def test_open_clip_gives_its_own_vectors(folders: dict[str, Path], kind: str) -> None:
     import open_clip
 
-    name = f"local-dir:{folders['open_clip']}"
+    name = f"local-dir:{folders[kind]}"
     model, _, preprocess = open_clip.create_model_and_transforms(name)
     model.eval()
     tokens = open_clip.get_tokenizer(name)(list(TEXTS))
     with torch.no_grad():
         texts = model.encode_text(tokens, normalize=True)
         pictures = model.encode_image(torch.stack([preprocess(each) for each in opened(PICTURES)]), normalize=True)
-    for given in (folders["open_clip"], f"open_clip:{name}"):
+    for given in (folders[kind], f"open_clip:{name}"):
         encoder = load(given)
         assert (vectors(encoder, TEXTS) - texts).abs().max() <= 1e-5
         assert (vectors(encoder, PICTURES) - pictures).abs().max() <= 1e-5
@@ -236,7 +240,7 @@ def test_a_saved_encoder_gives_the_same_bits(folders: dict[str, Path], tmp_path:
 def test_a_picture_costs_its_patches_and_the_size_is_counted(folders: dict[str, Path], kind: str) -> None:
     encoder = load(folders[kind])
     features = encoder.featurize(PICTURES, "document")
-    own = {"tiny-clip": (TINY.image_size // 8) ** 2, "timm naflex": 5}
+    own = {"tiny-clip": (TINY.image_size // 8) ** 2, **dict.fromkeys(("timm naflex", "open_clip eva02"), 5)}
     patches = own.get(kind, (SIDE // PATCH) ** 2 + 1)
     if kind == "siglip2":  # keeps each picture's shape, within so many patches
         costs = features.per_row["spatial_shapes"].prod(axis=1) + 1
@@ -268,7 +272,7 @@ def test_over_long_texts_are_cut_and_counted(folders: dict[str, Path], kind: str
     assert features.lengths.max() <= encoder.max_length
 
 
-@pytest.mark.parametrize("kind", ["clip", "siglip", "vit", "open_clip"])
+@pytest.mark.parametrize("kind", ["clip", "siglip", "vit", "mae", "timm eva02", "open_clip", "open_clip eva02"])
 def test_checkpointing_gives_the_same_gradients(folders: dict[str, Path], kind: str) -> None:
     loss = InfoNCE(temperature=0.1, dtype=torch.float64)
 
@@ -380,6 +384,27 @@ def test_a_model_without_its_image_processor_is_refused(tmp_path: Path) -> None:
 def test_a_misspelt_open_clip_name_is_refused_with_what_there_is(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_encoder(ModelKeys(model_name=name))
+
+
+@pytest.mark.parametrize("name", ["EVA02-B-16", "PE-Core-T-16-384", "MobileCLIP2-S0", "ViTamin-S", "convnext_tiny"])
+def test_the_plan_builds_open_clips_towers_of_timm_without_the_network(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    skeleton = load_skeleton(ModelKeys(model_name=f"open_clip:{name}"))
+    assert {tower.name for tower in skeleton.towers()} == {"text", "vision"}
+    assert all(parameter.is_meta for parameter in skeleton.parameters())
+
+
+def test_a_text_tower_that_cant_be_fetched_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    import open_clip
+
+    def unreachable(**shape: Any) -> None:
+        raise OSError("We couldn't connect to the hub.\nCheck your connection")
+
+    monkeypatch.setattr(open_clip, "CustomTextCLIP", unreachable)
+    with pytest.raises(MachineError, match=r"roberta-ViT-B-32 could not be loaded by open_clip: We couldn't connect"):
+        load_skeleton(ModelKeys(model_name="open_clip:roberta-ViT-B-32"))
 
 
 def test_an_open_clip_tokenizer_that_a_saved_folder_would_lose_is_refused(

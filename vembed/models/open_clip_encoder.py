@@ -195,8 +195,7 @@ class OpenClipEncoder(TwoTowers):
                 )
             tokenizer = open_clip.get_tokenizer(name)
         except (OSError, RuntimeError, ValueError, KeyError) as error:
-            message = str(error).strip().partition("\n")[0]
-            raise MachineError(f"{files.name} could not be loaded by open_clip: {message}") from error
+            raise _not_loaded(files, error) from error
         _fill_masks(model)
         random = "" if tag or name.startswith(SCHEMES) else "random: the name has no pretrained tag"
         config = open_clip.get_model_config(name)
@@ -329,6 +328,11 @@ class OpenClipEncoder(TwoTowers):
         return f"{self.name} has the layers of open_clip, which {form} doesn't run"
 
 
+def _not_loaded(files: ModelFiles, error: Exception) -> MachineError:
+    message = str(error).strip().partition("\n")[0]
+    return MachineError(f"{files.name} could not be loaded by open_clip: {message}")
+
+
 def _without_weights(files: ModelFiles) -> OpenClipEncoder:
     """Build a model by its description alone."""
     import open_clip
@@ -341,8 +345,11 @@ def _without_weights(files: ModelFiles) -> OpenClipEncoder:
     kind = open_clip.CLIP
     if shape.pop("custom_text", False) or foreign:
         kind = open_clip.CoCa if "multimodal_cfg" in shape else open_clip.CustomTextCLIP
-    with files.device:
-        model = kind(**shape).to(files.dtype)
+    try:
+        with files.device:
+            model = kind(**shape).to(files.dtype)
+    except OSError as error:  # the config of a text tower from the hub
+        raise _not_loaded(files, error) from error
     _fill_masks(model)
     side = shape["vision_cfg"].get("image_size", PICTURE_SIDE)
     height, width = (side, side) if isinstance(side, int) else side

@@ -23,7 +23,7 @@ class Case:
         model: A model's name, or the shape of one: config.json of transformers, model_cfg of open_clip.
         pairs: Queries of the batch; each has one document.
         tokens: Tokens of each text.
-        pictures: Whether the documents are pictures.
+        pictures: Whether the documents are pictures; the queries are too where the model reads no texts.
         chunk_tokens: Most padded tokens of a chunk.
         retain: Share of the batch whose graphs are kept.
         gradient_checkpointing: Whether layers are recomputed.
@@ -97,6 +97,19 @@ def clip(text: int = 256, vision: int = 384, layers: int = 6, tokens: int = 48) 
     }
 
 
+def mae(hidden: int = 384, layers: int = 6) -> dict[str, Any]:
+    """Return the shape of a masked autoencoder's encoder, for pictures of 49 patches."""
+    return {
+        "model_type": "vit_mae",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 64,
+        "intermediate_size": 4 * hidden,
+        "image_size": 224,
+        "patch_size": 32,
+    }
+
+
 def qwen(hidden: int = 512, layers: int = 8, tokens: int = 64) -> dict[str, Any]:
     """Return the shape of a decoder with shared key heads."""
     return {
@@ -143,6 +156,8 @@ CASES = (
     Case("CLIP, the image tower", clip(), tokens=48, pictures=True, trainable="vision"),
     Case("open_clip ViT-B-32", "open_clip:ViT-B-32", pairs=16, tokens=77, pictures=True, chunk_tokens=512),
     Case("tiny-transformer, half kept", "builtin:tiny-transformer", tokens=128, retain=0.5),
+    Case("MAE, half kept", mae(), pictures=True, retain=0.5),
+    Case("static", "builtin:static", pairs=256, chunk_tokens=4096),
     Case("tiny-clip", "builtin:tiny-clip", pairs=512, tokens=64, pictures=True, chunk_tokens=8192),
 )
 

@@ -162,7 +162,9 @@ def _local(tensor: Tensor) -> Tensor:
 def make_batch(case: Case, encoder: Encoder, rank: int) -> tuple[list[Pool], BatchStructure]:
     """Return a rank's part of a batch of random rows: one query and one document for each pair."""
     first, second = np.arange(case.pairs), case.pairs + np.arange(case.pairs)
-    if case.pictures:
+    if case.pictures and "text" not in encoder.modalities:
+        pools = [Pool(encoder, encoder.collate, _pictures(2 * case.pairs, encoder), np.concatenate([first, second]))]
+    elif case.pictures:
         pools = [  # in the order of a run
             Pool(encoder, encoder.collate, _pictures(case.pairs, encoder), second),
             Pool(encoder, encoder.collate, _texts(case, case.pairs, encoder), first),
@@ -226,7 +228,8 @@ def predict(case: Case, device: str) -> dict[str, int]:
         target = ProfileTarget(device, torch.bfloat16 if case.bf16 else None)
         lora = AdapterKeys() if case.lora else None
         model = profile_model(keys, target, trainable=case.trainable, lora=lora)
-    data = DataSize(case.pairs, 1.0, pictures_per_record=float(case.pictures))
+    pictures = 2.0 if case.pictures and len(model.towers) == 1 else float(case.pictures)
+    data = DataSize(case.pairs, 1.0, pictures_per_record=pictures)
     devices = Devices.of(machine, case.ranks)
     sizes = make_plan(config, machine, model.limited(case.tokens), data, devices=devices).bytes_per_device
     return {**asdict(sizes), "total": sizes.total}

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from model_cases import POSITIONS, wordpiece_tokenizer
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import LayerNorm, Pooling, Transformer
+from transformers import BertConfig, BertModel
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -20,7 +24,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "memory_prediction.py"
 CASES = (
     "BERT, half", "BERT, gradient", "BERT, bfloat16, half", "BERT, bfloat16, check", "BERT, LoRA",
     "BERT, 2 ranks, repl", "BERT, 2 ranks, fsdp fast, bf16", "BERT, 2 ranks, fsdp sharded", "CLIP, nothing",
-    "CLIP, all", "tiny-clip",
+    "CLIP, all", "tiny-clip", "MAE, half kept", "static",
 )  # fmt: skip
 """Beginnings of names: text and pictures, retention, recomputation, mixed precision, adapters, two ranks, from scratch.
 """
@@ -69,6 +73,23 @@ TEXT_SHAPES: dict[str, dict[str, Any]] = {
 def test_the_plan_is_true_for_families_of_text_encoders(benchmark_module: ModuleType, kind: str) -> None:
     shape = {"model_type": kind, **TEXT_SHAPES[kind]}
     case = benchmark_module.Case(kind, shape, pairs=24, tokens=64, chunk_tokens=1024, retain=0.5)
+    predicted = benchmark_module.predict(case, "cpu")
+    measured = benchmark_module.measure_step(case, torch.device("cpu"))
+    assert predicted["total"] == pytest.approx(measured["peak"], rel=0.1)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_model_that_sentence_transformers_runs_is_true(
+    benchmark_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 512}
+    BertModel(BertConfig(vocab_size=192, max_position_embeddings=POSITIONS, **shape)).save_pretrained(tmp_path / "bert")
+    wordpiece_tokenizer().save_pretrained(tmp_path / "bert")
+    modules = [Transformer(str(tmp_path / "bert")), Pooling(128, "mean"), LayerNorm(128)]
+    SentenceTransformer(modules=modules, device="cpu").save(str(tmp_path / "model"))
+    texts = [" ".join("abcdefgh"[place % 8] for place in range(46 - number % 2)) for number in range(48)]
+    monkeypatch.setattr(benchmark_module, "_texts", lambda case, count, encoder: encoder.featurize(texts, "document"))
+    case = benchmark_module.Case("run by its library", str(tmp_path / "model"), tokens=48, chunk_tokens=768, retain=0.5)
     predicted = benchmark_module.predict(case, "cpu")
     measured = benchmark_module.measure_step(case, torch.device("cpu"))
     assert predicted["total"] == pytest.approx(measured["peak"], rel=0.1)

@@ -24,7 +24,7 @@ from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
 from vembed.models.colbert_format import DOCUMENT_LENGTH, LateSpec, is_late, load_layers, read_late, write_late
 from vembed.models.families import checked_config, family_of
-from vembed.models.late import TokenHead
+from vembed.models.late import NEW_DIMENSION, TokenHead
 from vembed.models.probe import ROWS, TowerInputs, token_inputs
 from vembed.models.text import TextEncoder
 from vembed.models.text_spec import decide_spec
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Form, Recipe
     from vembed.models.files import ModelFiles
     from vembed.models.text_spec import TextSpec
-
-NEW_DIMENSION = 128
-"""Of the vectors of a model that is new to late interaction."""
 
 SEEN = "seen_tokens"
 """What features hold of each row beside it: its first tokens that the others see."""

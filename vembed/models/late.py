@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
     from vembed.batch import Features, Ragged, Side
 
+NEW_DIMENSION = 128
+"""Of the vectors of a model that is new to late interaction."""
+
 COUNTED = "counted_tokens"
 """Column of features: the places of the tokens of an item that count, ascending."""
 

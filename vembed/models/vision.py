@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,7 @@ class VisionEncoder(TransformersPictures):
     )
 
     reads = TransformersPictures.reads | {"pooling_method"}
+    projections: ClassVar[tuple[str, ...]] = ()  # modules behind the transformer
 
     def __init__(
         self,
@@ -155,10 +156,14 @@ class VisionEncoder(TransformersPictures):
         """Take the rows; pictures need no padding."""
         return {"pixel_values": rows_of(features.per_row["pixel_values"], rows)}
 
+    def outputs(self, inputs: dict[str, Tensor]) -> Any:
+        """Run the transformer."""
+        pixels = normalised(inputs, self.normalisation).to(self.backbone.dtype)
+        return self.backbone(pixel_values=pixels, **self._in_order(len(pixels)))
+
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return embeddings (R, E) of unit length, at least float32."""
-        pixels = normalised(inputs, self.normalisation).to(self.backbone.dtype)
-        outputs = self.backbone(pixel_values=pixels, **self._in_order(len(pixels)))
+        outputs = self.outputs(inputs)
         if self.pooling == "head":
             return unit(outputs.pooler_output)
         hidden_RTH = outputs.last_hidden_state
@@ -196,7 +201,8 @@ class VisionEncoder(TransformersPictures):
         config = self.backbone.config
         depth = transformer_depth(config)
         period = 0 if depth is None else transformer_period(config)  # blocks of convolutions grow from stage to stage
-        return (find_tower(self, "vision", parts=("backbone",), depth=depth, period=period),)
+        parts, projection = ("backbone", *self.projections), self.projections
+        return (find_tower(self, "vision", parts=parts, projection=projection, depth=depth, period=period),)
 
     def adapter_host(self) -> nn.Module:
         """Return the transformer."""
@@ -220,7 +226,7 @@ class VisionEncoder(TransformersPictures):
         """Return what sentence-transformers does: the tokens pooled, or what the model's head makes of them."""
         return _pipeline(self.pooling)
 
-    def usage(self) -> Recipe:
+    def usage(self) -> Recipe | None:
         """Return how transformers alone gives the vectors."""
         return Recipe("vision", "AutoModel", self.pooling)
 

@@ -24,7 +24,7 @@ from transformers import AutoModel, AutoModelForPreTraining
 
 from vembed.batch import Ragged
 from vembed.errors import ConfigError
-from vembed.models.late import TokenHead, new_layer
+from vembed.models.late import NEW_DIMENSION, TokenHead, new_layer
 from vembed.models.sentence_transformers_format import Dense, load_dense, write_dense
 from vembed.models.sentence_transformers_pictures import model_type_of
 from vembed.models.vision_language import SETTINGS_FILE, VisionLanguageEncoder, load_processor
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
     from vembed.models.vision_language_families import VisionLanguageFamily
-
-NEW_DIMENSION = 128
-"""Of the vectors of a model that is new to late interaction."""
 
 HEAD_FOLDER = "1_Dense"
 TOKENS = "token_embeddings"

@@ -29,7 +29,7 @@ from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.export.samples import sample_vectors
 from vembed.models.files import DTYPES
-from vembed.models.probe import WORDS, picture_bytes
+from vembed.models.probe import WORDS, one_picture, picture_bytes
 from vembed.models.profile.measure import CallCosts, ProfileTarget, measure_call
 from vembed.models.registry import load_encoder, load_skeleton
 from vembed.models.towers import is_within, parameters_within
@@ -159,8 +159,11 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
 
 def _vectors(encoder: Encoder) -> tuple[float, float]:
     """Return the embeddings of a row, and those more for each token, by what two sample texts have."""
-    if not encoder.multi_vector or "text" not in encoder.modalities:
+    if not encoder.multi_vector:
         return 1.0, 0.0
+    if "text" not in encoder.modalities:
+        of_picture = encoder.num_vectors(one_picture(encoder))
+        return (1.0 if of_picture is None else float(of_picture[0])), 0.0
     features = encoder.featurize([WORDS[0], " ".join(WORDS)], "document")
     counts, (short, long) = encoder.num_vectors(features), features.lengths.tolist()
     if counts is None:

@@ -1,0 +1,116 @@
+"""Late interaction on pictures: a vector for each patch, alone and in company, saved, and in the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from late_cases import rows_of
+from model_cases import load_any
+from picture_cases import PATCH, PICTURES, SIDE, write_picture_model
+from test_engine_vectors import MaxSim
+
+from vembed.batch import ContrastiveBatch, Features
+from vembed.config.keys.model import ModelKeys
+from vembed.errors import ConfigError
+from vembed.gradcache.calls import Pool
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.gradcache.reference import reference_step
+from vembed.losses.base import BatchStructure
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DIMENSION = 8
+PATCHES = (SIDE // PATCH) ** 2
+TOKENS = {"vit": 1 + PATCHES, "mae": 1 + PATCHES, "dinov2": 1 + PATCHES, "dinov3": 3 + PATCHES}
+"""Family -> the tokens of a picture: the first one, registers and patches."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("patches")
+    return {kind: write_picture_model(root / kind, kind) for kind in TOKENS}
+
+
+def late(folder: Path, **keys: Any) -> Any:
+    torch.manual_seed(1)
+    return load_any(folder, pooling_method="none", projection_dim=DIMENSION, **keys).eval()
+
+
+@pytest.mark.parametrize("kind", TOKENS)
+def test_each_token_of_a_picture_becomes_a_vector_whatever_its_company(folders: dict[str, Path], kind: str) -> None:
+    encoder = late(folders[kind])
+    features = encoder.featurize(PICTURES, "document")
+    inputs = encoder.collate(features, np.arange(len(PICTURES)), 0)
+    with torch.no_grad():
+        hidden = encoder.outputs(inputs).last_hidden_state
+        wanted = torch.nn.functional.normalize(hidden @ encoder.head.layers[0].linear.weight.T, dim=-1)
+    assert wanted.shape == (len(PICTURES), TOKENS[kind], DIMENSION)
+    found = rows_of(encoder, PICTURES, "document")
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    for place, picture in enumerate(PICTURES):
+        torch.testing.assert_close(rows_of(encoder, (picture,), "query")[0], found[place], rtol=0, atol=1e-5)
+    assert (found[0] - found[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("keys", [{}, {"topk_tokens": 5}, {"pool_factor": 3.0}], ids=["all", "topk", "pooled"])
+def test_a_saved_model_is_the_same(folders: dict[str, Path], tmp_path: Path, keys: dict[str, Any]) -> None:
+    encoder = late(folders["dinov2"], **keys)
+    encoder.save(tmp_path)
+    again = load_any(tmp_path).eval()
+    assert again.describe() == encoder.describe()
+    counts = {len(vectors) for vectors in rows_of(encoder, PICTURES, "document")}
+    assert counts == {{"topk_tokens": 5, "pool_factor": 1 + PATCHES // 3}.get(next(iter(keys), ""), 1 + PATCHES)}
+    for one, other in zip(rows_of(encoder, PICTURES, "query"), rows_of(again, PICTURES, "query"), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(ConfigError, match="would pool them"):
+        load_any(tmp_path, pooling_method="cls")
+
+
+@pytest.mark.parametrize("keys", [{}, {"topk_tokens": 5}], ids=["all", "topk"])
+def test_the_engine_gives_the_gradients_of_the_plain_step_under_dropout(
+    folders: dict[str, Path], keys: dict[str, Any]
+) -> None:
+    half = len(PICTURES) // 2
+    numbers = np.arange(half)
+    batch = ContrastiveBatch(
+        queries=PICTURES[:half],
+        documents=PICTURES[half : 2 * half],
+        positives_P2=np.stack([numbers, numbers], axis=1),
+        query_ids_Q=numbers,
+        document_ids_D=numbers + 100,
+        record_ids=tuple(range(half)),
+    )
+    budget, found = ChunkBudget(2, 10**6), []
+    for plain in (True, False):
+        encoder = late(folders["dinov2"], dtype=torch.float64, **keys).train()
+        sides = encoder.featurize(batch.queries, "query"), encoder.featurize(batch.documents, "document")
+        features = Features.concat(sides)
+        pool = Pool(encoder, encoder.collate, features, np.arange(2 * half), encoder.num_vectors(features))
+        structure, loss = BatchStructure.of(batch), MaxSim()
+        torch.manual_seed(5)
+        if plain:
+            value = reference_step([pool], structure, loss, budget=budget).item()
+        else:
+            result = GradCacheEngine(loss, EngineOptions(budget, torch.device("cpu"))).step([pool], structure)
+            assert (result.num_chunks, result.replay_drift) == (half, 0)
+            value = result.loss
+        found.append((value, {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}))
+    (expected, wanted), (value, gradients) = found
+    assert value == pytest.approx(expected, rel=1e-12)
+    assert wanted.keys() == gradients.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_the_plan_counts_the_vectors_of_a_picture(folders: dict[str, Path]) -> None:
+    keys = ModelKeys(model_name=str(folders["dinov2"]), pooling_method="none", topk_tokens=5)
+    size = profile_model(keys, ProfileTarget("cpu"))
+    assert (size.estimated, size.vectors, size.dimension) == (False, (5.0, 0.0), 128)

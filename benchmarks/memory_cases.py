@@ -20,7 +20,8 @@ class Case:
 
     Attributes:
         name: For people.
-        model: A model's name, or the shape of one: config.json of transformers, model_cfg of open_clip.
+        model: A model's name, or the shape of one: config.json of transformers, model_cfg of open_clip. Of two shapes
+            the first is of a text tower, the second of an image tower that is joined to it.
         pairs: Queries of the batch; each has one document.
         tokens: Tokens of each text.
         pictures: Whether the documents are pictures; the queries are too where the model reads no texts.
@@ -36,7 +37,7 @@ class Case:
     """
 
     name: str
-    model: str | dict[str, Any]
+    model: str | dict[str, Any] | tuple[dict[str, Any], dict[str, Any]]
     pairs: int = 24
     tokens: int = 64
     pictures: bool = False
@@ -110,6 +111,11 @@ def mae(hidden: int = 384, layers: int = 6) -> dict[str, Any]:
     }
 
 
+def vit(hidden: int = 384, layers: int = 6) -> dict[str, Any]:
+    """Return the shape of a ViT whose pictures are 49 patches."""
+    return {**mae(hidden, layers), "model_type": "vit"}
+
+
 def qwen(hidden: int = 512, layers: int = 8, tokens: int = 64) -> dict[str, Any]:
     """Return the shape of a decoder with shared key heads."""
     return {
@@ -154,6 +160,8 @@ CASES = (
     Case("CLIP, half kept", clip(), tokens=48, pictures=True, retain=0.5),
     Case("CLIP, all kept", clip(), tokens=48, pictures=True, retain=1.0),
     Case("CLIP, the image tower", clip(), tokens=48, pictures=True, trainable="vision"),
+    Case("BERT + ViT, half kept", (bert(256, tokens=48), vit()), tokens=48, pictures=True, retain=0.5),
+    Case("BERT + ViT, the text tower", (bert(256), vit()), tokens=48, pictures=True, trainable="text"),
     Case("open_clip ViT-B-32", "open_clip:ViT-B-32", pairs=16, tokens=77, pictures=True, chunk_tokens=512),
     Case("tiny-transformer, half kept", "builtin:tiny-transformer", tokens=128, retain=0.5),
     Case("MAE, half kept", mae(), pictures=True, retain=0.5),

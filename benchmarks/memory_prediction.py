@@ -44,6 +44,7 @@ from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
+from vembed.models.composed_towers import ComposedTowers
 from vembed.models.probe import one_picture
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
@@ -83,6 +84,11 @@ def keys_of(case: Case, folder: Path) -> ModelKeys:
     """Return what names the model; a shape becomes a file."""
     if isinstance(case.model, str):
         return ModelKeys(model_name=case.model)
+    if isinstance(case.model, tuple | list):
+        towers = dict(zip(("text_model_name", "image_model_name"), case.model, strict=True))
+        for key, shape in towers.items():
+            (folder / f"{key}.json").write_text(json.dumps(shape), "utf-8")
+        return ModelKeys.model_validate({key: str(folder / f"{key}.json") for key in towers} | {"projection_dim": 256})
     path = folder / "shape.json"
     path.write_text(json.dumps(case.model), "utf-8")
     return ModelKeys(model_name=str(path))
@@ -189,6 +195,8 @@ def _texts(case: Case, count: int, encoder: Encoder) -> Features:
     lengths = np.full(count, case.tokens)
     lengths[1::2] -= 1
     ids = Ragged.from_rows([rng.integers(5, 500, length) for length in lengths])
+    if isinstance(encoder, ComposedTowers):
+        return Features({"text.input_ids": ids}, ids.lengths, {"text.lengths": ids.lengths})
     if not isinstance(encoder, TinyClip):
         return Features({"input_ids": ids}, ids.lengths)
     grams = Ragged.from_rows([rng.integers(5, 500, GRAMS_PER_TOKEN * length) for length in lengths])

@@ -147,7 +147,7 @@ def class_of(files: ModelFiles) -> type[Encoder]:
     """
     keys = files.keys
     mode = "composed" if keys.text_model_name is not None else keys.encoder_mode
-    if ":" in files.name and (own := _class_of_prefix(files.name)) is not None:
+    if keys.text_model_name is None and (own := _class_of_prefix(files.name)) is not None:
         if mode != "auto" and mode not in own.modes:
             raise ConfigError(f"encoder_mode {mode}: {files.name} is of another family; leave encoder_mode out")
         return own

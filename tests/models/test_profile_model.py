@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from model_cases import load_any
+from picture_cases import PICTURES, vectors, write_picture_model
 
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
@@ -21,7 +23,7 @@ from vembed.errors import ConfigError
 from vembed.models.probe import ROWS
 from vembed.models.profile import profile as profiling
 from vembed.models.profile.live import LiveBytes, as_cost
-from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.measure import ProfileTarget, forget_cached
 from vembed.models.profile.profile import profile_model
 from vembed.models.registry import load_skeleton
 from vembed.plan.memory import CallCost
@@ -261,7 +263,7 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(folder: Path) -> No
         import torch
         from vembed.config.keys.adapters import AdapterKeys
         from vembed.config.keys.model import ModelKeys
-        from vembed.models.profile.measure import ProfileTarget
+        from vembed.models.profile.measure import ProfileTarget, forget_cached
         from vembed.models.profile.profile import profile_model
         started = time.process_time()
         options = ModelKeys(model_name=sys.argv[1])
@@ -301,3 +303,14 @@ def test_adapters_of_a_language_model_with_pictures_are_measured_in_its_language
     assert size.adapted is not None
     plain, adapted = size.towers[0].saved, size.adapted.towers[0].saved
     assert 0.5 * plain.per_token < adapted.per_token < 1.5 * plain.per_token
+
+
+def test_nothing_fake_is_left_in_the_caches_of_a_network(tmp_path: Path) -> None:
+    """DINOv3 keeps the places of its patches in a cache of the module, which the real model reads too."""
+    folder = write_picture_model(tmp_path, "dinov3")
+    encoder = load_any(folder).eval()
+    expected = vectors(encoder, PICTURES)
+    forget_cached(encoder)
+    profiling._known.clear()
+    profile_model(ModelKeys(model_name=str(folder)), ProfileTarget())
+    assert torch.equal(torch.as_tensor(vectors(encoder, PICTURES)), torch.as_tensor(expected))

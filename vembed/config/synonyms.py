@@ -68,6 +68,8 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign("attn_implementation", None, "same", ours="auto"),
     Foreign("pooling_method", None, "same", ours="auto"),
     Foreign("lora_target_modules", None, "same", ours="auto"),
+    Foreign("projection_dim", None, "same", ours="auto"),
+    Foreign("topk_tokens", 0, "same", ours="auto"),
     Foreign("enable_gather", True, "accepted", "the documents of all devices are always negatives of every query"),
     Foreign("enable_gather", False, "refused", _SHARED),
     *_either("validate_data", _CHECKED),

@@ -7,9 +7,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from model_cases import byte_tokenizer
 from transformers import (
+    ColPaliConfig,
+    ColPaliForRetrieval,
+    ColPaliProcessor,
     ColQwen2Config,
     ColQwen2ForRetrieval,
     ColQwen2Processor,
+    Gemma3Config,
+    Gemma3ImageProcessor,
+    Gemma3Model,
+    Gemma3Processor,
+    Idefics3Config,
+    Idefics3ImageProcessor,
+    Idefics3Model,
+    Idefics3Processor,
+    LlavaOnevisionConfig,
+    LlavaOnevisionImageProcessor,
+    LlavaOnevisionModel,
+    LlavaOnevisionProcessor,
+    LlavaOnevisionVideoProcessor,
+    PaliGemmaConfig,
+    PaliGemmaModel,
+    PaliGemmaProcessor,
     Qwen2_5_VLConfig,
     Qwen2_5_VLModel,
     Qwen2_5_VLProcessor,
@@ -22,7 +41,14 @@ from transformers import (
     Qwen3VLModel,
     Qwen3VLProcessor,
     Qwen3VLVideoProcessor,
+    SiglipImageProcessor,
+    SmolVLMConfig,
+    SmolVLMImageProcessor,
+    SmolVLMModel,
+    SmolVLMProcessor,
+    SmolVLMVideoProcessor,
 )
+from transformers.models.smolvlm import processing_smolvlm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,13 +142,148 @@ def _qwen3() -> tuple[Any, Any]:
     return Qwen3VLModel(config), processor
 
 
+_GEMMA: dict[str, Any] = {
+    **_LAYERS,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+}
+_SIGLIP: dict[str, Any] = {
+    **_LAYERS,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+SQUARE = {"height": 16, "width": 16}
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+PLAIN_CHAT = (
+    "{% for message in messages %}<{{ message['role'] }}>"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}<end>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""The form of a template; IMAGE stands for the family's placeholder."""
+
+
+def _tokenizer(*specials: str, **named: str) -> Any:
+    tokenizer = byte_tokenizer(additional_special_tokens=list(specials), **named)
+    tokenizer.model_max_length = 4096
+    return tokenizer
+
+
+def _paligemma_network(tokenizer: Any) -> PaliGemmaConfig:
+    return PaliGemmaConfig(
+        text_config={**_GEMMA, "model_type": "gemma", "vocab_size": len(tokenizer)},
+        vision_config={**_SIGLIP, "model_type": "siglip_vision_model", "projection_dim": 32},
+        projection_dim=32,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+
+
+def _paligemma() -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<image>")
+    images = SiglipImageProcessor(size=SQUARE, image_seq_length=16, **HALVES)
+    processor = PaliGemmaProcessor(images, tokenizer)  # adds tokens
+    return PaliGemmaModel(_paligemma_network(tokenizer)), processor
+
+
+def _colpali() -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<image>")
+    processor = ColPaliProcessor(SiglipImageProcessor(size=SQUARE, image_seq_length=16, **HALVES), tokenizer)
+    config = ColPaliConfig(vlm_config=_paligemma_network(tokenizer).to_dict(), embedding_dim=12)
+    return ColPaliForRetrieval(config), processor
+
+
+def _gemma3() -> tuple[Any, Any]:
+    named = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
+    tokenizer = _tokenizer(*named.values(), extra_special_tokens=named)
+    text = {**_GEMMA, "vocab_size": len(tokenizer), "sliding_window": 16, "query_pre_attn_scalar": 16}
+    layers = {"layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma3Config(
+        text_config=text | layers,
+        vision_config={**_SIGLIP, "model_type": "siglip_vision_model"},
+        mm_tokens_per_image=4,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+        boi_token_id=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+        eoi_token_id=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+    )
+    chat = PLAIN_CHAT.replace("IMAGE", "<start_of_image>")
+    images = Gemma3ImageProcessor(size=SQUARE, image_seq_length=4, **HALVES)
+    network = Gemma3Model(config)
+    torch.nn.init.normal_(network.multi_modal_projector.mm_input_projection_weight, std=0.2)  # which begins at zero
+    return network, Gemma3Processor(images, tokenizer, chat_template=chat, image_seq_length=4)
+
+
+def _idefics3() -> tuple[Any, Any]:
+    places = [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]
+    tokenizer = _tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places)
+    config = Idefics3Config(
+        text_config={**_GEMMA, "model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": 1},
+        vision_config=_SIGLIP,
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    images = Idefics3ImageProcessor(size={"longest_edge": 48}, max_image_size={"longest_edge": 16}, **HALVES)
+    chat = PLAIN_CHAT.replace("IMAGE", "<image>")
+    return Idefics3Model(config), Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=chat)
+
+
+def _smolvlm() -> tuple[Any, Any]:
+    processing_smolvlm.num2words = processing_smolvlm.num2words or str  # a package that counts the frames of videos
+    network, processor = _idefics3()
+    config = SmolVLMConfig(**{name: value for name, value in network.config.to_dict().items() if name != "model_type"})
+    images = SmolVLMImageProcessor(size={"longest_edge": 48}, max_image_size={"longest_edge": 16}, **HALVES)
+    videos = SmolVLMVideoProcessor(size={"longest_edge": 16}, max_image_size={"longest_edge": 16})
+    template = processor.chat_template
+    own = SmolVLMProcessor(images, processor.tokenizer, videos, image_seq_len=4, chat_template=template)
+    return SmolVLMModel(config), own
+
+
+def _llava_onevision() -> tuple[Any, Any]:
+    tokenizer = _tokenizer("<image>", "<video>")
+    shapes = [[16, 16], [16, 32], [32, 16], [32, 32], [16, 48]]
+    config = LlavaOnevisionConfig(
+        text_config={**_GEMMA, "model_type": "qwen2", "vocab_size": len(tokenizer)},
+        vision_config={**_SIGLIP, "model_type": "siglip_vision_model"},
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        image_grid_pinpoints=shapes,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        video_token_id=tokenizer.convert_tokens_to_ids("<video>"),
+    )
+    images = LlavaOnevisionImageProcessor(size=SQUARE, image_grid_pinpoints=shapes, **HALVES)
+    processor = LlavaOnevisionProcessor(
+        images,
+        tokenizer,
+        LlavaOnevisionVideoProcessor(size=SQUARE),
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        chat_template=PLAIN_CHAT.replace("IMAGE", "<image>"),
+    )
+    return LlavaOnevisionModel(config), processor
+
+
+FAMILY_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "idefics3": _idefics3,
+    "smolvlm": _smolvlm,
+    "llava_onevision": _llava_onevision,
+    "gemma3": _gemma3,
+    "paligemma": _paligemma,
+}
+"""Models of the families that transformers runs by its own forward."""
+
+
 def _colqwen2() -> tuple[Any, Any]:
     network, processor = _qwen2()
     config = ColQwen2Config(vlm_config=network.config.to_dict(), embedding_dim=12)
     return ColQwen2ForRetrieval(config), ColQwen2Processor(_images(), processor.tokenizer)
 
 
-RETRIEVAL_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {"colqwen2": _colqwen2}
+RETRIEVAL_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {"colpali": _colpali, "colqwen2": _colqwen2}
 """Models of late interaction."""
 
 VISION_LANGUAGE_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
@@ -135,7 +296,7 @@ VISION_LANGUAGE_BUILDERS: dict[str, Callable[[], tuple[Any, Any]]] = {
 def write_vision_language(folder: Path, kind: str) -> Path:
     """Write a folder with seeded weights, wide enough that items differ."""
     torch.manual_seed(0)
-    model, processor = (VISION_LANGUAGE_BUILDERS | RETRIEVAL_BUILDERS)[kind]()
+    model, processor = (VISION_LANGUAGE_BUILDERS | FAMILY_BUILDERS | RETRIEVAL_BUILDERS)[kind]()
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder

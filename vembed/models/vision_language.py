@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import unicodedata
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -33,7 +32,7 @@ from vembed.errors import ConfigError
 from vembed.models import attention
 from vembed.models.encoder import Encoder
 from vembed.models.files import transformer_depth, transformer_period
-from vembed.models.pictures import DECODED_AT_ONCE, last_step, normalised, process_pictures, run_processor
+from vembed.models.pictures import DECODED_AT_ONCE, last_step, normalised, process_pictures
 from vembed.models.pooling import pool
 from vembed.models.sentence_transformers_pictures import model_type_of
 from vembed.models.text_spec import asked_pooling
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
+    import PIL.Image
     from numpy.typing import NDArray
     from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -108,7 +108,8 @@ class VisionLanguageEncoder(Encoder):
         spec: VisionLanguageSpec,
     ) -> None:
         super().__init__()
-        attention.spare_masks(backbone)
+        if family.causal:
+            attention.spare_masks(backbone)
         family.prepare(backbone)
         self.name = name
         self.backbone = backbone
@@ -118,9 +119,10 @@ class VisionLanguageEncoder(Encoder):
         self.max_length = spec.max_length
         self.dimension = int(backbone.config.get_text_config().hidden_size)
         self.normalisation = last_step(processor.image_processor)
-        placeholders = (getattr(processor, f"{kind}_token", None) for kind in ("image", "video"))
-        self._placeholders = tuple(each for each in placeholders if each)
         self._image_id = int(backbone.config.image_token_id)
+        placeholders = [getattr(processor, f"{kind}_token", None) for kind in ("image", "video")]
+        placeholders.append(self.tokenizer.convert_ids_to_tokens(self._image_id))
+        self._placeholders = tuple(dict.fromkeys(each for each in placeholders if each))
         self._kept_ids = np.array(sorted({*self.tokenizer.all_special_ids, self._image_id}))
 
     @property
@@ -175,7 +177,11 @@ class VisionLanguageEncoder(Encoder):
         """Return what the image processor makes of an item's pictures; nothing where it has none."""
         if not images:
             return {}
-        process = partial(run_processor, self.processor.image_processor, in_bytes=self.normalisation is not None)
+        in_bytes = self.normalisation is not None
+
+        def process(pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
+            return self.family.process(self.processor.image_processor, pictures, in_bytes)
+
         return process_pictures(images, process, self.image_limits, self.image_background)
 
     def _words(self, arrays: Mapping[str, NDArray[Any]], num_pictures: int, text: str, side: Side) -> str:
@@ -188,7 +194,7 @@ class VisionLanguageEncoder(Encoder):
         if not num_pictures:
             return said
         pieces = said.split(self.processor.image_token)
-        tokens = [self.processor.replace_image_token(arrays, place) for place in range(num_pictures)]
+        tokens = [self.family.placeholder(self.processor, arrays, place) for place in range(num_pictures)]
         return "".join(piece + token for piece, token in zip(pieces, [*tokens, ""], strict=True))
 
     def _cut(self, ids_T: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -327,7 +333,7 @@ def load_processor(
         raise ConfigError(f"{files.name} has no chat template, by which its items are put into words")
     most = files.read_json(SETTINGS_FILE).get("image_tokens", family.most_image_tokens)
     wanted = most if files.keys.image_tokens == "auto" else files.keys.image_tokens
-    image_tokens = family.limit_images(processor.image_processor, wanted, files.keys.max_image_size)
+    image_tokens = family.limit_images(processor, wanted, files.keys.max_image_size)
     return processor, decide_spec(files, config, processor.tokenizer, family, image_tokens)
 
 

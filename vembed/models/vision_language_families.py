@@ -20,11 +20,14 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
+from vembed.errors import ConfigError
 from vembed.models import attention
+from vembed.models.pictures import run_processor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import PIL.Image
     from numpy.typing import NDArray
     from torch import Tensor
 
@@ -46,7 +49,7 @@ class VisionLanguageFamily:
     most_image_tokens: int | None  # of one picture, unless the user says otherwise; None: as the image processor says
     limit_images: Callable[
         [Any, int | None, int | None], int
-    ]  # (image processor, most tokens, longest side): most that it gives from then on
+    ]  # (processor, most tokens, longest side): most of a picture
     pictures: Callable[
         [Any, Mapping[str, Ragged]], dict[str, Tensor]
     ]  # (network, arrays of R rows) -> inputs of a call
@@ -57,6 +60,13 @@ class VisionLanguageFamily:
     wording: Callable[[Any, str, int, str], str] | None = None
     # (processor, instruction, number of pictures, text) -> what is read, with a placeholder for each picture; None: a
     # conversation by the processor's chat template
+    process: Callable[[Any, list[PIL.Image.Image], bool], dict[str, NDArray[Any]]] = (
+        lambda processor, images, in_bytes: run_processor(processor, images, in_bytes=in_bytes)
+    )  # (image processor, pictures of an item, whether in bytes) -> arrays
+    placeholder: Callable[[Any, Mapping[str, NDArray[Any]], int], str] = lambda processor, arrays, place: str(
+        processor.replace_image_token(arrays, place)
+    )  # (processor, arrays of the item, which of its pictures) -> what stands for each of its tokens
+    causal: bool = True  # whether every token sees those before it and no other
     pooling: PoolingMode = "lasttoken"
     instruction: str = ""  # system message of every item, unless the user says otherwise
     ends_instruction: bool = (
@@ -76,8 +86,9 @@ def whole_network(network: Any, inputs: dict[str, Tensor]) -> Tensor:
     return hidden_RTH
 
 
-def _limit_area(image_processor: Any, most_tokens: int | None, longest_side: int | None) -> int:
+def _limit_area(processor: Any, most_tokens: int | None, longest_side: int | None) -> int:
     """Bound the area of a picture, whose shape is kept: 4 tokens at least, each a square of merged patches."""
+    image_processor = processor.image_processor
     side = image_processor.patch_size * image_processor.merge_size
     if most_tokens is None:
         most_tokens = int(image_processor.size["longest_edge"]) // side**2
@@ -164,6 +175,123 @@ def _add_at(x_RTH: Tensor, places: Tensor, seen: Tensor) -> Tensor:
     return x_RTH.flatten(0, 1).index_add(0, places, seen.to(x_RTH.dtype)).view_as(x_RTH)
 
 
+def _fixed_tokens(processor: Any, most_tokens: int | None, longest_side: int | None) -> int:
+    """Return what each picture takes, which can't be changed."""
+    tokens = int(processor.image_seq_length)
+    _refuse_limit(tokens, most_tokens, longest_side)
+    return tokens
+
+
+def _refuse_limit(tokens: int, most_tokens: int | None, longest_side: int | None) -> None:
+    if longest_side is not None or (most_tokens is not None and most_tokens != tokens):
+        raise ConfigError(
+            f"a picture takes up to {tokens} tokens in this family, whatever its size; leave image_tokens and "
+            "max_image_size out"
+        )
+
+
+def _prefix_words(processor: Any, instruction: str, num_pictures: int, text: str) -> str:
+    """Return an item as PaliGemma's processor words a task: pictures, the start, the text and a line end."""
+    said = " ".join(part for part in (instruction, text) if part)
+    return f"{processor.image_token * num_pictures}{processor.tokenizer.bos_token}{said}\n"
+
+
+def _paligemma_hidden_states(network: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Let every token see all others."""
+    return whole_network(network, {**inputs, "token_type_ids": torch.zeros_like(inputs["input_ids"])})
+
+
+def _gemma3_pictures(network: Any, arrays: Mapping[str, Ragged]) -> dict[str, Tensor]:  # noqa: ARG001
+    return {"pixel_values": torch.from_numpy(arrays["pixel_values"].values)}
+
+
+def _gemma3_hidden_states(network: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Let tokens of one picture see each other."""
+    kinds = (inputs["input_ids"] == network.config.image_token_id).long()
+    return whole_network(network, {**inputs, "token_type_ids": kinds})
+
+
+def _idefics3_arrays(processor: Any, images: list[PIL.Image.Image], in_bytes: bool) -> dict[str, NDArray[Any]]:  # noqa: ARG001
+    """Return the squares that pictures are cut into, each picture whole behind its own, and how many there are."""
+    made = processor(images=[images], return_tensors="pt", return_row_col_info=True)
+    places = {name: np.asarray(made[name], dtype=np.int32).reshape(-1) for name in ("rows", "cols")}
+    return {"pixel_values": made["pixel_values"][0].numpy(), **places}
+
+
+def _idefics3_placeholder(processor: Any, arrays: Mapping[str, NDArray[Any]], place: int) -> str:
+    return str(processor.replace_image_token({name: [arrays[name].tolist()] for name in ("rows", "cols")}, place))
+
+
+def _idefics3_pictures(network: Any, arrays: Mapping[str, Ragged]) -> dict[str, Tensor]:  # noqa: ARG001
+    return {"pixel_values": torch.from_numpy(arrays["pixel_values"].values)[None]}
+
+
+def _limit_squares(processor: Any, most_tokens: int | None, longest_side: int | None) -> int:
+    """Bound how many squares a picture is cut into: k x k and the whole of it, or the whole alone."""
+    image_processor, length = processor.image_processor, int(processor.image_seq_len)
+    side = int(image_processor.max_image_size["longest_edge"])
+    count = int(image_processor.size["longest_edge"]) // side if image_processor.do_image_splitting else 1
+
+    def tokens(count: int) -> int:
+        return length + 3 + (count**2 * (length + 2) + count + 1 if count > 1 else 0)
+
+    while count > 1 and (
+        tokens(count) > (most_tokens or tokens(count)) or count * side > (longest_side or count * side)
+    ):
+        count -= 1
+    if tokens(count) > (most_tokens or tokens(count)):
+        raise ConfigError(f"image_tokens {most_tokens}: a picture takes at least {tokens(count)} tokens in this family")
+    image_processor.size = {"longest_edge": count * side}
+    return tokens(count)
+
+
+def _llava_arrays(processor: Any, images: list[PIL.Image.Image], in_bytes: bool) -> dict[str, NDArray[Any]]:  # noqa: ARG001
+    """Return the squares of pictures: of a single one several, of each of many one."""
+    made = processor(images=[images], return_tensors="pt")
+    return {"pixel_values": made["pixel_values"].flatten(0, 1).numpy(), "image_sizes": made["image_sizes"].numpy()}
+
+
+def _llava_placeholder(processor: Any, arrays: Mapping[str, NDArray[Any]], place: int) -> str:
+    sizes = arrays["image_sizes"]
+    inputs = {"pixel_values": arrays["pixel_values"][None], "image_sizes": sizes, "batch_num_images": [len(sizes)]}
+    return str(processor.replace_image_token(inputs, place))
+
+
+def _llava_pictures(network: Any, arrays: Mapping[str, Ragged]) -> dict[str, Tensor]:
+    counts = torch.from_numpy(arrays["image_sizes"].lengths)
+    return {**flat_pictures(network, arrays), "batch_num_images": counts}
+
+
+def _most_of_llava(processor: Any, most_tokens: int | None, longest_side: int | None) -> int:
+    """Return what the picture of most tokens takes, which can't be changed."""
+    size = processor.image_processor.size
+    side = size["height"] if "height" in size else size["shortest_edge"]
+    shapes = processor.image_processor.image_grid_pinpoints
+    tokens = max(processor._get_number_of_features(*shape, side, side) for shape in shapes)
+    _refuse_limit(tokens, most_tokens, longest_side)
+    return int(tokens)
+
+
+def _siglip(name: str, **own: Any) -> VisionLanguageFamily:
+    """Return a family of a SigLIP, a projector and a language model, run by transformers' own forward."""
+    parts = {"vision": "vision_tower", "merger": ("multi_modal_projector",), "language": "language_model"}
+    known = {"limit_images": _fixed_tokens, "pictures": flat_pictures, "hidden_states": whole_network}
+    return VisionLanguageFamily(name=name, most_image_tokens=None, **(parts | known | own))
+
+
+def _idefics3(name: str) -> VisionLanguageFamily:
+    return _siglip(
+        name,
+        vision="vision_model",
+        merger=("connector",),
+        language="text_model",
+        limit_images=_limit_squares,
+        pictures=_idefics3_pictures,
+        process=_idefics3_arrays,
+        placeholder=_idefics3_placeholder,
+    )
+
+
 def _qwen(name: str, **own: Any) -> VisionLanguageFamily:
     return VisionLanguageFamily(
         name=name,
@@ -188,5 +316,17 @@ FAMILIES: Mapping[str, VisionLanguageFamily] = {
         instruction="Represent the user's input.",
         ends_instruction=True,
     ),
+    "idefics3": _idefics3("Idefics3"),
+    "smolvlm": _idefics3("SmolVLM"),
+    "llava_onevision": _siglip(
+        "LLaVA-OneVision",
+        merger=("multi_modal_projector", "image_newline"),
+        limit_images=_most_of_llava,
+        pictures=_llava_pictures,
+        process=_llava_arrays,
+        placeholder=_llava_placeholder,
+    ),
+    "gemma3": _siglip("Gemma3", pictures=_gemma3_pictures, hidden_states=_gemma3_hidden_states, causal=False),
+    "paligemma": _siglip("PaliGemma", hidden_states=_paligemma_hidden_states, wording=_prefix_words, causal=False),
 }
 """A new family's row goes here. `flat_pictures` and `whole_network` serve one that transformers runs as it is."""

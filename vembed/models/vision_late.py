@@ -64,6 +64,7 @@ def _retrieval_words(processor: Any, instruction: str, num_pictures: int, text: 
 
 RETRIEVAL_FAMILIES: Mapping[str, VisionLanguageFamily] = {
     # transformers' ColQwen2 counts positions in a line, whatever the shape of a picture.
+    "colpali": replace(FAMILIES["paligemma"], name="ColPali", wording=_retrieval_words),
     "colqwen2": replace(
         FAMILIES["qwen2_vl"], name="ColQwen2", positions=None, wording=_retrieval_words, most_image_tokens=None
     ),

@@ -1,0 +1,142 @@
+"""Families that transformers runs by its own forward: Idefics3, SmolVLM, LLaVA-OneVision, Gemma3 and PaliGemma."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from adapter_cases import partly_trained, trainable_of, wake
+from picture_cases import opened, vectors
+from test_adapters_engine import assert_exact
+from test_vision_language import FLAT, ITEMS, LARGE, NEAR, SMALL, load, mixed_batch
+from transformers import AutoModel, AutoProcessor
+from vision_language_cases import FAMILY_BUILDERS, write_vision_language
+
+from vembed.batch import Composed, Image
+from vembed.errors import ConfigError
+from vembed.models.adapters.trainable import freeze
+from vembed.models.adapters.trained import save_trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.batch import Item
+
+KINDS = tuple(FAMILY_BUILDERS)
+SOME = [pytest.param(kind, marks=() if kind in ("idefics3", "paligemma") else pytest.mark.slow) for kind in KINDS]
+INSTRUCTION = "Find it."
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("families")
+    return {kind: write_vision_language(root / kind, kind) for kind in KINDS}
+
+
+def call_of(kind: str, processor: Any, item: Item) -> dict[str, Any]:
+    """Return what transformers' processor makes of an item, worded by hand."""
+    text = item if isinstance(item, str) else item.text if isinstance(item, Composed) else ""
+    images = item.images if isinstance(item, Composed) else [item] if isinstance(item, Image) else []
+    text = text or ("" if images else "NULL")
+    if kind == "paligemma":
+        said = f"{INSTRUCTION} {text}".strip()
+        if images:  # the processor puts pictures and start before the words
+            return dict(processor(text=[said], images=[opened(images)], return_tensors="pt"))
+        call = processor.tokenizer(f"{processor.tokenizer.bos_token}{said}\n", return_tensors="pt")
+        return {**call, "token_type_ids": torch.zeros_like(call["input_ids"])}
+    placeholder = "<start_of_image>" if kind == "gemma3" else "<image>"
+    said = f"<system>{INSTRUCTION}<end><user>{placeholder * len(images)}{text}<end><assistant>"
+    return dict(processor(text=[said], images=[opened(images)] if images else None, return_tensors="pt"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vectors_are_those_of_transformers(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind], query_prompt=INSTRUCTION)
+    model = AutoModel.from_pretrained(folders[kind], dtype=torch.float64, attn_implementation="eager").eval()
+    processor = AutoProcessor.from_pretrained(folders[kind])
+    expected = []
+    for item in ITEMS:
+        call = call_of(kind, processor, item)
+        call.pop("num_crops", None)
+        with torch.no_grad():
+            made = {name: each.double() if name == "pixel_values" else each for name, each in call.items()}
+            hidden = model(**made).last_hidden_state
+        expected.append(torch.nn.functional.normalize(hidden[0, -1], dim=0))
+    found = vectors(encoder, ITEMS)
+    assert torch.allclose(found, torch.stack(expected), rtol=0, atol=1e-5)
+    assert torch.pdist(found[[0, 1, 2, 3, 4, 6, 7]]).min() > 1e-2, "different items have different vectors"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_neither_neighbours_nor_their_order_nor_padding_change_a_vector(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind])
+    together = vectors(encoder, ITEMS)
+    assert torch.allclose(vectors(encoder, ITEMS[::-1]), together.flip(0), rtol=0, atol=NEAR)
+    for place, item in enumerate(ITEMS):
+        features = encoder.featurize([item], "query")
+        with torch.no_grad():
+            z = encoder(encoder.collate(features, np.array([0]), int(features.lengths[0]) + 3))
+        assert torch.allclose(z[0], together[place], rtol=0, atol=NEAR)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_that_was_written_gives_the_same_vectors(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    encoder = load(folders[kind], query_prompt=INSTRUCTION)
+    encoder.save(tmp_path / "model")
+    again = load(tmp_path / "model")
+    assert again.spec == encoder.spec
+    assert torch.equal(vectors(again, ITEMS), vectors(encoder, ITEMS))
+
+
+@pytest.mark.parametrize("kind", SOME)
+def test_each_part_trains_alone_and_adapters_are_merged(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    encoder = load(folders[kind])
+    family, every = encoder.family, {name for name, _ in encoder.named_parameters()}
+    begins = {"text": (family.language,), "vision": (family.vision, *family.merger), "projection": family.merger}
+    for what, parts in begins.items():
+        encoder.requires_grad_(requires_grad=True)
+        freeze(encoder, what)
+        beginnings = tuple(f"backbone.{part}" for part in parts)
+        assert trainable_of(encoder).keys() == {name for name in every if name.startswith(beginnings)}
+    adapted = partly_trained(folders[kind], "lora").eval()
+    wake(adapted)
+    expected = vectors(adapted, ITEMS)
+    save_trained(adapted, tmp_path / "merged", tmp_path / "adapter")
+    assert torch.allclose(vectors(load(tmp_path / "merged"), ITEMS), expected, rtol=0, atol=NEAR)
+    assert not torch.allclose(vectors(load(folders[kind]), ITEMS), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("what", ["lora", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", SOME)
+def test_the_engine_has_the_gradients_of_the_plain_step(folders: dict[str, Path], kind: str, what: str) -> None:
+    """Of the same chunks, whose roundings are alike; pictures are of uneven sizes."""
+    encoder = partly_trained(folders[kind], what)
+    wake(encoder)
+    assert_exact(encoder, mixed_batch())
+
+
+def test_pictures_are_cut_into_as_many_squares_as_the_budget_allows(folders: dict[str, Path]) -> None:
+    rows = {}
+    for keys in ({}, {"image_tokens": 40}, {"max_image_size": 32}, {"image_tokens": 7}):
+        encoder = load(folders["idefics3"], **keys)
+        features = encoder.featurize([LARGE, SMALL, FLAT], "query")
+        rows[str(keys)] = [int(each) for each in features.columns["rows"].values]
+        tokens = (features.columns["input_ids"].values == encoder.tokenizer.convert_tokens_to_ids("<image>")).sum()
+        assert tokens == 4 * len(features.columns["pixel_values"].values)
+        assert features.lengths.max() <= encoder.spec.image_tokens + len("<user><end><assistant>")
+    assert rows == {"{}": [2, 3, 3], "{'image_tokens': 40}": [2, 2, 2], "{'max_image_size': 32}": [2, 2, 2],
+                    "{'image_tokens': 7}": [0, 0, 0]}  # fmt: skip
+    with pytest.raises(ConfigError, match="a picture takes at least 7 tokens"):
+        load(folders["idefics3"], image_tokens=6)
+    for kind in ("gemma3", "llava_onevision"):
+        with pytest.raises(ConfigError, match="leave image_tokens and max_image_size out"):
+            load(folders[kind], image_tokens=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_text_that_names_a_placeholder_is_a_text(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind])
+    for each in encoder._placeholders:
+        assert vectors(encoder, (Composed((SMALL,), f"what is {each}?"), each)).isfinite().all()

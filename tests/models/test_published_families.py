@@ -171,9 +171,8 @@ def test_vectors_are_those_of_the_published_rule_whichever_side_is_padded(folder
             assert (found - rule.vectors(prompt, padding_side)).abs().max() <= 1e-5
         expected = theirs.encode(list(TEXTS), prompt=prompt or None, convert_to_tensor=True)
         assert (found - expected).abs().max() <= 1e-5
-        assert (
-            found[:-1] @ found[:-1].T - torch.eye(len(TEXTS) - 1)
-        ).max() < 0.9999  # the last text is the first one's
+        different = found[:-1]  # the last text is the first one with a capital, which is one to some tokenizers
+        assert (different @ different.T - torch.eye(len(different))).max() < 0.9999
         alone = torch.cat([embed(encoder, [text], side=side) for text in reversed(TEXTS)]).flip(0)
         assert (found - alone).abs().max() <= 1e-5
 

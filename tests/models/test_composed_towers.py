@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ from vembed.models.composed_towers import ComposedTowers
 from vembed.models.export.samples import sample_vectors
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_encoder
+from vembed.models.registry import encoder_classes, load_encoder
 from vembed.plan.problem import Way
 
 if TYPE_CHECKING:
@@ -399,6 +399,11 @@ def test_a_mode_that_the_files_contradict_is_refused(
         return
     with pytest.raises(ConfigError, match=f"^encoder_mode {mode}: .*{reason}"):
         load_any(name, encoder_mode=mode)
+
+
+def test_every_mode_is_one_of_a_class() -> None:
+    stated = {mode for each in encoder_classes() for mode in each.modes}
+    assert {"auto", *stated} == set(get_args(ModelKeys.model_fields["encoder_mode"].annotation))
 
 
 def test_what_a_folder_says_of_its_towers_holds_no_path(folders: dict[str, Path]) -> None:

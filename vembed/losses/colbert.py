@@ -154,7 +154,8 @@ class MaxSimTiles(SimilarityTiles):
         slopes_VC.mul_(self._factors_V[vectors, None])
         out.dq_QE[vectors] += embedding_bag(winners_VC, d_WE, mode="sum", per_sample_weights=slopes_VC)
         starts = self._d_starts[tile.columns.start : tile.columns.stop + 1]
-        for columns in _slices(starts, most=self.tile_size**2 // (4 * q_VE.shape[1])):  # so that sums stay small
+        quarter = self.tile_size**2 // 4  # of a tile: most numbers of the sums, and most winners, at a time
+        for columns in _slices(starts, most=quarter // q_VE.shape[1], most_rows=max(1, quarter // len(q_VE))):
             first, stop = (int(starts[edge] - starts[0]) for edge in (columns.start, columns.stop))
             won, order = winners_VC[:, columns].reshape(-1).sort(stable=True)
             bags = torch.searchsorted(won, torch.arange(first, stop, dtype=won.dtype, device=won.device))
@@ -200,8 +201,8 @@ class MaxSimTiles(SimilarityTiles):
         return to_device(torch.from_numpy(np.ascontiguousarray(values)), self._q.device)
 
 
-def _slices(starts: NDArray[np.int64], *, most: int) -> Iterator[slice]:
-    """Cut rows into slices of at most so many vectors, and at least one row.
+def _slices(starts: NDArray[np.int64], *, most: int, most_rows: int) -> Iterator[slice]:
+    """Cut rows into slices of at most so many vectors and rows, and at least one row.
 
     Args:
         starts: Where the vectors of each row begin, and where the last row's end.
@@ -209,5 +210,6 @@ def _slices(starts: NDArray[np.int64], *, most: int) -> Iterator[slice]:
     first = 0
     while first < len(starts) - 1:
         stop = max(first + 1, int(np.searchsorted(starts, starts[first] + most, side="right")) - 1)
+        stop = min(stop, first + most_rows)
         yield slice(first, stop)
         first = stop

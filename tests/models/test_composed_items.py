@@ -14,6 +14,7 @@ from picture_cases import DUAL_BUILDERS, PICTURES, TINY, picture, vectors, write
 from picture_cases import write_picture_model as write
 
 from vembed.batch import Composed, Features, Image, content_id
+from vembed.config.keys.model import ModelKeys
 from vembed.data.collate import collate
 from vembed.data.records import Record
 from vembed.data.sampler import GlobalSampler
@@ -25,6 +26,7 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.composed import join_features
+from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
 
 CPU = torch.device("cpu")
-KINDS = (*DUAL_BUILDERS, "tiny-clip", "open_clip")
+KINDS = (*DUAL_BUILDERS, "tiny-clip", "open_clip", "two models")
 SHIRTS = tuple(Composed((image,), text) for image, text in zip(PICTURES, TEXTS, strict=False))
 
 
@@ -44,7 +46,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.manual_seed(0)
     TinyClip(TINY).save(root / "tiny-clip")
     written = {kind: write(root / kind, kind) for kind in (*DUAL_BUILDERS, "vit")}
-    return {**written, "tiny-clip": root / "tiny-clip", "open_clip": write_open_clip(root / "open_clip")}
+    towers = {"text_model_name": str(write_model(root / "bert", "bert")), "image_model_name": str(written["vit"])}
+    load_encoder(ModelKeys.model_validate({**towers, "projection_dim": 16})).save(root / "two")
+    written |= {"two models": root / "two", "tiny-clip": root / "tiny-clip"}
+    return {**written, "open_clip": write_open_clip(root / "open_clip")}
 
 
 def load(folder: Path, **options: Any) -> Any:

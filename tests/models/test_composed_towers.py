@@ -244,6 +244,16 @@ def test_what_is_saved_loads_equal_bit_for_bit_and_each_tower_in_its_own_library
     AutoImageProcessor.from_pretrained(tmp_path / "again" / "image")
 
 
+@pytest.mark.slow
+def test_the_text_tower_has_its_vectors_in_sentence_transformers(folders: dict[str, Path]) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    encoder: Any = load_any(folders["bert + dinov2"]).eval()
+    model = SentenceTransformer(str(folders["bert + dinov2"] / "text"), device="cpu")
+    found = model.encode([text.strip() for text in TEXTS])
+    assert np.abs(found - vectors(encoder.text, TEXTS).numpy()).max() < 1e-5
+
+
 @pytest.mark.parametrize("towers", ["all", "text"])
 def test_adapters_of_each_tower_are_saved_by_themselves_and_merged(
     folders: dict[str, Path], tmp_path: Path, towers: Any

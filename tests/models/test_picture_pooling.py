@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from adapter_cases import make_loss, step_of_a_rank
+from adapter_cases import make_loss, partly_trained, step_of_a_rank, wake
 from model_cases import load_any, write_model
 from picture_cases import PICTURES, opened, picture, pools_of, vectors, write_picture_model
 from sentence_transformers import SentenceTransformer
@@ -16,10 +16,12 @@ from test_adapters_engine import assert_exact, assert_same, take
 from transformers import AutoImageProcessor, AutoModel, ViTMAEModel
 
 from vembed.batch import ContrastiveBatch
+from vembed.config.keys.adapters import AdapterKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.reference import reference_step
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
+from vembed.models.adapters.lora import add_adapters, merge_adapters
 from vembed.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -88,6 +90,28 @@ def test_the_key_decides_and_the_written_folder_says_so(
 def test_the_engine_has_the_gradients_of_the_plain_step(folders: dict[str, Path], kind: str, pooling: str) -> None:
     encoder = load(folders[kind], dtype=torch.float64, pooling_method=pooling).train()
     assert_exact(encoder, pictures_batch())
+
+
+@pytest.mark.parametrize("kind", ["mae", "timm eva02"])
+def test_adapters_train_and_are_merged_into_the_folder(tmp_path: Path, kind: str) -> None:
+    folder = write_picture_model(tmp_path / "model", kind)
+    encoder = partly_trained(folder, "lora")
+    wake(encoder)
+    assert_exact(encoder, pictures_batch())
+    adapted = vectors(encoder.eval(), PICTURES)
+    merge_adapters(encoder)
+    encoder.save(tmp_path / "merged")
+    assert torch.allclose(vectors(load(tmp_path / "merged", dtype=torch.float64), PICTURES), adapted, atol=1e-9)
+    assert (vectors(load(folder, dtype=torch.float64), PICTURES) - adapted).abs().max() > 1e-3
+
+
+def test_an_attention_of_timm_that_reads_its_weights_past_the_layer_gets_no_adapter_there(tmp_path: Path) -> None:
+    folder = write_picture_model(tmp_path, "timm eva02")
+    with pytest.raises(ConfigError, match=r"qkv of .* past which its attention reads the weights"):
+        add_adapters(load(folder), AdapterKeys(lora_target_modules=["qkv"]))
+    encoder = load(folder)
+    add_adapters(encoder, AdapterKeys())
+    assert "on fc1, fc2, proj of the vision tower" in encoder.trains
 
 
 @pytest.mark.slow

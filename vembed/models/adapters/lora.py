@@ -138,13 +138,24 @@ def _targets(encoder: Encoder, hosts: Sequence[_Host], towers: Sequence[Tower], 
 
 
 def _linear_layers(host: _Host) -> Iterator[str]:
-    """Yield the linear layers that a forward pass calls: torch's own attention reads its weights past its layers."""
+    """Yield the linear layers that a forward pass calls."""
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer, its weight the other way round
 
-    attentions = [name for name, module in host.network.named_modules() if isinstance(module, nn.MultiheadAttention)]
+    past = _read_past(host.network)
     for name, module in host.network.named_modules():
-        if isinstance(module, nn.Linear | Conv1D) and not is_within(name, attentions):
+        if isinstance(module, nn.Linear | Conv1D) and not is_within(name, past):
             yield host.prefix + name
+
+
+def _read_past(network: nn.Module) -> list[str]:
+    """Return the modules of which an attention reads the weights past their layers."""
+    found = []
+    for name, module in network.named_modules():
+        if isinstance(module, nn.MultiheadAttention):
+            found.append(name)
+        elif getattr(module, "q_bias", None) is not None and not getattr(module, "qkv_bias_separate", False):
+            found.append(f"{name}.qkv")  # timm's, where the biases of one matrix are kept apart
+    return found
 
 
 def _named(encoder: Encoder, hosts: Sequence[_Host], linear: Sequence[str], wanted: Sequence[str]) -> list[str]:
@@ -168,6 +179,11 @@ def _refuse_target(encoder: Encoder, hosts: Sequence[_Host], linear: Sequence[st
         raise ConfigError(
             f"lora_target_modules: {target} of {encoder.name} belongs to torch's MultiheadAttention, which reads its "
             f"weights past the layer, so that an adapter would never be used; take {', '.join(leaves)}"
+        )
+    if any(f".{name}".endswith(f".{target}") for host in hosts for name in _read_past(host.network)):
+        raise ConfigError(
+            f"lora_target_modules: {target} of {encoder.name} is a layer past which its attention reads the weights, "
+            f"so that an adapter would never be used; take {', '.join(leaves)}"
         )
     if kinds:
         raise ConfigError(

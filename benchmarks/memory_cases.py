@@ -31,6 +31,7 @@ class Case:
         bf16: Whether the encoder computes in bfloat16.
         lora: Whether adapters train beside a frozen base.
         trainable: What trains otherwise.
+        several: Whether each token gives a vector, under the ColBERT loss.
         ranks: Processes that share the batch, texts only.
         fsdp_mode: What stays whole during a step; None replicates.
         cpu_offload: Whether shards and optimizer live in the host's memory.
@@ -47,6 +48,7 @@ class Case:
     bf16: bool = False
     lora: bool = False
     trainable: str = "all"
+    several: bool = False
     ranks: int = 1
     fsdp_mode: ShardingMode | None = None
     cpu_offload: bool = False
@@ -156,6 +158,8 @@ CASES = (
         bf16=True,
         gradient_checkpointing=True,
     ),
+    Case("ColBERT, half kept", bert(), retain=0.5, several=True),
+    Case("ColBERT on pictures", mae(), pictures=True, several=True),
     Case("CLIP, nothing kept", clip(), tokens=48, pictures=True),
     Case("CLIP, half kept", clip(), tokens=48, pictures=True, retain=0.5),
     Case("CLIP, all kept", clip(), tokens=48, pictures=True, retain=1.0),

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -40,10 +40,12 @@ from vembed.distributed.runtime import prepare_device
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.losses.base import BatchStructure
+from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
+from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed_towers import ComposedTowers
 from vembed.models.probe import one_picture
 from vembed.models.profile.measure import ProfileTarget
@@ -59,6 +61,7 @@ from vembed.training.optimizer import Schedule, Updater
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from vembed.models.encoder import Encoder
@@ -82,8 +85,9 @@ def build(case: Case, folder: Path, device: str) -> Encoder:
 
 def keys_of(case: Case, folder: Path) -> ModelKeys:
     """Return what names the model; a shape becomes a file."""
+    pooling: Literal["none", "auto"] = "none" if case.several else "auto"
     if isinstance(case.model, str):
-        return ModelKeys(model_name=case.model)
+        return ModelKeys(model_name=case.model, pooling_method=pooling)
     if isinstance(case.model, tuple | list):
         towers = dict(zip(("text_model_name", "image_model_name"), case.model, strict=True))
         for key, shape in towers.items():
@@ -91,7 +95,7 @@ def keys_of(case: Case, folder: Path) -> ModelKeys:
         return ModelKeys.model_validate({key: str(folder / f"{key}.json") for key in towers} | {"projection_dim": 256})
     path = folder / "shape.json"
     path.write_text(json.dumps(case.model), "utf-8")
-    return ModelKeys(model_name=str(path))
+    return ModelKeys(model_name=str(path), pooling_method=pooling)
 
 
 def prepare(case: Case, device: torch.device) -> tuple[Encoder, Updater, Callable[[int], tuple[float, float]]]:
@@ -105,7 +109,7 @@ def prepare(case: Case, device: torch.device) -> tuple[Encoder, Updater, Callabl
     if case.fsdp_mode is not None:
         way = Way("fsdp", mode=case.fsdp_mode, sharding_factor=ranks.world_size, cpu_offload=case.cpu_offload)
         sharded = shard_encoder(encoder, way, ranks, device=device, compute_dtype=compute_dtype)
-    loss = InfoNCE(temperature=0.05, tile_size=TILE_SIZE).to(device)
+    loss = (ColbertLoss if case.several else InfoNCE)(temperature=0.05, tile_size=TILE_SIZE).to(device)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
     updater = Updater(encoder, loss, OptimisationKeys(), schedule, loss_scaling=False, ranks=ranks)
     options = EngineOptions(
@@ -169,7 +173,7 @@ def make_batch(case: Case, encoder: Encoder, rank: int) -> tuple[list[Pool], Bat
     """Return a rank's part of a batch of random rows: one query and one document for each pair."""
     first, second = np.arange(case.pairs), case.pairs + np.arange(case.pairs)
     if case.pictures and "text" not in encoder.modalities:
-        pools = [Pool(encoder, encoder.collate, _pictures(2 * case.pairs, encoder), np.concatenate([first, second]))]
+        pools = [_pool(encoder, _pictures(2 * case.pairs, encoder), np.concatenate([first, second]))]
     elif case.pictures:
         pools = [  # in the order of a run
             Pool(encoder, encoder.collate, _pictures(case.pairs, encoder), second),
@@ -177,7 +181,7 @@ def make_batch(case: Case, encoder: Encoder, rank: int) -> tuple[list[Pool], Bat
         ]
     else:
         own = case.assignment.slots[rank]
-        pools = [Pool(encoder, encoder.collate, _texts(case, 2 * case.pairs, encoder).take(own), own)]
+        pools = [_pool(encoder, _texts(case, 2 * case.pairs, encoder).take(own), own)]
     batch = ContrastiveBatch(
         queries=("",) * case.pairs,
         documents=("",) * case.pairs,
@@ -189,6 +193,10 @@ def make_batch(case: Case, encoder: Encoder, rank: int) -> tuple[list[Pool], Bat
     return pools, BatchStructure.of(batch)
 
 
+def _pool(encoder: Encoder, features: Features, slots: NDArray[np.int64]) -> Pool:
+    return Pool(encoder, encoder.collate, features, slots, encoder.num_vectors(features))
+
+
 def _texts(case: Case, count: int, encoder: Encoder) -> Features:
     """Return rows of nearly one length: all chunks are as full as may be, and padded."""
     rng = np.random.default_rng(0)
@@ -197,6 +205,11 @@ def _texts(case: Case, count: int, encoder: Encoder) -> Features:
     ids = Ragged.from_rows([rng.integers(5, 500, length) for length in lengths])
     if isinstance(encoder, ComposedTowers):
         return Features({"text.input_ids": ids}, ids.lengths, {"text.lengths": ids.lengths})
+    if isinstance(encoder, ColbertEncoder):
+        counted = Ragged.from_rows([np.arange(length) for length in lengths])
+        return encoder.head.with_vectors(
+            Features({"input_ids": ids}, ids.lengths, {SEEN: lengths}), counted, "document"
+        )
     if not isinstance(encoder, TinyClip):
         return Features({"input_ids": ids}, ids.lengths)
     grams = Ragged.from_rows([rng.integers(5, 500, GRAMS_PER_TOKEN * length) for length in lengths])
@@ -204,9 +217,7 @@ def _texts(case: Case, count: int, encoder: Encoder) -> Features:
 
 
 def _pictures(count: int, encoder: Encoder) -> Features:
-    one = one_picture(encoder)
-    per_row = {name: np.repeat(values, count, axis=0) for name, values in one.per_row.items()}
-    return Features({}, np.repeat(one.lengths, count), per_row)
+    return one_picture(encoder).take(np.zeros(count, dtype=np.int64))
 
 
 def predict(case: Case, device: str) -> dict[str, int]:
@@ -224,6 +235,7 @@ def predict(case: Case, device: str) -> dict[str, int]:
         f"use_lora={str(case.lora).lower()}",
         f"trainable={case.trainable}",
         f"loss_tile_size={TILE_SIZE}",
+        f"loss_type={'colbert' if case.several else 'infonce'}",
         f"use_fsdp={str(case.fsdp_mode is not None).lower()}",
         f"fsdp_mode={case.fsdp_mode or 'auto'}",
         "packing=false",

@@ -15,17 +15,21 @@ from adapter_cases import wake
 from late_cases import DIMENSION, DOCUMENTS, HIDDEN, QUERIES, QUERY_LENGTH, rows_of, write_bert
 from model_cases import edit_json, load_any, write_model
 from safetensors.torch import load_file, save_file
+from test_engine_ranks import assignment_of
 from test_engine_vectors import MaxSim
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
+from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
+from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
+from vembed.losses.colbert import ColbertLoss
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import changing_names, save_trained
 from vembed.models.export.write import ExportRequest, export_model
@@ -36,6 +40,8 @@ from vembed.models.registry import load_skeleton
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rank_pool import RankPool
 
     from vembed.batch import Side
 
@@ -250,6 +256,35 @@ def test_the_engine_gives_the_gradients_of_the_plain_step_under_dropout(bert: Pa
     for name, gradient in wanted.items():
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12)
     assert wanted["head.layers.0.linear.weight"].abs().max() > 1e-3
+
+
+def step_of_a_rank(rank: int, folder: Path, choice: str, how: str | None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Do one step in chunks with the streamed loss: this rank's rows, or all in one call where `how` is None."""
+    encoder = late(folder, dtype=torch.float64, **CHOICES[choice])
+    features = Features.concat([encoder.featurize(texts, side) for side, texts in SIDES.items()])
+    slots = np.arange(len(features))
+    ranks, assignment, rows = Ranks(), RowAssignment.alone(len(features)), 100
+    if how is not None:
+        ranks, assignment, rows = Ranks.of_this_process(), assignment_of(len(features), how), 2
+        slots = assignment.slots[rank]
+    own = features.take(slots)
+    pool = Pool(encoder, encoder.collate, own, slots, encoder.num_vectors(own))
+    loss = ColbertLoss(temperature=0.3, dtype=torch.float64, tile_size=24)
+    options = EngineOptions(ChunkBudget(rows, 10**6), torch.device("cpu"), ranks=ranks)
+    engine = GradCacheEngine(loss, options, list(encoder.parameters()))
+    result = engine.step([pool], BatchStructure.of(batch()), assignment=assignment)
+    return result.loss, {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["all", "topk, pooled"])
+def test_two_ranks_give_the_gradients_of_one(bert: Path, two_ranks: RankPool, choice: str) -> None:
+    value, wanted = step_of_a_rank(0, bert, choice, None)
+    for loss, found in two_ranks.run(step_of_a_rank, bert, choice, "uneven"):
+        assert loss == pytest.approx(value, rel=1e-11)
+        assert found.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
 
 
 def test_dropout_makes_the_choice_of_tokens_differ(bert: Path) -> None:

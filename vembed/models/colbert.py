@@ -163,13 +163,14 @@ class ColbertEncoder(TextEncoder):
         late = self.late
         filled = "" if not late.expand_to else f", filled up to {late.expand_to}"
         seen = " and seen by the others" if late.attends else ""
-        fewer = [f"at most {late.topk_tokens} an item"] if late.topk_tokens is not None else []
+        fewer = [f"the {late.topk_tokens} longest"] if late.topk_tokens is not None else []
         fewer += [f"one for {late.pool_factor:g} of a document"] if late.pool_factor != 1.0 else []
+        skipped = f"{len(self._skipped_ids)} tokens of documents give none"
         return super().describe() | {
             "pooling": f"none: a vector of {self.dimension} values for each token",
             "max_seq_length": f"{self.spec.max_length} of documents, {late.query_length} of queries{filled}{seen}",
             "similarity": "MaxSim: the largest cosine for each vector of the query, added up",
-            "vectors": ", ".join([f"all but {len(self._skipped_ids)} skipped tokens of documents", *fewer]),
+            "vectors": ", ".join([self.head.index_size(self.spec.max_length), skipped, *fewer]),
         }
 
     def profile_inputs(self) -> tuple[TowerInputs, ...]:

@@ -89,6 +89,12 @@ class TokenHead(nn.Module):
         """Return how many vectors `forward` gives for each row, (n,)."""
         return features.per_row[VECTORS]
 
+    def index_size(self, tokens: int) -> str:
+        """Say what an index takes for documents of so many tokens that count."""
+        (count,) = self._counts(np.array([tokens]), pooled=True).tolist()
+        gigabytes = 4 * count * self.dimension / 1000  # of a million documents, in float32
+        return f"at most {count} for each document: an index of a million documents takes up to {gigabytes:,.0f} GB"
+
     def _counts(self, counted: NDArray[np.int64], *, pooled: bool) -> NDArray[np.int64]:
         """Return the vectors of items with so many tokens that count."""
         kept = counted if self.topk_tokens is None else np.minimum(counted, self.topk_tokens)

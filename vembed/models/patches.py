@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from transformers import AutoModel
 
-from vembed.batch import Features, Ragged
+from vembed.batch import Ragged
 from vembed.errors import ConfigError
 from vembed.models.late import NEW_DIMENSION, TokenHead, new_layer
 from vembed.models.probe import picture_inputs
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from vembed.batch import Item, Side
+    from vembed.batch import Features, Item, Side
     from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
     from vembed.models.probe import TowerInputs
@@ -147,12 +147,11 @@ class PatchEncoder(VisionEncoder):
 
     def describe(self) -> dict[str, str]:
         """Return how pictures are read and how many vectors they have."""
-        tokens = np.array([self._tokens(self.picture_tokens)])
-        features = self.head.with_vectors(Features({}, tokens), Ragged.from_rows([np.arange(tokens[0])]), "document")
-        count = int(self.head.num_vectors(features)[0])
+        tokens = self._tokens(self.picture_tokens)
         return super().describe() | {
-            "pooling": f"none: {count} vectors of {self.dimension} values for each picture, of {tokens[0]} tokens",
+            "pooling": f"none: a vector of {self.dimension} values for each of {tokens} tokens",
             "similarity": "MaxSim: the largest cosine for each vector of the query, added up",
+            "vectors": self.head.index_size(tokens),
         }
 
     def profile_inputs(self) -> tuple[TowerInputs, ...]:

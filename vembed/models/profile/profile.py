@@ -164,7 +164,10 @@ def _vectors(encoder: Encoder) -> tuple[float, float]:
     if "text" not in encoder.modalities:
         of_picture = encoder.num_vectors(one_picture(encoder))
         return (1.0 if of_picture is None else float(of_picture[0])), 0.0
-    features = encoder.featurize([WORDS[0], " ".join(WORDS)], "document")
+    try:
+        features = encoder.featurize([WORDS[0], " ".join(WORDS)], "document")
+    except CANNOT_RUN:
+        return 0.0, 1.0  # of a shape alone there is no tokenizer: a vector for each token
     counts, (short, long) = encoder.num_vectors(features), features.lengths.tolist()
     if counts is None:
         return 1.0, 0.0

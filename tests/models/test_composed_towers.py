@@ -358,6 +358,7 @@ def test_the_samples_of_an_export_are_of_both_kinds(folders: dict[str, Path]) ->
         ("bert", "siglip2", {}, "image_model_name: .*siglip2 reads texts and pictures; name .* pictures alone"),
         ("bert", "modernbert", {}, "image_model_name: .*modernbert reads texts; name a model that reads pictures"),
         ("dinov2", "vit", {}, "text_model_name: .*dinov2 reads pictures; name a model that reads texts"),
+        ("bert", "dinov2", {"pooling_method": "none"}, "text_model_name: .*bert gives several vectors for each row"),
         ("bert", "dinov2", {"freeze_batch_norm": True}, "has no batch normalisation"),
     ],
 )

@@ -301,11 +301,11 @@ def _refuse_idle_keys(files: ModelFiles, parts: Iterable[ModelFiles]) -> None:
 def _load_part(key: str, files: ModelFiles, texts: Iterable[str]) -> Encoder:
     """Load a tower."""
     wanted, words = ("text", "texts") if key == "text_model_name" else ("image", "pictures")
-    found = class_of(files).modalities
-    if found == {wanted}:
-        encoder = load_from(files, texts)
-        if not encoder.multi_vector:
-            return encoder
+    own = class_of(files)
+    found = own.modalities
+    if found == {wanted} and not own.multi_vector:
+        return load_from(files, texts)
+    if own.multi_vector:
         raise ConfigError(f"{key}: {files.name} gives several vectors for each row; name a model that gives one")
     read = " and ".join({"text": "texts", "image": "pictures"}[each] for each in ("text", "image") if each in found)
     raise ConfigError(

@@ -122,6 +122,6 @@ def _processor(texts: Iterable[str]) -> Any:
         pad_token=_PADDING,
         additional_special_tokens=list(SPECIAL_TOKENS[1:]),
     )
-    means = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-    images = Qwen2VLImageProcessor(patch_size=PATCH, merge_size=MERGE, **means)
+    halves = [0.5] * 3
+    images = Qwen2VLImageProcessor(patch_size=PATCH, merge_size=MERGE, image_mean=halves, image_std=halves)
     return Qwen3VLProcessor(images, tokenizer, Qwen3VLVideoProcessor(), chat_template=CHAT_TEMPLATE)

@@ -198,7 +198,7 @@ def _prefix_words(processor: Any, instruction: str, num_pictures: int, text: str
 
 def _paligemma_hidden_states(network: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Let every token see all others."""
-    return whole_network(network, {**inputs, "token_type_ids": torch.zeros_like(inputs["input_ids"])})
+    return _seeing(network, inputs, torch.zeros_like(inputs["input_ids"]))
 
 
 def _gemma3_pictures(network: Any, arrays: Mapping[str, Ragged]) -> dict[str, Tensor]:  # noqa: ARG001
@@ -208,7 +208,20 @@ def _gemma3_pictures(network: Any, arrays: Mapping[str, Ragged]) -> dict[str, Te
 def _gemma3_hidden_states(network: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Let tokens of one picture see each other."""
     kinds = (inputs["input_ids"] == network.config.image_token_id).long()
-    return whole_network(network, {**inputs, "token_type_ids": kinds})
+    return _seeing(network, inputs, kinds)
+
+
+def _seeing(network: Any, inputs: dict[str, Tensor], kinds: Tensor) -> Tensor:
+    """Put pictures in the places of their tokens, and run a network whose tokens see others by their kinds."""
+    ids = inputs["input_ids"].long()
+    x_RTH = network.get_input_embeddings()(ids.masked_fill(ids == network.config.image_token_id, 0))
+    if "pixel_values" in inputs:
+        seen_PH = network.get_image_features(inputs["pixel_values"]).pooler_output.flatten(0, 1).to(x_RTH.dtype)
+        x_RTH = x_RTH.flatten(0, 1).index_copy(0, inputs["image_places"], seen_PH).view_as(x_RTH)
+    hidden_RTH: Tensor = network(
+        inputs_embeds=x_RTH, attention_mask=inputs["attention_mask"], token_type_ids=kinds
+    ).last_hidden_state
+    return hidden_RTH
 
 
 def _idefics3_arrays(processor: Any, images: list[PIL.Image.Image], in_bytes: bool) -> dict[str, NDArray[Any]]:  # noqa: ARG001

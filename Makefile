@@ -39,6 +39,7 @@ check: lint types contract test
 
 docs:
 	python -m vembed.config.reference > docs/configuration.md
+	python -m vembed.training.wiring.models_page > docs/models.md
 
 quickstart:
 	python run.py configs/quickstart.yaml --resume never --config_override overwrite_output_dir=true

@@ -23,6 +23,7 @@ from torch import Tensor
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
 from vembed.models.colbert_format import DOCUMENT_LENGTH, LateSpec, is_late, load_layers, read_late, write_late
+from vembed.models.encoder import About
 from vembed.models.families import checked_config, family_of
 from vembed.models.late import NEW_DIMENSION, TokenHead
 from vembed.models.probe import ROWS, TowerInputs, token_inputs
@@ -55,6 +56,14 @@ class ColbertEncoder(TextEncoder):
         head: What stands behind the transformer.
     """
 
+    about = About(
+        models="ColBERT and other late interaction on texts",
+        decides="pooling_method: none, or the files of PyLate or sentence-transformers",
+        pooling="none: a vector for each token",
+        prompts="as its files say; [Q] and [D] markers",
+        trainable="all, text, projection, last_N_layers",
+        writes="sentence-transformers and PyLate; with topk_tokens vembed",
+    )
     marker = "config.json"
     reads = TextEncoder.reads | {"projection_dim", "topk_tokens", "pool_factor", "query_length", "query_expansion"}
     projections: ClassVar[tuple[str, ...]] = ("head",)

@@ -31,6 +31,7 @@ from vembed.batch import Features
 from vembed.config.keys.model import PAIR_SIGN, renamed
 from vembed.errors import ConfigError
 from vembed.models.composed import TwoTowers
+from vembed.models.encoder import About
 from vembed.models.files import save_background, save_weights
 from vembed.models.pooling import unit
 from vembed.models.registry import SOME_READ, class_of, default_of, idle_keys, load_from
@@ -66,6 +67,14 @@ class ComposedTowers(TwoTowers):
         projection_dim: E; "auto" for that of the image tower.
     """
 
+    about = About(
+        models="Any text encoder beside any image encoder",
+        decides="text_model_name and image_model_name",
+        pooling="each tower's own, then its projection",
+        prompts="the text tower's own",
+        trainable="all, text, vision, projection, last_N_layers",
+        writes="vembed, with both towers in their own forms",
+    )
     marker = CONFIG_FILE
     modes = MappingProxyType({"composed": frozenset()})
     reads = frozenset({*SOME_READ, "load_in_4bit"} - {"model_revision"})

@@ -18,7 +18,7 @@ from transformers import AutoModel
 
 from vembed.batch import Features, Ragged
 from vembed.models.composed import TwoTowers
-from vembed.models.encoder import Recipe
+from vembed.models.encoder import About, Recipe
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     blank_picture,
@@ -63,6 +63,14 @@ PADS_TEXTS = {"clip": False, "siglip": True, "siglip2": True}
 class DualEncoder(TwoTowers, TransformersPictures):
     """CLIP or SigLIP."""
 
+    about = About(
+        models="CLIP, SigLIP, SigLIP 2",
+        decides="model_type",
+        pooling="each tower's own",
+        prompts="none",
+        trainable="all, text, vision, projection, last_N_layers",
+        writes="transformers, sentence-transformers",
+    )
     modes = MappingProxyType({"clip": frozenset({"clip"}), "siglip": frozenset({"siglip", "siglip2"})})
 
     def __init__(

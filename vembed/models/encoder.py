@@ -57,9 +57,22 @@ class Recipe:
     text_padding: Mapping[str, object] = field(default_factory=dict)  # arguments of the tokenizer
 
 
+@dataclass(frozen=True, slots=True)
+class About:
+    """What docs/models.md says of a class."""
+
+    models: str
+    decides: str  # what of a name or of the files means this class
+    pooling: str
+    prompts: str
+    trainable: str  # values of the key
+    writes: str  # libraries that `model/` is for
+
+
 class Encoder(nn.Module, ABC):
     """A network that turns items into embeddings, with everything that it needs around it."""
 
+    about: ClassVar[About | None] = None
     builtin: ClassVar[str] = ""  # `model_name: builtin:NAME` trains one from scratch
     prefix: ClassVar[str] = ""  # what model names of this class begin with, such as "open_clip:"
     marker: ClassVar[str] = ""  # a file that `save` writes and that no other class does

@@ -23,7 +23,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
-from vembed.models.encoder import Encoder
+from vembed.models.encoder import About, Encoder
 from vembed.models.files import save_weights
 from vembed.models.pooling import unit
 from vembed.models.probe import ROWS, TowerInputs
@@ -61,6 +61,14 @@ class NgramBagConfig:
 class NgramBag(Encoder):
     """The encoder."""
 
+    about = About(
+        models="A bag of character n-grams, from scratch",
+        decides="builtin:ngram-bag",
+        pooling="mean of the n-grams",
+        prompts="none",
+        trainable="all",
+        writes="vembed",
+    )
     builtin = "ngram-bag"
     marker = CONFIG_FILE
 

@@ -23,6 +23,7 @@ from torch.func import functional_call
 from vembed.batch import Features, Ragged
 from vembed.errors import MachineError
 from vembed.models.composed import TwoTowers
+from vembed.models.encoder import About
 from vembed.models.files import PICTURE_SIDE, save_weights, tokenizer_facts
 from vembed.models.open_clip_files import (
     CONFIG_FILE,
@@ -128,6 +129,14 @@ class OpenClipEncoder(TwoTowers):
         weights: Where the weights are from, for the plan.
     """
 
+    about = About(
+        models="All of open_clip, EVA-CLIP among them",
+        decides="open_clip:NAME, or a folder of its own",
+        pooling="each tower's own",
+        prompts="none",
+        trainable="all, text, vision, projection, last_N_layers",
+        writes="open_clip",
+    )
     prefix = OPEN_CLIP_PREFIX
     marker = CONFIG_FILE
     modes = MappingProxyType({"clip": frozenset(), "siglip": frozenset()})

@@ -16,6 +16,7 @@ from transformers import AutoModel
 
 from vembed.batch import Ragged
 from vembed.errors import ConfigError
+from vembed.models.encoder import About
 from vembed.models.late import NEW_DIMENSION, TokenHead, new_layer
 from vembed.models.probe import picture_inputs
 from vembed.models.sentence_transformers_format import Dense, load_dense, write_dense, write_json
@@ -52,6 +53,14 @@ class PatchEncoder(VisionEncoder):
         head: What stands behind the transformer.
     """
 
+    about = About(
+        models="Late interaction on pictures",
+        decides="a picture model with pooling_method: none",
+        pooling="none: a vector for each patch",
+        prompts="none",
+        trainable="all, vision, projection, last_N_layers",
+        writes="vembed",
+    )
     marker = SETTINGS_FILE
     reads = VisionEncoder.reads | {"projection_dim", "topk_tokens", "pool_factor"}
     projections: ClassVar[tuple[str, ...]] = ("head",)

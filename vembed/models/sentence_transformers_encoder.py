@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
 from vembed.errors import ConfigError
-from vembed.models.encoder import Encoder
+from vembed.models.encoder import About, Encoder
 from vembed.models.files import WEIGHTS_FILE, prepare_backbone, transformer_depth, transformer_period
 from vembed.models.sentence_transformers_format import (
     MODULES_FILE,
@@ -60,6 +60,14 @@ class SentenceTransformersEncoder(Encoder):
         reason: Why vembed doesn't run it by itself.
     """
 
+    about = About(
+        models="Other folders of sentence-transformers",
+        decides="a modules.json that none of these reads",
+        pooling="as its modules say",
+        prompts="as its files say",
+        trainable="all",
+        writes="sentence-transformers",
+    )
     reads = frozenset({"query_prompt", "document_prompt", "attn_implementation", "model_revision"})
 
     def __init__(self, name: str, *, model: Any, prompts: Mapping[Side, str], normalize: bool, reason: str) -> None:

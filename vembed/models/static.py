@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
 from vembed.errors import ConfigError
-from vembed.models.encoder import Encoder
+from vembed.models.encoder import About, Encoder
 from vembed.models.files import WEIGHTS_FILE
 from vembed.models.probe import ROWS, TowerInputs
 from vembed.models.registry import is_builtin
@@ -69,6 +69,14 @@ class StaticEncoder(Encoder):
         dense: Layers behind the average.
     """
 
+    about = About(
+        models="Static embeddings, a table of token vectors",
+        decides="builtin:static, or a modules.json that begins with StaticEmbedding",
+        pooling="mean",
+        prompts="as its files say",
+        trainable="all",
+        writes="sentence-transformers",
+    )
     builtin = "static"
     reads = frozenset({"max_seq_length", "query_prompt", "document_prompt", "model_revision"})
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
 from vembed.models import attention, packing
-from vembed.models.encoder import Encoder, Recipe
+from vembed.models.encoder import About, Encoder, Recipe
 from vembed.models.families import checked_config, family_of, is_causal, is_decoder_type
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.packing import PackedRows
@@ -62,6 +62,14 @@ class TextEncoder(Encoder):
         backbone: The transformer, returning `last_hidden_state`.
     """
 
+    about = About(
+        models="Transformers for texts: BERT, BGE, E5, GTE, ModernBERT, Nomic, T5, Qwen3-Embedding, Mistral and others",
+        decides="what no other class takes",
+        pooling="as its files say; else the last token of a decoder, the mean of others",
+        prompts="as its files say; else known by name, see below",
+        trainable="all, projection, last_N_layers",
+        writes="sentence-transformers, and transformers where its folder says all that counts",
+    )
     marker = "config.json"
     modes = MappingProxyType(
         {

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from vembed.batch import Features
 from vembed.errors import ConfigError
 from vembed.models.composed import TwoTowers
+from vembed.models.encoder import About
 from vembed.models.files import save_weights
 from vembed.models.ngram_bag import SAMPLE_GRAMS, NgramBag, NgramBagConfig, grams_without_values
 from vembed.models.pictures import process_pictures, rows_of
@@ -87,6 +88,14 @@ class TinyClipConfig:
 class TinyClip(TwoTowers):
     """The encoder."""
 
+    about = About(
+        models="A small CLIP, from scratch",
+        decides="builtin:tiny-clip",
+        pooling="each tower's own",
+        prompts="none",
+        trainable="all, text, vision",
+        writes="vembed",
+    )
     builtin = "tiny-clip"
     marker = CONFIG_FILE
     modes = MappingProxyType({"clip": frozenset()})

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from vembed.models.encoder import About
 from vembed.models.files import prepare_backbone, tokenizer_facts
 from vembed.models.text import TextEncoder
 from vembed.models.text_spec import TextSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from vembed.models.files import ModelFiles
 
@@ -30,6 +31,14 @@ MAX_LENGTH = 128
 class TinyTransformer(TextEncoder):
     """How the built-in transformer comes to be; once saved, its folder is that of any text encoder."""
 
+    about = About(
+        models="A small BERT, from scratch",
+        decides="builtin:tiny-transformer",
+        pooling="mean",
+        prompts="none",
+        trainable="all, last_N_layers",
+        writes="sentence-transformers, transformers",
+    )
     builtin = "tiny-transformer"
     marker = ""
     modes = MappingProxyType({"bert": frozenset({"bert"})})
@@ -62,15 +71,15 @@ class TinyTransformer(TextEncoder):
         return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(files.dtype)
 
 
-def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
-    """Train a byte-level BPE on texts, lower-cased, with special tokens in front."""
+def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
+    """Train a byte-level BPE on texts, lower-cased, with BERT's special tokens in front."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=list(special_tokens),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

@@ -18,7 +18,7 @@ from transformers import AutoModel
 
 from vembed.batch import Features
 from vembed.errors import ConfigError
-from vembed.models.encoder import Recipe
+from vembed.models.encoder import About, Recipe
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     ASSUMED_PATCH_SIZE,
@@ -84,6 +84,14 @@ class VisionEncoder(TransformersPictures):
         pooling: How it sums a picture up, and why; None for what suits its family.
     """
 
+    about = About(
+        models="ViT, DINOv2, DINOv3, MAE, image towers of CLIP and SigLIP, timm",
+        decides="model_type",
+        pooling="cls, mean or the model's head, by family; pooling_method chooses another",
+        prompts="none",
+        trainable="all, vision, last_N_layers",
+        writes="transformers, sentence-transformers",
+    )
     modalities: frozenset[Modality] = frozenset({"image"})
     modes = MappingProxyType(
         {

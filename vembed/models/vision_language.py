@@ -30,7 +30,7 @@ from transformers import AutoModel
 from vembed.batch import Composed, Features, Image, Ragged
 from vembed.errors import ConfigError
 from vembed.models import attention
-from vembed.models.encoder import Encoder
+from vembed.models.encoder import About, Encoder
 from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import DECODED_AT_ONCE, last_step, normalised, process_pictures
 from vembed.models.pooling import pool
@@ -83,6 +83,14 @@ class VisionLanguageEncoder(Encoder):
         processor: Its tokenizer, image processor and chat template.
     """
 
+    about = About(
+        models="Vision-language models",
+        decides="model_type, see below",
+        pooling="the family's, see below",
+        prompts="the instruction of each side",
+        trainable="all, text, vision, projection, last_N_layers",
+        writes="transformers",
+    )
     modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
     modes = MappingProxyType(
         {

@@ -24,6 +24,7 @@ from transformers import AutoModel, AutoModelForPreTraining
 
 from vembed.batch import Ragged
 from vembed.errors import ConfigError
+from vembed.models.encoder import About
 from vembed.models.late import NEW_DIMENSION, TokenHead, new_layer
 from vembed.models.sentence_transformers_format import Dense, load_dense, write_dense
 from vembed.models.sentence_transformers_pictures import model_type_of
@@ -79,6 +80,14 @@ class VisionLateEncoder(VisionLanguageEncoder):
         whole: The config of transformers' class of both, as which the folder is written; None for the network alone.
     """
 
+    about = About(
+        models="ColQwen2, and late interaction on any vision-language model",
+        decides="model_type, or pooling_method: none",
+        pooling="none: a vector for each token",
+        prompts="the processor's own",
+        trainable="all, text, vision, projection, last_N_layers",
+        writes="transformers for ColQwen2, else vembed",
+    )
     reads = VisionLanguageEncoder.reads | {"projection_dim", "topk_tokens", "pool_factor"}
     projections: ClassVar[tuple[str, ...]] = ("head",)
     multi_vector = True

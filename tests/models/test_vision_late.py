@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForPreTraining, AutoProcessor
 from vision_language_cases import RETRIEVAL_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, ContrastiveBatch, Features, Image
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, DataError
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
@@ -22,6 +23,8 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters.trained import save_trained
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
 from vembed.models.vision_late import VisionLateEncoder
 
 if TYPE_CHECKING:
@@ -186,3 +189,10 @@ def test_the_engine_gives_the_gradients_of_the_plain_step(
     for name, gradient in wanted.items():
         assert (gradients[name] - gradient).norm() <= 1e-10 * largest, name
     assert wanted["head.layers.0.linear.weight"].abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", RETRIEVAL_BUILDERS)
+def test_the_plan_runs_them_on_no_data(folders: dict[str, Path], kind: str) -> None:
+    size = profile_model(ModelKeys(model_name=str(folders[kind])), ProfileTarget("cpu"))
+    assert not size.estimated
+    assert size.dimension == 12

@@ -40,6 +40,10 @@ class Image:
     data: bytes | memoryview | None = field(default=None, hash=False)  # the encoded file, where a set holds bytes
     augmentation: Augmentation | None = None  # in training batches; `content_id` doesn't depend on it
 
+    def __reduce__(self) -> tuple[type[Image], tuple[str, bytes | None, Augmentation | None]]:
+        """Let other processes have a picture that lies in memory, too: a view of bytes can't be pickled."""
+        return Image, (self.path, None if self.data is None else bytes(self.data), self.augmentation)
+
     def read(self) -> bytes:
         """Return the encoded file.
 

@@ -128,6 +128,7 @@ ENCODERS = Registry(
         "tiny-clip": "vembed.models.tiny_clip:TinyClip",
         "tiny-transformer": "vembed.models.tiny_transformer:TinyTransformer",
         "composed": "vembed.models.composed_towers:ComposedTowers",
+        "tiny-qwen3-vl": "vembed.models.tiny_vision_language:TinyVisionLanguage",
         "open_clip": "vembed.models.open_clip_encoder:OpenClipEncoder",
         "static": "vembed.models.static:StaticEncoder",
         "vision-late": "vembed.models.vision_late:VisionLateEncoder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -361,3 +362,8 @@ def test_a_picture_that_has_gone_is_named(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match=r"gone\.png: no such file"):
         item_id(Image(str(tmp_path / "gone.png")))
     assert item_id("text") == item_id(" text ")
+
+
+def test_a_picture_in_memory_goes_to_other_processes() -> None:
+    image = Image("shapes/0", memoryview(b"encoded"))
+    assert pickle.loads(pickle.dumps(image)) == Image("shapes/0", b"encoded")

@@ -19,7 +19,7 @@ from vembed.models.text import TextEncoder
 from vembed.models.text_spec import TextSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from vembed.models.files import ModelFiles
 
@@ -71,15 +71,15 @@ class TinyTransformer(TextEncoder):
         return TextEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec).to(files.dtype)
 
 
-def train_bpe(texts: Iterable[str], vocabulary_size: int) -> Tokenizer:
-    """Train a byte-level BPE on texts, lower-cased, with BERT's special tokens in front."""
+def train_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> Tokenizer:
+    """Train a byte-level BPE on texts, lower-cased, with special tokens in front."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary_size,
-        special_tokens=list(SPECIAL_TOKENS),
+        special_tokens=list(special_tokens),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

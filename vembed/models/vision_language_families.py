@@ -285,6 +285,11 @@ def _most_of_llava(processor: Any, most_tokens: int | None, longest_side: int | 
     return int(tokens)
 
 
+def _prepare_llava(network: Any) -> None:
+    """Leave out of training what stands behind the layer whose hidden states are taken."""
+    network.vision_tower.post_layernorm.requires_grad_(requires_grad=False)
+
+
 def _siglip(name: str, **own: Any) -> VisionLanguageFamily:
     """Return a family of a SigLIP, a projector and a language model, run by transformers' own forward."""
     parts = {"vision": "vision_tower", "merger": ("multi_modal_projector",), "language": "language_model"}
@@ -336,6 +341,7 @@ FAMILIES: Mapping[str, VisionLanguageFamily] = {
         merger=("multi_modal_projector", "image_newline"),
         limit_images=_most_of_llava,
         pictures=_llava_pictures,
+        prepare=_prepare_llava,
         process=_llava_arrays,
         placeholder=_llava_placeholder,
     ),

@@ -85,6 +85,7 @@ STAND_INS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "qwen3_vl": _vision_language("qwen3_vl"),
     "qwen2_vl": _vision_language("qwen2_vl"),
     "colqwen": _vision_language("colqwen2"),
+    "smolvlm": lambda folder: {"model_name": str(write_vision_language(folder, "smolvlm"))},
 }
 """File -> what stands in for its model: the keys that name it, where it is written."""
 

@@ -73,6 +73,33 @@ def bert(hidden: int = 384, layers: int = 6, tokens: int = 64) -> dict[str, Any]
     }
 
 
+def qwen_vl(hidden: int = 256, layers: int = 7) -> dict[str, Any]:
+    """Return the shape of a Qwen3-VL whose language model takes what three layers of its picture stack see."""
+    return {
+        "model_type": "qwen3_vl",
+        "image_token_id": 3,
+        "text_config": {
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": hidden // 64,
+            "num_key_value_heads": hidden // 128,
+            "head_dim": 64,
+            "intermediate_size": 3 * hidden,
+            "vocab_size": 20_000,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [12, 10, 10]},
+        },
+        "vision_config": {
+            "hidden_size": 192,
+            "depth": layers,
+            "num_heads": 3,
+            "intermediate_size": 768,
+            "out_hidden_size": hidden,
+            "deepstack_visual_indexes": [1, 3, 5],
+        },
+    }
+
+
 def clip(text: int = 256, vision: int = 384, layers: int = 6, tokens: int = 48) -> dict[str, Any]:
     """Return the shape of a CLIP whose pictures are 49 patches."""
     stack = {"num_hidden_layers": layers}
@@ -166,6 +193,10 @@ CASES = (
     Case("CLIP, the image tower", clip(), tokens=48, pictures=True, trainable="vision"),
     Case("BERT + ViT, half kept", (bert(256, tokens=48), vit()), tokens=48, pictures=True, retain=0.5),
     Case("BERT + ViT, the text tower", (bert(256), vit()), tokens=48, pictures=True, trainable="text"),
+    Case("Qwen3-VL, nothing kept", qwen_vl(), tokens=65, pictures=True),
+    Case("Qwen3-VL, all kept", qwen_vl(), tokens=65, pictures=True, retain=1.0),
+    Case("Qwen3-VL, check", qwen_vl(), tokens=65, pictures=True, gradient_checkpointing=True),
+    Case("Qwen3-VL, bfloat16, LoRA", qwen_vl(), tokens=65, pictures=True, bf16=True, lora=True),
     Case("open_clip ViT-B-32", "open_clip:ViT-B-32", pairs=16, tokens=77, pictures=True, chunk_tokens=512),
     Case("tiny-transformer, half kept", "builtin:tiny-transformer", tokens=128, retain=0.5),
     Case("MAE, half kept", mae(), pictures=True, retain=0.5),

@@ -47,11 +47,12 @@ from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed_towers import ComposedTowers
-from vembed.models.probe import one_picture
+from vembed.models.probe import ROWS, one_picture
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
 from vembed.models.registry import load_skeleton
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
+from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine, cpu_memory_bytes
 from vembed.plan.plan import make_plan
@@ -217,6 +218,8 @@ def _texts(case: Case, count: int, encoder: Encoder) -> Features:
 
 
 def _pictures(count: int, encoder: Encoder) -> Features:
+    if isinstance(encoder, VisionLanguageEncoder):
+        return encoder.blank_pictures().take(np.arange(count) % ROWS)
     return one_picture(encoder).take(np.zeros(count, dtype=np.int64))
 
 

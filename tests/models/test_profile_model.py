@@ -227,7 +227,7 @@ def test_layers_of_several_kinds_are_taken_by_their_period(folder: Path) -> None
     [tower] = encoder.towers()
     assert tower.layers is not None
     assert (tower.period, len(encoder.get_submodule(tower.layers))) == (6, 12)  # type: ignore[arg-type]
-    assert len(encoder.skeleton(6).get_submodule(tower.layers)) == 6  # type: ignore[arg-type]
+    assert len(encoder.skeleton({"text": 6}).get_submodule(tower.layers)) == 6  # type: ignore[arg-type]
 
 
 def test_storages_are_told_apart_by_what_they_grow_with() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast, get_args
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vembed.batch import MODALITY_WORDS, Composed, modality_of
 from vembed.data.images import Background, ImageLimits
 from vembed.errors import DataError
-from vembed.models.probe import picture_inputs, text_inputs
+from vembed.models.probe import picture_bytes, picture_inputs, text_inputs
 from vembed.models.towers import copy_modules
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ if TYPE_CHECKING:
     from vembed.models.files import ModelFiles
     from vembed.models.pictures import Normalisation
     from vembed.models.probe import TowerInputs
-    from vembed.models.towers import Tower
-    from vembed.plan.memory import TowerSize
+    from vembed.models.towers import Tower, TowerName
 
 Similarity: TypeAlias = Literal["cosine", "dot"]
 """How two embeddings are compared. Both are inner products: those of cosine models have unit length."""
@@ -245,11 +245,10 @@ class Encoder(nn.Module, ABC):
             raise ValueError(f"{self.name} has no gradient checkpointing; set gradient_checkpointing: false")
         host.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def skeleton(self, num_layers: int | None = None) -> Self:
-        """Return a copy for the plan to measure, with lists of layers cut to `num_layers`; tokenizers are shared."""
+    def skeleton(self, num_layers: Mapping[TowerName, int] = MappingProxyType({})) -> Self:
+        """Return a copy for the plan to measure, with the layers of some towers cut; tokenizers are shared."""
         towers = self.towers()
-        cut = {tower.layers: num_layers for tower in towers if tower.layers is not None and tower.period}
-        lengths = {name: number for name, number in cut.items() if number is not None}
+        lengths = {each.layers: num_layers[each.name] for each in towers if each.layers and each.name in num_layers}
         copied = cast("Self", copy_modules(self, lengths))
         copied.towers = lambda: towers  # type: ignore[method-assign]  # layers are found by a number that isn't theirs
         return copied
@@ -269,9 +268,9 @@ class Encoder(nn.Module, ABC):
         layers = [module for module in self.modules() if isinstance(module, nn.Linear)]
         return self.dimension + 2.0 * sum(layer.in_features + layer.out_features for layer in layers)
 
-    def estimated_stacks(self, bytes_per_value: int) -> Mapping[str, TowerSize]:  # noqa: ARG002
-        """Return the size, by module name, of what can't run on fake tensors beside towers that can."""
-        return {}
+    def picture_bytes(self) -> int:
+        """Return the host memory that the features of one picture take; 0 for an encoder of texts."""
+        return picture_bytes(self)
 
     def export_forms(self) -> tuple[Form, ...]:
         """Return the libraries that a folder of the same vectors can be written for, that of `save` first."""

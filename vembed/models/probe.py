@@ -43,6 +43,8 @@ class TowerInputs:
     width: int  # tokens of each row of the run
     fixed: bool  # whether every item is of that width
     make: Callable[[], dict[str, Tensor]]  # inputs of ROWS rows on the meta device
+    through: tuple[TowerName, ...] = ()  # other towers that the same call passes through
+    patches: int = 1  # of the tower for each token
 
 
 def text_inputs(encoder: Encoder) -> TowerInputs:

@@ -35,10 +35,9 @@ from vembed.models.sentence_transformers_format import (
 )
 from vembed.models.text_spec import TextSpec, check_dense, decide_spec, position_offset
 from vembed.models.towers import find_tower, layer_values
-from vembed.plan.memory import CallCost, TowerSize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -298,38 +297,6 @@ class TextEncoder(Encoder):
         config = self.backbone.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)  # none where no token attends to others
         return layer_values(config.num_hidden_layers, config.hidden_size, heads, self.spec.max_length)
-
-    def estimated_stacks(self, bytes_per_value: int) -> Mapping[str, TowerSize]:
-        """Return the size of the picture stack of a language model that has one.
-
-        It cuts pictures into patches by values that fake tensors don't have, so that its activations are estimated, as
-        those of an attention that doesn't store its weights.
-
-        Source: Korthikanti et al., 2022, equation 2 without the attention's weights.
-        """
-        stack = getattr(self.backbone, "visual", None)
-        if stack is None:
-            return {}
-        config, parameters = stack.config, list(stack.parameters())
-        layers, hidden = int(config.depth), int(config.hidden_size)
-        layer_bytes, boundary_bytes = 17.0 * hidden * bytes_per_value, 1.0 * hidden * bytes_per_value
-        count = sum(each.numel() for each in parameters)
-        trainable = [each.numel() for each in parameters if each.requires_grad]
-        size = TowerSize(
-            name="vision",
-            max_tokens=int(config.num_position_embeddings),
-            num_parameters=count,
-            num_trainable=sum(trainable),
-            largest_block=max(sum(each.numel() for each in layer.parameters()) for layer in stack.blocks),
-            saved=CallCost(layers * layer_bytes),
-            transient=CallCost(4 * boundary_bytes),
-            saved_checkpointed=CallCost(layers * boundary_bytes),
-            transient_checkpointed=CallCost(layer_bytes + 4 * boundary_bytes),
-            forward_flops=CallCost(2.0 * count, 4.0 * hidden * layers),
-            items="pictures",
-            largest_tensor=max(trainable, default=0),
-        )
-        return {"backbone.visual": size}
 
     def export_forms(self) -> tuple[Form, ...]:
         """Return sentence-transformers, and transformers alone where its folder says all that counts."""

@@ -20,8 +20,9 @@ from transformers import (
 from vembed.models.encoder import About
 from vembed.models.files import prepare_backbone
 from vembed.models.tiny_transformer import train_bpe
-from vembed.models.vision_language import VisionLanguageEncoder, VisionLanguageSpec
+from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_language_families import FAMILIES
+from vembed.models.vision_language_spec import VisionLanguageSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -17,10 +17,9 @@ Shape legend: R rows, T tokens, H hidden dim, E embedding dim.
 from __future__ import annotations
 
 import json
-import unicodedata
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -28,16 +27,16 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModel
 
 from vembed.batch import Composed, Features, Image, Ragged
-from vembed.errors import ConfigError
 from vembed.models import attention
 from vembed.models.encoder import About, Encoder
 from vembed.models.files import transformer_depth, transformer_period
-from vembed.models.pictures import DECODED_AT_ONCE, last_step, normalised, process_pictures
+from vembed.models.pictures import DECODED_AT_ONCE, Normalisation, last_step, normalised, process_pictures
 from vembed.models.pooling import pool
+from vembed.models.probe import ROWS, TowerInputs, picture_inputs, text_inputs, token_inputs
 from vembed.models.sentence_transformers_pictures import model_type_of
-from vembed.models.text_spec import asked_pooling
 from vembed.models.towers import find_tower, is_within
-from vembed.models.vision_language_families import FAMILIES
+from vembed.models.vision_language_families import FAMILIES, LENGTHS
+from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,28 +50,15 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Modality, Side
     from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
-    from vembed.models.pooling import PoolingMode
     from vembed.models.towers import Tower, TowerName
     from vembed.models.vision_language_families import VisionLanguageFamily
+    from vembed.models.vision_language_spec import VisionLanguageSpec
 
-SETTINGS_FILE = "vembed_vision_language.json"
-"""Holds what transformers' own files have no place for: instructions, longest row, tokens of a picture, pooling."""
-
-MOST_TOKENS = 8192
-"""Of a row, unless the user or the model's files say less: Qwen3-VL-Embedding's own."""
+CONVERSATION = 32
+"""Tokens of an instruction and of the turns around an item, about."""
 
 EMPTY = "NULL"
 """The text of an item that has neither a text nor a picture."""
-
-
-@dataclass(frozen=True, slots=True)
-class VisionLanguageSpec:
-    """How items are read; each value from the user, else from the model's folder, else from its family."""
-
-    instructions: Mapping[Side, str]  # system message of each side's items; empty for none
-    max_length: int  # tokens of a row, those of pictures included
-    image_tokens: int  # most tokens of a picture
-    pooling: PoolingMode
 
 
 class VisionLanguageEncoder(Encoder):
@@ -126,7 +112,9 @@ class VisionLanguageEncoder(Encoder):
         self.spec = spec
         self.max_length = spec.max_length
         self.dimension = int(backbone.config.get_text_config().hidden_size)
-        self.normalisation = last_step(processor.image_processor)
+        self._has_processor = hasattr(processor.image_processor, "do_rescale")  # the shape of a model has none
+        of_bytes = Normalisation((127.5,) * 3, (127.5,) * 3)
+        self.normalisation = last_step(processor.image_processor) if self._has_processor else of_bytes
         self._image_id = int(backbone.config.image_token_id)
         placeholders = [getattr(processor, f"{kind}_token", None) for kind in ("image", "video")]
         placeholders.append(self.tokenizer.convert_ids_to_tokens(self._image_id))
@@ -141,7 +129,8 @@ class VisionLanguageEncoder(Encoder):
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
         """Return whether config.json names one of the families."""
-        return not files.shape and model_type_of(files) in FAMILIES
+        family = FAMILIES.get(model_type_of(files))
+        return family is not None and (not files.shape or family.blank is not None)
 
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> VisionLanguageEncoder:  # noqa: ARG003
@@ -289,6 +278,7 @@ class VisionLanguageEncoder(Encoder):
             ("text", (f"backbone.{family.language}", *self.projections), self.projections, config.get_text_config()),
             ("vision", (seeing, *outside), merger, config.vision_config),
         )
+        taps = len(getattr(self.backbone.get_submodule(family.vision), family.taps)) if family.taps else 0
         return tuple(
             find_tower(
                 self,
@@ -296,10 +286,59 @@ class VisionLanguageEncoder(Encoder):
                 parts=parts,
                 projection=projection,
                 depth=transformer_depth(own),
-                period=transformer_period(own),
+                period=max(taps, transformer_period(own)),  # the plan runs no fewer layers than have taps
             )
             for name, parts, projection, own in stacks
         )
+
+    def skeleton(self, num_layers: Mapping[TowerName, int] = MappingProxyType({})) -> Self:
+        """Return a copy for the plan to measure; what the language model takes of cut layers it takes of the first."""
+        copied = super().skeleton(num_layers)
+        family = self.family
+        if family.taps and "vision" in num_layers:
+            seeing = copied.backbone.get_submodule(family.vision)
+            setattr(seeing, family.taps, tuple(range(len(getattr(seeing, family.taps)))))
+        return copied
+
+    def profile_inputs(self) -> tuple[TowerInputs, ...]:
+        """Return texts, and pictures that pass through both stacks."""
+        texts = text_inputs(self) if self._has_processor else token_inputs(self.max_length, masked=True)
+        both: dict[str, Any] = {"through": ("text",), "patches": self.family.patches}
+        longest = min(self.max_length, self.spec.image_tokens + CONVERSATION)
+        if self.family.blank is None:
+            return texts, replace(picture_inputs(self), max_tokens=longest, **both)
+        features = self.blank_pictures()
+        width = int(features.lengths[0])
+
+        def make() -> dict[str, Tensor]:
+            made = self.collate(features, np.arange(ROWS), width)
+            return {
+                name: each if name in LENGTHS or not each.numel() else each.to("meta") for name, each in made.items()
+            }
+
+        return texts, TowerInputs("vision", longest, width, True, make, **both)
+
+    def blank_pictures(self) -> Features:
+        """Return rows that are one square picture and a single token each."""
+        arrays, tokens = self._blank()
+        ids = np.full(tokens + 1, self._image_id, dtype=np.int32)
+        ids[0] = 0
+        columns = {"input_ids": ids, **arrays}
+        if self.family.positions is not None:
+            columns["positions"] = self.family.positions(self.backbone, ids, arrays)
+        ragged = {name: Ragged.from_rows([each] * ROWS, dtype=each.dtype.type) for name, each in columns.items()}
+        return Features(ragged, ragged["input_ids"].lengths)
+
+    def _blank(self) -> tuple[dict[str, NDArray[Any]], int]:
+        assert self.family.blank is not None
+        return self.family.blank(self.backbone, self.spec.image_tokens)
+
+    def picture_bytes(self) -> int:
+        """Return the host memory that the features of the largest picture take."""
+        if self.family.blank is None:
+            return super().picture_bytes()
+        arrays, tokens = self._blank()
+        return sum(each.nbytes for each in arrays.values()) * self.spec.image_tokens // tokens
 
     def adapter_host(self) -> nn.Module:
         """Return the network of both stacks."""
@@ -326,57 +365,3 @@ def _conversation(processor: Any, instruction: str, num_pictures: int, text: str
     messages = [*([system] if instruction else []), {"role": "user", "content": content}]
     said: str = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return said
-
-
-def load_processor(
-    files: ModelFiles, config: PreTrainedConfig, family: VisionLanguageFamily
-) -> tuple[Any, VisionLanguageSpec]:
-    """Load tokenizer, image processor and chat template, and decide how items are read.
-
-    Raises:
-        ConfigError: There is no chat template, or a picture wouldn't fit a row.
-    """
-    processor = files.processor()
-    if family.wording is None and not getattr(processor, "chat_template", None):
-        raise ConfigError(f"{files.name} has no chat template, by which its items are put into words")
-    most = files.read_json(SETTINGS_FILE).get("image_tokens", family.most_image_tokens)
-    wanted = most if files.keys.image_tokens == "auto" else files.keys.image_tokens
-    image_tokens = family.limit_images(processor, wanted, files.keys.max_image_size)
-    return processor, decide_spec(files, config, processor.tokenizer, family, image_tokens)
-
-
-def decide_spec(
-    files: ModelFiles,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    family: VisionLanguageFamily,
-    image_tokens: int,
-) -> VisionLanguageSpec:
-    """Decide how items are read: by the user's word, else by the model's folder, else by its family.
-
-    Raises:
-        ConfigError: A picture wouldn't fit a row.
-    """
-    keys, saved = files.keys, files.read_json(SETTINGS_FILE)
-    said = saved.get("instructions", {})
-    given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
-    instructions = {
-        side: _ended(said.get(side, family.instruction) if own is None else own, family) for side, own in given.items()
-    }
-    limits = (tokenizer.model_max_length, getattr(config.get_text_config(), "max_position_embeddings", MOST_TOKENS))
-    known = min(int(saved.get("max_seq_length", MOST_TOKENS)), *limits)
-    max_length = known if keys.max_seq_length == "auto" else keys.max_seq_length
-    if image_tokens >= max_length:
-        raise ConfigError(
-            f"{files.name}: a picture of {image_tokens} tokens doesn't fit rows of {max_length}, and none is cut; "
-            f"set max_seq_length above it, or image_tokens to at most {max_length // 2}"
-        )
-    pooling: PoolingMode = asked_pooling(keys) or saved.get("pooling", family.pooling)
-    return VisionLanguageSpec(instructions, max_length, image_tokens, pooling)
-
-
-def _ended(instruction: str, family: VisionLanguageFamily) -> str:
-    """Return an instruction with a full stop where the family wants punctuation at its end."""
-    instruction = instruction.strip()
-    ends = not instruction or unicodedata.category(instruction[-1]).startswith("P")
-    return instruction if ends or not family.ends_instruction else f"{instruction}."

@@ -8,6 +8,7 @@ Shape legend: R rows of a call, T tokens of a row, P patches of all pictures of 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
     from vembed.batch import Ragged
     from vembed.models.pooling import PoolingMode
+
+LENGTHS = frozenset({"vision_cu_seqlens", "vision_cu_window_seqlens"})
+"""Inputs that attention may read by value: the plan's have values."""
 
 LAYOUT = "vision_"
 """Begins the names of the inputs that say how pictures lie in a call; the rest of a name is transformers' own."""
@@ -67,6 +71,10 @@ class VisionLanguageFamily:
         processor.replace_image_token(arrays, place)
     )  # (processor, arrays of the item, which of its pictures) -> what stands for each of its tokens
     causal: bool = True  # whether every token sees those before it and no other
+    blank: Callable[[Any, int], tuple[dict[str, NDArray[Any]], int]] | None = None
+    # (network, most tokens) -> arrays of a square picture and its tokens, for the plan; None: a blank picture's
+    taps: str = ""  # attribute of `vision`: the layers of which the language model's first layers take vectors, too
+    patches: int = 1  # of a token of a picture
     pooling: PoolingMode = "lasttoken"
     instruction: str = ""  # system message of every item, unless the user says otherwise
     ends_instruction: bool = (
@@ -152,6 +160,16 @@ def _qwen_hidden_states(network: Any, inputs: dict[str, Tensor]) -> Tensor:
         inputs_embeds=x_RTH, attention_mask=inputs["attention_mask"], **extra
     ).last_hidden_state
     return hidden_RTH
+
+
+def _qwen_blank(network: Any, most_tokens: int) -> tuple[dict[str, NDArray[Any]], int]:
+    """Return a square of at most 8 x 8 tokens, which fills whole windows."""
+    config = network.config.vision_config
+    side = min(8, math.isqrt(most_tokens))
+    patches = (side * config.spatial_merge_size) ** 2
+    values = 3 * config.temporal_patch_size * config.patch_size**2
+    grid = np.array([[1, side * config.spatial_merge_size, side * config.spatial_merge_size]])
+    return {"pixel_values": np.zeros((patches, values), dtype=np.uint8), "image_grid_thw": grid}, side**2
 
 
 def _qwen_positions(network: Any, ids_T: NDArray[np.int32], arrays: Mapping[str, NDArray[Any]]) -> NDArray[np.int32]:
@@ -320,6 +338,8 @@ def _qwen(name: str, **own: Any) -> VisionLanguageFamily:
         hidden_states=_qwen_hidden_states,
         positions=_qwen_positions,
         prepare=_prepare_qwen,
+        blank=_qwen_blank,
+        patches=4,
         **own,
     )
 
@@ -330,6 +350,7 @@ FAMILIES: Mapping[str, VisionLanguageFamily] = {
     "qwen3_vl": _qwen(
         "Qwen3-VL",
         merger=("visual.merger", "visual.deepstack_merger_list"),
+        taps="deepstack_visual_indexes",
         most_image_tokens=1800,
         instruction="Represent the user's input.",
         ends_instruction=True,

@@ -28,8 +28,9 @@ from vembed.models.encoder import About
 from vembed.models.late import NEW_DIMENSION, TokenHead, new_layer
 from vembed.models.sentence_transformers_format import Dense, load_dense, write_dense
 from vembed.models.sentence_transformers_pictures import model_type_of
-from vembed.models.vision_language import SETTINGS_FILE, VisionLanguageEncoder, load_processor
+from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_language_families import FAMILIES
+from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -154,7 +155,13 @@ class VisionLateEncoder(VisionLanguageEncoder):
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Put items into words, and say that each token gives a vector."""
-        features = super().featurize(items, side)
+        return self._with_vectors(super().featurize(items, side), side)
+
+    def blank_pictures(self) -> Features:
+        """Return rows that are one square picture and a single token each, all of which give vectors."""
+        return self._with_vectors(super().blank_pictures(), "document")
+
+    def _with_vectors(self, features: Features, side: Side) -> Features:
         ids = features.columns["input_ids"]
         places = np.arange(len(ids.values)) - np.repeat(ids.offsets[:-1], ids.lengths)
         return self.head.with_vectors(features, Ragged(places, ids.offsets), side)

@@ -45,6 +45,7 @@ class TowerSize:
     transient_checkpointed: CallCost  # the same: the largest block's activations and more
     forward_flops: CallCost  # of a call
     items: Literal["all", "texts", "pictures"] = "all"  # which items pass through it
+    through: tuple[str, ...] = ()  # towers that its items pass through too, in the same call: its costs are of both
     # Parameters of the largest tensor that trains, usually the table of a vocabulary. Its fresh gradient stands beside
     # the accumulated one when the activations are gone; `transient` leaves it out.
     largest_tensor: int = 0

@@ -101,7 +101,7 @@ class _Gradients:
 
     def share(self) -> float:
         """Return the share, 0 to 1."""
-        return sum(self._parameters[name] for name in self._done) / max(1, sum(self._parameters.values()))
+        return sum(self._parameters.get(name, 0) for name in self._done) / max(1, sum(self._parameters.values()))
 
     def has(self, tower: TowerSize) -> bool:
         """Return whether those of a tower are there."""
@@ -109,7 +109,7 @@ class _Gradients:
 
     def add(self, tower: TowerSize) -> None:
         """Add those of a tower."""
-        self._done.add(tower.name)
+        self._done |= {tower.name, *tower.through}
 
 
 class _Calls:

@@ -17,6 +17,7 @@ import traceback
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from torch import nn
@@ -29,20 +30,22 @@ from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.export.samples import sample_vectors
 from vembed.models.files import DTYPES
-from vembed.models.probe import WORDS, one_picture, picture_bytes
+from vembed.models.probe import WORDS, one_picture
 from vembed.models.profile.measure import CallCosts, ProfileTarget, measure_call
 from vembed.models.registry import load_encoder, load_skeleton
-from vembed.models.towers import is_within, parameters_within
+from vembed.models.towers import parameters_within
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import torch
     from torch import Tensor
 
     from vembed.models.encoder import Encoder
     from vembed.models.probe import TowerInputs
-    from vembed.models.towers import Tower
+    from vembed.models.towers import Tower, TowerName
 
 _log = logging.getLogger(__name__)
 
@@ -62,16 +65,17 @@ class _Trained:
     part: str = "all"
     adapters: AdapterKeys | None = None
 
-    def apply(self, encoder: Encoder, *, num_layers: int | None = None) -> None:
+    def apply(self, encoder: Encoder, *, cut: Mapping[TowerName, int] = MappingProxyType({})) -> None:
         """Freeze what doesn't train, and add adapters.
 
         Args:
-            num_layers: Layers that it was cut to, of which the last that may train all do.
+            cut: Layers that towers were cut to, of which the last that may train all do.
         """
         if self.adapters is not None:
             add_adapters(encoder, self.adapters)
-        elif num_layers is not None and self.part.startswith("last_"):
-            freeze(encoder, f"last_{num_layers}_layers")
+        elif cut and self.part.startswith("last_"):
+            numbers = set(cut.values())
+            freeze(encoder, f"last_{numbers.pop()}_layers" if len(numbers) == 1 else "all")
         else:
             freeze(encoder, self.part)
 
@@ -134,10 +138,11 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
     try:
         with warnings.catch_warnings():  # the encoder that is built later says the same again
             warnings.simplefilter("ignore")
-            estimated = whole.estimated_stacks(compute_dtype.itemsize)
             inputs = {each.name: each for each in whole.profile_inputs()}
-            towers = [_Tower(bare, whole, tower, inputs[tower.name], target, trained) for tower in whole.towers()]
-            sizes = tuple(tower.sized(without=tuple(estimated)) for tower in towers)
+            sizes: dict[str, TowerSize] = {}
+            for tower in whole.towers():
+                runs = _Tower(bare, whole, tower, inputs[tower.name], target, trained)
+                sizes[tower.name] = runs.sized([sizes[name] for name in inputs[tower.name].through])
     except CANNOT_RUN as error:
         _refuse_broken_plugin(keys, whole)
         return _by_formula(keys, whole, compute_dtype, f"can't be run without memory ({_told(error)})")
@@ -148,10 +153,10 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
         bytes_per_value=DTYPES[keys.torch_dtype].itemsize,
         dimension=whole.dimension,
         narrowed=narrowed,
-        towers=(*sizes, *estimated.values()),
-        estimated=bool(estimated),
-        picture_bytes=picture_bytes(whole),
-        checkpointable=all(size.saved_checkpointed is not size.saved for size in (*sizes, *estimated.values())),
+        towers=tuple(sizes.values()),
+        estimated=False,
+        picture_bytes=whole.picture_bytes(),
+        checkpointable=all(size.saved_checkpointed is not size.saved for size in sizes.values()),
         vectors=_vectors(whole),
         why_not_packed=whole.why_not_packed(target.device, compute_dtype),
     )
@@ -253,50 +258,52 @@ class _Tower:
 
     def _measured(self) -> tuple[CallCosts, CallCosts | None]:
         """Return the costs of a call, and those with gradient checkpointing where there is one."""
-        few, layers = self._tower.period, len(self._layers())
-        if layers <= 2 * few or not few:
-            return self._run(None), self._run_checkpointed(None)
-        depth = self._trained.depth(layers)
-        plain = _deeper(self._run(few), self._run(2 * few), depth / few)
-        one, two = self._run_checkpointed(few), self._run_checkpointed(2 * few)
-        return plain, None if one is None or two is None else _deeper(one, two, depth / few)
+        passed = (self._tower.name, *self._inputs.through)
+        stacks = {tower.name: (tower.period, len(self._layers(tower))) for tower in self._whole.towers()}
+        cut = {name: few for name, (few, layers) in stacks.items() if name in passed and 0 < 2 * few < layers}
+        times = {name: self._trained.depth(stacks[name][1]) / few for name, few in cut.items()}
+        costs: list[CallCosts | None] = []
+        for checkpointed in (False, True):
+            first = self._run(cut, checkpointed=checkpointed)
+            deeper = {name: self._run(cut | {name: 2 * few}, checkpointed=checkpointed) for name, few in cut.items()}
+            costs.append(_deeper(first, deeper, times))
+        plain, recomputed = costs
+        assert plain is not None
+        return plain, recomputed
 
-    def _layers(self) -> list[nn.Module]:
-        name = self._tower.layers
-        return [] if name is None else list(self._whole.get_submodule(name).children())
+    def _layers(self, tower: Tower) -> list[nn.Module]:
+        return [] if tower.layers is None else list(self._whole.get_submodule(tower.layers).children())
 
-    def _run(self, num_layers: int | None) -> CallCosts:
-        """Run the tower with so many layers."""
-        return measure_call(lambda: self._encoder(num_layers), self._inputs, self._target)
-
-    def _run_checkpointed(self, num_layers: int | None) -> CallCosts | None:
-        """Run it with gradient checkpointing; None where there is none."""
+    def _run(self, cut: dict[TowerName, int], *, checkpointed: bool) -> CallCosts | None:
+        """Run a call with the layers of some towers cut; None where it can't recompute."""
 
         def build() -> Encoder:
-            encoder = self._encoder(num_layers)
-            encoder.enable_gradient_checkpointing()
+            encoder = self._encoder(cut)
+            if checkpointed:
+                encoder.enable_gradient_checkpointing()
             return encoder
 
-        try:
-            build()
-        except ValueError:
-            return None
+        if checkpointed:
+            try:
+                build()
+            except ValueError:
+                return None
         return measure_call(build, self._inputs, self._target)
 
-    def _encoder(self, num_layers: int | None) -> Encoder:
-        encoder = self._bare.skeleton(num_layers)
-        self._trained.apply(encoder, num_layers=num_layers)
+    def _encoder(self, cut: dict[TowerName, int]) -> Encoder:
+        encoder = self._bare.skeleton(cut)
+        self._trained.apply(encoder, cut=cut)
         narrow_frozen(encoder, self._target.autocast_dtype)
         if takes_adapters(encoder):  # a transformer: its table isn't what its steps are about
             for table in _tables(encoder):
                 table.requires_grad_(False)
         return encoder.train()
 
-    def sized(self, *, without: tuple[str, ...]) -> TowerSize:
+    def sized(self, through: Sequence[TowerSize]) -> TowerSize:
         """Run the tower and return its size.
 
         Args:
-            without: Modules of it that are counted by themselves.
+            through: The other towers that its calls pass through.
         """
         plain, checkpointed = self._measured()
         # Copies that mixed precision makes of weights that train are shared by the calls of a step; of frozen ones each
@@ -304,15 +311,16 @@ class _Tower:
         shares_casts = self._target.autocast_dtype is not None and self._trained.adapters is None
         cast_bytes = int(plain.saved.per_call) if shares_casts else 0
         plain = replace(plain, saved=replace(plain.saved, per_call=plain.saved.per_call - cast_bytes))
+        cast_bytes = max(0, cast_bytes - sum(each.cast_bytes for each in through))
         checkpointed = checkpointed or plain
-        found = parameters_within(self._whole, self._tower.parts)
-        parameters = {name: each for name, each in found.items() if not is_within(name, without)}
+        parameters = parameters_within(self._whole, self._tower.parts)
         trainable = [each.numel() for each in parameters.values() if each.requires_grad]
         total = sum(each.numel() for each in parameters.values())
-        blocks = [sum(each.numel() for each in layer.parameters()) for layer in self._layers()]
+        blocks = [sum(each.numel() for each in layer.parameters()) for layer in self._layers(self._tower)]
         return TowerSize(
             name=self._tower.name,
             items=self._items(),
+            through=tuple(each.name for each in through),
             max_tokens=self._inputs.max_tokens,
             num_parameters=total,
             num_trainable=sum(trainable),
@@ -324,7 +332,7 @@ class _Tower:
             saved_checkpointed=checkpointed.saved,
             transient_checkpointed=checkpointed.transient,
             cast_bytes=cast_bytes,
-            forward_flops=self._flops(total),
+            forward_flops=self._flops(total, through),
         )
 
     def _items(self) -> Literal["all", "texts", "pictures"]:
@@ -333,15 +341,18 @@ class _Tower:
             return "all"
         return "texts" if self._tower.name == "text" else "pictures"
 
-    def _flops(self, num_parameters: int) -> CallCost:
+    def _flops(self, num_parameters: int, through: Sequence[TowerSize]) -> CallCost:
         """Return two operations for each weight and token, and those of attention: the field's usual count."""
+        patches = self._inputs.patches
         tables = sum(each.numel() for each in _tables(self._whole))
-        layers, per_pair = self._layers(), 0.0
+        layers, per_pair = self._layers(self._tower), 0.0
         if layers:
             hidden = next(each for each in layers[0].parameters() if each.ndim >= 2).shape[-1]
             per_pair = 4.0 * hidden * len(layers)
         touched = num_parameters - tables * (self._tower.name == "text")
-        return CallCost(2.0 * max(self._whole.dimension, touched), per_pair)  # a bag of rows adds one row a token
+        own = 2.0 * max(self._whole.dimension, touched) * patches  # a bag of rows adds one row a token
+        costs = (CallCost(own, per_pair * patches**2), *(each.forward_flops for each in through))
+        return CallCost(sum(each.per_token for each in costs), sum(each.per_pair for each in costs))
 
 
 def _tables(encoder: Encoder) -> list[Tensor]:
@@ -350,11 +361,21 @@ def _tables(encoder: Encoder) -> list[Tensor]:
     return [module.weight for module in modules if module.num_embeddings >= TABLE_ROWS]
 
 
-def _deeper(one: CallCosts, two: CallCosts, times: float) -> CallCosts:
-    """Return the costs of so many times the layers of the first run, from a second with twice as many."""
+def _deeper(
+    one: CallCosts | None, deeper: Mapping[TowerName, CallCosts | None], times: Mapping[TowerName, float]
+) -> CallCosts | None:
+    """Return the costs of so many times the layers of the first run, from one more for each tower with twice as many.
+
+    Those that can't be run are None, and so is what would be made of them.
+    """
+    runs = [(run, times[name] - 1) for name, run in deeper.items() if run is not None]
+    if one is None or len(runs) < len(deeper):
+        return None
+    base = one.saved
 
     def of(attribute: Literal["per_token", "per_pair", "per_call"]) -> float:
-        first, second = getattr(one.saved, attribute), getattr(two.saved, attribute)
-        return float(first + (times - 1) * (second - first))
+        first = getattr(base, attribute)
+        return float(first + sum(more * (getattr(run.saved, attribute) - first) for run, more in runs))
 
-    return CallCosts(CallCost(of("per_token"), of("per_pair"), of("per_call")), two.transient)
+    transient = runs[-1][0].transient if runs else one.transient
+    return CallCosts(CallCost(of("per_token"), of("per_pair"), of("per_call")), transient)

@@ -19,7 +19,6 @@ from transformers import AutoModel
 from vembed.batch import Features, Ragged
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About, Recipe
-from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     blank_picture,
     last_step,
@@ -38,7 +37,7 @@ from vembed.models.sentence_transformers_pictures import (
     refuse_other_pipeline,
 )
 from vembed.models.text import count_truncated
-from vembed.models.towers import find_tower, layer_values
+from vembed.models.towers import find_tower, layer_values, transformer_depth, transformer_period
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -372,17 +372,6 @@ def saved_background(files: ModelFiles) -> Background:
     return cast("Background", found)
 
 
-def transformer_depth(config: Any) -> int | None:
-    """Return the number of layers of a stack of transformers by its config, None where that doesn't say."""
-    return getattr(config, "num_hidden_layers", None)
-
-
-def transformer_period(config: Any) -> int:
-    """Return after how many layers the kinds of a stack's layers come again."""
-    kinds = list(getattr(config, "layer_types", None) or [])
-    return next((period for period in range(1, len(kinds)) if kinds[period:] == kinds[:-period]), max(1, len(kinds)))
-
-
 @contextmanager
 def quiet_loading() -> Iterator[None]:
     """Keep transformers from telling which weights a folder lacks: what matters of that is refused here."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vembed.batch import Features, Ragged, texts_of
 from vembed.errors import ConfigError
 from vembed.models.encoder import About, Encoder
-from vembed.models.files import WEIGHTS_FILE, prepare_backbone, transformer_depth, transformer_period
+from vembed.models.files import WEIGHTS_FILE, prepare_backbone
 from vembed.models.sentence_transformers_format import (
     MODULES_FILE,
     first_module,
@@ -30,7 +30,7 @@ from vembed.models.sentence_transformers_format import (
     read_prompts,
     read_sentence_transformers,
 )
-from vembed.models.towers import find_tower
+from vembed.models.towers import find_tower, transformer_depth, transformer_period
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

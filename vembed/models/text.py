@@ -23,7 +23,6 @@ from vembed.batch import Features, Ragged, texts_of
 from vembed.models import attention, packing
 from vembed.models.encoder import About, Encoder, Recipe
 from vembed.models.families import checked_config, family_of, is_causal, is_decoder_type
-from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.packing import PackedRows
 from vembed.models.pooling import pool, pool_packed
 from vembed.models.probe import token_inputs
@@ -34,7 +33,7 @@ from vembed.models.sentence_transformers_format import (
     write_sentence_transformers,
 )
 from vembed.models.text_spec import TextSpec, check_dense, decide_spec, position_offset
-from vembed.models.towers import find_tower, layer_values
+from vembed.models.towers import find_tower, layer_values, transformer_depth, transformer_period
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

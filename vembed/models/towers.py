@@ -80,6 +80,17 @@ def find_tower(
     return Tower(name, parts, projection, layers, (*behind, *projection), period)
 
 
+def transformer_depth(config: Any) -> int | None:
+    """Return the number of layers of a stack of transformers by its config, None where that doesn't say."""
+    return getattr(config, "num_hidden_layers", None)
+
+
+def transformer_period(config: Any) -> int:
+    """Return after how many layers the kinds of a stack's layers come again."""
+    kinds = list(getattr(config, "layer_types", None) or [])
+    return next((period for period in range(1, len(kinds)) if kinds[period:] == kinds[:-period]), max(1, len(kinds)))
+
+
 def layer_values(num_layers: int, hidden: int, num_heads: int, length: int) -> float:
     """Return the values that a token keeps for the backward pass in all layers of a transformer.
 

@@ -19,7 +19,6 @@ from transformers import AutoModel
 from vembed.batch import Features
 from vembed.errors import ConfigError
 from vembed.models.encoder import About, Recipe
-from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import (
     ASSUMED_PATCH_SIZE,
     blank_picture,
@@ -39,7 +38,7 @@ from vembed.models.sentence_transformers_pictures import (
     model_type_of,
     refuse_other_pipeline,
 )
-from vembed.models.towers import find_tower, layer_values
+from vembed.models.towers import find_tower, layer_values, transformer_depth, transformer_period
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

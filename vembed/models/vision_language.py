@@ -29,12 +29,11 @@ from transformers import AutoModel
 from vembed.batch import Composed, Features, Image, Ragged
 from vembed.models import attention
 from vembed.models.encoder import About, Encoder
-from vembed.models.files import transformer_depth, transformer_period
 from vembed.models.pictures import DECODED_AT_ONCE, Normalisation, last_step, normalised, process_pictures
 from vembed.models.pooling import pool
 from vembed.models.probe import ROWS, TowerInputs, picture_inputs, text_inputs, token_inputs
 from vembed.models.sentence_transformers_pictures import model_type_of
-from vembed.models.towers import find_tower, is_within
+from vembed.models.towers import find_tower, is_within, transformer_depth, transformer_period
 from vembed.models.vision_language_families import FAMILIES, LENGTHS
 from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
 

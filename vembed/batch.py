@@ -148,6 +148,7 @@ class ContrastiveBatch:
     classes_Q: NDArray[np.int64] | None = None  # 0, 1, ... as classes first occur, -1 without; None: no row has one
     listed_P2: NDArray[np.int64] | None = None  # pairs whose score is known; None: no row has any
     listed_scores_P: NDArray[np.float64] | None = None  # their scores; higher is closer
+    negatives_P2: NDArray[np.int64] | None = None  # (query row, document row): hard negatives of the row; None: none
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # numbers that the loss asked for, each (Q,)
 
 

@@ -85,6 +85,7 @@ LOSSES = Registry(
         "infonce": "vembed.losses.facts.infonce:FACTS",
         "sigmoid": "vembed.losses.facts.sigmoid:FACTS",
         "colbert": "vembed.losses.facts.colbert:FACTS",
+        "triplet": "vembed.losses.facts.triplet:FACTS",
     },
 )
 """`loss_type` -> a `LossFacts` (vembed/losses/registry.py)."""

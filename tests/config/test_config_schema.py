@@ -84,7 +84,7 @@ def test_the_model_name_is_required() -> None:
         ("torch_dtype", "float16", "float64"),
         ("attn_implementation", "flash", "flash_attention_2"),
         ("pooling_method", "max", "last_token"),
-        ("loss_type", "triplet", "infonce"),
+        ("loss_type", "triplett", "triplet"),
         ("scheduler_type", "step", "constant"),
         ("eval_strategy", False, "no"),
         ("metric_for_best_model", "ndcg@20", "ndcg@100"),
@@ -125,7 +125,11 @@ def test_a_value_out_of_bounds_or_of_another_type_is_refused(key: str, bad: obje
     assert getattr(make(**{key: good}), key) == good
 
 
-BESIDE = {"init_logit_scale": {"loss_type": "sigmoid"}, "init_logit_bias": {"loss_type": "sigmoid"}}
+BESIDE = {
+    "init_logit_scale": {"loss_type": "sigmoid"},
+    "init_logit_bias": {"loss_type": "sigmoid"},
+    "triplet_margin": {"loss_type": "triplet"},
+}
 """What a key needs beside it to have an effect."""
 
 
@@ -282,6 +286,8 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         {"maxsim_sum": True, "loss_type": "colbert"},
         "maxsim_sum has no effect with loss_type infonce",
     ),
+    ({"triplet_margin": 0.5}, {"triplet_margin": 0.5, "loss_type": "triplet"}, "triplet_margin has no effect"),
+    ({"triplet_negatives": "listed"}, {"triplet_negatives": "listed", "loss_type": "triplet"}, "has no effect"),
     ({"loss_type": "colbert", "mrl_dims": [8]}, {"mrl_dims": [8]}, "vectors of late interaction are short"),
     (
         {"loss_type": "colbert", "mrl_dims": [8], "mrl_weights": [1.0]},

@@ -31,6 +31,8 @@ def test_documents_stand_record_by_record_positives_first() -> None:
     assert batch.queries == ("qa", "qb", "qc")
     assert batch.documents == ("pa.0", "pa.1", "na.0", "pb.0", "pc.0", "nc.0", "nc.1")
     assert batch.positives_P2.tolist() == [[0, 0], [0, 1], [1, 3], [2, 4]]
+    assert batch.negatives_P2 is not None
+    assert batch.negatives_P2.tolist() == [[0, 2], [2, 5], [2, 6]]
     assert batch.record_ids == (7, 3, 9)
 
 
@@ -57,6 +59,7 @@ def test_records_of_one_label_are_positives_of_each_other() -> None:
 def test_rows_without_a_label_are_not_one_class() -> None:
     batch = collate([record("a"), record("b")], [0, 1])
     assert batch.positives_P2.tolist() == [[0, 0], [1, 1]]
+    assert batch.negatives_P2 is None
 
 
 def test_the_number_one_and_the_text_one_are_two_labels() -> None:

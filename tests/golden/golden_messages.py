@@ -119,7 +119,7 @@ max_skipped_steps=5
 batch_size=1 bf16=true fp16=true mrl_dims=[2,2] eval_strategy=steps
 scheduler_type=cosin
 metric_for_best_model=NDCG@10
-loss_type=triplet
+loss_type=contrastive_with_bank
 column_mapping={text:query} column_mapping.a=querry
 column_mapping={3:query}
 column_mapping={photo:image}

@@ -60,9 +60,10 @@ def random_features(count: int, rng: np.random.Generator) -> Features:
 
 def random_batch(num_queries: int, negatives: list[int], rng: np.random.Generator) -> ContrastiveBatch:
     """Give query i one positive and negatives[i] hard negatives; the second positive repeats the first."""
-    positives, row = [], 0
+    positives, hard, row = [], [], 0
     for query in range(num_queries):
         positives.append((query, row))
+        hard += [(query, row + 1 + place) for place in range(negatives[query])]
         row += 1 + negatives[query]
     document_ids = np.arange(1000, 1000 + row)
     document_ids[positives[1][1]] = document_ids[positives[0][1]]
@@ -73,6 +74,7 @@ def random_batch(num_queries: int, negatives: list[int], rng: np.random.Generato
         query_ids_Q=np.arange(num_queries, dtype=np.int64),
         document_ids_D=document_ids.astype(np.int64),
         record_ids=tuple(range(num_queries)),
+        negatives_P2=np.array(hard, dtype=np.int64) if hard else None,
     )
 
 

@@ -15,6 +15,7 @@ from vembed.losses.base import BatchStructure, ContrastiveLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.prefixes import Prefixes
 from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.triplet import TripletLoss
 
 NEGATIVES = [0, 3, 1, 7, 0, 0, 2, 1, 1]
 PREFIXES = Prefixes.of([4, 16, 32], [1, 1, 2])
@@ -42,15 +43,22 @@ def make(kind: str, tile_size: int) -> ContrastiveLoss:
         "prefixes": InfoNCE(**infonce, bidirectional=True, prefixes=PREFIXES),
         "sigmoid": SigmoidLoss(**sigmoid),
         "sigmoid with prefixes": SigmoidLoss(**sigmoid, prefixes=PREFIXES),
+        "triplet": TripletLoss(margin=0.2, prefixes=PREFIXES, tile_size=tile_size),
+        "hardest triplet": TripletLoss(margin=0.2, negatives="hardest", tile_size=tile_size),
+        "listed triplet": TripletLoss(margin=0.2, negatives="listed", tile_size=tile_size),
         "not streamed": Distances(),
     }
     return made[kind]
 
 
+LOSSES = [
+    *("one direction", "both directions", "prefixes", "sigmoid", "sigmoid with prefixes", "not streamed"),
+    *("triplet", "hardest triplet", "listed triplet"),
+]
+
+
 @pytest.mark.parametrize("tile_size", [3, 1024])
-@pytest.mark.parametrize(
-    "kind", ["one direction", "both directions", "prefixes", "sigmoid", "sigmoid with prefixes", "not streamed"]
-)
+@pytest.mark.parametrize("kind", LOSSES)
 def test_gradients_equal_the_plain_step_for_every_loss(case_maker: Any, kind: str, tile_size: int) -> None:
     case, loss = case_maker(dropout=0.0, negatives=NEGATIVES, towers=2), make(kind, tile_size)
     value = reference_step(case.pools, case.structure, loss)

@@ -10,7 +10,7 @@ import torch
 from engine_cases import Case, make_case
 from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
-from test_engine_losses import NEGATIVES, make
+from test_engine_losses import LOSSES, NEGATIVES, make
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vembed.distributed.ranks import Ranks
@@ -19,8 +19,6 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, ReplayDriftError, StepResult
 from vembed.gradcache.reference import reference_step
 from vembed.gradcache.row_assignment import RowAssignment
-
-LOSSES = ["one direction", "both directions", "prefixes", "sigmoid", "sigmoid with prefixes", "not streamed"]
 
 
 @dataclass(frozen=True)

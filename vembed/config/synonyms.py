@@ -48,7 +48,6 @@ _BANK = (
     "and its negatives are never out of date"
 )
 _TEACHER = "no teacher is distilled; infonce learns from the rows alone"
-_TRIPLET = "there is no triplet loss; infonce learns from all negatives of a row at once, weighed by temperature"
 _COSENT = "there is no CoSENT loss; infonce learns from positives, and sigmoid judges each pair by itself"
 
 
@@ -94,9 +93,7 @@ FOREIGN: tuple[Foreign, ...] = (
     *_refused(_BANK, "bank_size", "bank_dim", "bank_momentum", "lambda_bank"),
     *_refused(_TEACHER, "teacher_model_name", "distillation_alpha", "distillation_temperature"),
     *_refused(_TEACHER, "distillation_loss_type"),
-    *_refused(_TRIPLET, "triplet_margin"),
     *_refused(_COSENT, "cosent_scale"),
-    Foreign("loss_type", "triplet", "refused", _TRIPLET),
     Foreign("loss_type", "cosent", "refused", _COSENT),
     Foreign("loss_type", "in_batch_hard", "refused", _HARD),
     Foreign("loss_type", "hard_negative", "refused", _HARD),

@@ -42,11 +42,13 @@ def collate(records: Sequence[Record], record_ids: Sequence[int]) -> Contrastive
     documents: list[Item] = []
     own_positives: list[range] = []
     listed: list[tuple[int, int]] = []
+    own_negatives: list[tuple[int, int]] = []
     for row, record in enumerate(records):
         first = len(documents)
         own_positives.append(range(first, first + len(record.positives)))
         listed += [(row, first + place) for place in range(len(record.scores))]
         documents += record.positives
+        own_negatives += [(row, len(documents) + place) for place in range(len(record.negatives))]
         documents += record.negatives
 
     digest = cache(item_id)  # hard negatives and class items repeat within a batch
@@ -65,6 +67,7 @@ def collate(records: Sequence[Record], record_ids: Sequence[int]) -> Contrastive
         classes_Q=classes_Q if (classes_Q >= 0).any() else None,
         listed_P2=np.array(listed, dtype=np.int64) if listed else None,
         listed_scores_P=np.array(scores, dtype=np.float64) if listed else None,
+        negatives_P2=np.array(own_negatives, dtype=np.int64) if own_negatives else None,
         columns={name: np.array([record.columns[name] for record in records]) for name in records[0].columns},
     )
 

@@ -39,6 +39,7 @@ class BatchStructure:
     classes_Q: Tensor | None = None  # 0, 1, ... and -1 for a row without a class, int64; None: no row has one
     listed_P2: Tensor | None = None  # (query row, document row) of pairs with a score, int64; None: there are none
     listed_scores_P: Tensor | None = None  # their scores, float64; higher is closer
+    negatives_P2: Tensor | None = None  # (query row, document row) of hard negatives that a row names; None: none
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # by `ExtraColumn.name`: (Q,), int64 or float64
 
     @classmethod
@@ -60,6 +61,7 @@ class BatchStructure:
             classes_Q=None if batch.classes_Q is None else tensor(batch.classes_Q),
             listed_P2=None if batch.listed_P2 is None else tensor(batch.listed_P2),
             listed_scores_P=None if batch.listed_scores_P is None else tensor(batch.listed_scores_P),
+            negatives_P2=None if batch.negatives_P2 is None else tensor(batch.negatives_P2),
             columns={name: tensor(values) for name, values in batch.columns.items()},
         )
 

@@ -84,6 +84,7 @@ class CellMap:
         if mask_false_negatives:
             query_groups, document_groups = _numpy(structure.query_groups_Q), _numpy(structure.document_groups_D)
             known = _known_groups(structure, query_groups, document_groups, queries, documents)
+        self._known, self._groups = known, (query_groups, document_groups)
         self._row_groups = query_groups[rows.start : rows.stop]
         known_queries, self._known_documents = np.divmod(known, self.num_columns)
         self._known_starts = np.searchsorted(known_queries, np.arange(structure.num_queries + 1))
@@ -98,6 +99,16 @@ class CellMap:
         """Return which positive pairs lie in some rows."""
         first, last = np.searchsorted(self._pair_rows, [rows.start, rows.stop])
         return slice(int(first), int(last))
+
+    def are_negatives(self, cells_P2: Integers) -> NDArray[np.bool_]:
+        """Return which of some (query of the whole batch, document) are neither positive nor masked, (P,)."""
+        queries, documents = cells_P2.T
+        known = self._groups[0][queries] * self.num_columns + self._groups[1][documents]
+        return ~np.isin(known, self._known)
+
+    def rows_with_negatives(self) -> NDArray[np.bool_]:
+        """Return which of this rank's queries have any negative, (rows,)."""
+        return self._excluded_per_row < self.num_columns
 
     def strip(self, start: int, stop: int, width: int) -> Iterator[Tile]:
         """Cut rows start to stop into tiles, left to right."""

@@ -68,3 +68,10 @@ def weighted_similarities(q_QE: Tensor, d_DE: Tensor, prefixes: Prefixes | None)
     for dim, weight in zip(prefixes.dims, prefixes.weights, strict=True):
         q, d = (normalize(each[:, :dim], dim=-1, eps=NORM_EPSILON) for each in (q_QE, d_DE))
         yield weight, q @ d.T
+
+
+def pair_similarity(q_PE: Tensor, d_PE: Tensor, dim: int | None) -> Tensor:
+    """Return the similarity of each query with the document of the same row (P,); None takes embeddings as they are."""
+    if dim is not None:
+        q_PE, d_PE = (normalize(each[:, :dim], dim=-1, eps=NORM_EPSILON) for each in (q_PE, d_PE))
+    return (q_PE * d_PE).sum(dim=1)

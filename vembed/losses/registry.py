@@ -101,7 +101,7 @@ def _facts_of(loss: type[BatchLoss]) -> LossFacts:
     if not issubclass(loss, BatchLoss):
         raise ConfigError(f"{where} is no loss; derive it from ContrastiveLoss, StreamedLoss or MultiVectorLoss")
     if not hasattr(loss, "name"):
-        raise ConfigError(f'{where} has no name; give it one for loss_type, such as name = "triplet"')
+        raise ConfigError(f'{where} has no name; give it one for loss_type, such as name = "margin"')
     if inspect.isabstract(loss):
         raise ConfigError(f"{where} lacks {', '.join(sorted(loss.__abstractmethods__))}")
     for fact, allowed in (("memory", get_args(Memory)), ("takes", get_args(Supervision))):

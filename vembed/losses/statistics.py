@@ -101,8 +101,8 @@ class Statistics:
 
     # Sums over each query's negatives (K, Q); K prefixes. Final: a rank sees every document of its queries.
     rows: LogSumExp
-    # Sums over each document's negatives and over its positives (2, K, D), of this rank's queries only: ranks merge it.
-    # None where the loss has no document-to-query direction.
+    # Sums over this rank's queries only, of any shape: ranks merge them. InfoNCE: over each document's negatives and
+    # over its positives (2, K, D); None where it has no document-to-query direction.
     columns: LogSumExp | None
     positive_logits_KP: Tensor  # logits of this rank's positive pairs, in the order of the tiles' cells
     tiles: SimilarityTiles  # what was swept, to be swept again

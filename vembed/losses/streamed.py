@@ -117,6 +117,11 @@ class StreamedLoss(BatchLoss):
         """Weight of each prefix; 1 without prefixes."""
         return (1.0,) if self.prefixes is None else self.prefixes.weights
 
+    @property
+    def prefix_dims(self) -> tuple[int | None, ...]:
+        """Length of each prefix; None is the embedding as it is."""
+        return (None,) if self.prefixes is None else self.prefixes.dims
+
 
 def empty_gradients(
     tiles: SimilarityTiles, batch: StreamedBatch, into: tuple[Tensor, Tensor] | None

@@ -1,0 +1,48 @@
+"""What the triplet loss says of itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vembed.config.fields import key
+from vembed.config.keys.loss import MaskKeys, PrefixKeys, TileKeys
+from vembed.losses.registry import LossFacts
+
+
+class TripletKeys(TileKeys, PrefixKeys, MaskKeys):
+    """Keys of the triplet loss."""
+
+    triplet_margin: Annotated[float, Field(gt=0, le=2)] = key(
+        0.2, "How much farther than the positive, in cosine distance, a negative is to be; 0.2 as in VSE++."
+    )
+    triplet_negatives: Literal["all", "hardest", "listed"] = key(
+        "all",
+        "Negatives of a query. all: every document of the batch, averaged over the triplets within the margin. "
+        "hardest: the most similar one. listed: the hard negatives of its own row, averaged over all triplets; rows "
+        "without any add nothing.",
+    )
+
+
+FACTS = LossFacts(
+    name="triplet",
+    title="the triplet loss",
+    summary="each negative farther from the query than its positive by a margin",
+    loss="vembed.losses.triplet:TripletLoss",
+    keys=TripletKeys,
+    memory="tiles",
+    blocks=lambda _: (3, 0),  # the logits, the excess of some pairs, and the violations
+    formula="L = mean over i, p in P(i), j in N(i) of max(0, triplet_margin - S_ip + S_ij)",
+    source='Hermans et al., 2017, "In Defense of the Triplet Loss for Person Re-Identification"',
+    citation="""@article{hermans2017defense,
+  title   = {In Defense of the Triplet Loss for Person Re-Identification},
+  author  = {Hermans, Alexander and Beyer, Lucas and Leibe, Bastian},
+  journal = {arXiv preprint arXiv:1703.07737},
+  year    = {2017}
+}""",
+    hints={
+        "temperature": "triplet compares similarities as they are: set triplet_margin",
+        "loss_bidirectional": "triplet asks in one direction, from queries to documents",
+    },
+)

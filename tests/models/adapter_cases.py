@@ -15,6 +15,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
+from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from vembed.distributed.fsdp import ShardingMode
     from vembed.gradcache.row_assignment import RowAssignment
+    from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
 
 CPU = torch.device("cpu")
@@ -57,11 +59,17 @@ def text_batch() -> ContrastiveBatch:
 
 
 def partly_trained(folder: Path, what: str, **options: Any) -> Encoder:
-    """Load in float64 and freeze: a value of `trainable`, or "lora", "lora text", "lora dropout"; "eval": as it is."""
+    """Load in float64 and freeze: a value of `trainable`, or "lora", "lora text", "lora dropout"; "eval": as it is.
+
+    "checkpointed": all of it, its layers recomputed.
+    """
     encoder = load_any(folder, **{"dtype": torch.float64, **options}).train()
     torch.manual_seed(7)
     if what == "eval":
         return encoder.eval()
+    if what == "checkpointed":
+        encoder.enable_gradient_checkpointing()
+        return encoder
     if not what.startswith("lora"):
         freeze(encoder, what)
         return encoder
@@ -81,6 +89,11 @@ def wake(encoder: Encoder) -> None:
 
 def make_loss() -> InfoNCE:
     return InfoNCE(temperature=0.1, learn_temperature=True, bidirectional=True, dtype=torch.float64)
+
+
+def loss_of(encoder: Encoder) -> BatchLoss:
+    """Return a loss that takes what an encoder gives."""
+    return ColbertLoss(temperature=0.3, dtype=torch.float64, tile_size=24) if encoder.multi_vector else make_loss()
 
 
 def trainable_of(encoder: Encoder) -> dict[str, torch.Tensor]:
@@ -103,13 +116,15 @@ def step_of_a_rank(
     from vembed.gradcache.calls import Pool
     from vembed.plan.problem import Way
 
-    encoder, batch, loss = partly_trained(folder, what), batch or picture_batch(), make_loss()
+    encoder, batch = partly_trained(folder, what), batch or picture_batch()
+    loss = loss_of(encoder)
     wake(encoder)
     pools = []
     for pool in pools_of(encoder, batch):
         mine = np.flatnonzero(np.isin(pool.slots, assignment.slots[rank]))
         if len(mine):
-            pools.append(Pool(pool.encode, pool.collate, pool.features.take(mine), pool.slots[mine]))
+            features = pool.features.take(mine)
+            pools.append(Pool(pool.encode, pool.collate, features, pool.slots[mine], encoder.num_vectors(features)))
     ranks, sharded = Ranks.of_this_process(), None
     if mode is not None:
         sharded = shard_encoder(encoder, Way("fsdp", mode=mode, sharding_factor=2), ranks, device=CPU)

@@ -264,5 +264,5 @@ def pools_of(encoder: Encoder, batch: ContrastiveBatch) -> list[Pool]:
     pools = []
     for _, slots in encoder.by_modality(items):
         features = encoder.featurize([items[slot] for slot in slots], "query")
-        pools.append(Pool(encoder, encoder.collate, Features.concat([features]), slots))
+        pools.append(Pool(encoder, encoder.collate, Features.concat([features]), slots, encoder.num_vectors(features)))
     return pools

@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+processing_smolvlm.num2words = processing_smolvlm.num2words or str  # a package that counts the frames of videos
+
 SPECIALS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -233,7 +235,6 @@ def _idefics3() -> tuple[Any, Any]:
 
 
 def _smolvlm() -> tuple[Any, Any]:
-    processing_smolvlm.num2words = processing_smolvlm.num2words or str  # a package that counts the frames of videos
     network, processor = _idefics3()
     config = SmolVLMConfig(**{name: value for name, value in network.config.to_dict().items() if name != "model_type"})
     images = SmolVLMImageProcessor(size={"longest_edge": 48}, max_image_size={"longest_edge": 16}, **HALVES)

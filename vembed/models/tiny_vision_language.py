@@ -81,7 +81,7 @@ class TinyVisionLanguage(VisionLanguageEncoder):
         if not files.has_weights:
             prepare_backbone(backbone)  # or transformers warns of what no encoder does
         family = FAMILIES["qwen3_vl"]
-        family.limit_images(processor.image_processor, IMAGE_TOKENS, None)
+        family.limit_images(processor, IMAGE_TOKENS, None)
         spec = VisionLanguageSpec(
             {"query": family.instruction, "document": family.instruction}, MAX_LENGTH, IMAGE_TOKENS, family.pooling
         )

@@ -224,3 +224,12 @@ def test_prompts_may_be_given(folders: dict[str, Path], tmp_path: Path) -> None:
     assert torch.allclose(embed(given, ["sea"]), embed(given, ["look: sea"], side="document"), atol=1e-6)
     given.save(tmp_path)
     assert load(tmp_path).prompts == {"query": "look: ", "document": ""}
+
+
+def test_a_folder_may_name_no_prompts(folders: dict[str, Path], tmp_path: Path) -> None:
+    load(folders["residual"]).save(tmp_path)
+    settings = tmp_path / "config_sentence_transformers.json"
+    edit_json(settings, prompts={})
+    assert load(tmp_path).prompts == {"query": "", "document": ""}
+    settings.unlink()
+    assert load(tmp_path).prompts == {"query": "", "document": ""}

@@ -15,7 +15,7 @@ from transformers import AutoModel, AutoProcessor
 from vision_language_cases import SIDE, VISION_LANGUAGE_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, ContrastiveBatch, Image
-from vembed.errors import ConfigError
+from vembed.errors import ConfigError, DataError
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
@@ -130,6 +130,28 @@ def test_a_long_row_loses_words_and_neither_pictures_nor_special_tokens(folders:
     ordinary = ids[~np.isin(ids, special)]
     assert list(kept[~np.isin(kept, special)]) == list(ordinary[: (~np.isin(kept, special)).sum()])
     assert vectors(short, [long]).isfinite().all()
+
+
+def test_flat_pictures_keep_the_bound_and_flatter_ones_are_refused_by_name(folders: dict[str, Path]) -> None:
+    shapes = ((400, 10), (10, 400), (1600, 8), (3, 30), (12, 18), (200, 200))
+    pictures = [picture(place, shape) for place, shape in enumerate(shapes)]
+    for most in (4, 6, 12):
+        encoder = load(folders["qwen2_vl"], image_tokens=most)
+        grids = encoder.featurize(pictures, "query").columns["image_grid_thw"].values
+        assert max(int(grid.prod()) // 4 for grid in grids) <= most
+        assert [grid[1] > grid[2] for grid in grids[:2].tolist()] == [False, True]  # of other sides, but not turned
+    with pytest.raises(DataError, match=r"picture-7\.png: 4 x 900 pixels: Qwen2-VL takes .* 200 times"):
+        encoder.featurize(["sea", Composed((SMALL, picture(7, (4, 900))), "")], "query")
+    for keys in ({"image_tokens": 3}, {"max_image_size": 2 * SIDE - 1}):
+        with pytest.raises(ConfigError, match="a picture takes at least"):
+            load(folders["qwen2_vl"], **keys)
+
+
+def test_pictures_that_no_row_has_room_for_are_refused(folders: dict[str, Path]) -> None:
+    encoder = load(folders["qwen3_vl"], max_seq_length=100, image_tokens=40)
+    assert encoder.featurize([Composed((LARGE, LARGE), "a question " * 20)], "query").lengths[0] == 100
+    with pytest.raises(DataError, match=r"6 pictures take 2\d\d tokens .* a row has 100; lower image_tokens or raise"):
+        encoder.featurize(["sea", Composed((LARGE,) * 6, "a question")], "query")
 
 
 def test_a_text_that_names_a_placeholder_is_a_text(folders: dict[str, Path]) -> None:

@@ -106,7 +106,7 @@ class SentenceTransformersEncoder(Encoder):
         general = files.read_json("config_sentence_transformers.json")
         modules = files.read_json(MODULES_FILE, list)
         _refuse_unsafe(files, modules, reason)
-        prompts = read_prompts(general, files.name)
+        prompts: dict[Side, str] = {"query": "", "document": "", **read_prompts(general, files.name)}
         given: dict[Side, str | None] = {"query": files.keys.query_prompt, "document": files.keys.document_prompt}
         prompts |= {side: prompt for side, prompt in given.items() if prompt is not None}
         normalize = str(modules[-1]["type"]).endswith(".Normalize") or is_cosine(general, files.name)

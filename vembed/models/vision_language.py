@@ -27,6 +27,8 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AutoModel
 
 from vembed.batch import Composed, Features, Image, Ragged
+from vembed.data.images import ImageError
+from vembed.errors import DataError
 from vembed.models import attention
 from vembed.models.encoder import About, Encoder
 from vembed.models.pictures import DECODED_AT_ONCE, Normalisation, last_step, normalised, process_pictures
@@ -159,7 +161,7 @@ class VisionLanguageEncoder(Encoder):
             texts, add_special_tokens=not starts, return_attention_mask=False, return_token_type_ids=False
         )
         whole = [np.array(row, dtype=np.int32) for row in encoded["input_ids"]]
-        ids = [self._cut(row) for row in whole]
+        ids = [self._cut(row, images) for row, (images, _) in zip(whole, contents, strict=True)]
         columns = {"input_ids": Ragged.from_rows(ids)}
         for name, known in arrays[0].items():
             columns[name] = Ragged.from_rows([row[name] for row in arrays], dtype=known.dtype.type)
@@ -175,7 +177,16 @@ class VisionLanguageEncoder(Encoder):
             return {}
         in_bytes = self.normalisation is not None
 
+        flattest, left = self.family.flattest, iter(images)
+
         def process(pictures: list[PIL.Image.Image]) -> dict[str, NDArray[Any]]:
+            for picture, image in zip(pictures, left, strict=False):  # block by block
+                if flattest is not None and max(picture.size) > flattest * min(picture.size):
+                    raise ImageError(
+                        image.path,
+                        f"{picture.width} x {picture.height} pixels: {self.family.name} takes pictures whose longer "
+                        f"side is at most {flattest} times the shorter one; crop it, or leave it out",
+                    )
             return self.family.process(self.processor.image_processor, pictures, in_bytes)
 
         return process_pictures(images, process, self.image_limits, self.image_background)
@@ -193,12 +204,18 @@ class VisionLanguageEncoder(Encoder):
         tokens = [self.family.placeholder(self.processor, arrays, place) for place in range(num_pictures)]
         return "".join(piece + token for piece, token in zip(pieces, [*tokens, ""], strict=True))
 
-    def _cut(self, ids_T: NDArray[np.int32]) -> NDArray[np.int32]:
+    def _cut(self, ids_T: NDArray[np.int32], images: Sequence[Image]) -> NDArray[np.int32]:
         """Leave ordinary tokens out, the last ones first, until a row is short enough."""
         if len(ids_T) <= self.max_length:
             return ids_T
         special_T = np.isin(ids_T, self._kept_ids)
         room = self.max_length - int(special_T.sum())
+        if room < 0:
+            tokens = f"{int(special_T.sum())} tokens that can't be left out, and a row has {self.max_length}"
+            if not images:
+                raise DataError(f"a text takes {tokens}; raise max_seq_length")
+            what = "1 picture takes" if len(images) == 1 else f"{len(images)} pictures take"
+            raise DataError(f"{images[0].path}: {what} {tokens}; lower image_tokens or raise max_seq_length")
         return ids_T[special_T | (np.cumsum(~special_T) <= room)]
 
     def collate(self, features: Features, rows: NDArray[np.int64], width: int) -> dict[str, Tensor]:

@@ -75,6 +75,7 @@ class VisionLanguageFamily:
     # (network, most tokens) -> arrays of a square picture and its tokens, for the plan; None: a blank picture's
     taps: str = ""  # attribute of `vision`: the layers of which the language model's first layers take vectors, too
     patches: int = 1  # of a token of a picture
+    flattest: int | None = None  # most that the longer side of a picture may be of the shorter one
     pooling: PoolingMode = "lasttoken"
     instruction: str = ""  # system message of every item, unless the user says otherwise
     ends_instruction: bool = (
@@ -95,17 +96,37 @@ def whole_network(network: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def _limit_area(processor: Any, most_tokens: int | None, longest_side: int | None) -> int:
-    """Bound the area of a picture, whose shape is kept: 4 tokens at least, each a square of merged patches."""
+    """Bound the area of a picture: 4 tokens at least, each a square of merged patches."""
     image_processor = processor.image_processor
     side = image_processor.patch_size * image_processor.merge_size
     if most_tokens is None:
         most_tokens = int(image_processor.size["longest_edge"]) // side**2
         if longest_side is None:
             return most_tokens
+    if most_tokens < 4:
+        raise ConfigError(f"image_tokens {most_tokens}: a picture takes at least 4 tokens in this family")
     if longest_side is not None:
-        most_tokens = max(4, min(most_tokens, longest_side**2 // side**2))
+        if longest_side < 2 * side:
+            raise ConfigError(f"max_image_size {longest_side}: a picture takes at least {2 * side} in this family")
+        most_tokens = min(most_tokens, longest_side**2 // side**2)
     image_processor.size = {"shortest_edge": 4 * side**2, "longest_edge": most_tokens * side**2}
     return most_tokens
+
+
+def _qwen_arrays(processor: Any, images: list[PIL.Image.Image], in_bytes: bool) -> dict[str, NDArray[Any]]:
+    """Return patches of pictures, within the bound: a flat picture's own shape would take more tokens than it."""
+    return run_processor(processor, [_within_bound(processor, image) for image in images], in_bytes=in_bytes)
+
+
+def _within_bound(processor: Any, image: PIL.Image.Image) -> PIL.Image.Image:
+    """Shorten a picture that the processor would give too many tokens, because each side has one at least."""
+    merge, side = processor.merge_size**2, processor.patch_size * processor.merge_size
+    most = int(processor.size["longest_edge"]) // side**2
+    if processor.get_number_of_image_patches(image.height, image.width) <= most * merge:
+        return image
+    short = max(1, round(math.sqrt(most * min(image.size) / max(image.size))))
+    sides = most // short * side, short * side
+    return image.resize(sides if image.width > image.height else sides[::-1])
 
 
 def _qwen_pictures(network: Any, arrays: Mapping[str, Ragged]) -> dict[str, Tensor]:
@@ -335,6 +356,8 @@ def _qwen(name: str, **own: Any) -> VisionLanguageFamily:
         language="language_model",
         limit_images=_limit_area,
         pictures=_qwen_pictures,
+        process=_qwen_arrays,
+        flattest=200,
         hidden_states=_qwen_hidden_states,
         positions=_qwen_positions,
         prepare=_prepare_qwen,

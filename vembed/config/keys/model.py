@@ -124,8 +124,8 @@ class ModelKeys(Section):
     )
     image_tokens: Auto | Count = key(
         "auto",
-        "Most tokens of a picture of a vision-language model; larger pictures are shrunk in their shape. auto is what "
-        "the model's publisher uses.",
+        "Most tokens of a picture of a vision-language model; larger pictures are shrunk in their shape, very flat "
+        "ones out of it. auto is what the model's publisher uses.",
         unit="tokens",
     )
     max_image_size: Count | None = key(

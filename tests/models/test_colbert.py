@@ -135,6 +135,25 @@ def test_a_saved_model_is_the_same_and_that_of_sentence_transformers(bert: Path,
     assert_same_as_sentence_transformers(tmp_path, again)
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_tokens_that_fill_queries_up_see_none_of_them_in_a_decoder(tmp_path: Path, kind: str) -> None:
+    folder = write_model(tmp_path / kind, kind)
+    encoders = {how: late(folder, attn_implementation=how) for how in ("auto", "sdpa", "eager")}
+    for side, texts in SIDES.items():
+        wanted = rows_of(encoders["eager"], texts, side)
+        for how in ("auto", "sdpa"):
+            for one, other in zip(rows_of(encoders[how], texts, side), wanted, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+    assert "sdpa" in encoders["auto"].describe()["attention"]
+    encoders["auto"].save(tmp_path / "saved")
+    assert_same_as_sentence_transformers(tmp_path / "saved", load_any(tmp_path / "saved").eval())
+
+
+def test_queries_may_be_longer_than_documents(bert: Path) -> None:
+    encoder = late(bert, max_seq_length=8)
+    assert [len(vectors) for vectors in rows_of(encoder, QUERIES, "query")] == [QUERY_LENGTH] * len(QUERIES)
+
+
 def assert_same_as_sentence_transformers(folder: Path, encoder: Any) -> None:
     from sentence_transformers import MultiVectorEncoder
 
@@ -207,6 +226,7 @@ def test_adapters_train_beside_a_new_head_and_are_merged_into_an_equal_model(ber
     assert changing_names(encoder) == trained
     assert {name.split(".")[-3] for name in trained - {"head.layers.0.linear.weight"}} == {"lora_A", "lora_B"}
     assert "and head:" in encoder.trains
+    assert encoder.trains.endswith("; adapter/ holds the adapters alone, model/ head too")
     with torch.no_grad():
         encoder.head.layers[0].linear.weight *= -1.5
     wanted = {side: rows_of(encoder.eval(), texts, side) for side, texts in SIDES.items()}
@@ -317,6 +337,15 @@ def test_the_longest_vectors_stay_in_the_order_of_their_tokens() -> None:
         chosen = x.norm(dim=1).topk(min(3, len(x))).indices.sort().values
         expected.append(torch.nn.functional.normalize(x[chosen], dim=1))
     torch.testing.assert_close(found, torch.cat(expected))
+
+
+def test_a_new_head_is_the_same_whatever_was_drawn_before(bert: Path) -> None:
+    weights = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        weights.append(load_any(bert, **KEYS).head.layers[0].linear.weight)
+    assert torch.equal(*weights)
+    assert weights[0].std() > 0.05
 
 
 def test_the_plan_runs_the_head_on_no_data(bert: Path) -> None:

@@ -13,6 +13,7 @@ from picture_cases import PATCH, PICTURES, SIDE, write_picture_model
 from test_engine_vectors import MaxSim
 
 from vembed.batch import ContrastiveBatch, Features
+from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.calls import Pool
@@ -20,6 +21,7 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
+from vembed.models.adapters.lora import add_adapters
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
 
@@ -72,6 +74,15 @@ def test_a_saved_model_is_the_same(folders: dict[str, Path], tmp_path: Path, key
         assert torch.equal(one, other)
     with pytest.raises(ConfigError, match="would pool them"):
         load_any(tmp_path, pooling_method="cls")
+
+
+def test_a_new_head_trains_beside_adapters_and_is_the_same_in_every_run(folders: dict[str, Path]) -> None:
+    encoder = late(folders["dinov2"])
+    torch.manual_seed(2)
+    again = load_any(folders["dinov2"], pooling_method="none", projection_dim=DIMENSION)
+    assert torch.equal(encoder.head.layers[0].linear.weight, again.head.layers[0].linear.weight)
+    add_adapters(encoder, AdapterKeys(lora_r=2))
+    assert encoder.head.layers[0].linear.weight.requires_grad
 
 
 @pytest.mark.parametrize("keys", [{}, {"topk_tokens": 5}], ids=["all", "topk"])

@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForPreTraining, AutoProcessor
 from vision_language_cases import RETRIEVAL_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, ContrastiveBatch, Features, Image
+from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, DataError
 from vembed.gradcache.calls import Pool
@@ -22,7 +23,8 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
-from vembed.models.adapters.trained import save_trained
+from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.trained import changing_names, save_trained
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
 from vembed.models.vision_late import VisionLateEncoder
@@ -144,6 +146,28 @@ def test_adapters_are_merged_into_the_folder(folders: dict[str, Path], tmp_path:
     save_trained(encoder, tmp_path / "merged", tmp_path / "adapter")
     for one, other in zip(rows_of(load(tmp_path / "merged"), PICTURES), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=NEAR)
+
+
+@pytest.mark.parametrize("what", ["lora", "lora text", "vision", "text", "last_1_layers"])
+def test_a_new_head_trains_whatever_else_does(folders: dict[str, Path], tmp_path: Path, what: str) -> None:
+    name = "head.layers.0.linear.weight"
+    encoder = partly_trained(folders["qwen3_vl"], what, **NEW)
+    head = encoder.get_parameter(name)
+    assert head.requires_grad
+    assert name in (changing_names(encoder) or ())
+    assert "and head:" in encoder.trains
+    torch.manual_seed(2)
+    assert torch.equal(head, load_any(folders["qwen3_vl"], dtype=torch.float64, **NEW).get_parameter(name))
+    encoder.save(tmp_path)
+    if what == "vision":  # a model that has its head keeps it as it is
+        assert not partly_trained(tmp_path, what).get_parameter(name).requires_grad
+
+
+def test_a_new_head_trains_beside_adapters_of_the_tower_for_pictures(folders: dict[str, Path]) -> None:
+    encoder = load(folders["qwen3_vl"], **NEW)
+    add_adapters(encoder, AdapterKeys(lora_r=2, lora_towers="vision"))
+    assert encoder.get_parameter("head.layers.0.linear.weight").requires_grad
+    assert "and head:" in encoder.trains
 
 
 def batch() -> ContrastiveBatch:

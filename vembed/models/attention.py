@@ -5,7 +5,9 @@ Here padding stands at the right, always, so that nothing needs a look:
 
 1. Causal attention takes no mask: padding stands behind every token that counts, and none of them sees it.
 2. Other attention takes a number for each token that is added to its scores, (R, 1, 1, T), made on the device.
-3. Packed rows take their cumulative lengths and an operator for them; on a CPU a mask of blocks is the reference.
+3. Where padding gives vectors too, as the tokens that fill queries up, causal attention takes a mask: each of them
+   would see those before it.
+4. Packed rows take their cumulative lengths and an operator for them; on a CPU a mask of blocks is the reference.
 
 Shape legend: R rows, T tokens of a row or of all rows end to end, S segments of these, H heads, D their dim.
 """
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 NAME = "vembed"
 """What these functions are called among the attention functions of transformers."""
 
+FILLED = "vembed_filled"
+"""What they are called there where what is masked at the right is read."""
+
 PICTURES = "vembed_flash"
 """What `attend_to_pictures` is called there: the word "flash" has models give the lengths of pictures, not splits."""
 
@@ -47,11 +52,15 @@ _LEAST_CAPABILITY = (8, 0)
 """Of the devices that flash attention runs on."""
 
 
-def spare_masks(backbone: PreTrainedModel) -> None:
-    """Let a transformer that uses torch's attention take it without looks into its masks."""
+def spare_masks(backbone: PreTrainedModel, *, reads_padding: bool = False) -> None:
+    """Let a transformer that uses torch's attention take it without looks into its masks.
+
+    Args:
+        reads_padding: Whether tokens that no other sees are read: causal attention then needs its mask.
+    """
     config = backbone.config.get_text_config()
     if config._attn_implementation == "sdpa" or config.model_type in _OWN_ATTENTION:
-        config._attn_implementation = NAME
+        config._attn_implementation = FILLED if reads_padding else NAME
 
 
 def spare_splits(visual: PreTrainedModel) -> None:
@@ -63,7 +72,7 @@ def spare_splits(visual: PreTrainedModel) -> None:
 def attention_name(backbone: PreTrainedModel) -> str:
     """Return the attention that a transformer uses, by the name that a user gives it."""
     config = backbone.config.get_text_config()
-    if config._attn_implementation != NAME:
+    if config._attn_implementation not in (NAME, FILLED):
         return str(config._attn_implementation)
     return "eager" if config.model_type in _OWN_ATTENTION else "sdpa"
 
@@ -112,6 +121,11 @@ def right_padding_mask(
         dtype=dtype,
         **others,
     )
+
+
+def _filled_mask(*, allow_is_causal_skip: bool = True, **others: Any) -> Tensor | None:  # noqa: ARG001
+    """Return the same mask, whether or not attention is causal."""
+    return right_padding_mask(allow_is_causal_skip=False, **others)
 
 
 def attend(
@@ -359,5 +373,7 @@ def _varlen_attn(
 
 
 AttentionInterface.register(NAME, attend)
+AttentionInterface.register(FILLED, attend)
 AttentionInterface.register(PICTURES, attend_to_pictures)
 AttentionMaskInterface.register(NAME, right_padding_mask)
+AttentionMaskInterface.register(FILLED, _filled_mask)

@@ -25,7 +25,7 @@ from vembed.errors import ConfigError
 from vembed.models.colbert_format import DOCUMENT_LENGTH, LateSpec, is_late, load_layers, read_late, write_late
 from vembed.models.encoder import About
 from vembed.models.families import checked_config, family_of
-from vembed.models.late import NEW_DIMENSION, TokenHead
+from vembed.models.late import make_head, refuse_pooling
 from vembed.models.probe import ROWS, TowerInputs, token_inputs
 from vembed.models.text import TextEncoder
 from vembed.models.text_spec import decide_spec
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from vembed.models.colbert_format import LateFolder
     from vembed.models.encoder import Form, Recipe
     from vembed.models.files import ModelFiles
+    from vembed.models.late import TokenHead
     from vembed.models.text_spec import TextSpec
 
 SEEN = "seen_tokens"
@@ -79,9 +80,11 @@ class ColbertEncoder(TextEncoder):
         late: LateSpec,
         head: TokenHead,
     ) -> None:
-        super().__init__(name, backbone=backbone, tokenizer=tokenizer, spec=spec)
+        reads_padding = late.expand_to > 0 and not late.attends
+        super().__init__(name, backbone=backbone, tokenizer=tokenizer, spec=spec, reads_padding=reads_padding)
         self.late = late
         self.head = head
+        self.beside_adapters = ("head",) if head.is_new else ()
         self.dimension = head.dimension
         self.max_length = max(spec.max_length, late.query_length)
         self._filling_id = _filling_id(tokenizer, late)
@@ -99,12 +102,8 @@ class ColbertEncoder(TextEncoder):
         Raises:
             ConfigError: Its files say something that vembed doesn't follow, or the user something else than they.
         """
+        refuse_pooling(files)
         keys = files.keys
-        if keys.pooling_method not in ("auto", "none"):
-            raise ConfigError(
-                f"{files.name} gives a vector for each token; pooling_method {keys.pooling_method} would pool them. "
-                f"Leave it out"
-            )
         found = read_late(files)
         subfolder = found.text.transformer_path if found.text is not None else ""
         config = checked_config(files, subfolder)
@@ -114,16 +113,15 @@ class ColbertEncoder(TextEncoder):
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
         if late.markers and not files.shape:
             add_markers(backbone, tokenizer, late.markers.values())
-        layers = load_layers(files, found, config.get_text_config().hidden_size, _dimension(keys))
-        head = TokenHead(layers, topk_tokens=late.topk_tokens, pool_factor=late.pool_factor, protected=late.protected)
-        if keys.projection_dim not in ("auto", head.dimension):
-            raise ConfigError(
-                f"projection_dim {keys.projection_dim}: the vectors of {files.name} have {head.dimension} dimensions; "
-                f"leave it out"
-            )
-        encoder = ColbertEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, late=late, head=head)
-        encoder.beside_adapters = ("head",) if found.is_new else ()
-        return encoder
+        head = make_head(
+            files,
+            load_layers(files, found),
+            hidden=config.get_text_config().hidden_size,
+            topk_tokens=late.topk_tokens,
+            pool_factor=late.pool_factor,
+            protected=late.protected,
+        )
+        return ColbertEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, late=late, head=head)
 
     def longest_text(self, side: Side) -> int:
         """Return the tokens that texts of a side are cut to."""
@@ -242,10 +240,6 @@ def _refuse_flash(keys: ModelKeys, late: LateSpec) -> None:
             f"attn_implementation flash_attention_2 leaves out the tokens that fill queries up, as the others don't "
             f"see them in {keys.model_name}; take sdpa, or set query_expansion: false"
         )
-
-
-def _dimension(keys: ModelKeys) -> int:
-    return NEW_DIMENSION if keys.projection_dim == "auto" else keys.projection_dim
 
 
 def add_markers(backbone: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, markers: Iterable[str]) -> None:

@@ -218,20 +218,14 @@ def _text(
     )
 
 
-def load_layers(files: ModelFiles, folder: LateFolder, hidden: int, dimension: int) -> list[Dense]:
-    """Load the layers behind the tokens, or make the one of a new model.
-
-    Args:
-        hidden: What the transformer gives.
-        dimension: Of the vectors, where the layer is new.
+def load_layers(files: ModelFiles, folder: LateFolder) -> list[Dense]:
+    """Load the layers behind the tokens; those of a new model are none.
 
     Raises:
         ConfigError: Their form isn't known, or their weights aren't safetensors.
     """
     if not folder.has_inline_layer:
-        layers = [load_dense(files, path, of=TOKENS) for path in folder.dense_paths]
-        with files.device:
-            return [layer.to(files.dtype) for layer in layers or [new_layer(hidden, dimension)]]
+        return [load_dense(files, path, of=TOKENS) for path in folder.dense_paths]
     path = files.read(WEIGHTS_FILE)
     if path is None:
         raise ConfigError(
@@ -241,7 +235,7 @@ def load_layers(files: ModelFiles, folder: LateFolder, hidden: int, dimension: i
         weight = weights.get_tensor("linear.weight")
     layer = new_layer(weight.shape[1], weight.shape[0])
     layer.linear.weight = torch.nn.Parameter(weight)
-    return [layer.to(files.dtype)]
+    return [layer]
 
 
 def write_late(encoder: ColbertEncoder, folder: Path) -> None:
@@ -249,6 +243,7 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     late, spec = encoder.late, encoder.spec
     encoder.backbone.save_pretrained(folder)
+    encoder.tokenizer.padding_side = "right"  # what fills a query up stands behind it, whatever its family does
     encoder.tokenizer.save_pretrained(folder)
     settings: dict[str, object] = {"do_lower_case": spec.lower_case, "document_length": spec.max_length}
     if late.expand_to != late.query_length:

@@ -15,6 +15,7 @@ Shape legend: R rows, T tokens of a padded row, H hidden dim, C tokens of all ro
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from vembed.batch import ranges
+from vembed.errors import ConfigError
 from vembed.models.pooling import unit
 from vembed.models.sentence_transformers_format import Dense
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Features, Ragged, Side
+    from vembed.models.files import ModelFiles
 
 NEW_DIMENSION = 128
 """Of the vectors of a model that is new to late interaction."""
@@ -51,6 +54,7 @@ class TokenHead(nn.Module):
         topk_tokens: Most vectors of an item; None keeps all.
         pool_factor: A document keeps one vector for so many; 1 keeps all.
         protected: First vectors of a document that are never merged: [CLS].
+        is_new: Whether no file holds the layers, so that they must train.
     """
 
     inputs: ClassVar[frozenset[str]] = frozenset(
@@ -64,6 +68,7 @@ class TokenHead(nn.Module):
         topk_tokens: int | None = None,
         pool_factor: float = 1.0,
         protected: int = 1,
+        is_new: bool = False,
     ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
@@ -71,6 +76,7 @@ class TokenHead(nn.Module):
         self.topk_tokens = topk_tokens
         self.pool_factor = pool_factor
         self.protected = protected
+        self.is_new = is_new
 
     def with_vectors(self, features: Features, counted: Ragged, side: Side) -> Features:
         """Return features that say which tokens count and how many vectors each item of a side will have.
@@ -147,9 +153,63 @@ class TokenHead(nn.Module):
         return x_CE.index_select(0, order_C[inputs["longest_tokens"]].sort().values)
 
 
+def refuse_pooling(files: ModelFiles) -> None:
+    """Refuse a pooling that would leave one vector of an item."""
+    method = files.keys.pooling_method
+    if method not in ("auto", "none"):
+        raise ConfigError(
+            f"{files.name} gives several vectors for each item; pooling_method {method} would pool them. Leave it out"
+        )
+
+
+def make_head(
+    files: ModelFiles,
+    layers: Sequence[Dense],
+    *,
+    hidden: int,
+    topk_tokens: int | None = None,
+    pool_factor: float = 1.0,
+    protected: int = 1,
+) -> TokenHead:
+    """Return the head of a model, by the user's word, else by its files.
+
+    Args:
+        layers: Those of its files; empty for a model that is new to late interaction.
+        hidden: Of the network.
+        topk_tokens: Of its files, as are the rest.
+        pool_factor: See topk_tokens.
+        protected: See topk_tokens.
+
+    Raises:
+        ConfigError: The user wants another dimension than the layers have.
+    """
+    keys = files.keys
+    if not layers:
+        with files.device:
+            new = new_layer(hidden, NEW_DIMENSION if keys.projection_dim == "auto" else keys.projection_dim)
+    head = TokenHead(
+        [layer.to(files.dtype) for layer in layers or [new]],
+        topk_tokens=topk_tokens if keys.topk_tokens == "auto" else keys.topk_tokens,
+        pool_factor=pool_factor if keys.pool_factor == "auto" else keys.pool_factor,
+        protected=protected,
+        is_new=not layers,
+    )
+    if keys.projection_dim not in ("auto", head.dimension):
+        raise ConfigError(
+            f"projection_dim {keys.projection_dim}: the vectors of {files.name} have {head.dimension} dimensions; "
+            "leave it out"
+        )
+    return head
+
+
 def new_layer(in_features: int, out_features: int) -> Dense:
-    """Return the linear layer of a model that has none yet: no bias, weights by torch's global generator."""
-    return Dense(in_features, out_features, bias=False, activation=nn.Identity())
+    """Return the linear layer of a model that has none yet: no bias, the same weights in every process and run."""
+    layer = Dense(in_features, out_features, bias=False, activation=nn.Identity())
+    weight = layer.linear.weight
+    if not weight.is_meta:
+        bound = 1 / math.sqrt(in_features)
+        nn.init.uniform_(weight, -bound, bound, generator=torch.Generator(weight.device).manual_seed(0))
+    return layer
 
 
 def _merged(x_VE: Tensor, counts_2R: Tensor, num_vectors: int, protected: int) -> Tensor:

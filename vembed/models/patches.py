@@ -15,9 +15,8 @@ import numpy as np
 from transformers import AutoModel
 
 from vembed.batch import Ragged
-from vembed.errors import ConfigError
 from vembed.models.encoder import About
-from vembed.models.late import NEW_DIMENSION, TokenHead, new_layer
+from vembed.models.late import TokenHead, make_head, refuse_pooling
 from vembed.models.probe import picture_inputs
 from vembed.models.sentence_transformers_format import Dense, load_dense, write_dense, write_json
 from vembed.models.sentence_transformers_pictures import model_type_of
@@ -70,6 +69,7 @@ class PatchEncoder(VisionEncoder):
         super().__init__(name, backbone=backbone, image_processor=image_processor, pooling=("mean", ""))
         config: Any = backbone.config
         self.head = head
+        self.beside_adapters = ("head",) if head.is_new else ()
         self.dimension = head.dimension
         self._before_patches = FIRST_TOKENS[config.model_type] + getattr(config, "num_register_tokens", 0)
 
@@ -87,38 +87,18 @@ class PatchEncoder(VisionEncoder):
         Raises:
             ConfigError: The user says something else than the model's files.
         """
-        keys, config = files.keys, files.config()
-        if keys.pooling_method not in ("auto", "none"):
-            raise ConfigError(
-                f"{files.name} gives a vector for each patch; pooling_method {keys.pooling_method} would pool them. "
-                f"Leave it out"
-            )
+        refuse_pooling(files)
+        config = files.config()
         if config.model_type == "vit_mae":
             config.mask_ratio = 0.0  # also what is written: transformers alone would hide most of each picture
         if config.model_type == "siglip_vision_model":
             config.vision_use_head = False
         backbone = files.backbone("", config, AutoModel)
         found = files.read_json(SETTINGS_FILE)
-        if found:
-            layer = load_dense(files, HEAD_FOLDER)
-        else:
-            with files.device:
-                dimension = NEW_DIMENSION if keys.projection_dim == "auto" else keys.projection_dim
-                layer = new_layer(config.hidden_size, dimension)
-        head = TokenHead(
-            [layer.to(files.dtype)],
-            topk_tokens=found.get("topk_tokens") if keys.topk_tokens == "auto" else keys.topk_tokens,
-            pool_factor=found.get("pool_factor", 1.0) if keys.pool_factor == "auto" else keys.pool_factor,
-            protected=FIRST_TOKENS[config.model_type],
-        )
-        if keys.projection_dim not in ("auto", head.dimension):
-            raise ConfigError(
-                f"projection_dim {keys.projection_dim}: the vectors of {files.name} have {head.dimension} dimensions; "
-                f"leave it out"
-            )
-        encoder = cls(files.name, backbone=backbone, image_processor=files.image_processor(), head=head)
-        encoder.beside_adapters = () if found else ("head",)
-        return encoder
+        layers = [load_dense(files, HEAD_FOLDER)] if found else []
+        first = FIRST_TOKENS[config.model_type]
+        head = make_head(files, layers, hidden=config.hidden_size, protected=first, **found)
+        return cls(files.name, backbone=backbone, image_processor=files.image_processor(), head=head)
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Decode pictures and run the image processor; every token gives a vector."""

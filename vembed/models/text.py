@@ -58,6 +58,7 @@ class TextEncoder(Encoder):
 
     Args:
         backbone: The transformer, returning `last_hidden_state`.
+        reads_padding: Whether vectors are made of tokens that no other sees.
     """
 
     about = About(
@@ -94,9 +95,10 @@ class TextEncoder(Encoder):
         tokenizer: PreTrainedTokenizerBase,
         spec: TextSpec,
         dense: Sequence[Dense] = (),
+        reads_padding: bool = False,
     ) -> None:
         super().__init__()
-        attention.spare_masks(backbone)
+        attention.spare_masks(backbone, reads_padding=reads_padding)
         self.name = name
         self.backbone = backbone
         self.tokenizer = tokenizer
@@ -194,7 +196,7 @@ class TextEncoder(Encoder):
         if self.packs:
             inputs = packing.pack(ids, width, self._pad_id)
         else:
-            width = min(width, self.spec.max_length)  # a width rounded up could pass the last position embedding
+            width = min(width, self.max_length)  # a width rounded up could pass the last position embedding
             inputs = {"input_ids": torch.from_numpy(ids.padded(width, self._pad_id))}
             if (ids.lengths < width).any():
                 inputs["lengths"] = torch.from_numpy(ids.lengths.astype(np.int32))

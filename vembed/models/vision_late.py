@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForPreTraining
 
 from vembed.batch import Ragged
-from vembed.errors import ConfigError
 from vembed.models.encoder import About
-from vembed.models.late import NEW_DIMENSION, TokenHead, new_layer
+from vembed.models.late import TokenHead, make_head, refuse_pooling
 from vembed.models.sentence_transformers_format import Dense, load_dense, write_dense
 from vembed.models.sentence_transformers_pictures import model_type_of
 from vembed.models.vision_language import VisionLanguageEncoder
@@ -96,6 +95,7 @@ class VisionLateEncoder(VisionLanguageEncoder):
     def __init__(self, name: str, *, head: TokenHead, whole: PreTrainedConfig | None = None, **parts: Any) -> None:
         super().__init__(name, **parts)
         self.head = head
+        self.beside_adapters = ("head",) if head.is_new else ()
         self.whole = whole
         self.dimension = head.dimension
         if whole is not None:
@@ -118,12 +118,8 @@ class VisionLateEncoder(VisionLanguageEncoder):
         Raises:
             ConfigError: The user says something else than the model's files.
         """
-        keys, config = files.keys, files.config()
-        if keys.pooling_method not in ("auto", "none"):
-            raise ConfigError(
-                f"{files.name} gives a vector for each token; pooling_method {keys.pooling_method} would pool them. "
-                "Leave it out"
-            )
+        refuse_pooling(files)
+        config = files.config()
         family = RETRIEVAL_FAMILIES.get(config.model_type)
         own_form = family is None
         family = family or FAMILIES[config.model_type]
@@ -131,25 +127,10 @@ class VisionLateEncoder(VisionLanguageEncoder):
         saved = files.read_json(SETTINGS_FILE).get(OWN)
         backbone: Any = files.backbone("", config, AutoModel if own_form else AutoModelForPreTraining)
         if not own_form:
-            backbone, layer = backbone.vlm, _with_weights_of(backbone.embedding_proj_layer)
-        elif saved is not None:
-            layer = load_dense(files, HEAD_FOLDER, of=TOKENS)
+            backbone, layers = backbone.vlm, [_with_weights_of(backbone.embedding_proj_layer)]
         else:
-            dimension = NEW_DIMENSION if keys.projection_dim == "auto" else keys.projection_dim
-            with files.device:
-                layer = new_layer(config.get_text_config().hidden_size, dimension)
-        saved = saved or {}
-        head = TokenHead(
-            [layer.to(files.dtype)],
-            topk_tokens=saved.get("topk_tokens") if keys.topk_tokens == "auto" else keys.topk_tokens,
-            pool_factor=saved.get("pool_factor", 1.0) if keys.pool_factor == "auto" else keys.pool_factor,
-            protected=0,
-        )
-        if keys.projection_dim not in ("auto", head.dimension):
-            raise ConfigError(
-                f"projection_dim {keys.projection_dim}: the vectors of {files.name} have {head.dimension} dimensions; "
-                "leave it out"
-            )
+            layers = [] if saved is None else [load_dense(files, HEAD_FOLDER, of=TOKENS)]
+        head = make_head(files, layers, hidden=config.get_text_config().hidden_size, protected=0, **(saved or {}))
         parts = {"backbone": backbone, "processor": processor, "family": family, "spec": spec}
         return cls(files.name, head=head, whole=None if own_form else config, **parts)
 

@@ -64,7 +64,9 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
         )
         if own:
             inject_adapter_in_model(config, host.network, ADAPTER)
-    new = [part for part in encoder.beside_adapters if any(is_within(part, tower.parts) for tower in towers)]
+    inside = [part for tower in towers for part in tower.parts]
+    # One head of late interaction stands behind all towers.
+    new = [part for part in encoder.beside_adapters if encoder.multi_vector or is_within(part, inside)]
     for name, parameter in encoder.named_parameters():
         if is_within(name, new):
             parameter.requires_grad_(True)
@@ -79,7 +81,8 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
     leaves = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
     words = f"rank {keys.lora_r}, scale {alpha / keys.lora_r:g}, on {leaves}"
     beside = f" and {', '.join(new)}" if new else ""
-    encoder.trains = f"LoRA adapters ({words} of {_listed(towers)}){beside}: {counts(encoder)}"
+    left_out = f"; adapter/ holds the adapters alone, model/ {' and '.join(new)} too" if new else ""
+    encoder.trains = f"LoRA adapters ({words} of {_listed(towers)}){beside}: {counts(encoder)}{left_out}"
 
 
 class _Host(NamedTuple):

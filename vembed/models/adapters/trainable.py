@@ -42,7 +42,8 @@ def freeze(encoder: Encoder, trainable: str) -> None:
             raise ConfigError(f"trainable {trainable}: nothing of it in {encoder.name} can be trained; set it to all")
         encoder.eval_only = frozen_modules(encoder)
         encoder.train(encoder.training)
-    words = trainable.replace("_", " ")
+    beside = "" if trainable in ("all", "projection") else "".join(f" and {part}" for part in _new_head(encoder))
+    words = trainable.replace("_", " ") + beside
     half = any(each.requires_grad and each.dtype in _HALVES for each in encoder.parameters())
     encoder.trains = f"{words}: {counts(encoder)}{_LOST if half else ''}"
     encoder.keeps_base = trainable != "all"
@@ -87,7 +88,13 @@ def _choice(encoder: Encoder, trainable: str) -> Callable[[str], bool]:
     if not parts:
         what = "projection" if trainable == "projection" else f"{trainable} tower"
         raise ConfigError(f"trainable: {encoder.name} has no {what}; it has {', '.join(possible(encoder))}")
+    parts += _new_head(encoder)
     return lambda name: is_within(name, parts)
+
+
+def _new_head(encoder: Encoder) -> tuple[str, ...]:
+    """Return the untrained head of late interaction, which stands behind all towers and trains with any of them."""
+    return encoder.beside_adapters if encoder.multi_vector else ()
 
 
 def _last_layers(encoder: Encoder, towers: tuple[Tower, ...], trainable: str) -> tuple[str, ...]:

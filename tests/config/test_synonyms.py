@@ -103,7 +103,7 @@ def test_null_asks_for_nothing() -> None:
 
 def test_every_problem_stands_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("model_name: m\nhard_topk: 8\nloss_type: in_batch_hard\nsync_bn: true\nlr: -1\n")
+    path.write_text("model_name: m\nbank_size: 8\nloss_type: contrastive_with_bank\nsync_bn: true\nlr: -1\n")
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert [line.split(": ")[0].rpartition(":")[2] for line in str(caught.value).splitlines()] == ["2", "3", "4", "5"]

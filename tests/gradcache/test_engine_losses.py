@@ -12,6 +12,7 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, ContrastiveLoss
+from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.prefixes import Prefixes
 from vembed.losses.sigmoid import SigmoidLoss
@@ -41,6 +42,7 @@ def make(kind: str, tile_size: int) -> ContrastiveLoss:
         "one direction": InfoNCE(**infonce),
         "both directions": InfoNCE(**infonce, bidirectional=True),
         "prefixes": InfoNCE(**infonce, bidirectional=True, prefixes=PREFIXES),
+        "hardest": InBatchHard(**infonce, hard_topk=3, bidirectional=True, prefixes=PREFIXES),
         "sigmoid": SigmoidLoss(**sigmoid),
         "sigmoid with prefixes": SigmoidLoss(**sigmoid, prefixes=PREFIXES),
         "triplet": TripletLoss(margin=0.2, prefixes=PREFIXES, tile_size=tile_size),
@@ -53,7 +55,7 @@ def make(kind: str, tile_size: int) -> ContrastiveLoss:
 
 LOSSES = [
     *("one direction", "both directions", "prefixes", "sigmoid", "sigmoid with prefixes", "not streamed"),
-    *("triplet", "hardest triplet", "listed triplet"),
+    *("hardest", "triplet", "hardest triplet", "listed triplet"),
 ]
 
 

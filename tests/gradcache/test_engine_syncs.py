@@ -114,7 +114,7 @@ def loss_stage_waits(monkeypatch: pytest.MonkeyPatch, kind: str, tile_size: int)
     return waits.counts
 
 
-@pytest.mark.parametrize("kind", [*STREAMED, "late interaction"])
+@pytest.mark.parametrize("kind", [*STREAMED, "hardest", "late interaction"])
 def test_the_loss_stage_reads_from_the_device_once_whatever_the_tiles(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

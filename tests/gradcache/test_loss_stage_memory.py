@@ -68,6 +68,8 @@ def overrides(kind: str) -> list[str]:
         "both directions": ["loss_bidirectional=true"],
         "prefixes": ["mrl_dims=[512, 64]"],
         "sigmoid": ["loss_type=sigmoid"],
+        "hardest": ["loss_type=in_batch_hard", "hard_topk=32"],
+        "hardest, both directions": ["loss_type=in_batch_hard", "loss_bidirectional=true"],
         "late interaction": ["loss_type=colbert"],
         "late interaction, both directions": ["loss_type=colbert", "loss_bidirectional=true"],
     }
@@ -90,7 +92,7 @@ def planned(kind: str, world_size: int) -> int:
 @pytest.mark.parametrize(
     "kind",
     ["one direction", "both directions", "prefixes", "sigmoid"]
-    + [pytest.param(kind, marks=pytest.mark.slow) for kind in VECTORS],
+    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hardest", "hardest, both directions", *VECTORS)],
 )
 def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: str) -> None:
     alone = peak_on(0, kind, 1, 0)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vembed.losses.base import MultiVectors
-from vembed.losses.statistics import LogSumExp
+from vembed.losses.statistics import Hardest, LogSumExp
 from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
 
 if TYPE_CHECKING:
@@ -63,7 +63,9 @@ def over_ranks(
         assert len(columns) == len(sizes)
         top = torch.stack([each.max for each in columns]).amax(0)  # all_reduce(MAX)
         merged = LogSumExp(top, torch.stack([each.rescaled(top) for each in columns]).sum(0))  # all_reduce(SUM)
-        statistics = [replace(each, columns=merged) for each in statistics if each is not None]
+        lists = [each.column_hardest for each in statistics if each is not None and each.column_hardest is not None]
+        hardest = Hardest.merged(lists) if lists else None
+        statistics = [replace(each, columns=merged, column_hardest=hardest) for each in statistics if each is not None]
     shares = [loss.gradients(batch, each) for batch, each in zip(batches, statistics, strict=True)]
     return LossGradients(
         torch.stack([share.loss for share in shares]).sum(),

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vembed.losses import infonce
 from vembed.losses.base import BatchStructure
+from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.prefixes import Prefixes
 from vembed.losses.sigmoid import SigmoidLoss
@@ -29,6 +30,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "one direction, cold": {"temperature": COLD},
     "both directions, cold": {"temperature": COLD, "bidirectional": True},
     "sigmoid": {"sigmoid": True},
+    "hardest": {"hard_topk": 2},
+    "hardest, both directions": {"hard_topk": 3, "bidirectional": True},
 }
 PREFIXES = {"whole": None, "two prefixes": Prefixes.of([2, 4]), "weighted": Prefixes.of([5, 1, 3], [3, 1, 2])}
 
@@ -37,7 +40,8 @@ def make(kind: str, **options: Any) -> StreamedLoss:
     given = {**LOSSES[kind], "dtype": torch.float64, **options}
     if given.pop("sigmoid", False):
         return SigmoidLoss(**{"init_logit_scale": 1.6, "init_logit_bias": -2.0, **given})
-    return InfoNCE(**{"temperature": WARM, "learn_temperature": True, **given})
+    loss = InBatchHard if "hard_topk" in given else InfoNCE
+    return loss(**{"temperature": WARM, "learn_temperature": True, **given})
 
 
 def test_the_temperatures_lie_on_both_sides_of_the_bound() -> None:
@@ -236,6 +240,8 @@ def flops(loss: StreamedLoss, num_queries: int, num_documents: int, dim: int) ->
         ("one direction", 3),
         ("one direction, cold", 3),
         ("sigmoid", 3),
+        ("hardest", 1),
+        ("hardest, both directions", 1),
     ],
 )
 def test_the_matrix_products_are_as_many_as_the_formula_says(kind: str, products: int, tile_size: int) -> None:
@@ -286,7 +292,7 @@ def test_nothing_of_the_size_of_the_matrix_is_allocated() -> None:
     num_queries, num_documents = 300, 500  # 150,000 cells
     structure = BatchStructure.of(plain(num_queries, num_documents).batch)
     q_QE, d_DE = (unit_rows(count, 8, seed=0) for count in (num_queries, num_documents))
-    for kind in ("both directions", "both directions, cold", "sigmoid"):
+    for kind in ("both directions", "both directions, cold", "sigmoid", "hardest, both directions"):
         loss, largest = make(kind, tile_size=64), _LargestTensor()
         with largest:
             batch = StreamedBatch(q_QE, d_DE, structure)

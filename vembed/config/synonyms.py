@@ -40,8 +40,8 @@ _PICTURES = "data workers decode pictures ahead of the step, and embedding_cache
 _MEMORY = "metrics.jsonl has the peak memory of every step, and the plan predicts it"
 _SHARED = "the documents of all devices are negatives of every query, whatever the strategy; remove it"
 _HARD = (
-    "infonce learns from all negatives of the batch, the hardest most: the lower the temperature, the more so; rows "
-    "bring hard ones of their own in the column negatives"
+    "infonce learns from all negatives of the batch, the hardest most: the lower the temperature, the more so; "
+    "loss_type in_batch_hard from the hard_topk hardest; rows bring hard ones of their own in the column negatives"
 )
 _BANK = (
     "there is no memory bank: with use_gradient_cache a batch_size as large as the bank takes the memory of a chunk, "
@@ -86,8 +86,7 @@ FOREIGN: tuple[Foreign, ...] = (
         "devices don't share the mean and variance of their batches; set freeze_batch_norm to true, which keeps those "
         "of the model's files, and remove it",
     ),
-    Foreign("use_all_negatives", True, "accepted", "every document of the batch is a negative"),
-    *_refused(_HARD, "use_all_negatives", "hard_topk", "mining_mode", "enable_hard_mining", "hard_mining_mode"),
+    *_refused(_HARD, "mining_mode", "enable_hard_mining", "hard_mining_mode"),
     *_refused(_HARD, "hard_mining_topk", "hard_mining_lambda", "hard_mining_temperature"),
     *_refused(_BANK, "hard_mining_bank_size", "hard_mining_bank_momentum"),
     *_refused(_BANK, "bank_size", "bank_dim", "bank_momentum", "lambda_bank"),
@@ -95,8 +94,7 @@ FOREIGN: tuple[Foreign, ...] = (
     *_refused(_TEACHER, "distillation_loss_type"),
     *_refused(_COSENT, "cosent_scale"),
     Foreign("loss_type", "cosent", "refused", _COSENT),
-    Foreign("loss_type", "in_batch_hard", "refused", _HARD),
-    Foreign("loss_type", "hard_negative", "refused", _HARD),
+    Foreign("loss_type", "hard_negative", "same", ours="in_batch_hard"),
     Foreign("loss_type", "contrastive_with_bank", "refused", _BANK),
     Foreign("loss_type", "distillation", "refused", _TEACHER),
     Foreign("loss_type", "mrl", "refused", "the prefixes are a key of infonce and sigmoid: set mrl_dims, and infonce"),

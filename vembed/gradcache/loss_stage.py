@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from vembed.losses.base import MultiVectors, to_device
-from vembed.losses.statistics import LogSumExp
+from vembed.losses.statistics import Hardest, LogSumExp
 from vembed.losses.streamed import StreamedBatch
 
 if TYPE_CHECKING:
@@ -158,12 +158,19 @@ class LossStage:
         return loss.squeeze(), rank_loss, u_NE, summed
 
     def _merged(self, statistics: Statistics) -> Statistics:
-        """Merge the columns over ranks: the largest maximum first, then the sums that belong to it."""
+        """Merge the columns over ranks: the largest maximum first, then the sums that belong to it.
+
+        The largest logits of columns, where the loss keeps them, are gathered, and the largest of all remain.
+        """
         if self.ranks.is_one or statistics.columns is None:
             return statistics
         columns = statistics.columns.without_idle_maxima()
         top = self.ranks.max_(columns.max.clone())
-        return replace(statistics, columns=LogSumExp(top, self.ranks.sum_(columns.rescaled(top))))
+        merged = replace(statistics, columns=LogSumExp(top, self.ranks.sum_(columns.rescaled(top))))
+        if (own := statistics.column_hardest) is None:
+            return merged
+        lists = (self.ranks.gather_blocks(each[None], 1) for each in (own.logits, own.places))
+        return replace(merged, column_hardest=Hardest.merged(list(map(Hardest, *lists))))
 
 
 @contextmanager

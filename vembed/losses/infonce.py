@@ -96,12 +96,22 @@ class SoftmaxLoss(StreamedLoss):
             logits_QD = similarity_QD * self.log_scale.exp()
             if masked_QD is not None:
                 logits_QD = logits_QD.masked_fill(masked_QD, -math.inf)
-            loss = _direction(logits_QD, positive_QD)
+            loss = self._direction(logits_QD, positive_QD)
             if self.bidirectional:
                 wanted_D = positive_QD.any(dim=0)
-                loss = (loss + _direction(logits_QD.T[wanted_D], positive_QD.T[wanted_D])) / 2
+                loss = (loss + self._direction(logits_QD.T[wanted_D], positive_QD.T[wanted_D])) / 2
             losses.append(weight * loss)
         return torch.stack(losses).sum()
+
+    def _direction(self, logits_RC: Tensor, positive_RC: Tensor) -> Tensor:
+        """Return the mean over rows R of log-sum-exp over all columns C minus that over the positive ones.
+
+        A row without positives counts 0.
+        """
+        counted_R = positive_RC.any(dim=1)
+        logits, positive = logits_RC[counted_R], positive_RC[counted_R]
+        losses = logits.logsumexp(dim=1) - logits.masked_fill(~positive, -math.inf).logsumexp(dim=1)
+        return losses.sum() / len(counted_R)
 
     @property
     def needs_statistics(self) -> bool:
@@ -166,17 +176,7 @@ class SoftmaxLoss(StreamedLoss):
         self, tiles: SimilarityTiles, batch: StreamedBatch, known: Statistics, out: EmbeddingGradients
     ) -> Tensor:
         """Compute every tile again, now that its rows and columns are complete; return the loss."""
-        cells, logits_KP, num_queries = tiles.cells, known.positive_logits_KP, batch.structure.num_queries
-        share = 1.0 if known.columns is None else 0.5
-        positives = LogSumExp.of_groups(logits_KP, cells.pair_rows, cells.num_rows)
-        weights_K1 = self._weights(tiles, share / num_queries)
-        rows = _terms(known.rows, positives, (logits_KP, cells.pair_rows), weights_K1)
-        loss, pair_gradients_KP, columns = rows.loss, rows.pair_gradients_KP, None
-        if known.columns is not None:
-            weights_K1 = self._weights(tiles, share / cells.num_wanted)
-            columns = _terms(known.columns[0], known.columns[1], (logits_KP, cells.pair_columns), weights_K1)
-            loss = loss + columns.loss * (cells.num_rows / num_queries)  # every rank has all of it: this is its share
-            pair_gradients_KP = pair_gradients_KP + columns.pair_gradients_KP
+        loss, rows, columns, pair_gradients_KP = self._both_terms(tiles, batch, known)
         exponentials = tiles.largest_logit <= BOUNDED_LOGIT
         for strip in tiles.strips():
             for tile in strip:
@@ -194,6 +194,23 @@ class SoftmaxLoss(StreamedLoss):
 
                 tiles.backward(tile, differentiate, out)
         return loss
+
+    def _both_terms(
+        self, tiles: SimilarityTiles, batch: StreamedBatch, known: Statistics
+    ) -> tuple[Tensor, _Terms, _Terms | None, Tensor]:
+        """Return the loss, the terms of rows and columns, and the gradients of the positive pairs' logits."""
+        cells, logits_KP, num_queries = tiles.cells, known.positive_logits_KP, batch.structure.num_queries
+        share = 1.0 if known.columns is None else 0.5
+        positives = LogSumExp.of_groups(logits_KP, cells.pair_rows, cells.num_rows)
+        weights_K1 = self._weights(tiles, share / num_queries)
+        rows = _terms(known.rows, positives, (logits_KP, cells.pair_rows), weights_K1)
+        loss, pair_gradients_KP, columns = rows.loss, rows.pair_gradients_KP, None
+        if known.columns is not None:
+            weights_K1 = self._weights(tiles, share / cells.num_wanted)
+            columns = _terms(known.columns[0], known.columns[1], (logits_KP, cells.pair_columns), weights_K1)
+            loss = loss + columns.loss * (cells.num_rows / num_queries)  # every rank has all of it: this is its share
+            pair_gradients_KP = pair_gradients_KP + columns.pair_gradients_KP
+        return loss, rows, columns, pair_gradients_KP
 
     def _weights(self, tiles: SimilarityTiles, factor: float) -> Tensor:
         """Return what one row (or column) of each prefix counts, (K, 1)."""
@@ -237,17 +254,6 @@ class InfoNCE(SoftmaxLoss):
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the loss over the whole matrix."""
         return self.of_similarities(weighted_similarities(q_QE, d_DE, self.prefixes), structure)
-
-
-def _direction(logits_RC: Tensor, positive_RC: Tensor) -> Tensor:
-    """Return the mean over rows R of log-sum-exp over all columns C minus that over the positive ones.
-
-    A row without positives counts 0.
-    """
-    counted_R = positive_RC.any(dim=1)
-    logits, positive = logits_RC[counted_R], positive_RC[counted_R]
-    losses = logits.logsumexp(dim=1) - logits.masked_fill(~positive, -math.inf).logsumexp(dim=1)
-    return losses.sum() / len(counted_R)
 
 
 class _Sums:

@@ -43,6 +43,8 @@ class LossFacts:
     memory: Memory = "matrix"
     # With memory "tiles", by its keys: the blocks that live at once, and at most those of a strip of rows beside them.
     blocks: Callable[[Any], tuple[int, int]] = lambda _: (2, LOSS_STRIP_TILES)
+    # With memory "tiles", by its keys: numbers that live on for each query of a device, and for each document of all.
+    listed: Callable[[Any], tuple[int, int]] = lambda _: (0, 0)
     multi_vector: bool = False
     formula: str = ""  # plain text
     source: str = ""  # paper, as in a list of references

@@ -1,4 +1,4 @@
-"""Log-sum-exps that are not finished yet, so that tiles and ranks can be merged in any order."""
+"""What tiles and ranks find, merged in any order: log-sum-exps that are not finished yet, and the largest logits."""
 
 from __future__ import annotations
 
@@ -96,6 +96,49 @@ def _finite(top: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Hardest:
+    """The k largest logits of each group and where they stand; of equal logits, those at the lowest places count."""
+
+    logits: Tensor  # (..., k), descending; -inf where a group has fewer
+    places: Tensor  # (..., k), int32
+
+    @classmethod
+    def empty(cls, *shape: int, like: Tensor) -> Hardest:
+        """Return a list without entries, which ends with k."""
+        return cls(like.new_full(shape, -math.inf), like.new_zeros(shape, dtype=torch.int32))
+
+    @classmethod
+    def merged(cls, parts: Sequence[Hardest]) -> Hardest:
+        """Return the largest of several lists of one shape."""
+        whole = cls(torch.cat([part.logits for part in parts], -1), torch.cat([part.places for part in parts], -1))
+        return whole._largest(parts[0].logits.shape[-1])
+
+    def add_logits(self, index: tuple[int, slice], logits_RC: Tensor, first: int) -> None:
+        """Add a tile to some of the groups, in place.
+
+        Args:
+            first: Place of the tile's first column.
+        """
+        places_C = torch.arange(first, first + logits_RC.shape[1], dtype=torch.int32, device=logits_RC.device)
+        own = Hardest(self.logits[index], self.places[index])
+        tile = Hardest(logits_RC, places_C.expand_as(logits_RC))._largest(own.logits.shape[-1])
+        both = Hardest(torch.cat([own.logits, tile.logits], -1), torch.cat([own.places, tile.places], -1))
+        largest = both._largest(own.logits.shape[-1])
+        self.logits[index], self.places[index] = largest.logits, largest.places
+
+    def _largest(self, most: int) -> Hardest:
+        """Return the largest `most`. Which of equal logits `topk` takes is left open, so the least ones are redone."""
+        count = min(most, self.logits.shape[-1])
+        logits, columns = self.logits.topk(count)
+        least = logits[..., -1:]
+        others = (self.logits < least).logical_or_(self.logits > least)  # NaN counts as equal: its place must be real
+        equal = self.places.neg().masked_fill_(others, torch.iinfo(torch.int32).min).topk(count).values.neg_()
+        nth = torch.arange(count, device=least.device) - (logits > least).sum(-1, keepdim=True)
+        places = torch.where(nth < 0, self.places.gather(-1, columns), equal.gather(-1, nth.clamp_min(0)))
+        return Hardest(logits, places)
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """What a loss must know of all ranks' tiles before it can differentiate one."""
 
@@ -106,3 +149,7 @@ class Statistics:
     columns: LogSumExp | None
     positive_logits_KP: Tensor  # logits of this rank's positive pairs, in the order of the tiles' cells
     tiles: SimilarityTiles  # what was swept, to be swept again
+    # Where only the largest logits are negatives: those of each query (K, Q, k) with their documents, final, and those
+    # of each document (K, D, k) with their queries, of this rank's only: ranks merge the latter.
+    row_hardest: Hardest | None = None
+    column_hardest: Hardest | None = None

@@ -161,6 +161,29 @@ class SimilarityTiles:
             _add_product(out.dq_QE[tile.rows, block], matrix_RC, d_CE[:, block])
             _add_product(out.dd_DE[tile.columns, block], matrix_RC.T, q_RE[:, block])
 
+    def backward_cells(
+        self, prefix: int, cells: tuple[Tensor, Tensor], gradients_N: Tensor, out: EmbeddingGradients
+    ) -> None:
+        """Add what dL/dlogits of single cells of a prefix gives the embeddings, in a fixed order.
+
+        Args:
+            cells: Row and column of each cell (N,).
+        """
+        dim = None if self._prefixes is None else self._prefixes.dims[prefix]
+        sides = (self._q[:, :dim], self._d[:, :dim])
+        at_once = max(1, self.tile_size**2 // sides[0].shape[1])
+        for rows, columns, slopes in zip(*(each.split(at_once) for each in (*cells, gradients_N)), strict=True):
+            q_NE, d_NE = sides[0][rows].to(self.dtype), sides[1][columns].to(self.dtype)
+            slopes_N = self.scale * slopes
+            if self._prefixes is not None:
+                inverse_q, inverse_d = self._inverse_norms[prefix]
+                slopes_N *= inverse_q[rows] * inverse_d[columns]
+                moments_N = slopes_N * torch.linalg.vecdot(q_NE, d_NE)
+                out.row_moments_KQ[prefix].index_put_((rows,), moments_N, accumulate=True)
+                out.column_moments_KD[prefix].index_put_((columns,), moments_N, accumulate=True)
+            out.dq_QE[:, :dim].index_put_((rows,), d_NE.mul_(slopes_N[:, None]), accumulate=True)
+            out.dd_DE[:, :dim].index_put_((columns,), q_NE.mul_(slopes_N[:, None]), accumulate=True)
+
     def finish(self, out: EmbeddingGradients) -> Tensor:
         """Take the part along each prefix out of the gradients, after the last tile.
 

@@ -225,6 +225,7 @@ class LossTiles:
     count: int  # blocks that live at once
     memory: str = "tiles"  # as the loss's facts say: blocks, the whole "matrix", listed "pairs", or "tokens"
     strip: int = LOSS_STRIP_TILES  # most blocks of a strip of rows that is kept beside them; 0 where none is
+    listed: tuple[int, int] = (0, 0)  # numbers that live on for each query of the device, and each document of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +268,8 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     height = min(tiles.size, rows.num_queries * size.row_vectors)  # a block is one of vectors, where rows have several
     tile = height * min(tiles.size, rows.all_documents * size.row_vectors)
     strip = min(tiles.strip * tiles.size**2, height * rows.all_documents)
-    return tiles.count * tile + strip
+    listed = tiles.listed[0] * rows.num_queries + tiles.listed[1] * rows.all_documents
+    return tiles.count * tile + strip + listed
 
 
 def gathered_bytes(size: ModelSize, rows: BatchRows) -> int:

@@ -291,4 +291,5 @@ def _loss_tiles(keys: Config, machine: Machine, model: ModelSize) -> tuple[LossT
         size = CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE
     facts = LOSSES.load(keys.loss_type)
     count, strip = facts.blocks(keys.loss_keys())
-    return LossTiles(size, count + len(prefixes), facts.memory, strip), notes
+    listed = facts.listed(keys.loss_keys())
+    return LossTiles(size, count + len(prefixes), facts.memory, strip, listed), notes

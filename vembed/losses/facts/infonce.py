@@ -37,5 +37,6 @@ FACTS = LossFacts(
 }""",
     hints={
         "init_logit_scale": lambda value: f"for the same factor set temperature to {math.exp(-value):.4g}",
+        "use_all_negatives": "infonce always learns from all of them",
     },
 )

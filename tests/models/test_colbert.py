@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_engine_ranks import assignment_of
 from test_engine_vectors import MaxSim
 
+import vembed
 from vembed.batch import ContrastiveBatch, Features, Ragged
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
@@ -305,6 +306,19 @@ def test_two_ranks_give_the_gradients_of_one(bert: Path, two_ranks: RankPool, ch
         assert found.keys() == wanted.keys()
         for name, gradient in wanted.items():
             torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
+
+
+def test_a_cut_query_is_told_the_limit_of_queries(bert: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    late(bert).save(tmp_path)
+    with caplog.at_level("WARNING"):
+        vembed.load(tmp_path).encode_multi_vector([DOCUMENTS[0] * 3], side="query")
+    assert f"1 of 1 texts are longer than the {QUERY_LENGTH} tokens" in caplog.text
+
+
+def test_the_plan_counts_as_many_vectors_of_a_query_as_it_is_filled_up_to(bert: Path) -> None:
+    size = profile_model(ModelKeys(model_name=str(bert), **KEYS), ProfileTarget())
+    assert size.query_vectors == QUERY_LENGTH < size.row_vectors
+    assert size.values_of(3, 5) == (3 * QUERY_LENGTH + 5 * size.row_vectors) * DIMENSION
 
 
 def test_dropout_makes_the_choice_of_tokens_differ(bert: Path) -> None:

@@ -314,3 +314,17 @@ def test_nothing_fake_is_left_in_the_caches_of_a_network(tmp_path: Path) -> None
     profiling._known.clear()
     profile_model(ModelKeys(model_name=str(folder)), ProfileTarget())
     assert torch.equal(torch.as_tensor(vectors(encoder, PICTURES)), torch.as_tensor(expected))
+
+
+@pytest.mark.parametrize("changed", ["text", "image"])
+def test_a_changed_tower_of_a_pair_is_measured_again(tmp_path: Path, changed: str) -> None:
+    vit = {"model_type": "vit", **_STACK, "image_size": 32, "patch_size": 16}
+    contents, paths = {"text": BERT, "image": vit}, {name: tmp_path / f"{name}.json" for name in ("text", "image")}
+    sizes = []
+    for layers in (2, 3):
+        content = contents | {changed: {**contents[changed], "num_hidden_layers": layers}}
+        for name, path in paths.items():
+            path.write_text(json.dumps(content[name]), "utf-8")
+        keys = ModelKeys.model_validate({f"{name}_model_name": str(path) for name, path in paths.items()})
+        sizes.append(profile_model(keys, CPU).num_parameters)
+    assert sizes[0] < sizes[1]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from adapter_cases import make_loss, step_of_a_rank, text_batch
+from adapter_cases import CPU, make_loss, step_of_a_rank, text_batch
 from model_cases import TEXTS, embed, load_any, wordpiece_tokenizer
 from picture_cases import pools_of
 from safetensors.torch import load_file, save_file
@@ -18,6 +19,8 @@ from test_adapters_engine import assert_exact, assert_same, take
 
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
@@ -138,6 +141,14 @@ def test_two_ranks_have_the_gradients_of_one(two_ranks: RankPool, folder: Path, 
     for found_value, found, _ in two_ranks.run(step_of_a_rank, folder, "all", assignment, batch, mode):
         assert found_value == pytest.approx(value.item(), rel=1e-11)
         assert_same(found, {name: expected[name] for name in expected.keys() - {"log_scale"}})
+
+
+def test_a_table_pads_nothing(folder: Path) -> None:
+    encoder, structure, budget = load(folder), BatchStructure.of(text_batch()), ChunkBudget(rows=100, tokens=10**6)
+    (pool,) = pools_of(encoder, text_batch())
+    engine = GradCacheEngine(make_loss(), EngineOptions(budget, CPU))
+    result = engine.step([replace(pool, packs=encoder.packs)], structure)
+    assert result.padded_tokens == pool.features.lengths.sum()
 
 
 def test_a_limit_cuts_counts_and_is_written(folder: Path, tmp_path: Path) -> None:

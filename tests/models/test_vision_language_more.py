@@ -18,6 +18,7 @@ from vembed.batch import Composed, Image
 from vembed.errors import ConfigError
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import save_trained
+from vembed.models.pictures import DECODED_AT_ONCE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,6 +134,14 @@ def test_pictures_are_cut_into_as_many_squares_as_the_budget_allows(folders: dic
     for kind in ("gemma3", "llava_onevision"):
         with pytest.raises(ConfigError, match="leave image_tokens and max_image_size out"):
             load(folders[kind], image_tokens=3)
+
+
+def test_none_of_many_pictures_is_read_as_a_single_one(folders: dict[str, Path]) -> None:
+    """A block of pictures that are decoded at once has room for all but the last: alone it would be cut up."""
+    encoder = load(folders["llava_onevision"])
+    features = encoder.featurize([Composed((LARGE,) * (DECODED_AT_ONCE + 1), "many")], "query")
+    assert features.columns["image_sizes"].lengths.tolist() == [DECODED_AT_ONCE + 1]
+    assert len(features.columns["pixel_values"].values) == DECODED_AT_ONCE + 1, "one square each"
 
 
 @pytest.mark.parametrize("kind", KINDS)

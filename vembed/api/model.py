@@ -193,7 +193,8 @@ class EmbeddingModel:
             self._says_cut = False
             _log.warning(
                 "%d of %d texts are longer than the %s tokens that %s takes, and were cut; this is said once",
-                num_cut, sum(modality_of(item) != "image" for item in items), self.max_length, self.name,
+                num_cut, sum(modality_of(item) != "image" for item in items), self._encoder.longest_text(side),
+                self.name,
             )  # fmt: skip
         return vectors
 

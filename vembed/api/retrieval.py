@@ -97,7 +97,8 @@ def evaluate(
     encode = loaded.item_encoder(batch_size)
     result = evaluate_task(encode, task, EvaluationOptions(system=redact(loaded.name)))
     cut = [
-        f"{count} texts on the {side} side are longer than the model's {loaded.max_length} tokens and were cut."
+        f"{count} texts on the {side} side are longer than the model's {encode.encoder.longest_text(side)} tokens and "
+        "were cut."
         for side, count in encode.num_truncated.items()
         if count
     ]

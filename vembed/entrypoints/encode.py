@@ -80,8 +80,9 @@ def _encode(parsed: argparse.Namespace) -> int:
     refuse_taken(home_path(parsed.output), overwrite=parsed.overwrite)  # before a model is loaded
     quiet_libraries()
     with StopSignal(advice="nothing was written, encode again") as stop:
+        model = load(parsed.model, **load_options(parsed))
         meta = build_index(
-            load(parsed.model, **load_options(parsed)),
+            model,
             parsed.data,
             parsed.output,
             side=parsed.side,
@@ -97,7 +98,8 @@ def _encode(parsed: argparse.Namespace) -> int:
     for note in meta.notes:
         print(note)
     if meta.num_truncated:
-        print(f"{meta.num_truncated:,} texts are longer than the {meta.model.max_length} tokens of the model: cut.")
+        longest = model.item_encoder(parsed.batch_size).encoder.longest_text(parsed.side)
+        print(f"{meta.num_truncated:,} texts are longer than the {longest} tokens of the model: cut.")
     documents = f"{meta.num_documents:,} documents"
     if meta.num_pictures:
         documents += f" ({meta.num_pictures:,} with a picture)"

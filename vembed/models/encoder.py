@@ -258,6 +258,10 @@ class Encoder(nn.Module, ABC):
         texts = (text_inputs(self),) if "text" in self.modalities else ()
         return (*texts, picture_inputs(self)) if "image" in self.modalities else texts
 
+    def longest_text(self, side: Side) -> int | None:  # noqa: ARG002
+        """Return the tokens that texts of a side are cut to; None where there is no limit."""
+        return self.max_length
+
     @property
     def longest_item(self) -> int | None:
         """Tokens of the longest item, a text or a picture; None where there is no limit."""

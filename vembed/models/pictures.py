@@ -73,8 +73,10 @@ def process_pictures(
         DataError: A picture can't be decoded or is over the limits.
     """
     parts = []
-    for start in range(0, len(images), DECODED_AT_ONCE):
-        block = images[start : start + DECODED_AT_ONCE]
+    num_blocks = -(-len(images) // DECODED_AT_ONCE)
+    # Of equal sizes, so that none of several pictures is alone: LLaVA-OneVision cuts a single one up.
+    for places in np.array_split(np.arange(len(images)), num_blocks):
+        block = [images[place] for place in places]
         pictures = decode_images(block, limits, torch.get_num_threads(), background)
         parts.append(process(pictures if own_mode else [picture.convert("RGB") for picture in pictures]))
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -78,6 +78,7 @@ class StaticEncoder(Encoder):
         writes="sentence-transformers",
     )
     builtin = "static"
+    packs = True
     reads = frozenset({"max_seq_length", "query_prompt", "document_prompt", "model_revision"})
 
     def __init__(

@@ -149,7 +149,7 @@ def _bounds(
 ) -> dict[str, int]:
     """Return what bounds a batch of all devices: arithmetic in words -> most queries."""
     rows = 1 + data.documents_per_query
-    embedding = 2 * rows * model.row_values * max(4, model.bytes_per_value)
+    embedding = 2 * model.values_of(1, data.documents_per_query) * max(4, model.bytes_per_value)
     per_record = rows * ROW_BYTES + data.pictures_per_record * data.picture_bytes
     device, host = show_bytes(devices.memory_bytes), show_bytes(host_bytes)
     bounds = {

@@ -134,7 +134,7 @@ def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, cut: Cu
     worst = peak_of_step(
         replace(parts, sharding=parts.sharding - late),
         activation_moments(loads, cut),
-        tables=2 * problem.rows.own * model.row_values * value,
+        tables=2 * model.values_of(problem.rows.num_queries, problem.rows.num_documents) * value,
         fresh=late if way.mode == "sharded" else value * max(tower.largest_tensor for tower in model.towers),
         held=problem.config.gradient_accumulation_steps not in ("auto", 1),
     )
@@ -206,7 +206,7 @@ def _communication(problem: PlanningProblem, way: Way, model: ModelSize, chunks:
         return 0, 0.0
     gradients = model.num_trainable * GRADIENT_BYTES
     among_all = (devices.count - 1) / devices.count
-    embeddings = 2 * problem.rows.all * model.row_values * 4 * among_all
+    embeddings = 2 * model.values_of(problem.rows.all_queries, problem.rows.all_documents) * 4 * among_all
     if way.mode is None:
         everywhere, nearby = embeddings + 2 * gradients * among_all, 0.0
     else:

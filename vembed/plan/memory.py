@@ -94,6 +94,7 @@ class ModelSize:
     picture_bytes: int = 0  # host memory of one picture as the encoder takes it; 0 for an encoder of texts
     why_not_packed: str = "this encoder doesn't support it"  # rows that lie end to end; empty where it takes them
     vectors: tuple[float, float] = (1.0, 0.0)  # embeddings of a row: so many, and so many more for each of its tokens
+    most_of_query: int = 0  # embeddings of a query, where they have a limit of their own; 0: as many as a document
 
     @classmethod
     def by_formula(
@@ -140,9 +141,13 @@ class ModelSize:
         return max(1, math.ceil(of_row + of_token * (self.max_length or 0)))
 
     @property
-    def row_values(self) -> int:
-        """Numbers of all embeddings of the longest item."""
-        return self.row_vectors * self.dimension
+    def query_vectors(self) -> int:
+        """Embeddings of the longest query."""
+        return self.most_of_query or self.row_vectors
+
+    def values_of(self, num_queries: float, num_documents: float) -> int:
+        """Return the numbers of all embeddings of so many of the longest items."""
+        return round((num_queries * self.query_vectors + num_documents * self.row_vectors) * self.dimension)
 
     @property
     def activation_bytes_per_token(self) -> int:
@@ -255,7 +260,8 @@ class BatchRows:
 
 def loss_bytes(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     """Return the memory of the loss stage: embeddings, their gradients, and what it holds of the similarities."""
-    return (2 * rows.own * size.row_values + _similarities(size, rows, tiles)) * max(4, size.bytes_per_value)
+    embeddings = 2 * size.values_of(rows.num_queries, rows.num_documents)
+    return (embeddings + _similarities(size, rows, tiles)) * max(4, size.bytes_per_value)
 
 
 def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
@@ -263,9 +269,10 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     if tiles.memory == "pairs":
         return WHOLE_COPIES * rows.all
     if tiles.memory in ("matrix", "tokens"):
-        vectors = size.row_vectors if tiles.memory == "tokens" else 1
-        return WHOLE_COPIES * rows.all_queries * rows.all_documents * vectors**2
-    height = min(tiles.size, rows.num_queries * size.row_vectors)  # a block is one of vectors, where rows have several
+        vectors = size.query_vectors * size.row_vectors if tiles.memory == "tokens" else 1
+        return WHOLE_COPIES * rows.all_queries * rows.all_documents * vectors
+    # A block is one of vectors, where rows have several.
+    height = min(tiles.size, rows.num_queries * size.query_vectors)
     tile = height * min(tiles.size, rows.all_documents * size.row_vectors)
     strip = min(tiles.strip * tiles.size**2, height * rows.all_documents)
     listed = tiles.listed[0] * rows.num_queries + tiles.listed[1] * rows.all_documents
@@ -274,4 +281,5 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
 
 def gathered_bytes(size: ModelSize, rows: BatchRows) -> int:
     """Return the memory of the embeddings of all devices and of their gradients; none on a single device."""
-    return 0 if rows.all == rows.own else 2 * rows.all * size.row_values * max(4, size.bytes_per_value)
+    values = size.values_of(rows.all_queries, rows.all_documents)
+    return 0 if rows.all == rows.own else 2 * values * max(4, size.bytes_per_value)

@@ -324,10 +324,11 @@ class _SetRun:
         return Stored(result, cost)
 
     def _truncated_notes(self, documents: Facts, queries: Facts) -> list[str]:
+        sides: tuple[tuple[Side, Facts], ...] = (("query", queries), ("document", documents))
         return [
             f"{facts.num_truncated} texts on the {side} side are longer than the model's "
-            f"{self._run.encode.encoder.max_length} tokens and were cut."
-            for side, facts in (("query", queries), ("document", documents))
+            f"{self._run.encode.encoder.longest_text(side)} tokens and were cut."
+            for side, facts in sides
             if facts.num_truncated
         ]
 

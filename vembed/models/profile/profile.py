@@ -12,6 +12,7 @@ What can't be run so is estimated by a formula, and marked.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import traceback
 import warnings
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from vembed.batch import Side
     from vembed.models.encoder import Encoder
     from vembed.models.probe import TowerInputs
     from vembed.models.towers import Tower, TowerName
@@ -103,8 +105,8 @@ def profile_model(
         ConfigError: There is no such model, or it lacks the part that would train.
         MachineError: Its description can't be reached.
     """
-    path = Path(keys.model_name)
-    stamp = path.stat().st_mtime_ns if path.exists() else 0
+    paths = [Path(name) for name in (keys.model_name, keys.text_model_name, keys.image_model_name) if name]
+    stamp = [path.stat().st_mtime_ns for path in paths if path.exists()]
     said = [getattr(keys, name) for name in ModelKeys.model_fields]
     adapters = None if lora is None else [getattr(lora, name) for name in AdapterKeys.model_fields]
     known = repr((said, target, trainable, adapters, stamp))
@@ -157,12 +159,13 @@ def _profile(keys: ModelKeys, target: ProfileTarget, trained: _Trained) -> Model
         estimated=False,
         picture_bytes=whole.picture_bytes(),
         checkpointable=all(size.saved_checkpointed is not size.saved for size in sizes.values()),
-        vectors=_vectors(whole),
+        vectors=_vectors(whole, "document"),
+        most_of_query=_most_of_query(whole),
         why_not_packed=whole.why_not_packed(target.device, compute_dtype),
     )
 
 
-def _vectors(encoder: Encoder) -> tuple[float, float]:
+def _vectors(encoder: Encoder, side: Side) -> tuple[float, float]:
     """Return the embeddings of a row, and those more for each token, by what two sample texts have."""
     if not encoder.multi_vector:
         return 1.0, 0.0
@@ -170,7 +173,7 @@ def _vectors(encoder: Encoder) -> tuple[float, float]:
         of_picture = encoder.num_vectors(one_picture(encoder))
         return (1.0 if of_picture is None else float(of_picture[0])), 0.0
     try:
-        features = encoder.featurize([WORDS[0], " ".join(WORDS)], "document")
+        features = encoder.featurize([WORDS[0], " ".join(WORDS)], side)
     except CANNOT_RUN:
         return 0.0, 1.0  # of a shape alone there is no tokenizer: a vector for each token
     counts, (short, long) = encoder.num_vectors(features), features.lengths.tolist()
@@ -178,6 +181,15 @@ def _vectors(encoder: Encoder) -> tuple[float, float]:
         return 1.0, 0.0
     of_token = float(counts[1] - counts[0]) / (long - short) if long > short else 0.0
     return float(counts[0]) - of_token * short, of_token
+
+
+def _most_of_query(encoder: Encoder) -> int:
+    """Return the embeddings of the longest query, where queries are cut to fewer tokens than documents; else 0."""
+    longest = encoder.longest_text("query")
+    if not encoder.multi_vector or longest is None or longest == encoder.longest_text("document"):
+        return 0
+    of_row, of_token = _vectors(encoder, "query")
+    return math.ceil(of_row + of_token * longest)
 
 
 def _told(error: Exception) -> str:
@@ -233,7 +245,7 @@ def model_size(encoder: Encoder, *, compute_dtype: torch.dtype) -> ModelSize:
         max_length=encoder.longest_item,
         activation_bytes_per_token=int(encoder.activation_values() * compute_dtype.itemsize),
     )
-    return replace(size, vectors=_vectors(encoder))
+    return replace(size, vectors=_vectors(encoder, "document"), most_of_query=_most_of_query(encoder))
 
 
 class _Tower:

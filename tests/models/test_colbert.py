@@ -150,6 +150,38 @@ def test_tokens_that_fill_queries_up_see_none_of_them_in_a_decoder(tmp_path: Pat
     assert_same_as_sentence_transformers(tmp_path / "saved", load_any(tmp_path / "saved").eval())
 
 
+def test_a_prompt_comes_behind_the_marker_of_a_saved_model_too(bert: Path, tmp_path: Path) -> None:
+    wanted = late(bert, query_prompt="find: ")
+    late(bert).save(tmp_path)
+    found = load_any(tmp_path, query_prompt="find: ").eval()
+    assert found.prompts == wanted.prompts == {"query": "[Q] find: ", "document": "[D] "}
+    found.save(tmp_path / "again")
+    assert load_any(tmp_path / "again").prompts == found.prompts
+    edit_json(tmp_path / "config_sentence_transformers.json", model_type="ColBERT", prompts={}, query_prefix="[Q] ")
+    for path in ("2_MultiVectorMask", "3_Normalize"):
+        shutil.rmtree(tmp_path / path)
+    modules = json.loads((tmp_path / "modules.json").read_text())[:2]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "sentence_bert_config.json").write_text("{}")
+    assert load_any(tmp_path, query_prompt="find: ").prompts == wanted.prompts
+
+
+def test_a_query_longer_than_the_positions_is_refused(bert: Path) -> None:
+    with pytest.raises(ConfigError, match=r"query_length 65 is over the 64 positions .* set query_length: 64 or less"):
+        late(bert, query_length=65)
+
+
+def test_vectors_that_are_not_finite_are_merged_as_they_are() -> None:
+    head = TokenHead([new_layer(6, 4)], pool_factor=2.0)
+    counted = Ragged.from_rows([np.arange(7), np.arange(7)])
+    features = head.with_vectors(Features({}, counted.lengths), counted, "document")
+    hidden = torch.randn(2, 7, 6, generator=torch.Generator().manual_seed(0))
+    hidden[0] = torch.nan
+    found = head(hidden, head.collate(features, np.arange(2), 7)).split(head.num_vectors(features).tolist())
+    assert found[0].isnan().all()
+    assert found[1].isfinite().all()
+
+
 def test_queries_may_be_longer_than_documents(bert: Path) -> None:
     encoder = late(bert, max_seq_length=8)
     assert [len(vectors) for vectors in rows_of(encoder, QUERIES, "query")] == [QUERY_LENGTH] * len(QUERIES)

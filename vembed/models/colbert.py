@@ -28,7 +28,7 @@ from vembed.models.families import checked_config, family_of
 from vembed.models.late import make_head, refuse_pooling
 from vembed.models.probe import ROWS, TowerInputs, token_inputs
 from vembed.models.text import TextEncoder
-from vembed.models.text_spec import decide_spec
+from vembed.models.text_spec import decide_spec, position_limit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -108,7 +108,8 @@ class ColbertEncoder(TextEncoder):
         subfolder = found.text.transformer_path if found.text is not None else ""
         config = checked_config(files, subfolder)
         tokenizer = files.tokenizer(subfolder)
-        spec, late = _decide(keys, found, decide_spec(keys, found.text, config, tokenizer, known=False))
+        limit = position_limit(config)
+        spec, late = _decide(keys, found, decide_spec(keys, found.text, config, tokenizer, known=False), limit)
         _refuse_flash(keys, late)
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
         if late.markers and not files.shape:
@@ -210,21 +211,29 @@ class ColbertEncoder(TextEncoder):
         return None
 
 
-def _decide(keys: ModelKeys, found: LateFolder, spec: TextSpec) -> tuple[TextSpec, LateSpec]:
+def _decide(keys: ModelKeys, found: LateFolder, spec: TextSpec, limit: int | None) -> tuple[TextSpec, LateSpec]:
     """Decide markers, lengths and the choice of vectors: the user's word, else the model's files."""
     late = found.spec
     origin = {name: file for name, file in spec.origin.items() if name == "max_seq_length"}
-    if found.is_new:
-        # A prompt of a model that is new to late interaction comes behind the marker.
-        prompts = {side: late.markers[side] + prompt for side, prompt in spec.prompts.items()}
-        spec = replace(spec, prompts=prompts)
-        if keys.max_seq_length == "auto" and spec.max_length > DOCUMENT_LENGTH:
-            spec = replace(spec, max_length=DOCUMENT_LENGTH)
-            origin["max_seq_length"] = "usual in late interaction"
+    # A prompt that doesn't begin with its side's marker comes behind it.
+    prompts = {
+        side: marker + prompt.removeprefix(marker)
+        for side, prompt in spec.prompts.items()
+        for marker in [late.markers.get(side, "")]
+    }
+    spec = replace(spec, prompts=prompts)
+    if found.is_new and keys.max_seq_length == "auto" and spec.max_length > DOCUMENT_LENGTH:
+        spec = replace(spec, max_length=DOCUMENT_LENGTH)
+        origin["max_seq_length"] = "usual in late interaction"
     expands = bool(late.expand_to) if keys.query_expansion == "auto" else keys.query_expansion
     length = late.query_length or spec.max_length
     if keys.query_length != "auto":
         length = keys.query_length
+        if limit is not None and length > limit:
+            raise ConfigError(
+                f"query_length {length} is over the {limit} positions that {keys.model_name} was built with; set "
+                f"query_length: {limit} or less"
+            )
         late = replace(late, expand_to=length)
     late = replace(late, query_length=length, expand_to=(late.expand_to or length) if expands else 0)
     if keys.topk_tokens != "auto":

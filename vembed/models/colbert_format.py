@@ -129,16 +129,17 @@ def _read_modules(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
     expansion = transformer.get("query_expansion") or {}
     expand_to = int(expansion.get("length", 0))
     longest = expand_to if expansion.get("strategy") == "fixed" else int(transformer.get("query_length") or 0)
-    prompts = read_prompts(general, name)
+    prompts, own = read_prompts(general, name), general.get("vembed") or {}
     spec = LateSpec(
         query_length=max(longest, expand_to),
         expand_to=expand_to,
         attends=bool(expansion.get("attend", False)),
         filling=expansion.get("token"),
         skipped=tuple(mask.get("skiplist_words") or ()),
-        topk_tokens=(general.get("vembed") or {}).get("topk_tokens"),
+        topk_tokens=own.get("topk_tokens"),
         pool_factor=float(pooling[0].get("pool_factor", 1.0)) if pooling else 1.0,
         protected=int(pooling[0].get("num_protected_tokens", 1)) if pooling else 1,
+        markers=own.get("markers") or {},
     )
     length = transformer.get("document_length") or transformer.get("max_seq_length")
     return LateFolder(_text(paths, transformer, prompts, length), spec, tuple(paths["Dense"]))
@@ -263,8 +264,11 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
         "default_prompt_name": None,
         "similarity_fn_name": "maxsim",
     }
+    own: dict[str, object] = {"markers": dict(late.markers)} if late.markers else {}
     if late.topk_tokens is not None:
-        general["vembed"] = {"topk_tokens": late.topk_tokens}
+        own["topk_tokens"] = late.topk_tokens
+    if own:
+        general["vembed"] = own
     write_json(folder / GENERAL_FILE, general)
     modules = [("base.modules.transformer.Transformer", "")]
     for layer in encoder.head.layers:

@@ -261,7 +261,8 @@ def _ward(x_VE: NDArray[np.floating], num_groups: int) -> NDArray[np.int64]:
     from scipy.cluster import hierarchy
     from scipy.spatial.distance import squareform
 
-    distances = squareform((1.0 - x_VE @ x_VE.T).clip(0.0, 2.0), checks=False)
+    apart = np.nan_to_num(1.0 - x_VE @ x_VE.T, nan=2.0)  # vectors that aren't finite stay so, and are found later
+    distances = squareform(apart.clip(0.0, 2.0), checks=False)
     tree = hierarchy.linkage(distances, "ward")
     labels: NDArray[np.int64] = hierarchy.fcluster(tree, num_groups, "maxclust").astype(np.int64) - 1
     if labels.max() + 1 < num_groups:  # of equal distances it cuts all or none

@@ -161,12 +161,7 @@ def _named_length(
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[int, str]:
     """Return the longest input that a key or a file names, and where it was read."""
-    text_config = config.get_text_config()
-    positions = getattr(text_config, "max_position_embeddings", None)
-    if positions is not None and positions < 1:
-        positions = None
-    offset = position_offset(config)
-    limit = None if positions is None else positions - offset
+    offset, limit = position_offset(config), position_limit(config)
     if keys.max_seq_length != "auto":
         if limit is not None and keys.max_seq_length > limit:
             raise ConfigError(
@@ -184,6 +179,12 @@ def _named_length(
         return FALLBACK_MAX_LENGTH, "no file names one"
     file = min(known, key=lambda name: known[name])
     return known[file], file
+
+
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """Return the tokens of the longest text that a model has positions for; None where it doesn't say."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return None if positions is None or positions < 1 else positions - position_offset(config)
 
 
 def position_offset(config: PreTrainedConfig) -> int:

@@ -60,6 +60,12 @@ class Composed:
     images: tuple[Image, ...]  # at least one
     text: str  # "" where the pictures say all
 
+    def __post_init__(self) -> None:
+        """Refuse what has no picture, or a picture that stands for several."""
+        given: object = self.images
+        if isinstance(given, Image) or not given:
+            raise TypeError("Composed takes a tuple of at least one picture and a text: Composed((picture,), text)")
+
 
 Item: TypeAlias = str | Image | Composed
 """What a query or a document is before a tokenizer or an image processor sees it."""

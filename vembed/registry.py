@@ -143,7 +143,10 @@ ENCODERS = Registry(
         "text": "vembed.models.text:TextEncoder",
     },
 )
-"""Classes of `Encoder`, in the order in which they are asked for a model; `builtin:NAME` is by these names."""
+"""Classes of `Encoder`, in the order in which they are asked for a model."""
+
+BUILTIN_MODELS = ("ngram-bag", "tiny-clip", "tiny-transformer", "tiny-qwen3-vl", "static")
+"""Those of ENCODERS that `builtin:NAME` means, beside plugins."""
 
 DATASETS = Registry(
     "data set",

@@ -30,11 +30,24 @@ def run(*words: str) -> int:
 def test_a_plan_for_other_devices_reads_no_data_and_writes_nothing(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(str(config), "--devices", "4xA100-40GB", "--records", "1000", "--config_override", "batch_size=100") == 0
+    assert (
+        run(
+            str(config),
+            "--devices",
+            "4xA100-40GB",
+            "--records",
+            "1000",
+            "--config_override",
+            "batch_size=100",
+            "enable_gather=true",
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     facts = dict(line.split(maxsplit=1) for line in out.splitlines()[1:7])
     assert (facts["strategy"], facts["batch"]) == ("ddp", "400 = 100 x 4 processes")
     assert "no data were read: 1,000 records" in out
+    assert "enable_gather true: the documents of all devices" in out
     for title in (
         "ways to train",
         "ZeRO stages",

@@ -231,5 +231,7 @@ def test_a_folder_may_name_no_prompts(folders: dict[str, Path], tmp_path: Path) 
     settings = tmp_path / "config_sentence_transformers.json"
     edit_json(settings, prompts={})
     assert load(tmp_path).prompts == {"query": "", "document": ""}
+    names = load(tmp_path).state_dict()
+    assert len({each.data_ptr() for each in names.values()}) == len(names)
     settings.unlink()
     assert load(tmp_path).prompts == {"query": "", "document": ""}

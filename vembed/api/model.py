@@ -56,11 +56,14 @@ class LoadOptions(TypedDict, total=False):
     pool_factor: float | None  # vectors of a document that become one
     query_length: int | None  # tokens of a query in late interaction
     query_expansion: bool | None  # whether queries are filled up to that length
+    bidirectional: bool  # let each token of a decoder see those behind it
     max_seq_length: int | None  # longest input in tokens
     query_prompt: str | None  # text before each query
     document_prompt: str | None  # text before each document
     pad_token: str | None  # padding token, for tokenizers without one
     image_background: str | None  # behind transparent parts of pictures: "white", "black" or "none"
+    image_tokens: int | None  # most tokens of a picture of a vision-language model
+    max_image_size: int | None  # its pictures larger than a square of this side are shrunk
     max_image_pixels: int | None  # a picture whose header says more is refused before it is decoded
     device: str | None  # "cpu", "cuda", "cuda:1"; the default is the one that training would take
     bf16: bool  # encode in bfloat16 mixed precision

@@ -41,11 +41,14 @@ VECTOR_OPTIONS = (
     "pool_factor",
     "query_length",
     "query_expansion",
+    "bidirectional",
     "max_seq_length",
     "query_prompt",
     "document_prompt",
     "pad_token",
     "image_background",
+    "image_tokens",
+    "max_image_size",
 )
 """Options that change the vectors: an index keeps them, and its queries are encoded under the same."""
 

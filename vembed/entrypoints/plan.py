@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -82,6 +83,7 @@ def _plan(parsed: argparse.Namespace, *, elsewhere: bool) -> int:
     made = plan_elsewhere(
         loaded.config, devices, shape=parsed.model_config, num_records=parsed.records or ASSUMED_RECORDS
     )
+    made = replace(made, reasons=(*loaded.notes, *made.reasons))
     _show(made, loaded.config.model_name if parsed.model_config is None else parsed.model_config, parsed)
     return ExitCode.OK
 

@@ -74,7 +74,6 @@ class SentenceTransformersEncoder(Encoder):
         super().__init__()
         self.name = name
         self.model: nn.Module = model
-        self._library: Any = model  # the same, for its own methods
         self.normalize = normalize
         self._prompts = dict(prompts)
         self._reason = reason
@@ -132,6 +131,11 @@ class SentenceTransformersEncoder(Encoder):
         except (OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError) as error:
             first = str(error).strip().partition("\n")[0]
             raise ConfigError(f"{reason} sentence-transformers can't run it either: {first}") from error
+
+    @property
+    def _library(self) -> Any:
+        """The model, for its own methods."""
+        return self.model
 
     @property
     def similarity(self) -> Similarity:

@@ -81,8 +81,8 @@ class VisionLanguageEncoder(Encoder):
     modalities: frozenset[Modality] = frozenset({"text", "image", "image+text"})
     modes = MappingProxyType(
         {
-            "qwen-vl": frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"}),
-            "llava": frozenset({"llava", "llava_next", "llava_onevision"}),
+            "qwen-vl": frozenset(each for each in FAMILIES if each.startswith("qwen")),
+            "llava": frozenset(each for each in FAMILIES if each.startswith("llava")),
         }
     )
     several_pictures = True

@@ -291,6 +291,8 @@ def _limit_squares(processor: Any, most_tokens: int | None, longest_side: int | 
         tokens(count) > (most_tokens or tokens(count)) or count * side > (longest_side or count * side)
     ):
         count -= 1
+    if side > (longest_side or side):
+        raise ConfigError(f"max_image_size {longest_side}: a picture takes at least {side} in this family")
     if tokens(count) > (most_tokens or tokens(count)):
         raise ConfigError(f"image_tokens {most_tokens}: a picture takes at least {tokens(count)} tokens in this family")
     image_processor.size = {"longest_edge": count * side}

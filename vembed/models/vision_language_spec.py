@@ -65,7 +65,7 @@ def decide_spec(
     """Decide how items are read: by the user's word, else by the model's folder, else by its family.
 
     Raises:
-        ConfigError: A picture wouldn't fit a row.
+        ConfigError: A picture wouldn't fit a row, or a prompt holds what stands for one.
     """
     keys, saved = files.keys, files.read_json(SETTINGS_FILE)
     said = saved.get("instructions", {})
@@ -73,6 +73,10 @@ def decide_spec(
     instructions = {
         side: _ended(said.get(side, family.instruction) if own is None else own, family) for side, own in given.items()
     }
+    placeholder = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
+    for side, own in given.items():
+        if placeholder in (own or ""):
+            raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")
     limits = (tokenizer.model_max_length, getattr(config.get_text_config(), "max_position_embeddings", MOST_TOKENS))
     known = min(int(saved.get("max_seq_length", MOST_TOKENS)), *limits)
     max_length = known if keys.max_seq_length == "auto" else keys.max_seq_length

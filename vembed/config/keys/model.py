@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from vembed.config.fields import LARGEST_COUNT, Auto, Count, Name, Section, Text, key, rule
-from vembed.registry import ENCODERS
+from vembed.registry import BUILTIN_MODELS, ENCODERS
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -212,8 +212,9 @@ def _builtin_model_is_known(config: "Config") -> str | None:
     """`model_name: builtin:NAME` names a built-in model, or that of a plugin; so do the names of two towers."""
     for given in model_names(config):
         kind, _, name = given.partition(":")
-        if kind == "builtin" and name not in ENCODERS:
-            near = difflib.get_close_matches(name, ENCODERS.names(), n=1, cutoff=0.0)
+        known = (*BUILTIN_MODELS, *ENCODERS.plugins())
+        if kind == "builtin" and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             return f"no built-in model {given!r}; did you mean builtin:{near[0]}?"
     return None
 

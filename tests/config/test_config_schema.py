@@ -288,6 +288,21 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ),
     ({"triplet_margin": 0.5}, {"triplet_margin": 0.5, "loss_type": "triplet"}, "triplet_margin has no effect"),
     ({"triplet_negatives": "listed"}, {"triplet_negatives": "listed", "loss_type": "triplet"}, "has no effect"),
+    (
+        {"hard_topk": 4},
+        {"hard_topk": 4, "loss_type": "in_batch_hard"},
+        "hard_topk has no effect with loss_type infonce",
+    ),
+    (
+        {"use_all_negatives": True},
+        {"use_all_negatives": True, "loss_type": "in_batch_hard"},
+        "infonce always learns from all of them",
+    ),
+    (
+        {"hard_topk": 4, "loss_type": "in_batch_hard", "use_all_negatives": True},
+        {"hard_topk": 4, "loss_type": "in_batch_hard"},
+        "hard_topk has no effect with use_all_negatives true",
+    ),
     ({"loss_type": "colbert", "mrl_dims": [8]}, {"mrl_dims": [8]}, "vectors of late interaction are short"),
     (
         {"loss_type": "colbert", "mrl_dims": [8], "mrl_weights": [1.0]},

@@ -86,6 +86,7 @@ LOSSES = Registry(
         "sigmoid": "vembed.losses.facts.sigmoid:FACTS",
         "colbert": "vembed.losses.facts.colbert:FACTS",
         "triplet": "vembed.losses.facts.triplet:FACTS",
+        "cosent": "vembed.losses.facts.cosent:FACTS",
         "in_batch_hard": "vembed.losses.facts.in_batch_hard:FACTS",
     },
 )

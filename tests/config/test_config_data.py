@@ -43,11 +43,12 @@ def test_without_such_a_loss_the_column_is_unknown() -> None:
 def test_scores_need_a_loss_that_takes_listed_pairs(kind: str) -> None:
     message = refusal(f"label_kind={kind}")
     assert f"label_kind {kind} gives pairs a score, and loss_type infonce doesn't take listed pairs; " in message
-    assert "; set loss_type to toy, or leave the column out with label_kind: auto and " in message
+    assert "; set loss_type to cosent or toy, or leave the column out with label_kind: auto and " in message
     assert "column_mapping: {label: null}" in message
     assert load_config(None, ["model_name=m", f"label_kind={kind}", "loss_type=toy"]).config.label_kind == kind
 
 
-def test_without_any_such_loss_the_message_says_so() -> None:
-    assert "no registered loss does; leave the column out" in refusal("label_kind=pair")
+def test_our_own_loss_of_listed_pairs_takes_them_and_a_class_needs_none() -> None:
+    assert "set loss_type to cosent, or leave the column out" in refusal("label_kind=pair")
+    assert load_config(None, ["model_name=m", "label_kind=grade", "loss_type=cosent"]).config.label_kind == "grade"
     assert load_config(None, ["model_name=m", "label_kind=class"]).config.label_kind == "class"

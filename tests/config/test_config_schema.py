@@ -129,6 +129,7 @@ BESIDE = {
     "init_logit_scale": {"loss_type": "sigmoid"},
     "init_logit_bias": {"loss_type": "sigmoid"},
     "triplet_margin": {"loss_type": "triplet"},
+    "cosent_scale": {"loss_type": "cosent"},
 }
 """What a key needs beside it to have an effect."""
 
@@ -287,6 +288,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         "maxsim_sum has no effect with loss_type infonce",
     ),
     ({"triplet_margin": 0.5}, {"triplet_margin": 0.5, "loss_type": "triplet"}, "triplet_margin has no effect"),
+    ({"cosent_scale": 10.0}, {"cosent_scale": 10.0, "loss_type": "cosent"}, "set temperature to 0.1"),
     ({"triplet_negatives": "listed"}, {"triplet_negatives": "listed", "loss_type": "triplet"}, "has no effect"),
     (
         {"hard_topk": 4},

@@ -12,6 +12,7 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, ContrastiveLoss
+from vembed.losses.cosent import CosentLoss
 from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.prefixes import Prefixes
@@ -48,6 +49,7 @@ def make(kind: str, tile_size: int) -> ContrastiveLoss:
         "triplet": TripletLoss(margin=0.2, prefixes=PREFIXES, tile_size=tile_size),
         "hardest triplet": TripletLoss(margin=0.2, negatives="hardest", tile_size=tile_size),
         "listed triplet": TripletLoss(margin=0.2, negatives="listed", tile_size=tile_size),
+        "cosent": CosentLoss(scale=20.0, prefixes=PREFIXES, tile_size=tile_size),
         "not streamed": Distances(),
     }
     return made[kind]
@@ -55,7 +57,7 @@ def make(kind: str, tile_size: int) -> ContrastiveLoss:
 
 LOSSES = [
     *("one direction", "both directions", "prefixes", "sigmoid", "sigmoid with prefixes", "not streamed"),
-    *("hardest", "triplet", "hardest triplet", "listed triplet"),
+    *("hardest", "triplet", "hardest triplet", "listed triplet", "cosent"),
 ]
 
 

@@ -84,7 +84,8 @@ def test_the_recipe_s_settings_are_valid_with_it_and_unknown_without(recipe: Pat
     assert isinstance(config, Config)
     path.write_text("model_name: m\nmargin: 0.3\nloss_type: margins\n")
     found = problem("margin=0.3", "loss_type=margins")
-    choices = "must be infonce, sigmoid, colbert, triplet, in_batch_hard or margin, got 'margins'; did you mean margin?"
+    names = "infonce, sigmoid, colbert, triplet, cosent, in_batch_hard or margin"
+    choices = f"must be {names}, got 'margins'; did you mean margin?"
     assert found == f"override loss_type=margins: {choices}"
 
 
@@ -137,10 +138,18 @@ def test_it_stands_in_the_json_schema_and_leaves_the_classes_of_others_alone(rec
     before = config_class()
     load_config(None, ["model_name=m", "plugins=[margin_loss]"])
     schema = config_class().model_json_schema()["properties"]
-    assert schema["loss_type"]["enum"] == ["infonce", "sigmoid", "colbert", "triplet", "in_batch_hard", "margin"]
+    assert schema["loss_type"]["enum"] == [
+        "infonce",
+        "sigmoid",
+        "colbert",
+        "triplet",
+        "cosent",
+        "in_batch_hard",
+        "margin",
+    ]
     assert schema["margin"]["acts_with"] == {"loss_type": ["margin"]}
     assert schema["mask_false_negatives"]["acts_with"] == {
-        "loss_type": ["infonce", "sigmoid", "colbert", "triplet", "in_batch_hard"]
+        "loss_type": ["infonce", "sigmoid", "colbert", "triplet", "cosent", "in_batch_hard"]
     }
     assert "margin" not in before.model_fields
     assert "margin" not in Config.model_fields

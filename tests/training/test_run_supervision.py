@@ -69,6 +69,15 @@ def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return run_warm(["-m", "vembed", *words], cwd=folder, env=os.environ, scratch=folder)
 
 
+@pytest.mark.slow
+def test_cosent_trains_a_model_on_pairs_with_a_truth(folder: Path) -> None:
+    done = train(folder, "plugins=[]", "loss_type=cosent")
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line)["loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 12
+    assert sum(losses[-2:]) < 0.5 * sum(losses[:2])
+
+
 def test_pairs_with_a_truth_and_a_column_of_the_loss_train_a_model(folder: Path) -> None:
     done = train(folder)
     assert done.returncode == 0, done.stderr

@@ -48,7 +48,6 @@ _BANK = (
     "and its negatives are never out of date"
 )
 _TEACHER = "no teacher is distilled; infonce learns from the rows alone"
-_COSENT = "there is no CoSENT loss; infonce learns from positives, and sigmoid judges each pair by itself"
 
 
 def _either(key: str, text: str, goes_with: str | None = None) -> tuple[Foreign, ...]:
@@ -92,8 +91,6 @@ FOREIGN: tuple[Foreign, ...] = (
     *_refused(_BANK, "bank_size", "bank_dim", "bank_momentum", "lambda_bank"),
     *_refused(_TEACHER, "teacher_model_name", "distillation_alpha", "distillation_temperature"),
     *_refused(_TEACHER, "distillation_loss_type"),
-    *_refused(_COSENT, "cosent_scale"),
-    Foreign("loss_type", "cosent", "refused", _COSENT),
     Foreign("loss_type", "hard_negative", "same", ours="in_batch_hard"),
     Foreign("loss_type", "contrastive_with_bank", "refused", _BANK),
     Foreign("loss_type", "distillation", "refused", _TEACHER),

@@ -33,7 +33,7 @@ from vembed.losses.cells import CellMap
 from vembed.losses.masks import false_negative_mask, positive_mask
 from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
+from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients
 from vembed.losses.tiles import DEFAULT_TILE_SIZE
 
 if TYPE_CHECKING:
@@ -177,18 +177,16 @@ class TripletLoss(StreamedLoss):
         """Differentiate triplets (query, positive, negative), as many as pairs or as hard negatives."""
         tiles = self.tiles(batch, scale=1.0)
         triplets_K, number = self._hardest(batch, tiles) if self.negatives == "hardest" else self._listed(batch)
-        out = empty_gradients(tiles, batch, into)
-        with torch.enable_grad():
-            q, d = (side.detach().to(tiles.dtype).requires_grad_() for side in (batch.q_QE, batch.d_DE))
-            loss = tiles.zeros()
+
+        def excess(q_QE: Tensor, d_DE: Tensor) -> Tensor:
+            losses = []
             for weight, dim, triplets in zip(self.prefix_weights, self.prefix_dims, triplets_K, strict=True):
-                q_TE = q[triplets.queries_T]
-                near_T, far_T = (pair_similarity(q_TE, d[each], dim) for each in triplets[1:])
-                loss = loss + (self.margin - near_T + far_T).relu().sum() * (weight / max(1, number))
-            dq_QE, dd_DE = torch.autograd.grad(loss, [q, d])
-        out.dq_QE.copy_(dq_QE)
-        out.dd_DE.copy_(dd_DE)
-        return LossGradients(loss.detach(), out.dq_QE, out.dd_DE, {})
+                q_TE = q_QE[triplets.queries_T]
+                near_T, far_T = (pair_similarity(q_TE, d_DE[each], dim) for each in triplets[1:])
+                losses.append((self.margin - near_T + far_T).relu().sum() * (weight / max(1, number)))
+            return torch.stack(losses).sum()
+
+        return differentiated(excess, tiles, batch, into)
 
     def _hardest(self, batch: StreamedBatch, tiles: SimilarityTiles) -> tuple[list[_Triplets], int]:
         """Return this rank's pairs with the query's most similar negative, by prefix, and how many all ranks have."""

@@ -100,8 +100,8 @@ def _scores_have_a_loss(config: "Config") -> str | None:
     if config.label_kind not in {"pair", "grade"} or "pairs" in LOSSES.load(config.loss_type).takes:
         return None
     taking = [name for name in LOSSES.names() if "pairs" in LOSSES.load(name).takes]
-    fix = f"set loss_type to {' or '.join(taking)}, or" if taking else "no registered loss does;"
     return (
         f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't take listed "
-        f"pairs; {fix} leave the column out with label_kind: auto and column_mapping: {{label: null}}"
+        f"pairs; set loss_type to {' or '.join(taking)}, or leave the column out with label_kind: auto and "
+        "column_mapping: {label: null}"
     )

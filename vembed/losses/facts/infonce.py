@@ -36,6 +36,7 @@ FACTS = LossFacts(
   year    = {2018}
 }""",
     hints={
+        "cosent_scale": lambda value: f"for the same factor set temperature to {1 / value:.4g}",
         "init_logit_scale": lambda value: f"for the same factor set temperature to {math.exp(-value):.4g}",
         "use_all_negatives": "infonce always learns from all of them",
     },

@@ -1,0 +1,223 @@
+"""CoSENT: every pair is to be more similar than each pair of a lower grade, over the whole batch.
+
+    L = log(1 + sum over pairs a, b with y_a > y_b of exp(s (S_b - S_a)))
+
+S_a is the similarity of pair a, y_a its grade, s the scale. Where the data list pairs with grades, those are all pairs,
+and what else is in the batch doesn't count. Otherwise positives have grade 1 and all other cells that aren't masked 0.
+
+With pairs in groups of one grade, lowest first, and log-sum-exps n_g of s S and p_g of -s S over each group,
+
+    L = log(1 + e^T)      T = log sum over g of exp(p_g + n_<g)      n_<g, p_>g: over the groups before and after
+
+    dL/d(s S_a) = exp(s S_a + p_>g - log(1 + e^T)) - exp(-s S_a + n_<g - log(1 + e^T))        for a in group g
+
+so that P pairs take O(P log P). Ranks share the logits of listed pairs, each one a sum that one rank has. Positives and
+the other cells are two groups: one sweep over the tiles finds n and p, which ranks merge, the second the gradients.
+
+Source: Su, 2022, "CoSENT (I): a more effective sentence vector scheme than Sentence-BERT".
+Shape legend: Q queries of this rank, P pairs, G groups, K prefixes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+
+from vembed.losses.base import to_device
+from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarities
+from vembed.losses.statistics import LogSumExp, Statistics
+from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients
+from vembed.losses.tiles import DEFAULT_TILE_SIZE
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vembed.losses.base import BatchStructure, LossCommon
+    from vembed.losses.cells import Tile
+    from vembed.losses.facts.cosent import CosentKeys
+    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.tiles import SimilarityTiles
+
+
+class CosentLoss(StreamedLoss):
+    """CoSENT over the listed pairs of a batch, or over its positives and all other cells."""
+
+    def __init__(
+        self,
+        *,
+        scale: float,
+        mask_false_negatives: bool = True,
+        prefixes: Prefixes | None = None,
+        tile_size: int = DEFAULT_TILE_SIZE,
+    ) -> None:
+        super().__init__(mask_false_negatives=mask_false_negatives, prefixes=prefixes, tile_size=tile_size)
+        self.scale = scale
+
+    @classmethod
+    def from_keys(cls, keys: CosentKeys, common: LossCommon) -> Self:
+        """Make the loss of a run."""
+        return cls(
+            scale=keys.cosent_scale,
+            mask_false_negatives=keys.mask_false_negatives,
+            prefixes=Prefixes.of_keys(keys),
+            tile_size=common.tile_size,
+        )
+
+    def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
+        """Return the loss over all pairs of pairs, by the whole matrix of similarities."""
+        losses = []
+        for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
+            logits_QD = self.scale * similarity_QD
+            zero = logits_QD.new_zeros(1)
+            if structure.listed_P2 is not None and structure.listed_scores_P is not None:
+                logits_P, grades_P = logits_QD[structure.listed_P2.unbind(dim=1)], structure.listed_scores_P
+                gaps_N = (logits_P[None, :] - logits_P[:, None])[grades_P[:, None] > grades_P[None, :]]
+                losses.append(weight * torch.cat([zero, gaps_N]).logsumexp(dim=0))
+                continue
+            positive_QD = positive_mask(structure)
+            negative_QD = ~positive_QD
+            if self.mask_false_negatives:
+                negative_QD &= ~false_negative_mask(structure, positive_QD)
+            lower, higher = logits_QD[negative_QD], -logits_QD[positive_QD]
+            gap = lower.logsumexp(dim=0) + higher.logsumexp(dim=0) if len(lower) and len(higher) else None
+            losses.append(weight * (logits_QD.sum() * 0 if gap is None else torch.logaddexp(gap, zero[0])))
+        return torch.stack(losses).sum()
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Each pair is compared with those of all ranks."""
+        return True
+
+    @torch.no_grad()
+    def statistics(self, batch: StreamedBatch) -> Statistics:
+        """Return what ranks merge: the logits of listed pairs (K, P), or sums over both kinds of cells (2, K, 1)."""
+        tiles = self.tiles(batch, scale=self.scale)
+        rows = LogSumExp.empty(tiles.num_prefixes, tiles.cells.num_rows, like=tiles.zeros(), bounded=False)
+        if batch.structure.listed_P2 is not None:
+            own_A, queries_A, documents_A = _own_pairs(batch)
+            q_AE, d_AE = batch.q_QE[queries_A].to(tiles.dtype), batch.d_DE[documents_A].to(tiles.dtype)
+            logits_KA = torch.stack([self.scale * pair_similarity(q_AE, d_AE, dim) for dim in self.prefix_dims])
+            columns = LogSumExp.empty(
+                tiles.num_prefixes, len(batch.structure.listed_P2), like=tiles.zeros(), bounded=False
+            )
+            columns.max[:, own_A], columns.sum[:, own_A] = logits_KA, 1.0
+            return Statistics(rows, columns, logits_KA, tiles)
+        positive_KP = tiles.zeros(tiles.num_prefixes, len(tiles.cells.pair_rows))
+        for strip in tiles.strips():
+            for tile in strip:
+                for prefix, logits_RC in enumerate(tiles.logits(tile)):
+                    positive_KP[prefix, tile.pairs] = logits_RC.view(-1)[tile.pair_cells]
+                    logits_RC.view(-1)[tile.excluded] = -math.inf
+                    scratch_RC = tiles.room("scratch", tile.shape)
+                    rows.add_logits((prefix, tile.rows), logits_RC, dim=1, scratch_RC=scratch_RC)
+        columns = LogSumExp.stack([_over_all(rows.value()), _over_all(-positive_KP)])
+        return Statistics(rows, columns, positive_KP, tiles)
+
+    @torch.no_grad()
+    def gradients(
+        self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
+    ) -> LossGradients:
+        """Return loss and gradients from what all ranks know of the pairs."""
+        if statistics is None or statistics.columns is None:
+            raise ValueError("pairs are compared with those of all ranks: their statistics come first")
+        if batch.structure.listed_P2 is None:
+            return self._of_cells(batch, statistics, statistics.columns, into)
+        return self._of_listed(batch, statistics.tiles, statistics.columns, into)
+
+    def _of_listed(
+        self,
+        batch: StreamedBatch,
+        tiles: SimilarityTiles,
+        columns: LogSumExp,
+        into: tuple[Tensor, Tensor] | None,
+    ) -> LossGradients:
+        """Differentiate the listed pairs of this rank, each against those of all."""
+        own_A, queries_A, documents_A = _own_pairs(batch)
+        scores_P = batch.structure.listed_scores_P
+        assert scores_P is not None
+        grades_G, groups_P = torch.unique(scores_P, return_inverse=True)
+        groups_P = to_device(groups_P, batch.q_QE.device)
+        loss_K, slopes_KP = _compare(columns.value(), groups_P, len(grades_G))
+        weights_K = [weight * self.scale for weight in self.prefix_weights]
+
+        def weighted(q_QE: Tensor, d_DE: Tensor) -> Tensor:
+            q_AE, d_AE = q_QE[queries_A], d_DE[documents_A]
+            parts = zip(weights_K, self.prefix_dims, slopes_KP[:, own_A], strict=True)
+            return torch.stack(
+                [w * (slopes_A * pair_similarity(q_AE, d_AE, dim)).sum() for w, dim, slopes_A in parts]
+            ).sum()
+
+        found = differentiated(weighted, tiles, batch, into)
+        return found._replace(loss=self._share(loss_K, batch))
+
+    def _of_cells(
+        self,
+        batch: StreamedBatch,
+        statistics: Statistics,
+        columns: LogSumExp,
+        into: tuple[Tensor, Tensor] | None,
+    ) -> LossGradients:
+        """Sweep the tiles again: positives against all other cells, of all ranks."""
+        tiles = statistics.tiles
+        lower_K, higher_K = columns.value().squeeze(2)
+        loss_K = torch.logaddexp(lower_K + higher_K, torch.zeros_like(lower_K))
+        weights_K = torch.stack([tiles.zeros().fill_(weight) for weight in self.prefix_weights])
+        shifts_K = weights_K.log() + higher_K - loss_K
+        positive_slopes_KP = -(-statistics.positive_logits_KP + (weights_K.log() + lower_K - loss_K)[:, None]).exp()
+        out = empty_gradients(tiles, batch, into)
+        for strip in tiles.strips():
+            for tile in strip:
+
+                def differentiate(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
+                    cells = logits_RC.view(-1)
+                    cells[tile.excluded] = -math.inf
+                    logits_RC.add_(shifts_K[prefix]).exp_()
+                    cells[tile.pair_cells] = positive_slopes_KP[prefix, tile.pairs]
+
+                tiles.backward(tile, differentiate, out)
+        tiles.finish(out)
+        return LossGradients(self._share(loss_K, batch), out.dq_QE, out.dd_DE, {})
+
+    def _share(self, loss_K: Tensor, batch: StreamedBatch) -> Tensor:
+        """Return this rank's share of a loss that every rank has whole."""
+        share = len(batch.queries) / batch.structure.num_queries
+        return torch.stack(
+            [loss * (weight * share) for loss, weight in zip(loss_K, self.prefix_weights, strict=True)]
+        ).sum()
+
+
+def _own_pairs(batch: StreamedBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which listed pairs are of this rank's queries, their rows among them, and their documents."""
+    assert batch.structure.listed_P2 is not None
+    queries_P, documents_P = batch.structure.listed_P2.cpu().numpy().T
+    own_A = np.flatnonzero((queries_P >= batch.queries.start) & (queries_P < batch.queries.stop))
+    columns = (own_A, queries_P[own_A] - batch.queries.start, documents_P[own_A])
+    own, queries, documents = (to_device(torch.from_numpy(each), batch.q_QE.device) for each in columns)
+    return own, queries, documents
+
+
+def _over_all(logits_KN: Tensor) -> LogSumExp:
+    """Return the sum over all of a prefix, (K, 1)."""
+    groups_N = torch.zeros(logits_KN.shape[1], dtype=torch.int64, device=logits_KN.device)
+    return LogSumExp.of_groups(logits_KN, groups_N, 1)
+
+
+def _compare(logits_KP: Tensor, groups_P: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the loss of pairs (K,) and its slopes by their logits (K, P).
+
+    Args:
+        groups_P: Number of each pair's grade among the grades, 0 the lowest.
+        count: How many grades there are.
+    """
+    lower_KG, higher_KG = (LogSumExp.of_groups(each, groups_P, count).value() for each in (logits_KP, -logits_KP))
+    nothing_K1 = torch.full_like(lower_KG[:, :1], -math.inf)
+    before_KG = torch.cat([nothing_K1, lower_KG.logcumsumexp(dim=1)[:, :-1]], dim=1)
+    after_KG = torch.cat([higher_KG.flip(1).logcumsumexp(dim=1).flip(1)[:, 1:], nothing_K1], dim=1)
+    gap_K = (before_KG + higher_KG).logsumexp(dim=1)
+    loss_K = torch.logaddexp(gap_K, torch.zeros_like(gap_K))
+    as_lower_KP = (logits_KP + after_KG[:, groups_P] - loss_K[:, None]).exp()
+    return loss_K, as_lower_KP - (before_KG[:, groups_P] - logits_KP - loss_K[:, None]).exp()

@@ -253,7 +253,7 @@ def test_a_mismatch_of_sentence_transformers_alone_is_an_error_too(
 ) -> None:
     pytest.importorskip("sentence_transformers")
     wrong = {"query texts": np.ones((4, 32)), "document texts": np.ones((4, 32))}
-    monkeypatch.setattr(write, "_by_sentence_transformers", lambda *given: {"sentence-transformers": wrong})
+    monkeypatch.setattr(write, "_by_sentence_transformers", lambda *given, **options: {"sentence-transformers": wrong})
     with pytest.raises(MachineError, match="read back by sentence-transformers"):
         export(folders["bert"], tmp_path / "out")
     assert beside(tmp_path / "out") == []

@@ -73,7 +73,8 @@ def decide_spec(
     instructions = {
         side: _ended(said.get(side, family.instruction) if own is None else own, family) for side, own in given.items()
     }
-    placeholder = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
+    network = getattr(config, "vlm_config", config)  # ColPali's and ColQwen2's is within theirs
+    placeholder = str(tokenizer.convert_ids_to_tokens(network.image_token_id))
     for side, own in given.items():
         if placeholder in (own or ""):
             raise ConfigError(f"{side}_prompt holds {placeholder}, which stands for a picture; leave it out")

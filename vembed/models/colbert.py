@@ -63,7 +63,7 @@ class ColbertEncoder(TextEncoder):
         pooling="none: a vector for each token",
         prompts="as its files say; [Q] and [D] markers",
         trainable="all, text, projection, last_N_layers",
-        writes="sentence-transformers and PyLate; with topk_tokens vembed",
+        writes="sentence-transformers; with topk_tokens vembed",
     )
     marker = "config.json"
     reads = TextEncoder.reads | {"projection_dim", "topk_tokens", "pool_factor", "query_length", "query_expansion"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -47,8 +48,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write = write_picture_model if bare == "dinov2" else write_vision_language
         torch.manual_seed(1)
         found[kind] = root / kind
-        load_any(write(root / bare, bare), pooling_method="none", projection_dim=12).save(found[kind])
+        load_any(without_dropout(write(root / bare, bare)), pooling_method="none", projection_dim=12).save(found[kind])
     return found
+
+
+def without_dropout(folder: Path) -> Path:
+    """Let a model of pictures drop nothing: each rank draws masks of its own."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text("utf-8"))
+    dropped = ("hidden_dropout_prob", "attention_probs_dropout_prob", "drop_path_rate")
+    config |= {name: 0.0 for name in dropped if name in config}
+    file.write_text(json.dumps(config), "utf-8")
+    return folder
 
 
 def batch_of(kind: str) -> ContrastiveBatch:

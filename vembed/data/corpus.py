@@ -14,28 +14,27 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.batch import Composed, Image, pictures_in
 from vembed.config.keys.data import DataKeys
 from vembed.data.columns import closest, listing
-from vembed.data.files import ROW_SUFFIXES, RawRow, iter_rows, suffix_of, text_rows
+from vembed.data.corpus_files import TEXT_FILES, corpus_source, find_pictures
+from vembed.data.files import RawRow, iter_rows, text_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits, content_name
-from vembed.data.lines import nearest_entry
 from vembed.data.presets import preset_path
 from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import BUILTIN_PREFIX
 from vembed.data.splits import SourceOptions
 from vembed.data.texts import encoding_fault, id_fault, part_fault, title_and_text
-from vembed.errors import DataError, MachineError
-from vembed.files import home_path, is_file, is_folder
-from vembed.text import cut
+from vembed.errors import DataError
+from vembed.files import home_path, is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from vembed.batch import Item
     from vembed.data.retrieval import RetrievalData
@@ -49,15 +48,7 @@ TITLE_COLUMN = "title"
 CAPTION_COLUMNS = ("caption", "query", "anchor", "question", "sentence1")
 """What says of a picture what it shows: people see it beside the picture, the model doesn't."""
 
-TEXT_FILES = (".txt", ".txt.gz")
-CORPUS_FILES = ("corpus.jsonl", "corpus.jsonl.gz")
-"""What a folder's corpus is called, as in BEIR."""
-
-
 PATH_SEPARATOR = " + "  # stands between the paths of the pictures of one document
-
-PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-"""How a file that is taken for a picture ends, in any case; what it holds is told by its first bytes."""
 
 
 class Document(NamedTuple):
@@ -115,7 +106,7 @@ class Corpus:
         self.limits = self._options.image_limits
         self._preset = preset_path(path)
         is_set = path.startswith(BUILTIN_PREFIX) or self._preset is not None
-        self._source = None if is_set else _corpus_source(path)
+        self._source = None if is_set else corpus_source(path)
         self._start()
 
     def _start(self) -> None:
@@ -190,7 +181,7 @@ class Corpus:
         if self._options.image_root is not None:
             raise DataError(f"{self._path} is a folder of pictures: it is its own image_root; leave that out")
         images = ImageRoot(folder, self.limits)
-        paths, self._num_others = _find_pictures(folder)
+        paths, self._num_others = find_pictures(folder)
         for path in paths:
             try:
                 yield Document(path, images.image(f"./{path}", name=path), path)  # ./: a colon in a name is no scheme
@@ -276,65 +267,6 @@ class _RowFault(Exception):  # noqa: N818 - a verdict on one row that never leav
 class _TextColumns(NamedTuple):
     id: str
     text: str
-
-
-def _corpus_source(path: str) -> Path:
-    """Return the file that holds the corpus, or a folder of pictures."""
-    local = home_path(path)
-    if is_folder(local):
-        found = next((local / name for name in CORPUS_FILES if is_file(local / name)), None)
-        if found is not None:
-            return found
-        if any(is_picture for _, is_picture in _files_below(local)):
-            return local
-        raise DataError(
-            f"{path} has no {CORPUS_FILES[0]} and no pictures; name a BEIR folder, a folder of pictures, or the file "
-            f"that holds the corpus"
-        )
-    if not is_file(local):
-        if "://" in path:  # not echoed: an address may hold a password
-            raise DataError("the corpus is an address; download it and name the local file")
-        if os.path.lexists(local):
-            raise DataError(f"{path} is no regular file but a pipe, socket, device, or a link that leads nowhere")
-        raise DataError(
-            f"{cut(path, 1000)} doesn't exist{nearest_entry(local)}; a corpus is a BEIR folder, a file, or builtin:SET"
-        )
-    if suffix_of(local) is None and not local.name.lower().endswith(TEXT_FILES):
-        raise DataError(f"{path}: unknown kind of file; expected {', '.join((*ROW_SUFFIXES, *TEXT_FILES))}")
-    return local
-
-
-def _find_pictures(folder: Path) -> tuple[list[str], int]:
-    """Return the pictures in a folder and below it, relative and in the order of their names; and how many other files.
-
-    Raises:
-        MachineError: A folder can't be listed.
-    """
-    paths, num_others = [], 0
-    for path, is_picture in _files_below(folder):
-        if is_picture:
-            paths.append(path.relative_to(folder).as_posix())
-        else:
-            num_others += 1
-    return sorted(paths), num_others
-
-
-def _files_below(folder: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield each file in a folder and below it, and whether it is a picture by its name.
-
-    Links to folders and hidden folders aren't entered.
-
-    Raises:
-        MachineError: A folder can't be listed.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise MachineError(f"{error.filename}: the folder can't be listed: {error.strerror}") from error
-
-    for place, folders, files in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files:
-            yield Path(place) / name, name.lower().endswith(PICTURE_SUFFIXES) and not name.startswith(".")
 
 
 def _wanted(names: Sequence[str], *, options: CorpusOptions, where: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import uuid
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import MachineError
@@ -18,7 +19,7 @@ PROJECT = "vembed"
 """Where runs are shown, unless the service's own variables say otherwise."""
 
 
-class HostedTracker(Tracker):
+class HostedTracker(Tracker, ABC):
     """Send numbers under `train/`, `ranks/` and `evaluation/` by a package that is named as the tracker is.
 
     The package is imported here and the run is opened at the first number, so that a missing package ends the run
@@ -39,13 +40,13 @@ class HostedTracker(Tracker):
             ) from error
         self._run: Any = None
 
+    @abstractmethod
     def open(self, run_id: str) -> Any:
         """Return the service's run of an id, made now, or opened again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def send(self, run: Any, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a step."""
-        raise NotImplementedError
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send the numbers of a training step."""

@@ -4,12 +4,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.batch import Composed, Image
+from vembed.batch import MODALITY_WORDS, Composed, Image, content_id, modality_of
 from vembed.data.columns import ExtraColumn
-from vembed.data.records import BLOCK_ROWS, Record, RecordTable, RecordWriter
+from vembed.data.records import BLOCK_ROWS, ItemColumn, Record, RecordTable, RecordWriter
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from vembed.batch import Item
 
 
 def make_table(
@@ -149,3 +151,27 @@ def test_scores_and_the_columns_of_a_loss_come_back() -> None:
         for scores, weight, topic in (((1.0, 0.5), 0.5, 3), ((), 0.5, 3), ((1.0, 0.25), 0.6, 3), ((1.0, 0.25), 0.5, 4))
     ]
     assert len({each.fingerprint for each in (table, *changed)}) == 5
+
+
+def test_items_have_the_ids_and_modalities_of_their_content() -> None:
+    picture = Image("a.png", b"bytes of a picture")
+    items = ["q", " q ", picture, Composed((picture,), "and a text"), Composed((picture, picture), "")]
+    writer = RecordWriter()
+    for line, item in enumerate(items, start=1):
+        writer.add(item, positives=["p", item], negatives=[f"n{line}"] * (line % 2), file="a", line=line)
+    for table in (writer.finish(), make_table(ROWS)):
+        part = table.subset(range(1, len(table)))
+        records = list(part)
+        found: dict[ItemColumn, list[tuple[int, Item]]] = {
+            "query": [(row, record.query) for row, record in enumerate(records)],
+            "positives": [(row, item) for row, record in enumerate(records) for item in record.positives],
+            "negatives": [(row, item) for row, record in enumerate(records) for item in record.negatives],
+        }
+        names = list(MODALITY_WORDS)
+        for column, expected in found.items():
+            rows, numbers = part.numbers(column)
+            assert list(zip(rows.tolist(), part.items.at(numbers), strict=True)) == expected
+            assert part.items.ids[numbers].tolist() == [content_id(item) for _, item in expected]
+            assert [names[code] for code in part.items.modalities[numbers]] == [
+                modality_of(item) for _, item in expected
+            ]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vembed.data.images import item_id
 from vembed.data.problems import plural
 from vembed.errors import DataError
 
@@ -90,13 +89,9 @@ def _components(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint6
 
 def _row_hashes(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Return (row, content hash) of every query and positive, as two flat arrays."""
-    rows: list[int] = []
-    hashes: list[int] = []
-    for row, record in enumerate(table):
-        for item in (record.query, *record.positives):
-            rows.append(row)
-            hashes.append(item_id(item))
-    return np.array(rows, dtype=np.int64), np.array(hashes, dtype=np.int64).view(np.uint64)
+    queries, positives = table.numbers("query"), table.numbers("positives")
+    rows, items = (np.concatenate(parts) for parts in zip(queries, positives, strict=True))
+    return rows, table.items.ids[items].view(np.uint64)
 
 
 def _root(parent: list[int], row: int) -> int:

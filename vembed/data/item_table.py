@@ -6,15 +6,18 @@ Equal bytes of pictures are kept once (`blobs.py`). A table of texts alone has n
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from vembed.batch import Composed, Image, pictures_in
+from vembed.batch import MODALITY_WORDS, Composed, Image, pictures_in
 from vembed.data.blobs import Blobs, BlobWriter
+from vembed.data.images import item_id
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -25,11 +28,43 @@ _Cells: TypeAlias = "str | tuple[str | None, str, int | None, tuple[str, ...] | 
 paths and numbers of the item's further pictures."""
 
 
-class ItemTable(NamedTuple):
+BLOCK_ITEMS = 8192
+"""Items that are Python objects at any one time while all of them are walked."""
+
+
+@dataclass(frozen=True, eq=False)
+class ItemTable:
     """Items by number."""
 
     columns: Any  # Arrow table of `text`, and of the other columns where there are pictures
     blobs: Blobs  # what `bytes` counts into
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        """`content_id` of each item, computed when first asked for.
+
+        Raises:
+            ImageError: A picture can't be read any more.
+        """
+        every = np.arange(len(self.columns))
+        return np.fromiter(map(item_id, self.walk(every)), np.int64, len(every))
+
+    @cached_property
+    def modalities(self) -> NDArray[np.int8]:
+        """Place in `MODALITY_WORDS` of each item's modality."""
+        import pyarrow.compute as pc
+
+        text, image, both = map(tuple(MODALITY_WORDS).index, ("text", "image", "image+text"))
+        if "path" not in self.columns.column_names:
+            return np.full(len(self.columns), text, dtype=np.int8)
+        is_picture = self.columns["path"].is_valid().to_numpy()
+        has_text = pc.fill_null(pc.not_equal(self.columns["text"], ""), False).to_numpy()
+        return np.where(is_picture, np.where(has_text, both, image), text).astype(np.int8)
+
+    def walk(self, numbers: NDArray[np.int64]) -> Iterator[Item]:
+        """Yield the items of some numbers."""
+        for start in range(0, len(numbers), BLOCK_ITEMS):
+            yield from self.at(numbers[start : start + BLOCK_ITEMS])
 
     def at(self, numbers: NDArray[np.int64]) -> list[Item]:
         """Return the items of some numbers, in that order; numbers may repeat."""

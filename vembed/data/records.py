@@ -16,7 +16,7 @@ import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 BLOCK_ROWS = 8192
 """Rows that are Python objects at any one time while a table is written or walked."""
+
+ItemColumn: TypeAlias = Literal["query", "positives", "negatives"]
+"""The columns that hold items."""
 
 _ASKED = "asked:"
 """What the names of columns that the loss asked for begin with in the table, so that they may be any."""
@@ -111,6 +114,20 @@ class RecordTable:
         more = {f"{_ASKED}{each.name}": pa.scalar(each.typed(each.default)) for each in columns}
         added = {name: pa.repeat(value.cast(types[name]), count) for name, value in more.items()}
         return RecordTable({**self._columns, **added}, self._items, self._files, self._rows)
+
+    @property
+    def items(self) -> ItemTable:
+        """Every item of the records, and of those that this is a subset of."""
+        return self._items
+
+    def numbers(self, column: ItemColumn) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return (position of the record, number in `items`) of all items of a column, in order."""
+        import pyarrow as pa
+
+        cells = self._columns[column].take(pa.array(self._rows))
+        if column == "query":
+            return np.arange(len(self)), cells.to_numpy()
+        return np.repeat(np.arange(len(self)), np.diff(cells.offsets.to_numpy())), cells.flatten().to_numpy()
 
     @cached_property
     def fingerprint(self) -> str:

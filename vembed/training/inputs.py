@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
-from vembed.batch import Composed, Image, content_id
+import numpy as np
+
+from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
 from vembed.data.hold_out import hold_out
+from vembed.data.records import ItemColumn
 from vembed.data.retrieval_sources import load_retrieval, retrieval_from_records
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
@@ -18,7 +21,9 @@ from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from vembed.batch import Item
+    from numpy.typing import NDArray
+
+    from vembed.batch import Item, Side
     from vembed.config.keys.data import DataKeys
     from vembed.data.columns import LossNeeds
     from vembed.data.images import ImageLimits
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
 
 
 SUGGESTED_SET = "builtin:stdlib-code"
+_TEXT = tuple(MODALITY_WORDS).index("text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +83,25 @@ class RecordCounts:
 
     @classmethod
     def of(cls, records: RecordTable, image_limits: ImageLimits) -> RecordCounts:
-        """Count in one pass; of pictures the headers are read."""
-        items, survey = ItemCounts(), PictureSurvey(image_limits)
-        queries: set[int] = set()
-        positives: set[int] = set()
-        num_positives = num_negatives = 0
-        for record in records:
-            queries.add(content_id(record.query))
-            positives.update(map(content_id, record.positives))
-            num_positives += len(record.positives)
-            num_negatives += len(record.negatives)
-            documents = (*record.positives, *record.negatives)
-            items.add("query", (record.query,))
-            items.add("document", documents)
-            survey.add((record.query, *documents))
+        """Count; of pictures the headers are read."""
+        (_, queries), (_, positives), (_, negatives) = map(records.numbers, get_args(ItemColumn))
+        documents = np.concatenate([positives, negatives])
+        ids, modalities = records.items.ids, records.items.modalities
+        sides: dict[Side, NDArray[np.int64]] = {"query": queries, "document": documents}
+        items = ItemCounts(
+            {
+                words: {side: int((modalities[numbers] == place).sum()) for side, numbers in sides.items()}
+                for place, (_, words) in enumerate(MODALITY_WORDS.values())
+            }
+        )
+        survey, used = PictureSurvey(image_limits), np.unique(np.concatenate([queries, documents]))
+        survey.add(records.items.walk(used[modalities[used] != _TEXT]))
         return cls(
             num_records=len(records),
-            num_documents=num_positives + num_negatives,
-            num_negatives=num_negatives,
-            repeated_queries=len(records) - len(queries),
-            repeated_positives=num_positives - len(positives),
+            num_documents=len(documents),
+            num_negatives=len(negatives),
+            repeated_queries=len(queries) - len(np.unique(ids[queries])),
+            repeated_positives=len(positives) - len(np.unique(ids[positives])),
             items=items,
             pictures=survey.result(),
         )

@@ -41,6 +41,20 @@ def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def undrawn() -> Iterator[None]:
+    """Leave the drawings out of reports: they take longer than a small run, and tests/evaluation makes them."""
+    from markupsafe import Markup
+
+    from vembed.evaluation.report import charts
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("draw_curve", "draw_histogram", "draw_recall", "draw_scores", "draw_time_split"):
+            assert hasattr(charts, name)
+            patch.setattr(charts, name, lambda *_, **__: Markup("<svg></svg>"))
+        yield
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[RankPool]:
     """Give two gloo processes."""

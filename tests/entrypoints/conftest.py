@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 CANARY = "hf_canary0123456789secret"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _undrawn(undrawn: None) -> None:
+    """Of the runs here those in a process of their own draw."""
+
+
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return make_site(tmp_path_factory.mktemp("site"))

@@ -127,7 +127,7 @@ def case_of(setting: Sharded) -> Case:
     else:
         case = _captions(setting)
     if setting.checkpointing:
-        case.encoder.bert.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        case.encoder.bert.activation_checkpointing_enable({"use_reentrant": False})
     if setting.mixed:
         case.encoder.float()
     for name, parameter in case.encoder.named_parameters():

@@ -44,7 +44,7 @@ def run(case: Any, *, retain: float = 0.0, rows: int = 4, checkpointed: bool = F
     case.encoder.float()
     if checkpointed:
         for tower in case.encoder:
-            tower.bert.gradient_checkpointing_enable({"use_reentrant": False})
+            tower.bert.activation_checkpointing_enable({"use_reentrant": False})
     options = EngineOptions(ChunkBudget(rows, 10**6), CPU, retain=retain, autocast_dtype=torch.bfloat16)
     loss = InfoNCE(temperature=0.1, learn_temperature=True)
     engine = GradCacheEngine(loss, options, list(case.encoder.parameters()))

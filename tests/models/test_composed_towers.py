@@ -172,7 +172,7 @@ def test_gradient_checkpointing_changes_no_gradient(folders: dict[str, Path]) ->
             make_loss(),
         )
         hosts = (encoder.text.backbone, encoder.image.backbone)  # type: ignore[union-attr]
-        assert [host.is_gradient_checkpointing for host in hosts] == [checkpointed] * 2  # type: ignore[union-attr]
+        assert [host.is_activation_checkpointing for host in hosts] == [checkpointed] * 2  # type: ignore[union-attr]
         torch.manual_seed(5)
         reference_step(pools_of(encoder, picture_batch()), BatchStructure.of(picture_batch()), loss, budget=BUDGET)
         gradients.append(take(encoder, loss))

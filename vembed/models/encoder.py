@@ -243,7 +243,9 @@ class Encoder(nn.Module, ABC):
         host: Any = self.adapter_host()
         if not getattr(host, "supports_gradient_checkpointing", False):
             raise ValueError(f"{self.name} has no gradient checkpointing; set gradient_checkpointing: false")
-        host.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # The second name is that of older transformers.
+        enable = getattr(host, "activation_checkpointing_enable", None) or host.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
 
     def skeleton(self, num_layers: Mapping[TowerName, int] = MappingProxyType({})) -> Self:
         """Return a copy for the plan to measure, with the layers of some towers cut; tokenizers are shared."""

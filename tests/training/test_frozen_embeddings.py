@@ -25,6 +25,7 @@ from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import is_shared
 from vembed.errors import NonFiniteError
+from vembed.evaluation import vector_store
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.calls import Passes
 from vembed.gradcache.chunking import ChunkBudget
@@ -171,8 +172,8 @@ def test_a_run_that_goes_on_reads_what_it_wrote(site: Site) -> None:
 def only_table(found: FrozenItems, encoder: TinyClip) -> np.ndarray:
     stored = found.stored(encode_with(encoder))
     assert stored is not None
-    [(_, vectors_UE)] = stored.tables.values()
-    return np.array(vectors_UE)
+    [table] = stored.tables.values()
+    return table.take(found.sides[0].ids_U)
 
 
 def test_other_frozen_weights_are_never_served_by_old_embeddings(site: Site) -> None:
@@ -193,15 +194,46 @@ def test_other_frozen_weights_are_never_served_by_old_embeddings(site: Site) -> 
     assert not watched.calls
 
 
-def test_precision_and_items_are_part_of_the_key(site: Site) -> None:
+def test_precision_is_part_of_the_key_and_items_are_looked_up(site: Site) -> None:
     encoder = new_encoder()
     [own] = site.find(encoder).sides
     [other_precision] = site.find(encoder, precision="bfloat16").sides
     fewer = replace(site, records=site.records.subset([0, 1, 2]))
     [other_items] = fewer.find(encoder).sides
-    files = {each.file(site.folder).array for each in (own, other_precision, other_items)}
-    assert len(files) == 3
-    assert site.find(encoder).sides[0].key == own.key
+    assert own.store.name != other_precision.store.name
+    assert (own.store.name, len(other_items.ids_U)) == (other_items.store.name, 3)
+    assert site.find(encoder).sides[0].store == own.store
+
+
+def test_a_set_that_has_grown_pays_for_its_new_items_alone(site: Site) -> None:
+    encoder, fewer = new_encoder(), replace(site, records=site.records.subset([0, 1, 2]))
+    only_table(fewer.find(encoder), encoder)
+    found, watched = site.find(encoder), Watched(encoder)
+    whole = only_table(found, encoder)
+    assert watched.rows["pictures"] == NUM_PICTURES - 3
+    assert np.array_equal(whole, only_table(site.find(encoder, site.folder / "other"), encoder))
+
+
+def test_a_killed_run_goes_on_behind_its_last_block(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_store, "PIECE_ROWS", 2)
+    encoder = new_encoder()
+    good, found = only_table(site.find(encoder, site.folder / "whole"), encoder), site.find(encoder)
+    calls, encode = iter(range(NUM_PICTURES)), ItemEncoder.table
+
+    def dies(self: ItemEncoder, *arguments: Any) -> np.ndarray:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return encode(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ItemEncoder, "table", dies)
+        with pytest.raises(KeyboardInterrupt):
+            found.stored(encode_with(encoder))
+    watched = Watched(encoder)
+    assert np.array_equal(only_table(found, encoder), good)
+    assert watched.rows["pictures"] == NUM_PICTURES - 2 * 2
+    [table] = found.stored(encode_with(encoder)).tables.values()  # type: ignore[union-attr]
+    assert len(table.blocks) == 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "record"])
@@ -209,7 +241,7 @@ def test_a_damaged_file_is_noticed_and_made_again(site: Site, damage: str, caplo
     encoder = new_encoder()
     found = site.find(encoder)
     good = only_table(found, encoder)
-    file = found.sides[0].file(site.folder)
+    file = found.sides[0].store.block(found.sides[0].ids_U)
     content = file.array.read_bytes()
     if damage == "cut":
         file.array.write_bytes(content[:-8])
@@ -297,7 +329,7 @@ def test_embeddings_that_are_not_numbers_are_refused_and_nothing_is_kept(site: S
         next(encoder.vision.parameters()).fill_(torch.nan)
     with pytest.raises(NonFiniteError):
         found.stored(encode_with(encoder))
-    assert not found.sides[0].file(site.folder).array.exists()
+    assert not found.sides[0].store.num_bytes
 
 
 def on_rank(rank: int, folder: str) -> tuple[list[float], dict[str, int]]:
@@ -385,7 +417,7 @@ def sharded_on(rank: int, folder: str) -> list[tuple[str, ...]]:
         sharded = shard_encoder(encoder, way, ranks, device=CPU)
         items = site.find(encoder, sharded=sharded)
         assert items.notes == whole.notes
-        assert [side.key for side in items.sides] == [side.key for side in whole.sides]
+        assert [side.store.key for side in items.sides] == [side.store.key for side in whole.sides]
         assert all(is_shared(each) for each in encoder.parameters() if each.ndim > 0), "the shards are back"
         found.append(tuple(side.modality for side in items.sides))
     return found

@@ -20,7 +20,7 @@ from vembed.data.collate import collate
 from vembed.gradcache.engine import Pool
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
-from vembed.training.frozen import is_stored, stored_pool
+from vembed.training.frozen import is_stored, stored_features, stored_pool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vembed.data.records import RecordTable
     from vembed.data.sampler import GlobalSampler
     from vembed.models.encoder import Encoder
-    from vembed.training.frozen import StoredEmbeddings
+    from vembed.training.stored import StoredVectors
 
 
 CHARACTERS_PER_TOKEN = 4
@@ -107,7 +107,7 @@ class BatchSource:
     augmenter: Augmenter
     rank: int = 0  # this process among those that share a batch
     world_size: int = 1
-    stored: StoredEmbeddings | None = None  # embeddings of what a frozen tower would encode, or None
+    stored: StoredVectors | None = None  # embeddings of what a frozen tower would encode, or None
     counts_masked: bool = False  # whether the loss masks false negatives
 
     def batch(self, step: int) -> PreparedBatch:
@@ -172,9 +172,8 @@ class BatchSource:
             ("document", places[places >= num_queries]),
         ]
         if self.stored is not None and self.stored.holds(modality):
-            return Features.concat(
-                [self.stored.features(modality, side, ids_N[own]) for side, own in sides if len(own)]
-            )
+            found = [(self.stored.tables[modality, side], ids_N[own]) for side, own in sides if len(own)]
+            return stored_features(np.concatenate([table.take(ids) for table, ids in found]))
         parts = [self.encoder.featurize([items[place] for place in own], side) for side, own in sides if len(own)]
         return Features.concat(parts)
 

@@ -42,10 +42,11 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.batches import Batches
-    from vembed.training.frozen import FrozenItems, StoredEmbeddings
+    from vembed.training.frozen import FrozenItems
     from vembed.training.guards import StopSignal
     from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
+    from vembed.training.stored import StoredVectors
     from vembed.training.trackers.base import Tracker
 
 
@@ -90,7 +91,7 @@ def frozen_items(run: Run) -> FrozenItems | None:
     )
 
 
-def batch_source(run: Run, stored: StoredEmbeddings | None = None) -> BatchSource:
+def batch_source(run: Run, stored: StoredVectors | None = None) -> BatchSource:
     """Return what makes the batches in this process."""
     config = run.config
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
@@ -123,7 +124,7 @@ def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> No
     receive(tensors, runtime.ranks, runtime.device)
 
 
-def batches(run: Run, stored: StoredEmbeddings | None = None) -> AbstractContextManager[Batches]:
+def batches(run: Run, stored: StoredVectors | None = None) -> AbstractContextManager[Batches]:
     """Return what makes the batches: this process, or workers that run ahead."""
     plan, source = run.plan, batch_source(run, stored)
     if not plan.loading.num_workers:

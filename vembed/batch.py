@@ -156,6 +156,8 @@ class ContrastiveBatch:
     listed_scores_P: NDArray[np.float64] | None = None  # their scores; higher is closer
     negatives_P2: NDArray[np.int64] | None = None  # (query row, document row): hard negatives of the row; None: none
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)  # numbers that the loss asked for, each (Q,)
+    teacher_Q: NDArray[np.float32] | None = None  # a teacher's unit vectors of the queries, (Q, T); None: no teacher
+    teacher_D: NDArray[np.float32] | None = None  # and of the documents, (D, T)
 
 
 @dataclass(frozen=True, slots=True)

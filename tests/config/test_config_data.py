@@ -15,7 +15,7 @@ from vembed.registry import LOSSES
 @pytest.fixture
 def toy_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register a loss that asks for a column and takes listed pairs."""
-    columns = (ExtraColumn("weight", "how much the row counts"),)
+    columns = (ExtraColumn("topic", "number of its topic"),)
     facts = LossFacts("toy", "nowhere:Toy", Section, columns=columns, takes=("pairs", "positives"))
     monkeypatch.setitem(LOSSES._entries, "toy", facts)
     monkeypatch.setitem(LOSSES._plugins, "toy", "nowhere")
@@ -29,13 +29,17 @@ def refusal(*overrides: str) -> str:
 
 @pytest.mark.usefixtures("toy_loss")
 def test_a_column_may_be_mapped_to_one_of_the_loss_and_to_no_other() -> None:
-    config = load_config(None, ["model_name=m", "loss_type=toy", "column_mapping={w: weight, a: query}"]).config
-    assert config.column_mapping == {"w": "weight", "a": "query"}
-    assert "label, weight or null, got 'weigth'; did you mean weight?" in refusal("column_mapping={w: weigth}")
+    config = load_config(None, ["model_name=m", "loss_type=toy", "column_mapping={t: topic, a: query}"]).config
+    assert config.column_mapping == {"t": "topic", "a": "query"}
+    assert "label, weight, topic or null, got 'tpoic'; did you mean topic?" in refusal("column_mapping={t: tpoic}")
 
 
 def test_without_such_a_loss_the_column_is_unknown() -> None:
-    assert "must be query, positive, " in refusal("column_mapping={w: weight}")
+    assert "must be query, positive, " in refusal("column_mapping={t: topic}")
+
+
+def test_our_own_losses_weigh_rows() -> None:
+    assert load_config(None, ["model_name=m", "column_mapping={w: weight}"]).config.column_mapping == {"w": "weight"}
 
 
 @pytest.mark.usefixtures("toy_loss")

@@ -16,6 +16,8 @@ from vembed.data.columns import ExtraColumn
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, DataError
+from vembed.losses.base import BatchStructure
+from vembed.losses.registry import loss_facts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -173,6 +175,28 @@ def test_other_sets_need_no_column_of_the_loss(write_jsonl: WriteJsonl, role: Ro
     row = {"query": "q", "positive": "p"}
     for rows in ([row], [{**row, "w": "no number"}]):
         assert numbers(write_jsonl(rows), role=role, column_mapping={"w": "weight"}) == [{}]
+
+
+def test_rows_have_weights_for_our_own_losses_and_those_of_one_weight_are_as_before(write_jsonl: WriteJsonl) -> None:
+    rows = [{"query": "q0", "positive": "p0", "weight": 2.5}, {"query": "q1", "positive": "p1"}]
+    ours, nothing = loss_facts("infonce"), Needs(())
+    table = load_records(str(write_jsonl(rows, "weighted.jsonl")), options(ours)).table
+    weights_Q = BatchStructure.of(collate(list(table), [0, 1])).weights_Q
+    assert weights_Q is not None
+    assert weights_Q.tolist() == [2.5, 1.0]
+    path = write_jsonl([{**row, "weight": 1} for row in rows], "equal.jsonl")
+    equal, without = (load_records(str(path), options(needs)).table for needs in (ours, nothing))
+    assert BatchStructure.of(collate(list(equal), [0, 1])).weights_Q is None
+    assert equal.fingerprint == without.fingerprint != table.fingerprint
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "much"])
+def test_a_weight_that_cannot_be_is_refused_with_the_way_to_leave_it_out(
+    write_jsonl: WriteJsonl, weight: object
+) -> None:
+    path = write_jsonl([{"query": "q", "positive": "p", "weight": weight}])
+    with pytest.raises(DataError, match=r"how much the row counts.*column_mapping: \{weight: null\}"):
+        load_records(str(path), options(loss_facts("infonce")))
 
 
 def test_a_loss_may_take_an_alias_and_no_name_of_ours(write_jsonl: WriteJsonl) -> None:

@@ -87,6 +87,10 @@ class ExtraColumn:
         return noun + bounds.get((self.least is not None, self.most is not None), "")
 
 
+WEIGHT_COLUMN = ExtraColumn("weight", "how much the row counts", required=False, default=1.0, least=0.0)
+"""What a loss asks for that weighs rows: one without a weight counts once."""
+
+
 class LossNeeds(Protocol):
     """What a loss says of the data that it needs: `LossFacts` is one."""
 

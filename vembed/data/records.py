@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from vembed.batch import Composed, Image
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.data.images import item_id
 from vembed.data.item_table import ItemTable, ItemWriter, filled, joined
 
@@ -136,10 +137,11 @@ class RecordTable:
         Raises:
             ImageError: A picture can't be read any more.
         """
-        digest = hashlib.sha256()
+        digest, same = hashlib.sha256(), (WEIGHT_COLUMN.name, WEIGHT_COLUMN.default)  # as without the column
         for record in self:
             row = (record.query, record.positives, record.negatives, record.label)
-            more = (record.scores, dict(record.columns)) if record.scores or record.columns else ()
+            columns = {name: number for name, number in record.columns.items() if (name, number) != same}
+            more = (record.scores, columns) if record.scores or columns else ()
             digest.update(json.dumps((*row, *more), default=_content).encode())
             digest.update(b"\n")
         return digest.hexdigest()

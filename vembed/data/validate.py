@@ -202,7 +202,8 @@ class RowChecker:
         if number is None or not column.takes(number):
             shown = f"{cell!r:.60}" if isinstance(cell, str) else describe(cell)
             needed = f"loss_type {self._loss.name} needs {column.expected} ({column.meaning})"
-            raise Fault(source or column.name, f"{needed}, got {shown}")
+            fix = "" if column.required else f"; leave it out with column_mapping: {{{source}: null}}"
+            raise Fault(source or column.name, f"{needed}, got {shown}{fix}")
         return column.typed(number)
 
     def _is_unclear(self, cell: object, column: str, items: Sequence[Item], where: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vembed.config.fields import Section
+from vembed.data.columns import WEIGHT_COLUMN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +42,9 @@ class BatchStructure:
     listed_scores_P: Tensor | None = None  # their scores, float64; higher is closer
     negatives_P2: Tensor | None = None  # (query row, document row) of hard negatives that a row names; None: none
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # by `ExtraColumn.name`: (Q,), int64 or float64
+    weights_Q: Tensor | None = None  # how much each query's terms count, float64; None: all alike
+    teacher_Q: Tensor | None = None  # a teacher's unit vectors of the queries, (Q, T) float32; None: no teacher
+    teacher_D: Tensor | None = None  # and of the documents, (D, T)
 
     @classmethod
     def of(cls, batch: ContrastiveBatch, device: torch.device | None = None) -> BatchStructure:
@@ -52,6 +56,7 @@ class BatchStructure:
         def groups(ids: NDArray[np.int64]) -> Tensor:
             return tensor(np.unique(ids, return_inverse=True)[1])
 
+        weights_Q = batch.columns.get(WEIGHT_COLUMN.name)
         return cls(
             positives_P2=tensor(batch.positives_P2),
             query_ids_Q=tensor(batch.query_ids_Q),
@@ -63,6 +68,9 @@ class BatchStructure:
             listed_scores_P=None if batch.listed_scores_P is None else tensor(batch.listed_scores_P),
             negatives_P2=None if batch.negatives_P2 is None else tensor(batch.negatives_P2),
             columns={name: tensor(values) for name, values in batch.columns.items()},
+            weights_Q=None if weights_Q is None or (weights_Q == 1).all() else tensor(weights_Q),
+            teacher_Q=None if batch.teacher_Q is None else tensor(batch.teacher_Q),
+            teacher_D=None if batch.teacher_D is None else tensor(batch.teacher_D),
         )
 
     def to(self, device: torch.device) -> BatchStructure:

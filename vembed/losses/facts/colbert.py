@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vembed.config.fields import key
 from vembed.config.keys.loss import DirectionKeys, MaskKeys, TemperatureKeys, TileKeys
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.facts.infonce import FACTS as INFONCE
 from vembed.losses.registry import LossFacts
 from vembed.plan.memory import LOSS_STRIP_TILES
@@ -25,6 +26,7 @@ FACTS = LossFacts(
     summary="InfoNCE over MaxSim, for models with several vectors for each row",
     loss="vembed.losses.colbert:ColbertLoss",
     keys=ColbertKeys,
+    columns=(WEIGHT_COLUMN,),
     memory="tiles",
     blocks=lambda _: (2, LOSS_STRIP_TILES),  # products and slopes; winners of a strip
     multi_vector=True,

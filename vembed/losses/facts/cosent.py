@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vembed.config.fields import Positive, key
 from vembed.config.keys.loss import MaskKeys, PrefixKeys, TileKeys
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 
@@ -19,6 +20,7 @@ FACTS = LossFacts(
     summary="every pair more similar than each pair of a lower grade, over the whole batch",
     loss="vembed.losses.cosent:CosentLoss",
     keys=CosentKeys,
+    columns=(WEIGHT_COLUMN,),
     takes=("positives", "pairs"),
     memory="tiles",
     blocks=lambda _: (2, 0),  # the logits, and their exponentials

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from vembed.config.fields import Count, key
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.facts.infonce import FACTS as INFONCE
 from vembed.losses.facts.infonce import InfoNCEKeys
 from vembed.losses.registry import LossFacts
@@ -34,6 +35,7 @@ FACTS = LossFacts(
     summary="InfoNCE over the hard_topk negatives that are most similar to the query",
     loss="vembed.losses.in_batch_hard:InBatchHard",
     keys=InBatchHardKeys,
+    columns=(WEIGHT_COLUMN,),
     memory="tiles",
     blocks=lambda keys: INFONCE.blocks(keys) if keys.use_all_negatives else (4, 0),
     listed=_listed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from vembed.config.keys.loss import DirectionKeys, MaskKeys, PrefixKeys, TemperatureKeys, TileKeys
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 from vembed.plan.memory import LOSS_STRIP_TILES
 
@@ -25,6 +26,7 @@ FACTS = LossFacts(
     summary="InfoNCE over the documents of the batch",
     loss="vembed.losses.infonce:InfoNCE",
     keys=InfoNCEKeys,
+    columns=(WEIGHT_COLUMN,),
     memory="tiles",
     blocks=_blocks,
     formula="L_i = -log( sum over j in P(i) of exp(l_ij)  /  sum over j in P(i) and N(i) of exp(l_ij) )",

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from vembed.config.fields import key
 from vembed.config.keys.loss import MAX_LOGIT_SCALE, MaskKeys, PrefixKeys, TileKeys
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 LARGEST_LOG_SCALE = math.log(MAX_LOGIT_SCALE)
@@ -36,6 +37,7 @@ FACTS = LossFacts(
     summary="the pairwise sigmoid loss of SigLIP, with a learned scale and bias",
     loss="vembed.losses.sigmoid:SigmoidLoss",
     keys=SigmoidKeys,
+    columns=(WEIGHT_COLUMN,),
     memory="tiles",
     blocks=lambda _: (2, 0),  # the logits, and their terms before they are summed
     formula="L = 1/Q sum over i, j of log(1 + exp(-y_ij (s S_ij + b)))",

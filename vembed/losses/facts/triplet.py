@@ -8,6 +8,7 @@ from pydantic import Field
 
 from vembed.config.fields import key
 from vembed.config.keys.loss import MaskKeys, PrefixKeys, TileKeys
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 
@@ -31,6 +32,7 @@ FACTS = LossFacts(
     summary="each negative farther from the query than its positive by a margin",
     loss="vembed.losses.triplet:TripletLoss",
     keys=TripletKeys,
+    columns=(WEIGHT_COLUMN,),
     memory="tiles",
     blocks=lambda _: (3, 0),  # the logits, the excess of some pairs, and the violations
     formula="L = mean over i, p in P(i), j in N(i) of max(0, triplet_margin - S_ip + S_ij)",

@@ -1,9 +1,13 @@
 """What all tests share: real data where there is some, one thread, no network."""
 
 import os
+import pickle
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rank_pool import RankPool
@@ -41,17 +45,46 @@ def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@contextmanager
+def drawing_by(change: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let reports draw by changed functions: drawings take longer than all else of a report, or than a small run."""
+    from vembed.evaluation.report import charts, write
+
+    changed = {name: change(name, each) for name, each in vars(charts).items() if name.startswith("draw_")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write, "charts", SimpleNamespace(**changed))
+        yield
+
+
 @pytest.fixture(scope="module")
 def undrawn() -> Iterator[None]:
-    """Leave the drawings out of reports: they take longer than a small run, and tests/evaluation makes them."""
+    """Leave the drawings out of reports; tests/evaluation and runs in a process of their own make them."""
     from markupsafe import Markup
 
-    from vembed.evaluation.report import charts
+    with drawing_by(lambda *_: lambda *_, **__: Markup("<svg></svg>")):
+        yield
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("draw_curve", "draw_histogram", "draw_recall", "draw_scores", "draw_time_split"):
-            assert hasattr(charts, name)
-            patch.setattr(charts, name, lambda *_, **__: Markup("<svg></svg>"))
+
+@pytest.fixture(scope="session")
+def drawings() -> dict[Any, Any]:
+    """What was drawn, by all that it was made from."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def drawn_once(drawings: dict[Any, Any]) -> Iterator[None]:
+    """Draw the same only once."""
+
+    def change(name: str, draw: Callable[..., Any]) -> Callable[..., Any]:
+        def remembered(*words: Any, **options: Any) -> Any:
+            key = pickle.dumps((name, words, sorted(options.items())))
+            if key not in drawings:
+                drawings[key] = draw(*words, **options)
+            return drawings[key]
+
+        return remembered
+
+    with drawing_by(change):
         yield
 
 

@@ -18,6 +18,8 @@ from vembed.entrypoints import evaluate as evaluate_command
 from vembed.entrypoints import train as train_command
 from vembed.models.registry import load_encoder
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = ["apple pie", "a train at noon", "", "sort the list, please, and then sort it once more", "x"]
 

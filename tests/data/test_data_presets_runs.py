@@ -21,6 +21,8 @@ from vembed.training.wiring.run import run_from_config
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 COUNTS = {
     "flickr30k": (PHOTOS["test"] * CAPTIONS, PHOTOS["test"]),
     "sop": (sum(PRODUCTS["test"].values()) - 1, sum(PRODUCTS["test"].values())),

@@ -64,7 +64,7 @@ def test_the_output_folder_holds_the_files_of_the_contract_and_nothing_else(fini
 
 
 def test_without_a_test_set_the_baseline_is_said_once(site: Site, tmp_path: Path) -> None:
-    run = run_keys(tmp_path, site.keys(test_data_path=None, model_name="builtin:ngram-bag", max_steps=2, eval_steps=2))
+    run = run_keys(tmp_path, site.keys(test_data_path=None, max_steps=2, eval_steps=2))
     assert run.code == 0, run.err
     said = [line.split()[0] for line in (run.out + run.err).splitlines() if "  mrr@10 " in line]
     assert said == ["step-0", "step-2", "final"]

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from command_cases import (
     ROOT,
-    Outcome,
+    RUN,
     Site,
     assert_same_run,
     environment,
     run_here,
     run_keys,
-    run_process,
     write_config,
 )
 
@@ -62,9 +61,9 @@ def contents(folder: Path) -> dict[Path, bytes]:
 def test_a_second_run_is_refused_at_once_and_the_first_ends_as_if_alone(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = site.keys(model_name="builtin:ngram-bag", save_steps=2, max_steps=4, eval_steps=2)
+    keys = site.keys(save_steps=2, max_steps=4, eval_steps=2)
     alone = run_keys(tmp_path / "alone", keys)
-    met: list[Outcome] = []
+    met: list[subprocess.CompletedProcess[str]] = []
     changed: list[bool] = []
     step_of = Trainer._train_step
 
@@ -72,15 +71,16 @@ def test_a_second_run_is_refused_at_once_and_the_first_ends_as_if_alone(
         if number == 3:
             config = tmp_path / "two" / "config.yaml"
             before = contents(tmp_path / "two")
-            met.append(run_process(config))
+            words = [sys.executable, str(RUN), str(config)]
+            met.append(subprocess.run(words, env=environment(), capture_output=True, text=True, check=False))
             changed.append(contents(tmp_path / "two") != before)
         return step_of(trainer, number)
 
     monkeypatch.setattr(Trainer, "_train_step", step)
     first = run_keys(tmp_path / "two", keys)
     assert first.code == alone.code == 0
-    assert [second.code for second in met] == [2]
-    assert all(f"process {os.getpid()} on {os.uname().nodename}" in second.err for second in met)
+    assert [second.returncode for second in met] == [2]
+    assert all(f"process {os.getpid()} on {os.uname().nodename}" in second.stderr for second in met)
     assert changed == [False]
     assert_same_run(alone.folder, first.folder)
     assert {path.name for path in first.folder.iterdir()} == {path.name for path in alone.folder.iterdir()}

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def test_an_epoch_ends_in_a_checkpoint_and_zero_switches_off(site: Site, tmp_path: Path) -> None:
-    keys = site.keys(model_name="builtin:ngram-bag", eval_strategy="no", eval_steps=None, test_data_path=None)
+    keys = site.keys(eval_strategy="no", eval_steps=None, test_data_path=None)
     keys |= {"max_steps": 14, "save_total_limit": 9, "save_strategy": "epoch", "save_steps": 0, "max_grad_norm": 0}
     per_epoch = -(-NUM_TRAIN // 16)
     run = run_keys(tmp_path, keys | {"validate_data": True})

@@ -28,6 +28,8 @@ from vembed.evaluation.significance import mean_interval, verdict
 if TYPE_CHECKING:
     from vembed.evaluation.report.data import RunReport
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
+
 METRICS = (METRIC, "recall@1", "hit@1", "hit@5", "hit@10")
 
 

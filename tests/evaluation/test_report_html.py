@@ -18,6 +18,8 @@ from vembed.evaluation.report.write import render_html
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.evaluation.text import MINUS
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
+
 HOSTILE = (
     "</script><script>alert(1)</script>",
     "<img src=x onerror=alert(1)>",

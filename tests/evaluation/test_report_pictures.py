@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.evaluation.report.data import RunReport
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
+
 URI = "data:image/webp;base64,"
 LIMITS = ImageLimits()
 

@@ -14,6 +14,8 @@ from vembed.evaluation.report.machine import render_json
 from vembed.evaluation.report.time_split import MAX_STRETCHES, NO_FINDINGS, percent_text, seconds_text, split_time
 from vembed.evaluation.report.write import render_html, render_markdown
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
+
 TIMES = {"step_seconds": 1.0, "data_seconds": 0.25, "encode_seconds": 0.5, "loss_seconds": 0.125}
 
 

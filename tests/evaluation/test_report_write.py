@@ -17,6 +17,8 @@ from test_report_samples import METRIC, STEPS, VALUES, result, sample
 from vembed.evaluation.report.write import write_report
 from vembed.evaluation.significance import mean_interval
 
+pytestmark = pytest.mark.usefixtures("drawn_once")
+
 FILES = ["report.html", "report.json", "report.md"]
 
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from vembed.training.saving import RunCheckpoints
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 JSON_FILES = ("manifest.json", "state.json")
 FILES = (*JSON_FILES, "model.safetensors", "optimizer.safetensors", "loss.safetensors")
 STEPS = (1, 2)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
     from rank_pool import RankPool
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 ROOT = Path(vembed.__file__).parents[1]
 RECIPE = (ROOT / "CONTRIBUTING.md").read_text("utf-8").partition("## Add a loss")[2].partition("\n## ")[0]
 (CODE,) = re.findall(r"```python\n(.*?)```", RECIPE, flags=re.DOTALL)

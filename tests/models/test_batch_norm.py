@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
     from vembed.models.encoder import Encoder
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 FROZEN = {"freeze_batch_norm": True}
 
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from vembed.data.sources import LoadedRecords
     from vembed.training.batches import PreparedBatch
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 NUM_RECORDS, BATCH, STEPS_PER_EPOCH = 10, 4, 3
 
 

@@ -16,6 +16,8 @@ from vembed.models import compiling
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def files_of(run: Path) -> set[str]:
     return {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}

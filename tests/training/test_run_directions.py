@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vembed.evaluation.encode import ItemEncoder
     from vembed.training.finish import RunResult
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def run(folder: Path, data: Path, **keys: object) -> RunResult:
     values = {

@@ -13,6 +13,8 @@ from vembed.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 WORDS = ["sea", "river", "stone", "lamp", "bird", "house", "boat", "hat", "tree", "fox"]
 
 

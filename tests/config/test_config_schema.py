@@ -169,6 +169,21 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"bf16": False, "torch_dtype": "bfloat16"}, {"bf16": True, "torch_dtype": "bfloat16"}, "compute in bfloat16"),
     ({"fp16": True, "torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, "fp16 has no use for weights"),
     ({"batch_size": "auto", "global_batch_size": 8}, {"batch_size": "auto"}, "global_batch_size already gives"),
+    (
+        {"samples_per_class": 8},
+        {"samples_per_class": 8, "batch_sampling": "classes"},
+        "samples_per_class has no effect",
+    ),
+    (
+        {"batch_sampling": "classes", "batch_size": 10},
+        {"batch_sampling": "classes", "batch_size": 8},
+        "doesn't divide batch_size 10 into two or more classes; set batch_size to 8",
+    ),
+    (
+        {"batch_sampling": "classes", "label_kind": "pair", "loss_type": "cosent"},
+        {"batch_sampling": "classes", "label_kind": "class"},
+        "label_kind is pair: set it to class",
+    ),
     ({"lr_reference_batch": 8}, {"lr_scaling": "sqrt", "lr_reference_batch": 8}, "lr_reference_batch has no effect"),
     ({"sharding_factor": 1, "use_fsdp": True}, {"sharding_factor": 1, "use_fsdp": False}, "replicates the model"),
     ({"sharding_factor": 2, "use_fsdp": False}, {"sharding_factor": 2, "use_fsdp": True}, "shards the model while"),

@@ -23,6 +23,7 @@ from vembed.config.keys.loss import LossKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.keys.output import OutputKeys
+from vembed.config.keys.sampling import SamplingKeys
 from vembed.config.plugins import PluginKeys, import_plugins
 from vembed.config.synonyms import ALIASES, foreign
 from vembed.errors import ConfigError
@@ -34,6 +35,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "Adapters": AdapterKeys,
     "Data": DataKeys,
     "Loss": LossKeys,
+    "Sampling": SamplingKeys,
     "Batch": BatchKeys,
     "Distributed": DistributedKeys,
     "Optimisation": OptimisationKeys,
@@ -52,6 +54,7 @@ class Config(
     OptimisationKeys,
     DistributedKeys,
     BatchKeys,
+    SamplingKeys,
     LossKeys,
     DataKeys,
     AdapterKeys,

@@ -1,11 +1,12 @@
 """The global batch of step t as a pure function of (seed, epoch, step): no state, no rank, no worker.
 
 1. epoch = step // steps_per_epoch, place = step % steps_per_epoch.
-2. The order of an epoch is one permutation drawn from PCG64(SeedSequence([seed, epoch])).
-3. The batch is the slice [place * batch_size, (place + 1) * batch_size) of that order.
+2. The batches of an epoch are arranged with one generator, PCG64(SeedSequence([seed, epoch])): at random, or as
+   `arrangements.py` has it.
+3. At random the batch is the slice [place * batch_size, (place + 1) * batch_size) of one permutation.
 
-Every record comes exactly once per epoch. The last batch of an epoch may be smaller; it is left out when `drop_last`
-asks for that, and when it would hold a single record, which has no in-batch negatives.
+At random every record comes exactly once per epoch. The last batch of an epoch may be smaller; it is left out when
+`drop_last` asks for that, and when it would hold a single record, which has no in-batch negatives.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vembed.data.arrangements import AtRandom
 from vembed.errors import DataError
 from vembed.plan.batching import epoch_layout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from vembed.data.arrangements import Arrangement, EpochBatches
 
 
 class GlobalSampler:
@@ -29,6 +33,7 @@ class GlobalSampler:
         batch_size: Records of a global batch, over all devices.
         seed: Seed of the run, not negative.
         drop_last: Leave out the smaller last batch of an epoch. With fewer records than a batch it has no effect.
+        arrangement: How records are put into batches; None is at random.
 
     Attributes:
         num_records: As given.
@@ -41,7 +46,15 @@ class GlobalSampler:
         ValueError: An argument is not a whole number in its range.
     """
 
-    def __init__(self, num_records: int, *, batch_size: int, seed: int, drop_last: bool = False) -> None:
+    def __init__(
+        self,
+        num_records: int,
+        *,
+        batch_size: int,
+        seed: int,
+        drop_last: bool = False,
+        arrangement: Arrangement | None = None,
+    ) -> None:
         self.num_records = _whole(num_records, name="num_records", least=0)
         self.batch_size = _whole(batch_size, name="batch_size", least=1)
         self._seed = _whole(seed, name="seed", least=0)
@@ -49,8 +62,11 @@ class GlobalSampler:
             msg = f"a batch needs at least 2 records to hold negatives; the data has {self.num_records}: add rows"
             raise DataError(msg)
         self.steps_per_epoch, self.notes = epoch_layout(self.num_records, self.batch_size, drop_last=drop_last)
+        starts = np.arange(self.steps_per_epoch + 1, dtype=np.int64) * self.batch_size
+        self._starts = np.minimum(starts, self.num_records)
+        self._arrangement = AtRandom(self.num_records) if arrangement is None else arrangement
         self._cached_epoch = -1
-        self._cached_order = np.empty(0, dtype=np.int64)
+        self._cached: EpochBatches
 
     def rows(self, step: int) -> NDArray[np.int64]:
         """Return the records of one global batch.
@@ -59,22 +75,26 @@ class GlobalSampler:
             step: Global step, counted from 0 over all epochs.
 
         Returns:
-            Row numbers, int64, read-only, `batch_size` of them or fewer at the end of an epoch.
+            Row numbers, int64, read-only, `batch_size` of them or fewer.
 
         Raises:
             ValueError: The step is negative or not a whole number.
         """
         epoch, place = divmod(_whole(step, name="step", least=0), self.steps_per_epoch)
+        rows, starts = self._epoch(epoch)
+        return rows[starts[place] : starts[place + 1]]
+
+    def arrangement_notes(self) -> tuple[str, ...]:
+        """Say what comes of the arrangement, one plain sentence each."""
+        return self._arrangement.notes(self._epoch(0))
+
+    def _epoch(self, epoch: int) -> EpochBatches:
         if epoch != self._cached_epoch:
-            self._cached_order = _permutation(self.num_records, seed=self._seed, epoch=epoch)
+            generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch])))
+            self._cached = self._arrangement.batches(generator, self._starts)
+            self._cached.rows.setflags(write=False)
             self._cached_epoch = epoch
-        return self._cached_order[place * self.batch_size : (place + 1) * self.batch_size]
-
-
-def _permutation(num_records: int, *, seed: int, epoch: int) -> NDArray[np.int64]:
-    order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(num_records)
-    order.setflags(write=False)
-    return order
+        return self._cached
 
 
 def _whole(value: int, *, name: str, least: int) -> int:

@@ -14,7 +14,6 @@ import torch
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.config.resume import resume_differences
-from vembed.data.sampler import GlobalSampler
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, MachineError, PreemptedError
@@ -34,7 +33,7 @@ from vembed.training.space import DiskNeeds, free_bytes
 from vembed.training.state import RunState
 from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trainer import Trainer
-from vembed.training.wiring.data import load_data
+from vembed.training.wiring.data import build_sampler, load_data
 from vembed.training.wiring.launcher import under_launcher
 from vembed.training.wiring.model import build_alike, build_encoder, build_loss
 from vembed.training.wiring.parts import (
@@ -240,9 +239,7 @@ def _assemble(
     shards = plan.way.mode is not None and not runtime.ranks.is_one
     if plan.way.mode is None:  # else its parts go to their devices one by one; what is only planned stays on the CPU
         start_alike(encoder, runtime, with_buffers=config.ddp_broadcast_buffers)
-    sampler = GlobalSampler(
-        len(data.records), batch_size=plan.batch.total, seed=config.seed, drop_last=config.drop_last
-    )
+    sampler = build_sampler(config, data.records, plan.batch.total)
     loss = build_loss(config, plan, encoder).to(runtime.device)
     runtime.ranks.copy_from_first(loss.parameters())
     if plan.compiles:  # before sharding, while the layers are plain modules
@@ -253,7 +250,7 @@ def _assemble(
 
         dtype = autocast_dtype(plan)
         sharded = shard_encoder(encoder, plan.way, runtime.ranks, device=runtime.device, compute_dtype=dtype)
-    plan = replace(plan, model=encoder.describe())
+    plan = replace(plan, model=encoder.describe(), reasons=(*plan.reasons, *sampler.arrangement_notes()))
     run = Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, sharded=sharded)
     frozen = frozen_items(run)
     if frozen is None:

@@ -15,6 +15,7 @@ from rank_pool import RankPool
 os.environ["OMP_NUM_THREADS"] = "1"  # bit-equality holds for one thread count, in this process and its children
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["VEMBED_CACHE"] = "never"  # nothing outside of the folders of tests is written
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is tested inherits that
 
 

@@ -9,10 +9,12 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from vembed.data.column_files import new_columns
 from vembed.errors import MachineError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
 BLOB_BYTES = 16 * 2**20
 """Bytes of pictures that are Python objects at any one time."""
@@ -43,9 +45,17 @@ class Blobs:
 
 
 class BlobWriter:
-    """Collect bytes; the file has no name, so that nothing of it outlives the process."""
+    """Collect bytes.
 
-    def __init__(self) -> None:
+    Args:
+        folder: Where they go; None keeps few in memory and many in a file without a name, so that nothing of it
+            outlives the process.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        import pyarrow as pa
+
+        self._column = None if folder is None else new_columns({"blob": pa.large_binary()}, folder)["blob"]
         self._blobs: list[bytes | memoryview] = []
         self._num_bytes = 0  # of `_blobs`
         self._chunks: list[Any] = []
@@ -73,6 +83,8 @@ class BlobWriter:
         import pyarrow as pa
 
         self._flush()
+        if self._column is not None:
+            return Blobs([self._column.finish()])
         if self._file is None:
             return Blobs(self._chunks)
         with _writing():
@@ -85,9 +97,13 @@ class BlobWriter:
     def _flush(self) -> None:
         import pyarrow as pa
 
-        self._chunks.append(pa.array(self._blobs, type=pa.large_binary()))
-        self._num_held += self._num_bytes
-        self._blobs, self._num_bytes = [], 0
+        chunk = pa.array(self._blobs, type=pa.large_binary())
+        self._blobs, num_bytes, self._num_bytes = [], self._num_bytes, 0
+        if self._column is not None:
+            self._column.append(chunk)
+            return
+        self._chunks.append(chunk)
+        self._num_held += num_bytes
         if self._num_held <= MAX_HELD_BYTES and self._file is None:
             return
         schema = pa.schema([("bytes", pa.large_binary())])

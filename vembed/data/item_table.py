@@ -6,7 +6,7 @@ Equal bytes of pictures are kept once (`blobs.py`). A table of texts alone has n
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,10 +14,12 @@ import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, pictures_in
 from vembed.data.blobs import Blobs, BlobWriter
+from vembed.data.column_files import filled, mapped_columns, new_columns
 from vembed.data.images import item_id
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -38,6 +40,47 @@ class ItemTable:
 
     columns: Any  # Arrow table of `text`, and of the other columns where there are pictures
     blobs: Blobs  # what `bytes` counts into
+    known_ids: NDArray[np.int64] | None = None  # `ids`, where they were computed before
+
+    @classmethod
+    def of(cls, columns: dict[str, Any], blobs: Blobs, known_ids: NDArray[np.int64] | None = None) -> ItemTable:
+        """Make a table of all columns of items."""
+        import pyarrow as pa
+
+        has_pictures = columns["path"].null_count < len(columns["path"])
+        return cls(pa.table(columns if has_pictures else {"text": columns["text"]}), blobs, known_ids)
+
+    @classmethod
+    def mapped(cls, folder: Path, num_items: int, num_blobs: int) -> ItemTable:
+        """Read what an `ItemWriter` and `keep_ids` wrote.
+
+        Raises:
+            OSError: A file is missing.
+            ValueError: A file is too long or too short.
+        """
+        import pyarrow as pa
+
+        columns = mapped_columns(_item_types() | {"id": pa.int64()}, folder, num_items)
+        blobs = mapped_columns({"blob": pa.large_binary()}, folder, num_blobs)
+        ids = columns.pop("id").to_numpy()
+        return cls.of(columns, Blobs([blobs["blob"]]), ids)
+
+    def keep_ids(self, folder: Path) -> ItemTable:
+        """Return the table with its ids, which are on disk from now on."""
+        import pyarrow as pa
+
+        column = new_columns({"id": pa.int64()}, folder)["id"]
+        column.append(pa.array(self.ids))
+        return replace(self, known_ids=column.finish().to_numpy())
+
+    @property
+    def has_files(self) -> bool:
+        """Whether pictures lie in files of their own."""
+        if "path" not in self.columns.column_names:
+            return False
+        if self.columns["bytes"].null_count > self.columns["path"].null_count:
+            return True
+        return any(None in numbers for numbers in self.columns["further_bytes"].drop_null().to_pylist())
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:
@@ -46,6 +89,8 @@ class ItemTable:
         Raises:
             ImageError: A picture can't be read any more.
         """
+        if self.known_ids is not None:
+            return self.known_ids
         every = np.arange(len(self.columns))
         return np.fromiter(map(item_id, self.walk(every)), np.int64, len(every))
 
@@ -93,15 +138,19 @@ class ItemTable:
 
 
 class ItemWriter:
-    """Number distinct items, and collect them as columns; the bytes of pictures are kept aside, equal ones once."""
+    """Number distinct items, and collect them as columns; the bytes of pictures are kept aside, equal ones once.
 
-    def __init__(self) -> None:
+    Args:
+        folder: Where the columns go; None keeps them in memory.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
         self._places: dict[_Cells, int] = {}
         self._known = _KnownItems()
         self._has_pictures = False
-        self._chunks: dict[str, list[Any]] = {name: [] for name in _item_types()}
+        self._columns = new_columns(_item_types(), folder)
         self._blob_numbers: dict[bytes, int] = {}
-        self._blobs = BlobWriter()
+        self._blobs = BlobWriter(folder)
 
     def place(self, item: Item) -> int:
         """Return the place of an item in the present block."""
@@ -127,18 +176,14 @@ class ItemWriter:
         rows = [each if isinstance(each, tuple) else (each, *alone) for each in cells] if self._has_pictures else ()
         columns = zip(*rows, strict=True) if rows else (cells, *[[None] * len(cells)] * 4)
         for (name, kind), column in zip(types.items(), columns, strict=True):
-            self._chunks[name].append(filled(column, kind))
+            self._columns[name].append(filled(column, kind))
         self._places = {}
         return numbers
 
     def finish(self) -> ItemTable:
         """Return the items; the writer can't be used any more."""
-        import pyarrow as pa
-
         del self._known  # memory is at its peak while columns are joined
-        columns = {name: joined(self._chunks[name], kind) for name, kind in _item_types().items()}
-        items = pa.table(columns if self._has_pictures else {"text": columns["text"]})
-        return ItemTable(items, self._blobs.finish())
+        return ItemTable.of({name: column.finish() for name, column in self._columns.items()}, self._blobs.finish())
 
     def _blob_number(self, image: Image) -> int | None:
         if image.data is None:
@@ -199,23 +244,3 @@ def _item_types() -> dict[str, Any]:
         "further_paths": pa.large_list(pa.large_string()),
         "further_bytes": pa.large_list(pa.int64()),
     }
-
-
-def filled(cells: Sequence[Any], kind: Any) -> Any:
-    """Return cells as an Arrow array; nulls, which take no memory, where every cell is None."""
-    import pyarrow as pa
-
-    return pa.nulls(len(cells)) if cells.count(None) == len(cells) else pa.array(cells, type=kind)
-
-
-def joined(chunks: list[Any], kind: Any) -> Any:
-    """Return the chunks of a column as one array, and forget them."""
-    import pyarrow as pa
-
-    if not chunks:
-        return pa.array([], type=kind)
-    if any(not pa.types.is_null(chunk.type) for chunk in chunks):
-        chunks[:] = [pa.nulls(len(chunk), kind) if pa.types.is_null(chunk.type) else chunk for chunk in chunks]
-    joined = pa.concat_arrays(chunks)
-    chunks.clear()
-    return joined

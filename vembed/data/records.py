@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
@@ -21,12 +22,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from vembed.batch import Composed, Image
+from vembed.data.column_files import filled, mapped_columns, new_columns
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.data.images import item_id
-from vembed.data.item_table import ItemTable, ItemWriter, filled, joined
+from vembed.data.item_table import ItemTable, ItemWriter
+from vembed.files import replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -38,6 +42,9 @@ BLOCK_ROWS = 8192
 
 ItemColumn: TypeAlias = Literal["query", "positives", "negatives"]
 """The columns that hold items."""
+
+_SIZES = "sizes.json"
+"""What of a table on disk its columns don't say."""
 
 _ASKED = "asked:"
 """What the names of columns that the loss asked for begin with in the table, so that they may be any."""
@@ -64,6 +71,10 @@ class RecordTable:
         items: What the columns count into.
         files: Names that the `file` column counts into.
         rows: Rows of `columns` that this table shows, in order; None shows all of them.
+        folder: Where the table lies, for facts of it that take long to compute; None where it is in memory.
+
+    Attributes:
+        folder: As given.
     """
 
     def __init__(
@@ -72,11 +83,26 @@ class RecordTable:
         items: ItemTable,
         files: tuple[str, ...],
         rows: NDArray[np.int64] | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._columns = columns
         self._items = items
         self._files = files
         self._rows = np.arange(len(columns["query"]), dtype=np.int64) if rows is None else rows
+        self.folder = folder
+
+    @classmethod
+    def mapped(cls, folder: Path, columns: Sequence[ExtraColumn] = ()) -> RecordTable:
+        """Return what a `RecordWriter` with these columns wrote into a folder; only what is read takes memory.
+
+        Raises:
+            OSError: A file is missing.
+            ValueError: A file is broken, too long or too short.
+        """
+        sizes = json.loads((folder / _SIZES).read_text("utf-8"))
+        items = ItemTable.mapped(folder, sizes["items"], sizes["blobs"])
+        rows = mapped_columns(_column_types(columns), folder, sizes["rows"])
+        return cls(rows, items, tuple(sizes["files"]), folder=folder)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -105,7 +131,7 @@ class RecordTable:
         Raises:
             IndexError: A position is negative or beyond the table.
         """
-        return RecordTable(self._columns, self._items, self._files, self._rows[self._checked(rows)])
+        return RecordTable(self._columns, self._items, self._files, self._rows[self._checked(rows)], self.folder)
 
     def with_columns(self, columns: Sequence[ExtraColumn]) -> RecordTable:
         """Return the records with further columns, every row with the default."""
@@ -137,6 +163,17 @@ class RecordTable:
         Raises:
             ImageError: A picture can't be read any more.
         """
+        if self.folder is None:
+            return self._content_hash()
+        kept = self.folder / f"fingerprint-{hashlib.sha256(self._rows.tobytes()).hexdigest()[:32]}"
+        with suppress(OSError):
+            return kept.read_text("ascii")
+        fingerprint = self._content_hash()
+        with suppress(OSError):  # it is computed again then
+            replace_text(kept, fingerprint, shared=True)
+        return fingerprint
+
+    def _content_hash(self) -> str:
         digest, same = hashlib.sha256(), (WEIGHT_COLUMN.name, WEIGHT_COLUMN.default)  # as without the column
         for record in self:
             row = (record.query, record.positives, record.negatives, record.label)
@@ -188,18 +225,23 @@ class RecordWriter:
 
     Args:
         columns: The columns of numbers that every row has beside its items.
+        folder: Where the table goes, whole once `finish` returns; None keeps it in memory. It exists and is empty.
+
+    Raises:
+        OSError: The disk of the folder refused; of every method.
     """
 
-    def __init__(self, columns: Sequence[ExtraColumn] = ()) -> None:
+    def __init__(self, columns: Sequence[ExtraColumn] = (), folder: Path | None = None) -> None:
         self._types = _column_types(columns)
+        self._folder = folder
         self._start()
 
     def _start(self) -> None:
         self._files: dict[str, int] = {}
         self._block: dict[str, list[Any]] = {name: [] for name in self._types}
-        self._chunks: dict[str, list[Any]] = {name: [] for name in self._types}
+        self._columns = new_columns(self._types, self._folder)
         self._num_rows = 0
-        self._items = ItemWriter()
+        self._items = ItemWriter(self._folder)
 
     def __len__(self) -> int:
         return self._num_rows
@@ -240,12 +282,19 @@ class RecordWriter:
             self._flush()
 
     def finish(self) -> RecordTable:
-        """Return the table and leave the writer empty; peak memory is the table plus a copy of its largest column."""
+        """Return the table and leave the writer empty; one on disk can't be used any more.
+
+        Peak memory is the table plus a copy of its largest column, or on disk a few thousand rows.
+        """
         self._flush()
-        columns = {name: joined(self._chunks[name], kind) for name, kind in self._types.items()}
-        table = RecordTable(columns, self._items.finish(), tuple(self._files))
-        self._start()
-        return table
+        columns = {name: column.finish() for name, column in self._columns.items()}
+        items, files = self._items.finish(), tuple(self._files)
+        if self._folder is None:
+            self._start()
+            return RecordTable(columns, items, files)
+        sizes = {"rows": self._num_rows, "items": len(items.columns), "blobs": len(items.blobs), "files": files}
+        (self._folder / _SIZES).write_text(json.dumps(sizes), "utf-8")
+        return RecordTable(columns, items.keep_ids(self._folder), files, folder=self._folder)
 
     def _flush(self) -> None:
         import pyarrow as pa
@@ -263,7 +312,7 @@ class RecordWriter:
                 chunk = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(numbers[places]))
             else:
                 chunk = filled(cells, kind)
-            self._chunks[name].append(chunk)
+            self._columns[name].append(chunk)
             cells.clear()
 
 

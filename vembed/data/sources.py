@@ -26,6 +26,7 @@ from vembed.data.hub import HUB_ID, hub_rows, hub_split
 from vembed.data.lines import nearest_entry, reading
 from vembed.data.presets import preset_hint, preset_path
 from vembed.data.problems import plural
+from vembed.data.record_store import kept_or_read
 from vembed.data.records import LoadedRecords, Record, RecordWriter
 from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, SourceOptions, split_for
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
@@ -67,18 +68,17 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
     if path.startswith(BUILTIN_PREFIX):
         split = options.split or SPLIT_NAMES[options.role][0]
         name = path.removeprefix(BUILTIN_PREFIX)
-        loaded = loader.read_set(load_builtin(name, split), path, name=f"{name}/{split}")
-    elif preset := preset_path(path):
-        loaded = loader.complete(preset.records(options, options.log()), path, "a published set")
-    elif folder := beir_folder(path):
+        return loader.read_set(load_builtin(name, split), path, name=f"{name}/{split}")
+    if preset := preset_path(path):
+        return loader.complete(preset.records(options, options.log()), path, "a published set")
+    if folder := beir_folder(path):
         images = options.images(folder)
         part = read_beir_split(folder, options.split, options.role, images, loader.extra)
-        loaded = loader.read_beir(part, folder, images)
-    else:
-        loaded = _load_rows(path, options, loader)
-    if loader.loss is not None:
-        _check_supervision(loaded.table, loader.loss)
-    return loaded
+        return loader.read_beir(part, folder, images)
+    files, notes = _row_files(path, options)
+    if not files:
+        return _load_hub(path, options, loader)
+    return kept_or_read(files, options, loader.extra, partial(_read_files, path, files, notes, options))
 
 
 def refuse_missing(path: str, options: SourceOptions) -> None:
@@ -95,29 +95,34 @@ def refuse_missing(path: str, options: SourceOptions) -> None:
             file.open("rb").close()
 
 
-def _load_rows(path: str, options: SourceOptions, loader: _Loader) -> LoadedRecords:
-    """Read local files of rows, or a hub set."""
-    files, notes = _row_files(path, options)
-    if files:
-        for file in files:
-            wanted = partial(loader.columns.wanted, where=f"{file.name}:1")
-            rows, images = iter_rows(file, wanted), options.images(file.parent)
-            loader.read(rows, images, file=file.name, cells_are_text=holds_text_cells(file))
-        return loader.finish(path, notes)
+def _read_files(
+    path: str, files: Sequence[Path], notes: tuple[str, ...], options: SourceOptions, folder: Path | None
+) -> LoadedRecords:
+    """Read local files of rows into a folder, or with None into memory."""
+    loader = _Loader(options, folder)
+    for file in files:
+        wanted = partial(loader.columns.wanted, where=f"{file.name}:1")
+        rows, images = iter_rows(file, wanted), options.images(file.parent)
+        loader.read(rows, images, file=file.name, cells_are_text=holds_text_cells(file))
+    return loader.finish(path, notes)
+
+
+def _load_hub(path: str, options: SourceOptions, loader: _Loader) -> LoadedRecords:
+    """Read a hub set."""
     split, dataset = hub_split(path, options.split, options.role)
     name = f"{path}/{split}"
     rows = hub_rows(dataset, partial(loader.columns.wanted, where=f"{name}:1"))
     loader.read(rows, options.images(None), file=name)
-    return loader.finish(path, notes)
+    return loader.finish(path, ())
 
 
-def _check_supervision(table: RecordTable, loss: LossNeeds) -> None:
+def _check_supervision(table: RecordTable, loss: LossNeeds | None) -> None:
     """Refuse records that hold nothing which a loss learns from: it would average over nothing.
 
     Raises:
         DataError: With the first such record.
     """
-    if "positives" in loss.takes:
+    if loss is None or "positives" in loss.takes:
         return  # every row has a positive, or lists its pairs
     found = {"classes": "label_kind: class and a label", "pairs": "label_kind: pair or grade, and a label or score"}
     wanted = " or ".join(found[each] for each in sorted(loss.takes) if each in found)
@@ -133,16 +138,16 @@ def beir_folder(path: str) -> Path | None:
 
 
 class _Loader:
-    """Collect the rows of one source under the options' policy."""
+    """Collect the rows of one source under the options' policy, in memory or on disk in a folder."""
 
-    def __init__(self, options: SourceOptions) -> None:
+    def __init__(self, options: SourceOptions, folder: Path | None = None) -> None:
         self.loss = options.loss if options.role == "train" else None
         extra = () if options.loss is None else tuple(options.loss.columns)
         self.extra = () if self.loss is None else extra
         self.columns = ColumnResolver(options.keys.column_mapping, extra)
         self._options = options
         self._log = options.log()
-        self._writer = RecordWriter(self.extra)
+        self._writer = RecordWriter(self.extra, folder)
         self._unclear = UnclearLabels()
         self._num_rows = 0
         self._has_header = False
@@ -244,6 +249,7 @@ class _Loader:
                 needed = f"loss_type {self.loss.name} needs it: {column.meaning}"
                 raise DataError(f"{path} is {kind} and has no column {column.name!r}; {needed}")
         table = loaded.table.with_columns(self.extra) if self.extra else loaded.table
+        _check_supervision(table, self.loss)
         return LoadedRecords(table, (*loaded.notes, *self._unmapped(kind)), loaded.num_invalid)
 
     def _unmapped(self, source: str) -> tuple[str, ...]:
@@ -269,7 +275,9 @@ class _Loader:
             msg = f"all {plural(self._num_rows, 'row')} of {source} are invalid: {self._log.notes()[0]}"
             raise DataError(msg)
         kept = (*notes, *self._log.notes(), *self.columns.notes())
-        return LoadedRecords(self._writer.finish(), kept, self._log.count)
+        table = self._writer.finish()
+        _check_supervision(table, self.loss)
+        return LoadedRecords(table, kept, self._log.count)
 
     def _refuse(self, fault: Fault, row: Mapping[str, object], where: str) -> None:
         reason = fault.reason

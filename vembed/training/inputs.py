@@ -94,17 +94,22 @@ class RecordCounts:
                 for place, (_, words) in enumerate(MODALITY_WORDS.values())
             }
         )
-        survey, used = PictureSurvey(image_limits), np.unique(np.concatenate([queries, documents]))
-        survey.add(records.items.walk(used[modalities[used] != _TEXT]))
+        used, survey = np.concatenate([queries, documents]), PictureSurvey(image_limits)
+        survey.add(records.items.walk(np.unique(used[modalities[used] != _TEXT])))
         return cls(
             num_records=len(records),
             num_documents=len(documents),
             num_negatives=len(negatives),
-            repeated_queries=len(queries) - len(np.unique(ids[queries])),
-            repeated_positives=len(positives) - len(np.unique(ids[positives])),
+            repeated_queries=_num_repeated(ids[queries]),
+            repeated_positives=_num_repeated(ids[positives]),
             items=items,
             pictures=survey.result(),
         )
+
+
+def _num_repeated(ids_N: NDArray[np.int64]) -> int:
+    """Return how many ids stand for a second time or more; sorting is several times as fast as `np.unique`."""
+    return int((np.diff(np.sort(ids_N)) == 0).sum())
 
 
 def refuse_missing_data(keys: DataKeys) -> None:

@@ -88,6 +88,10 @@ LOSSES = Registry(
         "triplet": "vembed.losses.facts.triplet:FACTS",
         "cosent": "vembed.losses.facts.cosent:FACTS",
         "in_batch_hard": "vembed.losses.facts.in_batch_hard:FACTS",
+        "angle": "vembed.losses.facts.angle:FACTS",
+        "cosine_mse": "vembed.losses.facts.cosine_mse:FACTS",
+        "margin_mse": "vembed.losses.facts.margin_mse:FACTS",
+        "kl": "vembed.losses.facts.kl:FACTS",
     },
 )
 """`loss_type` -> a `LossFacts` (vembed/losses/registry.py)."""

@@ -47,12 +47,17 @@ def test_our_own_losses_weigh_rows() -> None:
 def test_scores_need_a_loss_that_takes_listed_pairs(kind: str) -> None:
     message = refusal(f"label_kind={kind}")
     assert f"label_kind {kind} gives pairs a score, and loss_type infonce doesn't take listed pairs; " in message
-    assert "; set loss_type to cosent or toy, or leave the column out with label_kind: auto and " in message
+    assert (
+        "; set loss_type to cosent or angle or cosine_mse or margin_mse or kl or toy, or leave the column out with "
+        "label_kind: auto and " in message
+    )
     assert "column_mapping: {label: null}" in message
     assert load_config(None, ["model_name=m", f"label_kind={kind}", "loss_type=toy"]).config.label_kind == kind
 
 
 def test_our_own_loss_of_listed_pairs_takes_them_and_a_class_needs_none() -> None:
-    assert "set loss_type to cosent, or leave the column out" in refusal("label_kind=pair")
+    assert "set loss_type to cosent or angle or cosine_mse or margin_mse or kl, or leave the column out" in refusal(
+        "label_kind=pair"
+    )
     assert load_config(None, ["model_name=m", "label_kind=grade", "loss_type=cosent"]).config.label_kind == "grade"
     assert load_config(None, ["model_name=m", "label_kind=class"]).config.label_kind == "class"

@@ -130,6 +130,10 @@ BESIDE = {
     "init_logit_bias": {"loss_type": "sigmoid"},
     "triplet_margin": {"loss_type": "triplet"},
     "cosent_scale": {"loss_type": "cosent"},
+    "angle_scale": {"loss_type": "angle"},
+    "margin_mse_scale": {"loss_type": "margin_mse"},
+    "kl_temperature": {"loss_type": "kl"},
+    "kl_teacher_temperature": {"loss_type": "kl"},
 }
 """What a key needs beside it to have an effect."""
 
@@ -304,6 +308,13 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ),
     ({"triplet_margin": 0.5}, {"triplet_margin": 0.5, "loss_type": "triplet"}, "triplet_margin has no effect"),
     ({"cosent_scale": 10.0}, {"cosent_scale": 10.0, "loss_type": "cosent"}, "set temperature to 0.1"),
+    ({"angle_scale": 5.0}, {"angle_scale": 5.0, "loss_type": "angle"}, "angle_scale has no effect"),
+    ({"angle_scale": 5.0, "loss_type": "kl"}, {"loss_type": "kl"}, "angle_scale has no effect"),
+    ({"cosent_scale": 10.0, "loss_type": "angle"}, {"loss_type": "angle"}, "set angle_scale to 10"),
+    ({"temperature": 0.1, "loss_type": "kl"}, {"kl_temperature": 0.1, "loss_type": "kl"}, "set kl_temperature to 0.1"),
+    ({"margin_mse_scale": 9.0}, {"margin_mse_scale": 9.0, "loss_type": "margin_mse"}, "has no effect"),
+    ({"kl_temperature": 0.5}, {"kl_temperature": 0.5, "loss_type": "kl"}, "kl_temperature has no effect"),
+    ({"kl_teacher_temperature": 2.0}, {"kl_teacher_temperature": 2.0, "loss_type": "kl"}, "has no effect"),
     ({"triplet_negatives": "listed"}, {"triplet_negatives": "listed", "loss_type": "triplet"}, "has no effect"),
     (
         {"hard_topk": 4},

@@ -219,3 +219,8 @@ def test_rows_hold_what_the_loss_learns_from(write_jsonl: WriteJsonl) -> None:
     assert f"train.jsonl:1: {words}pair or grade, and a label or score" in refusal(write_jsonl(rows), pairs)
     truths = [{"query": "q", "positive": "p", "label": truth} for truth in (1, 0)]
     assert len(load_records(str(write_jsonl(truths)), options(pairs, label_kind="pair")).table) == 2
+    lists = Needs((), takes=("lists",))
+    with pytest.raises(DataError, match=r"train.jsonl:1: .* as label or score a list of numbers, one for each of its"):
+        load_records(str(write_jsonl(truths)), options(lists, label_kind="grade"))
+    listed = [{"query": "q", "positive": "p", "negatives": ["n"], "label": [1, 0.5]}]
+    assert len(load_records(str(write_jsonl(listed)), options(lists, label_kind="grade")).table) == 1

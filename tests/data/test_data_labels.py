@@ -165,7 +165,21 @@ def test_grades_keep_their_numbers(write_jsonl: WriteJsonl) -> None:
     assert np.array_equal(batch.listed_scores_P, [4.5, -1.25])
     assert "it is a number, higher is closer, not 'high'" in refusal(write_jsonl, graded(["high"]), "grade")
     negatives = [{**graded([1.0])[0], "negatives": ["n"]}]
-    assert "score: a row with a grade has no negatives" in refusal(write_jsonl, negatives, "grade")
+    assert "score: a row with one grade has no negatives: give a list" in refusal(write_jsonl, negatives, "grade")
+
+
+def test_a_row_may_list_a_grade_for_each_of_its_documents(write_jsonl: WriteJsonl) -> None:
+    row = {"query": "q", "positive": ["p", "r"], "negatives": ["n"]}
+    (record,) = read(write_jsonl, [{**row, "score": [7, -1.5, -8]}], "grade")
+    assert record.scores == (7.0, -1.5, -8.0)
+    assert (len(record.positives), len(record.negatives)) == (2, 1), "the teacher doesn't move documents"
+    assert "lists 2 grades for the 3 documents" in refusal(write_jsonl, [{**row, "score": [7, 1]}], "grade")
+    assert "it is a number, higher is closer, not 'high'" in refusal(
+        write_jsonl, [{**row, "score": [7, 1, "high"]}], "grade"
+    )
+    assert "it is 1 (the two belong together) or 0" in refusal(write_jsonl, [{**row, "score": [1, 1, 0]}], "pair")
+    path = write_jsonl(["query,positive,negative,label", 'q,p,n,"[2, 1.5]"'], "rows.csv")
+    assert [record.scores for record in load_records(str(path), options("grade")).table] == [(2.0, 1.5)]
 
 
 def test_csv_holds_truth_and_grades_too(write_jsonl: WriteJsonl) -> None:

@@ -129,7 +129,8 @@ def rule(*keys: str) -> Callable[[Callable[[Any], str | None]], Callable[[Any], 
 def idle_rules(fields: Mapping[str, FieldInfo], hints: Mapping[str, Callable[[Any, str], str]]) -> list[Rule]:
     """Return a rule for each key that acts only with some values of another.
 
-    A key that has its default, is false or null asks for nothing, and is never refused.
+    A key that has its default, is false or null asks for nothing, and is never refused; one that is true by default
+    has no rule.
 
     Args:
         hints: Other key -> function from a Config and the key without effect to the end of its message, often empty.
@@ -138,6 +139,7 @@ def idle_rules(fields: Mapping[str, FieldInfo], hints: Mapping[str, Callable[[An
         _idle_rule(name, info.get_default(), other, values, hints.get(other))
         for name, info in fields.items()
         for other, values in facts_of(info).get("acts_with", {}).items()
+        if info.get_default() is not True
     ]
 
 

@@ -104,7 +104,7 @@ class LossNeeds(Protocol):
 
     @property
     def takes(self) -> Collection[str]:
-        """What it learns from: "positives", "classes", "pairs"."""
+        """What it learns from: "positives", "classes", "pairs", "lists"."""
 
 
 class RowShape(NamedTuple):

@@ -124,10 +124,15 @@ def _check_supervision(table: RecordTable, loss: LossNeeds | None) -> None:
     """
     if loss is None or "positives" in loss.takes:
         return  # every row has a positive, or lists its pairs
-    found = {"classes": "label_kind: class and a label", "pairs": "label_kind: pair or grade, and a label or score"}
+    found = {
+        "classes": "label_kind: class and a label",
+        "pairs": "label_kind: pair or grade, and a label or score",
+        "lists": "label_kind: grade, and as label or score a list of numbers, one for each of its documents",
+    }
     wanted = " or ".join(found[each] for each in sorted(loss.takes) if each in found)
     for record in table:
-        if not (("classes" in loss.takes and record.label is not None) or ("pairs" in loss.takes and record.scores)):
+        has = {"classes": record.label is not None, "pairs": bool(record.scores), "lists": len(record.scores) > 1}
+        if not any(has.get(each) for each in loss.takes):
             raise DataError(f"{record.location}: loss_type {loss.name} learns nothing from this row: it needs {wanted}")
 
 

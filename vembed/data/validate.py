@@ -106,9 +106,15 @@ class RowChecker:
         if shape.label is None or cell is None:
             return Fields(query, positives, negatives, columns=columns)
         if self._label_kind in {"pair", "grade"}:
+            if (scores := self._listed_scores(cell, shape.label, len(positives) + len(negatives))) is not None:
+                return Fields(query, positives, negatives, scores=scores, columns=columns)
             score = self._score(cell, shape.label)
             if negatives and self._label_kind == "grade":
-                raise Fault(shape.label, "a row with a grade has no negatives: give each of them a row and a grade")
+                raise Fault(
+                    shape.label,
+                    "a row with one grade has no negatives: give a list, one grade for each positive and then for each "
+                    "negative, or each of them a row",
+                )
             scores = (*[score] * len(positives), *[0.0] * len(negatives))
             if score <= 0:  # as in judgements of retrieval: not relevant
                 positives, negatives = [], [*positives, *negatives]
@@ -227,6 +233,15 @@ class RowChecker:
             raise Fault(column, f"with label_kind: grade it is a number, higher is closer, not {shown:.60}")
         return float(number)
 
+    def _listed_scores(self, cell: object, column: str, count: int) -> tuple[float, ...] | None:
+        """Return the numbers of a label that lists one for each document; None where it is no list."""
+        grades = _json_list(cell) if self._cells_are_text and isinstance(cell, str) else cell
+        if type(grades) is not list or self._label_kind != "grade":
+            return None
+        if len(grades) != count:
+            raise Fault(column, f"lists {len(grades)} grades for the {count} documents of the row")
+        return tuple(self._score(each, column) for each in grades)
+
     def _truth_or_number(self, cell: object) -> bool | int | float | None:
         """Return the number of a label, or true and false as such; CSV writes both as texts."""
         if self._cells_are_text and isinstance(cell, str) and cell.strip().lower() in ("true", "false"):
@@ -312,17 +327,23 @@ def _passage_text(passage: Mapping[str, Any], column: str) -> str:
 
 def _negatives_cell(cell: str) -> str | list[object] | None:
     """Return what a CSV cell of negatives holds; "[1]" and "[citation needed]" are texts, '["a", "b"]' is a list."""
-    stripped = cell.strip()
-    if not stripped:
+    if not cell.strip():
         return None
-    if not (stripped.startswith("[") and stripped.endswith("]")):
-        return cell
-    try:
-        items = json.loads(stripped)
-    except (ValueError, RecursionError):
-        return cell
-    is_list = not items or any(isinstance(item, (str, dict)) for item in items)
+    items = _json_list(cell)
+    is_list = items is not None and (not items or any(isinstance(item, (str, dict)) for item in items))
     return items if is_list else cell
+
+
+def _json_list(cell: str) -> list[object] | None:
+    """Return the JSON list that a CSV cell holds, None where it holds something else."""
+    stripped = cell.strip()
+    if not (stripped.startswith("[") and stripped.endswith("]")):
+        return None
+    try:
+        items: list[object] = json.loads(stripped)
+    except (ValueError, RecursionError):
+        return None
+    return items
 
 
 def _check_disjoint(positives: Sequence[Item], negatives: Sequence[Item], shape: RowShape) -> None:

@@ -23,14 +23,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
 import torch
 
 from vembed.losses.base import to_device
+from vembed.losses.listed import PairSweep
 from vembed.losses.masks import false_negative_mask, positive_mask
 from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients
+from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, zero_gradients
 from vembed.losses.tiles import DEFAULT_TILE_SIZE
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from vembed.losses.cells import Tile
     from vembed.losses.facts.cosent import CosentKeys
     from vembed.losses.streamed import StreamedBatch
-    from vembed.losses.tiles import SimilarityTiles
 
 
 class CosentLoss(StreamedLoss):
@@ -67,17 +66,26 @@ class CosentLoss(StreamedLoss):
             tile_size=common.tile_size,
         )
 
+    @staticmethod
+    def similarity(q_NE: Tensor, d_NE: Tensor, dim: int | None) -> Tensor:
+        """Return the similarity of each listed pair (N,); None takes embeddings as they are."""
+        return pair_similarity(q_NE, d_NE, dim)
+
+    def listed(self, structure: BatchStructure) -> tuple[Tensor, Tensor] | None:
+        """Return the pairs that are compared (P, 2) and their grades; None compares positives and all other cells."""
+        if structure.listed_P2 is None or structure.listed_scores_P is None:
+            return None
+        return structure.listed_P2, structure.listed_scores_P
+
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the loss over all pairs of pairs, by the whole matrix of similarities."""
+        listed = self.listed(structure)
+        if listed is not None:
+            return self._of_pairs(q_QE, d_DE, *listed)
         losses = []
         for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
             logits_QD = self.scale * similarity_QD
             zero = logits_QD.new_zeros(1)
-            if structure.listed_P2 is not None and structure.listed_scores_P is not None:
-                logits_P, grades_P = logits_QD[structure.listed_P2.unbind(dim=1)], structure.listed_scores_P
-                gaps_N = (logits_P[None, :] - logits_P[:, None])[grades_P[:, None] > grades_P[None, :]]
-                losses.append(weight * torch.cat([zero, gaps_N]).logsumexp(dim=0))
-                continue
             positive_QD = positive_mask(structure)
             negative_QD = ~positive_QD
             if self.mask_false_negatives:
@@ -85,6 +93,17 @@ class CosentLoss(StreamedLoss):
             lower, higher = logits_QD[negative_QD], -logits_QD[positive_QD]
             gap = lower.logsumexp(dim=0) + higher.logsumexp(dim=0) if len(lower) and len(higher) else None
             losses.append(weight * (logits_QD.sum() * 0 if gap is None else torch.logaddexp(gap, zero[0])))
+        return torch.stack(losses).sum()
+
+    def _of_pairs(self, q_QE: Tensor, d_DE: Tensor, pairs_P2: Tensor, grades_P: Tensor) -> Tensor:
+        """Return the loss of listed pairs, by the whole matrix of pairs of them."""
+        q_PE, d_PE = (side[rows] for side, rows in zip((q_QE, d_DE), pairs_P2.unbind(dim=1), strict=True))
+        above_PP = grades_P[:, None] > grades_P[None, :]
+        losses = []
+        for weight, dim in zip(self.prefix_weights, self.prefix_dims, strict=True):
+            logits_P = self.scale * self.similarity(q_PE, d_PE, dim)
+            gaps_N = (logits_P[None, :] - logits_P[:, None])[above_PP]
+            losses.append(weight * torch.cat([logits_P.new_zeros(1), gaps_N]).logsumexp(dim=0))
         return torch.stack(losses).sum()
 
     @property
@@ -97,13 +116,10 @@ class CosentLoss(StreamedLoss):
         """Return what ranks merge: the logits of listed pairs (K, P), or sums over both kinds of cells (2, K, 1)."""
         tiles = self.tiles(batch, scale=self.scale)
         rows = LogSumExp.empty(tiles.num_prefixes, tiles.cells.num_rows, like=tiles.zeros(), bounded=False)
-        if batch.structure.listed_P2 is not None:
-            own_A, queries_A, documents_A = _own_pairs(batch)
-            q_AE, d_AE = batch.q_QE[queries_A].to(tiles.dtype), batch.d_DE[documents_A].to(tiles.dtype)
-            logits_KA = torch.stack([self.scale * pair_similarity(q_AE, d_AE, dim) for dim in self.prefix_dims])
-            columns = LogSumExp.empty(
-                tiles.num_prefixes, len(batch.structure.listed_P2), like=tiles.zeros(), bounded=False
-            )
+        if (listed := self.listed(batch.structure)) is not None:
+            sweep, count = self._sweep(batch), len(listed[0])
+            own_A, logits_KA = self._own(sweep, batch), self.scale * sweep.similarities()
+            columns = LogSumExp.empty(tiles.num_prefixes, count, like=tiles.zeros(), bounded=False)
             columns.max[:, own_A], columns.sum[:, own_A] = logits_KA, 1.0
             return Statistics(rows, columns, logits_KA, tiles)
         positive_KP = tiles.zeros(tiles.num_prefixes, len(tiles.cells.pair_rows))
@@ -124,35 +140,30 @@ class CosentLoss(StreamedLoss):
         """Return loss and gradients from what all ranks know of the pairs."""
         if statistics is None or statistics.columns is None:
             raise ValueError("pairs are compared with those of all ranks: their statistics come first")
-        if batch.structure.listed_P2 is None:
+        if (listed := self.listed(batch.structure)) is None:
             return self._of_cells(batch, statistics, statistics.columns, into)
-        return self._of_listed(batch, statistics.tiles, statistics.columns, into)
+        return self._of_listed(batch, listed[1], statistics.columns, into)
+
+    def _sweep(self, batch: StreamedBatch) -> PairSweep:
+        return PairSweep(batch, self.similarity, dims=self.prefix_dims, tile_size=self.tile_size)
+
+    def _own(self, sweep: PairSweep, batch: StreamedBatch) -> Tensor:
+        """Return which listed pairs are of this rank's queries."""
+        return to_device(torch.from_numpy(sweep.pairs.own_A), batch.q_QE.device)
 
     def _of_listed(
-        self,
-        batch: StreamedBatch,
-        tiles: SimilarityTiles,
-        columns: LogSumExp,
-        into: tuple[Tensor, Tensor] | None,
+        self, batch: StreamedBatch, grades_P: Tensor, columns: LogSumExp, into: tuple[Tensor, Tensor] | None
     ) -> LossGradients:
         """Differentiate the listed pairs of this rank, each against those of all."""
-        own_A, queries_A, documents_A = _own_pairs(batch)
-        scores_P = batch.structure.listed_scores_P
-        assert scores_P is not None
-        grades_G, groups_P = torch.unique(scores_P, return_inverse=True)
+        grades_G, groups_P = torch.unique(grades_P, return_inverse=True)
         groups_P = to_device(groups_P, batch.q_QE.device)
         loss_K, slopes_KP = _compare(columns.value(), groups_P, len(grades_G))
-        weights_K = [weight * self.scale for weight in self.prefix_weights]
-
-        def weighted(q_QE: Tensor, d_DE: Tensor) -> Tensor:
-            q_AE, d_AE = q_QE[queries_A], d_DE[documents_A]
-            parts = zip(weights_K, self.prefix_dims, slopes_KP[:, own_A], strict=True)
-            return torch.stack(
-                [w * (slopes_A * pair_similarity(q_AE, d_AE, dim)).sum() for w, dim, slopes_A in parts]
-            ).sum()
-
-        found = differentiated(weighted, tiles, batch, into)
-        return found._replace(loss=self._share(loss_K, batch))
+        sweep, (dq_QE, dd_DE) = self._sweep(batch), zero_gradients(batch, into)
+        slopes_KA = slopes_KP[:, self._own(sweep, batch)]
+        for weight, slopes_A in zip(self.prefix_weights, slopes_KA, strict=True):
+            slopes_A *= weight * self.scale
+        sweep.backward(slopes_KA, dq_QE, dd_DE)
+        return LossGradients(self._share(loss_K, batch), dq_QE, dd_DE, {})
 
     def _of_cells(
         self,
@@ -188,16 +199,6 @@ class CosentLoss(StreamedLoss):
         return torch.stack(
             [loss * (weight * share) for loss, weight in zip(loss_K, self.prefix_weights, strict=True)]
         ).sum()
-
-
-def _own_pairs(batch: StreamedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which listed pairs are of this rank's queries, their rows among them, and their documents."""
-    assert batch.structure.listed_P2 is not None
-    queries_P, documents_P = batch.structure.listed_P2.cpu().numpy().T
-    own_A = np.flatnonzero((queries_P >= batch.queries.start) & (queries_P < batch.queries.stop))
-    columns = (own_A, queries_P[own_A] - batch.queries.start, documents_P[own_A])
-    own, queries, documents = (to_device(torch.from_numpy(each), batch.q_QE.device) for each in columns)
-    return own, queries, documents
 
 
 def _over_all(logits_KN: Tensor) -> LogSumExp:

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from vembed.data.columns import ExtraColumn
     from vembed.losses.base import BatchLoss, LossCommon
 
-Supervision = Literal["positives", "classes", "pairs"]
-"""What a loss learns from: positives among the documents of the batch, classes, or listed pairs with scores."""
+Supervision = Literal["positives", "classes", "pairs", "lists"]
+"""What a loss learns from: positives among the documents of the batch, classes, listed pairs with scores, or several
+such pairs of one row."""
 
 Memory = Literal["matrix", "tiles", "pairs", "tokens"]
 """What a loss holds at once: the whole similarity matrix, tiles of it, values of listed pairs, or the similarities of

@@ -125,16 +125,21 @@ class StreamedLoss(BatchLoss):
         return (None,) if self.prefixes is None else self.prefixes.dims
 
 
+def zero_gradients(batch: StreamedBatch, into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+    """Return gradients of zero of both sides, in memory of the caller where it gives some."""
+    dq_QE, dd_DE = into or (
+        torch.empty_like(side, dtype=torch.promote_types(side.dtype, torch.float32))
+        for side in (batch.q_QE, batch.d_DE)
+    )
+    return dq_QE.zero_(), dd_DE.zero_()
+
+
 def empty_gradients(
     tiles: SimilarityTiles, batch: StreamedBatch, into: tuple[Tensor, Tensor] | None
 ) -> EmbeddingGradients:
-    """Return gradients of zero, in memory of the caller where it gives some."""
-    dq_QE, dd_DE = into or (
-        torch.empty_like(batch.q_QE, dtype=tiles.dtype),
-        torch.empty_like(batch.d_DE, dtype=tiles.dtype),
-    )
+    """Return gradients of zero, with room for the moments of prefixes."""
     moments = (tiles.zeros(tiles.num_prefixes, count) for count in (tiles.cells.num_rows, tiles.cells.num_columns))
-    return EmbeddingGradients(dq_QE.zero_(), dd_DE.zero_(), *moments)
+    return EmbeddingGradients(*zero_gradients(batch, into), *moments)
 
 
 def differentiated(

@@ -43,9 +43,10 @@ class DataKeys(Section):
     label_kind: LabelKind = key(
         "auto",
         "What a number in the column label or score says. class: rows of one number are positives of each other. pair: "
-        "1, query and document belong together, or 0, they don't. grade: how close they are, higher is closer. The "
-        "last two need a loss that takes listed pairs. auto takes texts, and whole numbers beside a picture, as "
-        "classes, and refuses numbers beside two texts.",
+        "1, query and document belong together, or 0, they don't. grade: how close they are, higher is closer; or a "
+        "list, one number for each positive and then each negative of the row. The last two need a loss that takes "
+        "listed pairs. auto takes texts, and whole numbers beside a picture, as classes, and refuses numbers beside "
+        "two texts.",
     )
     image_root: Name | None = key(
         None, "Folder that paths of pictures in the data start from and stay in; null is the data file's own folder."
@@ -97,11 +98,15 @@ class DataKeys(Section):
 @rule("label_kind", "loss_type")
 def _scores_have_a_loss(config: "Config") -> str | None:
     """`label_kind: pair` and `grade` need a loss that takes listed pairs."""
-    if config.label_kind not in {"pair", "grade"} or "pairs" in LOSSES.load(config.loss_type).takes:
+    if config.label_kind not in {"pair", "grade"} or _takes_pairs(config.loss_type):
         return None
-    taking = [name for name in LOSSES.names() if "pairs" in LOSSES.load(name).takes]
+    taking = [name for name in LOSSES.names() if _takes_pairs(name)]
     return (
         f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't take listed "
         f"pairs; set loss_type to {' or '.join(taking)}, or leave the column out with label_kind: auto and "
         "column_mapping: {label: null}"
     )
+
+
+def _takes_pairs(loss: str) -> bool:
+    return bool({"pairs", "lists"} & set(LOSSES.load(loss).takes))

@@ -58,9 +58,11 @@ def unknown_key(name: str) -> str:
     )
 
 
-def explain(name: str, errors: Sequence[ErrorDetails], value: object) -> str:
+def explain(
+    name: str, errors: Sequence[ErrorDetails], value: object, *, schema: Mapping[str, Any] | None = None
+) -> str:
     """Turn pydantic's errors about one value into a sentence."""
-    schema = key_schemas()[name]
+    schema = key_schemas()[name] if schema is None else schema
     kinds = {error["type"] for error in errors}
     row = foreign(name, value)
     if row is not None and row.verdict == "refused":
@@ -88,7 +90,8 @@ def checked_section(section: type[AnySection], values: Mapping[str, Any]) -> Any
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         wrong = [each for each in error.errors() if each["loc"][0] == name]
-        raise ConfigError(f"{name}: {explain(name, wrong, given.get(name))}") from error
+        schema = section.model_json_schema()["properties"].get(name)
+        raise ConfigError(f"{name}: {explain(name, wrong, given.get(name), schema=schema)}") from error
 
 
 def _single(error: ErrorDetails) -> str:

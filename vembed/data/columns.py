@@ -35,6 +35,9 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 """Our column names, each with its other names; `negative_1`, `negative_2`, ... together stand for `negatives`."""
 
 _PICTURE_OF = {"query": "query_image", "positive": "positive_image"}
+PROVENANCE = "mined"
+"""What `vembed mine` says of a row's negatives: for people and reports; readers pass over it without a word."""
+
 NUMBERED_NEGATIVE = re.compile(r"negative_(\d+)", re.ASCII)
 MAX_SHAPES = 10_000
 """Shapes and ignored names kept: bounds the memory that a file with random column names can take."""
@@ -228,7 +231,7 @@ class ColumnResolver:
                 found[self._canonical[target]].append(name)
             elif target == "images":
                 raise DataError(_images_message(name, where))
-            else:
+            elif name != PROVENANCE:
                 ignored.append(name)
         image = next((name for name, target in targets.items() if target == "image"), None)
         if image is not None and not found["query"]:

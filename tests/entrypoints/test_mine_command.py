@@ -1,0 +1,146 @@
+"""`vembed mine`: rows that training reads as they are, a report, refusals in words, the same file after kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from command_cases import environment
+from mining_cases import made_rows, read, written
+
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
+from vembed.mining import vectors as vectors_module
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("rows") / "rows.jsonl", made_rows(80))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_training_reads_the_rows_back_without_a_word_about_where_they_are_from(
+    suffix: str, call: Any, bag: Path, rows: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "new" / f"mined{suffix}"
+    done = call("mine", bag, "--data", rows, "--output", output, "--relative-margin", "none", "--negatives", "3")
+    assert done.code == 0, done.err
+    assert "hard negatives for 79 queries" in done.out
+    loaded = load_records(str(output), SourceOptions("train"))
+    assert loaded.notes == ()
+    given = list(read(rows).table)
+    for before, after in zip(given, loaded.table, strict=True):
+        assert (after.query, after.positives) == (before.query, before.positives)
+        assert after.negatives[: len(before.negatives)] == before.negatives
+        assert len(after.negatives) == len(before.negatives) + 3
+        assert len({*after.negatives, *after.positives}) == len(after.negatives) + len(after.positives)
+    assert sorted(path.name for path in output.parent.iterdir()) == sorted([output.name, "mined-report"])
+
+
+def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(
+    call: Any, bag: Path, rows: Path, tmp_path: Path
+) -> None:
+    output, corpus = tmp_path / "mined.jsonl", tmp_path / "corpus.txt"
+    corpus.write_text("".join(f"a further document {number} of karan\n" for number in range(30)))
+    words = ["--data", rows, "--corpus", corpus, "--output", output, "--replace", "--teacher", bag, "--range-max", "20"]
+    done = call("mine", bag, *words)
+    assert done.code == 0, done.err
+    row = json.loads(output.read_text("utf-8").splitlines()[4])
+    mined = row["mined"]
+    assert len(row["negatives"]) == len(mined["scores"]) == len(mined["ranks"]) == len(mined["teacher_scores"])
+    assert mined["model"] == mined["teacher"] == str(bag)
+    assert mined["scores"] == sorted(mined["scores"], reverse=True)
+    assert max(mined["scores"]) <= 0.95 * mined["positive_score"] + 1e-6
+    assert max(mined["ranks"]) <= 20
+    assert "relative_margin=0.05" in mined["settings"]
+    assert not set(made_rows(80)[4]["negatives"]) & set(row["negatives"]), "replaced"
+    report = json.loads((tmp_path / "mined-report" / "report.json").read_text("utf-8"))
+    assert report["documents"] == 110
+    assert report["settings"]["mine_replace"] is True
+    assert {"encode documents", "encode queries", "search", "teacher", "choose", "write"} <= report["seconds"].keys()
+    page = (tmp_path / "mined-report" / "report.html").read_text("utf-8")
+    assert "<svg" in page
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
+    assert "Probably an answer" in (tmp_path / "mined-report" / "report.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--output", "rows.csv"), "name a file that ends in .jsonl or .parquet"),
+        (("--output", "there.jsonl"), "is there; replace it with --overwrite"),
+        (("--output", "new.jsonl", "--negatives", "0"), "--negatives: must be >= 1"),
+        (("--output", "new.jsonl", "--relative-margin", "1.5"), "--relative-margin: must be <= 1"),
+        (("--output", "new.jsonl", "--sampling", "best"), "--sampling:"),
+        (("--output", "new.jsonl", "--index", "IFV9"), "FAISS can't build the index 'IFV9'"),
+        (("--output", "new.jsonl", "--data", "nowhere.jsonl"), "nowhere.jsonl doesn't exist"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_in_words(
+    words: tuple[str, ...], message: str, call: Any, bag: Path, rows: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.jsonl").write_text("someone's")
+    done = call("mine", bag, "--data", rows, *words)
+    assert done.code in (2, 3)
+    assert message in done.err
+    assert sorted(path.name for path in tmp_path.iterdir()) in (["there.jsonl"], [".new.jsonl.mining", "there.jsonl"])
+    assert (tmp_path / "there.jsonl").read_text() == "someone's"
+
+
+def test_an_error_of_the_run_keeps_what_is_done(
+    call: Any, bag: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vectors_module, "check_finite", _refuse)
+    output = tmp_path / "mined.jsonl"
+    assert call("mine", bag, "--data", rows, "--output", output).code == 3
+    monkeypatch.undo()
+    assert call("mine", bag, "--data", rows, "--output", output).code == 0
+    assert not (tmp_path / ".mined.jsonl.mining").exists()
+
+
+def _refuse(*_: object) -> None:
+    from vembed.errors import DataError
+
+    raise DataError("no more")
+
+
+@pytest.mark.slow
+def test_five_kills_leave_the_same_file(bag: Path, tmp_path: Path) -> None:
+    rows = written(tmp_path / "rows.jsonl", made_rows(9000))
+
+    def start(output: Path) -> subprocess.Popen[bytes]:
+        words = ["mine", bag, "--data", rows, "--output", output, "--sampling", "random"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "vembed", *map(str, words)], env=environment(), stdout=subprocess.DEVNULL
+        )
+
+    assert start(tmp_path / "whole.jsonl").wait(300) == 0
+    killed = 0
+    work = tmp_path / ".killed.jsonl.mining"
+    while not (tmp_path / "killed.jsonl").exists():
+        process = start(tmp_path / "killed.jsonl")
+        before, deadline = _count(work), time.monotonic() + 300
+        while killed < 5 and process.poll() is None and _count(work) <= before and time.monotonic() < deadline:
+            time.sleep(0.005)
+        if killed < 5:
+            os.kill(process.pid, signal.SIGKILL)
+            killed += 1
+        process.wait(300)
+    assert killed == 5
+    assert (tmp_path / "killed.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def _count(folder: Path) -> int:
+    """Return how many files are whole."""
+    return len([*folder.glob("[!.]*")]) if folder.is_dir() else 0

@@ -1,0 +1,235 @@
+"""Mining: equal to looking at every document, whatever the blocks; killed anywhere, the same; on ranks, the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from mining_cases import made_rows, read, reference, written
+
+from vembed.api.model import load
+from vembed.batch import Image, content_id
+from vembed.config.keys.mining import MiningKeys
+from vembed.data.records import RecordWriter
+from vembed.distributed.ranks import Ranks
+from vembed.errors import ConfigError, DataError
+from vembed.evaluation.encode import ItemEncoder
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.mining import mine as mine_module
+from vembed.mining import vectors as vectors_module
+from vembed.mining.mine import Miner
+from vembed.mining.task import MiningTask, corpus_items
+from vembed.mining.teacher import EncoderTeacher
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rank_pool import RankPool
+
+    from vembed.mining.mine import Mined
+
+SETTINGS = {
+    "naive": {"mine_relative_margin": None},
+    "margin": {"mine_negatives": 70, "mine_relative_margin": 0.4},
+    "window": {"mine_range_min": 3, "mine_range_max": 20, "mine_relative_margin": None, "mine_negatives": 30},
+    "scores": {
+        "mine_relative_margin": None,
+        "mine_absolute_margin": 0.1,
+        "mine_min_score": 0.1,
+        "mine_max_score": 0.4,
+        "mine_negatives": 70,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("rows") / "rows.jsonl", made_rows(60))
+
+
+@pytest.fixture(scope="module")
+def task(rows: Path) -> MiningTask:
+    return MiningTask.of(read(rows).table, corpus_items([f"further document {n} of karan lobel" for n in range(20)]))
+
+
+@pytest.fixture(scope="module")
+def encode(bag: Path) -> ItemEncoder:
+    return load(bag).item_encoder(256)
+
+
+def said(task: MiningTask, mined: Mined) -> list[list[tuple[str, int]]]:
+    return [
+        [(str(task.documents.take(np.array([row]))[0]), rank) for row, rank in zip(own, ranks, strict=True) if row >= 0]
+        for own, ranks in zip(mined.rows_Un.tolist(), mined.ranks_Un.tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_is_mined_is_what_looking_at_every_document_finds(
+    name: str, task: MiningTask, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    keys = MiningKeys(**SETTINGS[name])
+    mined = Miner(encode, keys, tmp_path).mine(task)
+    expected = reference(task, encode, keys)
+    assert said(task, mined) == expected
+    assert name == "naive" or any(len(each) < keys.mine_negatives for each in expected)
+    assert any(expected)
+
+
+def test_blocks_change_nothing(
+    task: MiningTask, encode: ItemEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = MiningKeys(mine_relative_margin=0.4)
+    whole = Miner(encode, keys, tmp_path / "whole").mine(task)
+    monkeypatch.setattr(mine_module, "BLOCK_QUERIES", 7)
+    for module in (mine_module, vectors_module):
+        monkeypatch.setattr(module, "BLOCK_ROWS", 16)
+    cut = Miner(encode, keys, tmp_path / "cut").mine(task)
+    assert len(list((tmp_path / "cut").glob("document-*.npy"))) == 5
+    np.testing.assert_array_equal(cut.rows_Un, whole.rows_Un)
+    np.testing.assert_allclose(cut.scores_Un, whole.scores_Un, atol=1e-6)
+
+
+def test_a_document_that_answers_a_query_in_another_row_or_is_given_or_is_the_query_is_never_mined(
+    rows: Path, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    task = MiningTask.of(read(rows).table)
+    keys = MiningKeys(mine_relative_margin=None, mine_negatives=100)
+    found = [{text for text, _ in own} for own in said(task, Miner(encode, keys, tmp_path).mine(task))]
+    made = made_rows(60)
+    of_record = task.query_of_record_N.tolist()
+    assert of_record[0] == of_record[1]
+    for number in (0, 1):
+        assert not found[of_record[number]] & {made[0]["positive"], made[1]["positive"]}
+    assert not found[of_record[4]] & set(made[4]["negatives"])
+    assert made[7]["query"] not in found[of_record[7]]
+    assert made[7]["query"] in found[of_record[8]]
+    assert len(found[of_record[8]]) == len(task.documents) - 1, "all others may be"
+
+
+def test_random_negatives_depend_on_seed_and_contents_alone(
+    task: MiningTask, rows: Path, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    keys = MiningKeys(mine_sampling="random", mine_relative_margin=None)
+    one, other = (said(task, Miner(encode, keys, tmp_path, seed=seed).mine(task)) for seed in (1, 2))
+    assert one != other
+    assert one == said(task, Miner(encode, keys, tmp_path / "again", seed=1).mine(task))
+    fewer = read(rows).table.subset(np.arange(20, 60))
+    part = MiningTask.of(fewer, corpus_items([f"further document {n} of karan lobel" for n in range(20)]))
+    assert all([rank for _, rank in own] == sorted(rank for _, rank in own) for own in one)
+    assert {rank for own in one for _, rank in own} > set(range(1, 50)), "they come from all over the window"
+    assert said(part, Miner(encode, keys, tmp_path / "part", seed=1).mine(part)) != one[20:], "other documents, others"
+
+
+def test_an_approximate_index_finds_what_it_finds_and_is_kept(
+    task: MiningTask, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    exact = Miner(encode, MiningKeys(), tmp_path).mine(task)
+    whole = Miner(encode, MiningKeys(mine_index="IVF2,Flat:nprobe=2"), tmp_path).mine(task)
+    np.testing.assert_array_equal(exact.rows_Un, whole.rows_Un)
+    (index,) = tmp_path.glob("index-*.faiss")
+    before = index.stat().st_mtime_ns
+    half = MiningKeys(mine_index="IVF2,Flat:nprobe=2", mine_negatives=3)
+    Miner(encode, half, tmp_path).mine(task)
+    assert index.stat().st_mtime_ns == before
+    with pytest.raises(ConfigError, match="FAISS can't build the index 'IFV2'"):
+        Miner(encode, MiningKeys(mine_index="IFV2"), tmp_path / "new").mine(task)
+    assert not (tmp_path / "new").exists(), "a misspelt index costs no encoding"
+
+
+class Killed(Exception):  # noqa: N818
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("after", [1, 4, 7, 11])
+def test_a_rerun_goes_on_and_finds_the_same(
+    after: int, task: MiningTask, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (mine_module, vectors_module):
+        monkeypatch.setattr(module, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(mine_module, "BLOCK_QUERIES", 7)
+    left = [10**6]
+
+    def poll() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Killed
+
+    encode = load(bag).item_encoder(256, poll=poll)
+    whole = Miner(encode, MiningKeys(), tmp_path / "whole").mine(task)
+    left[0] = after
+    folder = tmp_path / "killed"
+    with pytest.raises(Killed):
+        Miner(encode, MiningKeys(), folder).mine(task)
+    done = {path: path.stat().st_mtime_ns for path in folder.glob("*.np[yz]")}
+    left[0] = 10**6
+    again = Miner(encode, MiningKeys(), folder).mine(task)
+    for name, values in vars(whole).items():
+        np.testing.assert_array_equal(vars(again)[name], values, err_msg=name)
+    assert all(path.stat().st_mtime_ns == time for path, time in done.items()), "what was whole is not made again"
+    assert after < 2 or done
+    broken = sorted(folder.glob("chosen-*.npz"))[0]
+    broken.write_bytes(broken.read_bytes()[:-40])
+    Miner(encode, MiningKeys(), folder).mine(task)
+    other = Miner(encode, MiningKeys(mine_negatives=2), folder).mine(task)
+    assert other.rows_Un.shape[1] == 2, "other settings are mined anew, with the vectors that are there"
+
+
+def test_a_teacher_decides_what_the_margin_leaves_out(task: MiningTask, encode: ItemEncoder, tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    other = NgramBag(NgramBagConfig(dimension=64, buckets=4096, max_words=16))
+    better = ItemEncoder(other, ChunkBudget(64, 10**6), torch.device("cpu"))
+    teacher = EncoderTeacher.of(better, task, tmp_path / "teacher")
+    keys = MiningKeys(mine_relative_margin=0.3)
+    mined = Miner(encode, keys, tmp_path, teacher=teacher).mine(task)
+    alone = Miner(encode, keys, tmp_path).mine(task)
+    assert (mined.rows_Un != alone.rows_Un).any()
+    queries = better.table(task.queries.take(np.arange(len(task.queries))), "query")
+    documents = better.table(task.documents.take(np.arange(len(task.documents))), "document")
+    at, places = np.nonzero(mined.rows_Un >= 0)
+    scores = np.einsum("pe,pe->p", queries[at], documents[mined.rows_Un[at, places]])
+    np.testing.assert_allclose(mined.teacher_Un[at, places], scores, atol=1e-6)
+    assert (scores <= 0.7 * mined.positive_U[at] + 1e-6).all()
+    assert np.isnan(alone.teacher_Un).all()
+
+
+def mine_on_ranks(rank: int, rows: Path, bag: Path, folder: Path) -> Any:
+    mine_module.BLOCK_QUERIES, vectors_module.BLOCK_ROWS, mine_module.BLOCK_ROWS = 7, 16, 16
+    try:
+        encode = load(bag).item_encoder(256)
+        encode.ranks = Ranks.of_this_process()
+        return Miner(encode, MiningKeys(), folder).mine(MiningTask.of(read(rows).table))
+    finally:
+        mine_module.BLOCK_QUERIES, vectors_module.BLOCK_ROWS, mine_module.BLOCK_ROWS = 4096, 65_536, 65_536
+
+
+def test_two_ranks_share_the_work_and_both_know_the_result(
+    two_ranks: RankPool, rows: Path, bag: Path, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    task = MiningTask.of(read(rows).table)
+    alone = Miner(encode, MiningKeys(), tmp_path / "alone").mine(task)
+    for mined in two_ranks.run(mine_on_ranks, rows, bag, tmp_path / "shared"):
+        np.testing.assert_array_equal(mined.rows_Un, alone.rows_Un)
+        np.testing.assert_array_equal(mined.ranks_Un, alone.ranks_Un)
+        np.testing.assert_allclose(mined.scores_Un, alone.scores_Un, atol=1e-6)
+
+
+def test_what_the_model_can_not_encode_and_an_empty_window_are_refused(
+    task: MiningTask, encode: ItemEncoder, tmp_path: Path
+) -> None:
+    writer = RecordWriter()
+    writer.add("a text", positives=[Image("a picture", b"bytes")], file="f", line=1)
+    with pytest.raises(DataError, match="takes texts, and the data hold pictures"):
+        Miner(encode, MiningKeys(), tmp_path).mine(MiningTask.of(writer.finish()))
+    with pytest.raises(ConfigError, match="mine_range_min 100 passes over all candidates"):
+        Miner(encode, MiningKeys(mine_range_min=100), tmp_path).mine(task)
+
+
+def test_equal_contents_are_one_document(tmp_path: Path) -> None:
+    rows = [{"query": "one", "positive": "same text"}, {"query": "two", "positive": " same text "}]
+    task = MiningTask.of(read(written(tmp_path / "rows.jsonl", rows)).table, corpus_items(["same text", "", "new"]))
+    assert len(task.documents) == 2, "and an empty document is none"
+    assert task.documents.ids_U.tolist() == [content_id("same text"), content_id("new")]

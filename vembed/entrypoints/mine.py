@@ -1,0 +1,214 @@
+"""`vembed mine MODEL --data PATH --output FILE`: rows with hard negatives that a model finds, and a report."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from vembed.config.keys.data import DataKeys
+from vembed.config.keys.mining import MiningKeys
+from vembed.config.messages import checked_section
+from vembed.distributed.watchdog import Watchdog
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
+from vembed.errors import ConfigError, ExitCode
+from vembed.files import home_path
+from vembed.output_lock import hold_output
+from vembed.redact import redact
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.data.item_table import ItemTable
+    from vembed.data.splits import SourceOptions
+    from vembed.distributed.runtime import Runtime
+    from vembed.mining.mine import Teacher
+    from vembed.mining.task import MiningTask
+    from vembed.training.guards import StopSignal
+
+DESCRIPTION = (
+    "Mine hard negatives: for each row, documents that a model finds near its query and nobody called relevant."
+)
+
+
+def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
+    """Parse the command line of a mining."""
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    parser.add_argument("model", metavar="MODEL", help="hub id, local folder, or the output folder of a run")
+    parser.add_argument("--data", required=True, metavar="PATH", help="rows with queries and positives, as data_path")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="FILE.jsonl or FILE.parquet; beside it FILE-report/"
+    )
+    parser.add_argument(
+        "--corpus", metavar="CORPUS", help="further documents, as vembed encode takes them; default: those of the rows"
+    )
+    parser.add_argument("--split", help="split of the data; default: the training split")
+    parser.add_argument("--image-root", metavar="DIR", help="paths of pictures start here; default: the data's folder")
+    add_mining_arguments(parser)
+    teacher = parser.add_mutually_exclusive_group()
+    teacher.add_argument("--teacher", metavar="MODEL", help="a better model, whose scores the margins look at")
+    teacher.add_argument(
+        "--cross-encoder", metavar="MODEL", help="the same with a cross-encoder of sentence-transformers"
+    )
+    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --sampling random (default 0)")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
+    add_model_arguments(parser)
+    add_picture_argument(parser)
+    return parser.parse_args(arguments)
+
+
+def add_mining_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add a word for each key of mining, with the key's own default."""
+    for name, info in MiningKeys.model_fields.items():
+        word, default, meaning = _word(name), info.get_default(), (info.description or "").replace("%", "%%")
+        if default is False:
+            parser.add_argument(word, dest=name, action="store_true", help=meaning)
+        else:
+            read = partial(_value, or_none=type(None) in get_args(info.annotation))
+            shown = f"{meaning} Default: {'none' if default is None else default}."
+            parser.add_argument(word, dest=name, default=default, type=read, metavar="X", help=shown)
+
+
+def _word(name: str) -> str:
+    """Return the option of a key."""
+    return f"--{name.removeprefix('mine_').replace('_', '-')}"
+
+
+def _value(text: str, *, or_none: bool) -> str | int | float | None:
+    """Return what a word says as a configuration would read it; the key checks it."""
+    if or_none and text.lower() in ("none", "null"):
+        return None
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def main(arguments: Sequence[str], *, program: str) -> int:
+    """Mine hard negatives for training rows."""
+    parsed = parse_arguments(arguments, program=program)
+    command = redact(shlex.join([*program.split(), *arguments]))
+    watchdog = Watchdog()
+    return run_command(partial(_run, parsed, command, watchdog), in_several=True, watchdog=watchdog)
+
+
+def _run(parsed: argparse.Namespace, command: str, watchdog: Watchdog) -> int:
+    if parsed.batch_size < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    keys = _mining_keys(parsed)
+    from vembed.data.sources import refuse_missing
+    from vembed.data.splits import SourceOptions
+    from vembed.mining.output import refuse_output
+
+    output = home_path(parsed.output)
+    refuse_output(output, overwrite=parsed.overwrite)  # before torch is imported, which takes seconds
+    data_keys = DataKeys(image_root=parsed.image_root)
+    source = SourceOptions("train", parsed.split, data_keys)
+    refuse_missing(parsed.data, source)
+
+    from vembed.distributed.runtime import shut_down, start_runtime
+    from vembed.training.guards import StopSignal
+
+    quiet_libraries()
+    runtime = start_runtime(deterministic=False, watchdog=watchdog)
+    ranks = runtime.ranks
+    with ExitStack() as stack, StopSignal(advice="what is done is kept, and the same command goes on") as stop:
+        ranks.from_first(lambda: stack.enter_context(hold_output(output, beside=True)))
+        stack.enter_context(stop.asking(ranks.agreement(runtime.device)))
+        _mine(parsed, command, (keys, source), output, runtime, stop)
+    shut_down(watchdog)
+    return ExitCode.OK
+
+
+def _mining_keys(parsed: argparse.Namespace) -> MiningKeys:
+    given = {name: getattr(parsed, name) for name in MiningKeys.model_fields}
+    try:
+        keys = checked_section(MiningKeys, given)
+    except ConfigError as error:
+        name, _, reason = str(error).partition(":")
+        raise ConfigError(f"{_word(name)}:{reason}") from error
+    return keys.model_copy(update={name: value for name, value in given.items() if value is None})
+
+
+def _mine(
+    parsed: argparse.Namespace,
+    command: str,
+    options: tuple[MiningKeys, SourceOptions],
+    output: Path,
+    runtime: Runtime,
+    stop: StopSignal,
+) -> None:
+    from vembed.api.model import load
+    from vembed.data.sources import load_records
+    from vembed.mining.mine import Miner, Seconds
+    from vembed.mining.output import write_rows
+    from vembed.mining.report import MiningReport, write_report
+    from vembed.mining.task import MiningTask
+
+    (keys, source), seconds, ranks = options, Seconds(), runtime.ranks
+    with seconds.part("read data"):
+        loaded = load_records(parsed.data, source)
+        task = MiningTask.of(loaded.table, _corpus(parsed))
+    with seconds.part("load model"):
+        model = load(parsed.model, **load_options(parsed))
+    encode = model.item_encoder(parsed.batch_size, poll=stop.poll)
+    encode.ranks = ranks
+    folder = output.with_name(f".{output.name}.mining")
+    with seconds.part("teacher"):
+        teacher = _teacher(parsed, task, folder, runtime, stop)
+    mined = Miner(encode, keys, folder, parsed.seed, teacher, seconds).mine(task)
+    if ranks.is_first:
+        facts = {"model": redact(model.name), "weights": model.identity.weights_sha256[:16], "settings": _shown(keys)}
+        if teacher is not None:
+            facts["teacher"] = redact(parsed.teacher or parsed.cross_encoder)
+        with seconds.part("write"):
+            write_rows(output, loaded.table, task, mined, facts, replaces=keys.mine_replace, poll=stop.poll_alone)
+        report = MiningReport(task, mined, keys, facts, loaded.notes, seconds.parts, command)
+        pages = output.with_name(f"{output.stem}-report")
+        write_report(pages, report)
+        print(f"{report.headline}\nwritten to {redact(str(output))}; report: {redact(str(pages / 'report.html'))}")
+        shutil.rmtree(folder, ignore_errors=True)
+    ranks.gather_objects(None)  # all wait: the first one may fail
+
+
+def _corpus(parsed: argparse.Namespace) -> ItemTable | None:
+    """Read the further documents."""
+    if parsed.corpus is None:
+        return None
+    from vembed.data.corpus import Corpus, CorpusOptions
+    from vembed.mining.task import corpus_items
+
+    root = None if parsed.image_root is None else home_path(parsed.image_root)
+    corpus = Corpus(parsed.corpus, CorpusOptions(image_root=root))
+    return corpus_items(document.item for document in corpus)
+
+
+def _teacher(
+    parsed: argparse.Namespace, task: MiningTask, folder: Path, runtime: Runtime, stop: StopSignal
+) -> Teacher | None:
+    """Load the teacher and have it encode, where there is one."""
+    if parsed.cross_encoder is not None:
+        from vembed.mining.teacher import CrossEncoderTeacher
+
+        return CrossEncoderTeacher.load(parsed.cross_encoder, device=str(runtime.device), batch_rows=parsed.batch_size)
+    if parsed.teacher is None:
+        return None
+    from vembed.api.model import load
+    from vembed.mining.teacher import EncoderTeacher
+
+    encode = load(parsed.teacher, bf16=parsed.bf16).item_encoder(parsed.batch_size, poll=stop.poll)
+    encode.ranks = runtime.ranks
+    return EncoderTeacher.of(encode, task, folder / "teacher")
+
+
+def _shown(keys: MiningKeys) -> str:
+    """Return the settings on one line."""
+    return " ".join(f"{name.removeprefix('mine_')}={value}" for name, value in keys if value not in (None, False))

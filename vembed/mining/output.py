@@ -1,0 +1,183 @@
+"""Write mined rows as JSONL or Parquet that training reads: the rows as they were, with negatives and where from.
+
+The column `mined` holds the provenance; training passes over it (`data/columns.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vembed.batch import Composed, Image, pictures_in
+from vembed.data.columns import PROVENANCE
+from vembed.errors import ConfigError, DataError, MachineError
+from vembed.files import disk_error, new_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from vembed.batch import Item
+    from vembed.data.records import Record, RecordTable
+    from vembed.mining.mine import Mined
+    from vembed.mining.task import MiningTask
+
+SUFFIXES = (".jsonl", ".parquet")
+BLOCK_ROWS = 8192
+"""Rows that are written at a time."""
+
+DECIMALS = 6
+"""Of a score in the file."""
+
+
+def refuse_output(path: Path, *, overwrite: bool) -> None:
+    """Refuse a file of another kind, or one that is there.
+
+    Raises:
+        ConfigError: With the fix.
+    """
+    if path.suffix not in SUFFIXES:
+        raise ConfigError(f"--output {path}: name a file that ends in {' or '.join(SUFFIXES)}")
+    if path.is_dir():
+        raise ConfigError(f"--output {path} is a folder; name a file that ends in {' or '.join(SUFFIXES)}")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"{path} is there; replace it with --overwrite, or choose another file")
+
+
+def write_rows(
+    path: Path,
+    records: RecordTable,
+    task: MiningTask,
+    mined: Mined,
+    source: dict[str, str],
+    *,
+    replaces: bool,
+    poll: Callable[[], None],
+) -> None:
+    """Write every record with its negatives; the file appears whole or not at all.
+
+    Args:
+        source: What all rows were mined with: model, settings and so on.
+        replaces: Whether the negatives that the records have are dropped.
+
+    Raises:
+        DataError: A picture can't stand in such a file.
+        MachineError: The file can't be written.
+    """
+    write = _write_jsonl if path.suffix == ".jsonl" else _write_parquet
+    blocks = _blocks(records, task, mined, source, replaces=replaces)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(path) as temporary:
+            write(temporary, blocks, poll)
+    except Exception as error:
+        refused = error if isinstance(error, OSError) else disk_error(error)
+        if refused is None:
+            raise
+        raise MachineError(f"{path} can't be written: {refused}; free some space there") from error
+
+
+def _write_jsonl(path: Path, blocks: Iterator[list[dict[str, Any]]], poll: Callable[[], None]) -> None:
+    with path.open("w", encoding="utf-8", newline="\n") as file:
+        for rows in blocks:
+            poll()
+            file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+
+
+def _write_parquet(path: Path, blocks: Iterator[list[dict[str, Any]]], poll: Callable[[], None]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    text, texts, numbers = pa.string(), pa.list_(pa.string()), pa.list_(pa.float64())
+    mined = {"model": text, "weights": text, "settings": text, "teacher": text}
+    mined |= {"scores": numbers, "ranks": pa.list_(pa.int64()), "positive_score": pa.float64()}
+    columns = {"query": text, "query_image": texts, "positive": texts, "positive_image": texts, "negatives": texts}
+    columns |= {"negative_images": texts, "label": text, "scores": numbers}
+    # A column that no row fills would be read as one that is there: the first block says which there are.
+    schema: Any = None
+    writer: Any = None
+    try:
+        for rows in blocks:
+            poll()
+            if schema is None:
+                details = pa.struct([*mined.items(), ("teacher_scores", numbers)])
+                used = [(name, kind) for name, kind in columns.items() if any(name in row for row in rows)]
+                schema = pa.schema([*used, (PROVENANCE, details)])
+                writer = pq.ParquetWriter(path, schema)
+            lists = [
+                {name: [cell] if name in columns and columns[name] == texts and isinstance(cell, str) else cell
+                 for name, cell in row.items()}
+                for row in rows
+            ]  # fmt: skip
+            writer.write_table(pa.Table.from_pylist(lists, schema))
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _blocks(
+    records: RecordTable, task: MiningTask, mined: Mined, source: dict[str, str], *, replaces: bool
+) -> Iterator[list[dict[str, Any]]]:
+    for start in range(0, len(records), BLOCK_ROWS):
+        own = np.arange(start, min(start + BLOCK_ROWS, len(records)))
+        queries = task.query_of_record_N[own]
+        rows_Bn = mined.rows_Un[queries]
+        counts = (rows_Bn >= 0).sum(axis=1)
+        items = iter(task.documents.take(rows_Bn[rows_Bn >= 0]))
+        block = []
+        for record, query, count in zip(records.take(own), queries.tolist(), counts.tolist(), strict=True):
+            negatives = [next(items) for _ in range(count)]
+            details: dict[str, Any] = {**source}
+            details["scores"] = _rounded(mined.scores_Un[query, :count])
+            details["ranks"] = mined.ranks_Un[query, :count].tolist()
+            if np.isfinite(mined.positive_U[query]):
+                details["positive_score"] = _rounded(mined.positive_U[query : query + 1])[0]
+            if count and np.isfinite(mined.teacher_Un[query, 0]):
+                details["teacher_scores"] = _rounded(mined.teacher_Un[query, :count])
+            given = () if replaces else record.negatives
+            block.append({**_row(record, [*given, *negatives]), PROVENANCE: details})
+        yield block
+
+
+def _rounded(values: Any) -> list[float]:
+    return [round(float(value), DECIMALS) for value in values]
+
+
+def _row(record: Record, negatives: list[Item]) -> dict[str, Any]:
+    """Return a record in the columns of the reader."""
+    row: dict[str, Any] = {}
+    query = record.query
+    if isinstance(query, str):
+        row["query"] = query
+    else:
+        if isinstance(query, Composed) and query.text:
+            row["query"] = query.text
+        row["query_image"] = [_path(image) for image in pictures_in([query])]
+    row |= _side(record.positives, "positive", "positive_image") | _side(negatives, "negatives", "negative_images")
+    if record.label is not None:
+        row["label"] = record.label
+    return row
+
+
+def _side(items: Any, texts_column: str, pictures_column: str) -> dict[str, Any]:
+    """Return documents as texts and as pictures."""
+    texts = [item for item in items if isinstance(item, str)]
+    pictures = []
+    for item in items:
+        if isinstance(item, Composed) and (item.text or len(item.images) > 1):
+            raise DataError("a document of a picture with a text, or of several pictures, can't stand in a mined row")
+        pictures += [_path(image) for image in pictures_in([item])]
+    found: dict[str, Any] = {}
+    if texts:
+        found[texts_column] = texts[0] if texts_column == "positive" and len(texts) == 1 else texts
+    if pictures:
+        found[pictures_column] = pictures
+    return found
+
+
+def _path(image: Image) -> str:
+    if image.data is not None:
+        raise DataError(f"{image.path} holds a picture's bytes: mined rows name pictures by path; store them as files")
+    return image.path

@@ -1,0 +1,176 @@
+"""What is mined from: the distinct queries and documents of the records, and what each query must not get.
+
+Two texts or pictures of one content are one item, wherever they stand. Rows of one query share their positives: what
+answers it in any row is never a negative in another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vembed.batch import MODALITY_WORDS, Ragged, modality_of, modality_words
+from vembed.data.item_table import ItemWriter
+from vembed.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Item
+    from vembed.data.item_table import ItemTable
+    from vembed.data.records import RecordTable
+    from vembed.models.encoder import Encoder
+
+BLOCK_ITEMS = 8192
+"""Documents of a corpus that are Python objects at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class DistinctItems:
+    """Items of different content, by row."""
+
+    ids_U: NDArray[np.int64]  # content of each
+    numbers_U: NDArray[np.int64]  # of each in its table; of the second table behind those of the first
+    tables: tuple[ItemTable, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[ItemTable, NDArray[np.int64]]]) -> DistinctItems:
+        """Return the items of some numbers of one table or two, each content once, in the order of the tables."""
+        start, numbers, ids = 0, [], []
+        for table, own in parts:
+            used = np.unique(own)
+            numbers.append(used + start)
+            ids.append(table.ids[used])
+            start += len(table.columns)
+        every_id = np.concatenate(ids)
+        _, first = np.unique(every_id, return_index=True)
+        first.sort()
+        return cls(every_id[first], np.concatenate(numbers)[first], tuple(table for table, _ in parts))
+
+    def __len__(self) -> int:
+        return len(self.ids_U)
+
+    def take(self, rows: NDArray[np.int64]) -> list[Item]:
+        """Return the items of some rows."""
+        numbers, start = self.numbers_U[rows], 0
+        found: list[Item] = [""] * len(rows)
+        for table in self.tables:
+            own = np.flatnonzero((numbers >= start) & (numbers < start + len(table.columns)))
+            for place, item in zip(own.tolist(), table.at(numbers[own] - start), strict=True):
+                found[place] = item
+            start += len(table.columns)
+        return found
+
+    def rows_of(self, ids_N: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each content, -1 where it isn't here."""
+        order, ids_U = self._sorted
+        places = np.minimum(np.searchsorted(ids_U, ids_N), len(ids_U) - 1)
+        return np.where(ids_U[places] == ids_N, order[places], -1)
+
+    @cached_property
+    def _sorted(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        order = np.argsort(self.ids_U)
+        return order, self.ids_U[order]
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) over all contents in order."""
+        return hashlib.sha256(self.ids_U.astype("<i8").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class MiningTask:
+    """Queries, documents, and which of them belong together."""
+
+    queries: DistinctItems  # U
+    documents: DistinctItems  # D: of all rows and of the corpus
+    query_of_record_N: NDArray[np.int64]
+    positives: Ragged  # rows of the documents that answer each query, ascending
+    excluded: Ragged  # rows that no query gets: its positives, its given negatives, itself
+
+    @classmethod
+    def of(cls, records: RecordTable, corpus: ItemTable | None = None) -> MiningTask:
+        """Gather what is mined from.
+
+        Args:
+            corpus: Further documents.
+
+        Raises:
+            ImageError: A picture can't be read.
+        """
+        items = records.items
+        (_, query_numbers), positives, negatives = (
+            records.numbers(column) for column in ("query", "positives", "negatives")
+        )
+        parts = [(items, np.concatenate([positives[1], negatives[1]]))]
+        if corpus is not None:
+            parts.append((corpus, np.arange(len(corpus.columns))))
+        queries, documents = DistinctItems.of([(items, query_numbers)]), DistinctItems.of(parts)
+        query_of_record = queries.rows_of(items.ids[query_numbers])
+
+        def pairs(column: tuple[NDArray[np.int64], NDArray[np.int64]]) -> NDArray[np.int64]:
+            at, numbers = column
+            return np.stack([query_of_record[at], documents.rows_of(items.ids[numbers])])
+
+        itself = np.stack([np.arange(len(queries)), documents.rows_of(queries.ids_U)])
+        known = np.concatenate([pairs(positives), pairs(negatives), itself[:, itself[1] >= 0]], axis=1)
+        return cls(
+            queries,
+            documents,
+            query_of_record,
+            _grouped(pairs(positives), len(queries), len(documents)),
+            _grouped(known, len(queries), len(documents)),
+        )
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 (hex) over everything."""
+        total = hashlib.sha256(f"{self.queries.digest} {self.documents.digest}".encode())
+        for part in (self.positives, self.excluded):
+            total.update(part.offsets.astype("<i8").tobytes())
+            total.update(part.values.astype("<i8").tobytes())
+        return total.hexdigest()
+
+    def require(self, encoder: Encoder) -> None:
+        """Refuse items that a model has no tower for.
+
+        Raises:
+            DataError: With what they are.
+        """
+        for side in (self.queries, self.documents):
+            start = 0
+            for table in side.tables:
+                own = side.numbers_U[(side.numbers_U >= start) & (side.numbers_U < start + len(table.columns))] - start
+                for place in np.unique(table.modalities[own]).tolist():
+                    modality = tuple(MODALITY_WORDS)[place]
+                    if modality not in encoder.modalities:
+                        raise DataError(
+                            f"{encoder.name} takes {modality_words(encoder.modalities)}, and the data hold "
+                            f"{MODALITY_WORDS[modality][1]}: choose a model for them"
+                        )
+                start += len(table.columns)
+
+
+def corpus_items(items: Iterable[Item]) -> ItemTable:
+    """Collect the documents of a corpus; those without a text are left out."""
+    writer = ItemWriter()
+    for number, item in enumerate(items, start=1):
+        if modality_of(item) != "text" or str(item).strip():
+            writer.place(item)
+        if number % BLOCK_ITEMS == 0:
+            writer.flush()
+    writer.flush()
+    return writer.finish()
+
+
+def _grouped(pairs_2P: NDArray[np.int64], num_groups: int, num_values: int) -> Ragged:
+    """Return the distinct second numbers of each first number, ascending."""
+    keys = np.unique(pairs_2P[0] * num_values + pairs_2P[1])
+    firsts, seconds = np.divmod(keys, num_values)
+    return Ragged(seconds, np.searchsorted(firsts, np.arange(num_groups + 1)))

@@ -1,0 +1,118 @@
+"""Teachers: a better model's scores of pairs, to tell candidates that answer a query after all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vembed.batch import texts_of
+from vembed.errors import ConfigError, MachineError
+from vembed.evaluation.provenance import model_key
+from vembed.mining.vectors import StoredVectors, stored_vectors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.provenance import Key
+    from vembed.mining.task import MiningTask
+
+PAIRS_BLOCK = 65_536
+"""Pairs whose vectors, or texts, are in memory at a time."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderTeacher:
+    """Scores of a model with one vector for each item: their inner product."""
+
+    queries: StoredVectors
+    documents: StoredVectors
+
+    @classmethod
+    def of(cls, encode: ItemEncoder, task: MiningTask, folder: Path) -> EncoderTeacher:
+        """Encode everything with the teacher, or read what was encoded before; all ranks must call it."""
+        task.require(encode.encoder)
+        model = model_key(encode.encoder)
+        folder.mkdir(parents=True, exist_ok=True)
+        documents = stored_vectors(task.documents, "document", encode, model, folder)
+        return cls(stored_vectors(task.queries, "query", encode, model, folder), documents)
+
+    @property
+    def key(self) -> Key:
+        """What its scores are made of."""
+        return {"queries": self.queries.key, "documents": self.documents.key}
+
+    def scores(
+        self,
+        task: MiningTask,  # noqa: ARG002 - the vectors stand for its items
+        queries_P: NDArray[np.int64],
+        documents_P: NDArray[np.int64],
+    ) -> NDArray[np.float32]:
+        """Return a score for each pair of rows."""
+        found = np.empty(len(queries_P), dtype=np.float32)
+        for start in range(0, len(found), PAIRS_BLOCK):
+            own = slice(start, start + PAIRS_BLOCK)
+            pairs = self.queries.take(queries_P[own]), self.documents.take(documents_P[own])
+            np.einsum("pe,pe->p", *pairs, out=found[own])
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class CrossEncoderTeacher:
+    """Scores of a cross-encoder of sentence-transformers, which reads query and document together."""
+
+    name: str
+    model: Any  # a CrossEncoder
+    batch_rows: int
+
+    @classmethod
+    def load(cls, name: str, *, device: str, batch_rows: int) -> CrossEncoderTeacher:
+        """Load a cross-encoder.
+
+        Raises:
+            ConfigError: sentence-transformers is missing, or there is no such model.
+        """
+        try:
+            from sentence_transformers import CrossEncoder
+        except ImportError as error:
+            raise ConfigError(
+                "--cross-encoder needs sentence-transformers: pip install 'vembed[st]', or take an encoder as --teacher"
+            ) from error
+        try:
+            model = CrossEncoder(name, device=device)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--cross-encoder {name} can't be loaded: {error}") from error
+        return cls(name, model, batch_rows)
+
+    @property
+    def key(self) -> Key:
+        """What its scores are made of."""
+        from vembed.models.fingerprint import tensors_sha256
+
+        return {"cross-encoder": tensors_sha256(sorted(self.model.model.state_dict().items()))}
+
+    def scores(
+        self, task: MiningTask, queries_P: NDArray[np.int64], documents_P: NDArray[np.int64]
+    ) -> NDArray[np.float32]:
+        """Return a score for each pair of rows.
+
+        Raises:
+            MachineError: A score isn't finite.
+        """
+        found = []
+        for start in range(0, len(queries_P), PAIRS_BLOCK):
+            own = slice(start, start + PAIRS_BLOCK)
+            queries, documents = (
+                texts_of(items.take(rows[own]))
+                for items, rows in ((task.queries, queries_P), (task.documents, documents_P))
+            )
+            pairs = list(zip(queries, documents, strict=True))
+            found.append(self.model.predict(pairs, batch_size=self.batch_rows, show_progress_bar=False))
+        scores = np.concatenate(found).astype(np.float32).reshape(len(queries_P), -1)[:, -1]
+        if not np.isfinite(scores).all():
+            raise MachineError(f"{self.name} gives scores that aren't finite")
+        return scores

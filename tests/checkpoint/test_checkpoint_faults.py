@@ -7,14 +7,13 @@ import json
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from checkpoint_cases import assert_is_step, flip_byte, names_in, reseal, save_step
+from warm_process import run_warm
 
 from vembed.checkpoint.contents import validate
 from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError
@@ -104,8 +103,10 @@ def killed_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     for step in (1, 2, 3):
         save_step(manager, step, best=step == 1)
     assert manager.steps() == [1, 2, 3]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    subprocess.run([sys.executable, "-c", KILLER, str(base), str(work)], env=environment, check=True, timeout=120)
+    script = base.parent / "killer.py"
+    script.write_text(KILLER)
+    words = [str(script), str(base), str(work)]
+    run_warm(words, cwd=base.parent, env=os.environ, scratch=base.parent).check_returncode()
     return sorted(work.iterdir())
 
 

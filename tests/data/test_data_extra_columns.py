@@ -160,13 +160,13 @@ def test_a_csv_cell_that_is_no_number_is_refused(write_jsonl: WriteJsonl, cell: 
 
 
 def test_sets_with_fixed_columns_get_defaults_or_are_refused() -> None:
-    message = refusal("builtin:stdlib-code")
+    message = refusal("builtin:pages")
     assert message == (
-        "builtin:stdlib-code is a built-in set and has no column 'weight'; loss_type weighted needs it: how much the "
+        "builtin:pages is a built-in set and has no column 'weight'; loss_type weighted needs it: how much the "
         "row counts"
     )
     optional = Needs((TOPIC, ExtraColumn("share", "a share", required=False, default=1)))
-    table = load_records("builtin:stdlib-code", options(optional)).table
+    table = load_records("builtin:pages", options(optional)).table
     assert dict(table.subset([3])[0].columns) == {"topic": -1, "share": 1.0}
 
 

@@ -83,6 +83,7 @@ def test_the_subset_of_cirr_is_the_whole_ranking_restricted(tmp_path: Path) -> N
     assert "recall@2" not in whole["metrics"]
 
 
+@pytest.mark.slow
 def test_a_cut_off_of_a_thousand_may_be_asked_for(tmp_path: Path) -> None:
     found, _ = evaluate(tmp_path, "sop", "--metric", "hit@1000")
     assert found["metrics"]["hit@1000"] == 1.0

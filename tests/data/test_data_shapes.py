@@ -70,12 +70,14 @@ def tables(drawn: tuple[dict[Role, RecordTable], float]) -> dict[Role, RecordTab
     return drawn[0]
 
 
+@pytest.mark.slow
 def test_all_splits_are_drawn_within_seconds(drawn: tuple[dict[Role, RecordTable], float]) -> None:
     tables, seconds = drawn
     assert [len(tables[role]) for role in ROLES] == [6000, 500, 1000]
     assert seconds < 10
 
 
+@pytest.mark.slow
 def test_no_caption_picture_or_combination_is_in_two_splits(tables: dict[Role, RecordTable]) -> None:
     captions = {role: {record.query for record in table} for role, table in tables.items()}
     pictures = {
@@ -92,6 +94,7 @@ def test_no_caption_picture_or_combination_is_in_two_splits(tables: dict[Role, R
             assert of[one].isdisjoint(of[other])  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_no_two_scenes_of_a_split_are_alike_and_the_parts_are_all_used(tables: dict[Role, RecordTable]) -> None:
     for role in ROLES:
         scenes = shapes.scenes_of(role)
@@ -104,6 +107,7 @@ def test_no_two_scenes_of_a_split_are_alike_and_the_parts_are_all_used(tables: d
     assert {scene.background for scene in scenes} == set(BACKGROUNDS)
 
 
+@pytest.mark.slow
 def test_each_caption_is_true_of_its_picture_and_false_of_its_hard_negative(tables: dict[Role, RecordTable]) -> None:
     for role in ROLES:
         captions = iter(record.query for record in tables[role])
@@ -128,6 +132,7 @@ def test_the_hard_negative_has_the_same_shapes_and_colours() -> None:
     assert len(kinds) == 3, "one object moved; two objects swapped; two colours swapped"
 
 
+@pytest.mark.slow
 def test_captions_of_a_scene_differ_and_there_are_many_forms(tables: dict[Role, RecordTable]) -> None:
     captions = [record.query for record in tables["train"]]
     assert all(first != second for first, second in zip(captions[::2], captions[1::2], strict=True))
@@ -171,6 +176,7 @@ def test_a_picture_shows_its_objects_where_they_are() -> None:
         assert corner == BACKGROUNDS[scene.background or ""]
 
 
+@pytest.mark.slow
 def test_another_process_draws_the_same(tables: dict[Role, RecordTable]) -> None:
     code = "from vembed.data.builtin.shapes import load; print(load('validation').table.fingerprint)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -30,6 +30,7 @@ def exit_json(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_ends_all_with_its_code_and_names_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
+import tempfile
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from command_cases import environment
+from warm_process import WarmProcess
 
 import vembed
 from vembed.search.serve import SearchServer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 DOCUMENTS = {
     "d1": "red apples grow on trees",
@@ -97,11 +99,13 @@ class Page:
 class StartedPage(Page):
     """A server in a process of its own."""
 
-    process: subprocess.Popen[str]
+    process: WarmProcess
+    output: Path
 
     def end(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        self.output.unlink()
 
 
 @contextmanager
@@ -119,12 +123,12 @@ def served_here(index: Path) -> Iterator[Page]:
 
 
 def start_page(index: Path) -> StartedPage:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vembed", "search", str(index), "--serve", "--port", "0"],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(),
-    )  # fmt: skip
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    found = re.search(r"http://127\.0\.0\.1:\d+/", line)
-    assert found, line + process.stdout.read()
-    return StartedPage(found.group(), process)
+    number, name = tempfile.mkstemp(prefix="page-")
+    os.close(number)
+    output = Path(name)
+    words = ["-m", "vembed", "search", str(index), "--serve", "--port", "0"]
+    process = WarmProcess(words, cwd=index.parent, env=environment(), output=output)
+    while not (found := re.search(r"http://127\.0\.0\.1:\d+/", output.read_text())):
+        assert process.poll() is None, output.read_text()
+        time.sleep(0.02)
+    return StartedPage(found.group(), process, output)

@@ -55,6 +55,7 @@ def large_share(loss: StreamedLoss, dim: int = 16) -> tuple[Any, Tensor, Tensor]
     return loss.gradients(StreamedBatch(q_QE, d_DE, pairs(LARGE))), q_QE, d_DE
 
 
+@pytest.mark.slow
 def test_at_65536_rows_no_gradient_underflows_and_all_agree_with_float64() -> None:
     found, q_QE, d_DE = large_share(InfoNCE(temperature=0.05))
     logits_QD = q_QE.double() @ d_DE.double().T / 0.05

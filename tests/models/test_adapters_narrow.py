@@ -106,6 +106,7 @@ def test_weights_that_were_changed_behind_a_run_are_not_merged_with_its_adapters
         gather_encoder(narrow, Ranks(), lambda: fresh)
 
 
+@pytest.mark.slow
 def test_the_plan_counts_two_bytes_for_each_and_says_so(folders: dict[str, Path]) -> None:
     keys = ModelKeys(model_name=str(folders["qwen3"]))
     sizes = [profile_model(keys, ProfileTarget("cuda", dtype), lora=AdapterKeys()) for dtype in (HALF, None)]

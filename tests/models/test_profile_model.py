@@ -293,6 +293,7 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(folder: Path) -> No
     assert peak < 2 << 30
 
 
+@pytest.mark.slow
 def test_adapters_of_a_language_model_with_pictures_are_measured_in_its_language_layers(tmp_path: Path) -> None:
     content = json.loads((SHAPES / "qwen3_vl_2b.json").read_text("utf-8"))
     content["text_config"] |= {"num_hidden_layers": 4}

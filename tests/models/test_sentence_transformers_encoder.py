@@ -85,7 +85,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             for parameter in module.parameters():
                 if parameter.ndim == 1:
                     torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
-        SentenceTransformer(modules=modules, device="cpu", prompts=PROMPTS).save(str(root / kind.replace(" ", "-")))
+        made = SentenceTransformer(modules=modules, device="cpu", prompts=PROMPTS)
+        made.save(str(root / kind.replace(" ", "-")), create_model_card=False)
     return {kind: root / kind.replace(" ", "-") for kind in KINDS}
 
 

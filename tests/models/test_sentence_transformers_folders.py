@@ -32,7 +32,7 @@ def transformers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def written(folder: Path, modules: Sequence[torch.nn.Module], **general: Any) -> SentenceTransformer:
     """Let sentence-transformers write a model, and load it back as its users do."""
-    SentenceTransformer(modules=list(modules), device="cpu", **general).save(str(folder))
+    SentenceTransformer(modules=list(modules), device="cpu", **general).save(str(folder), create_model_card=False)
     return SentenceTransformer(str(folder), device="cpu")
 
 

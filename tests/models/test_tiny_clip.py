@@ -208,6 +208,7 @@ def test_a_folder_of_another_architecture_is_refused(tmp_path: Path) -> None:
         load_encoder(ModelKeys(model_name=str(tmp_path)))
 
 
+@pytest.mark.slow
 def test_it_learns_which_caption_belongs_to_which_picture() -> None:
     encoder = build()
     captions, pictures = [f"picture number {seed}" for seed in range(12)], [picture(seed) for seed in range(12)]

@@ -279,6 +279,7 @@ def test_a_killed_worker_is_an_error_that_says_so_soon(rows: Path, number: signa
     assert not any(worker.is_alive() for worker in workers)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_the_others_start_is_the_same_error(
     rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

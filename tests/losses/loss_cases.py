@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ class LossCase:
     queries: tuple[str, ...]
     documents: tuple[str, ...]
     positives: tuple[tuple[int, int], ...]
+    weights: tuple[float, ...] | None = field(default=None, kw_only=True)  # of the queries
 
     @property
     def batch(self) -> ContrastiveBatch:
@@ -34,6 +35,7 @@ class LossCase:
             query_ids_Q=np.array([content_id(query) for query in self.queries]),
             document_ids_D=np.array([content_id(document) for document in self.documents]),
             record_ids=tuple(range(len(self.queries))),
+            columns={} if self.weights is None else {"weight": np.array(self.weights)},
         )
 
     @property

@@ -24,6 +24,7 @@ import torch
 from vembed.losses.base import MultiVectors, to_device
 from vembed.losses.statistics import Hardest, LogSumExp
 from vembed.losses.streamed import StreamedBatch
+from vembed.losses.weights import share_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -154,7 +155,7 @@ class LossStage:
         summed = {
             name: total.view_as(part).to(part.dtype) for (name, part), total in zip(found.own.items(), own, strict=True)
         }
-        rank_loss = found.loss * (num_queries / (stop - first))  # it was divided by all queries
+        rank_loss = found.loss / (share_of(structure, range(first, stop)) or 1.0)  # it was divided by all queries
         return loss.squeeze(), rank_loss, u_NE, summed
 
     def _merged(self, statistics: Statistics) -> Statistics:

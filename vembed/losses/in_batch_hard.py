@@ -54,14 +54,14 @@ class InBatchHard(InfoNCE):
         loss.hard_topk = None if keys.use_all_negatives else keys.hard_topk
         return loss
 
-    def _direction(self, logits_RC: Tensor, positive_RC: Tensor) -> Tensor:
+    def _direction(self, logits_RC: Tensor, positive_RC: Tensor, shares_R: Tensor) -> Tensor:
         """Return the mean over rows of their InfoNCE, over positives and the hardest of the other columns."""
         if self.hard_topk is not None:
             negatives_RC = logits_RC.detach().masked_fill(positive_RC, -math.inf)
             order_RC = negatives_RC.argsort(dim=1, descending=True, stable=True)
             counts_RC = positive_RC.scatter(1, order_RC[:, : self.hard_topk], value=True) | positive_RC
             logits_RC = logits_RC.masked_fill(~counts_RC, -math.inf)
-        return super()._direction(logits_RC, positive_RC)
+        return super()._direction(logits_RC, positive_RC, shares_R)
 
     @torch.no_grad()
     def statistics(self, batch: StreamedBatch) -> Statistics:

@@ -24,19 +24,19 @@ merged online as in Milakov & Gimelshein, 2018, "Online normalizer calculation f
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 
 from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.masks import false_negative_mask, positive_mask
 from vembed.losses.prefixes import Prefixes, weighted_similarities
-from vembed.losses.statistics import LogSumExp, Statistics
+from vembed.losses.softmax import Slopes, Sums, terms
+from vembed.losses.statistics import LogSumExp
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
 from vembed.losses.tiles import BOUNDED_LOGIT, DEFAULT_TILE_SIZE, longest_row, read_numbers
+from vembed.losses.weights import document_shares, query_shares, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
     from vembed.losses.facts.infonce import InfoNCEKeys
+    from vembed.losses.softmax import Terms
+    from vembed.losses.statistics import Statistics
     from vembed.losses.streamed import StreamedBatch
     from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
 
@@ -91,19 +93,19 @@ class SoftmaxLoss(StreamedLoss):
         """
         positive_QD = positive_mask(structure)
         masked_QD = false_negative_mask(structure, positive_QD) if self.mask_false_negatives else None
+        shares_Q, shares_D = query_shares(structure), document_shares(structure)
         losses = []
         for weight, similarity_QD in weighted:
             logits_QD = similarity_QD * self.log_scale.exp()
             if masked_QD is not None:
                 logits_QD = logits_QD.masked_fill(masked_QD, -math.inf)
-            loss = self._direction(logits_QD, positive_QD)
+            loss = self._direction(logits_QD, positive_QD, shares_Q)
             if self.bidirectional:
-                wanted_D = positive_QD.any(dim=0)
-                loss = (loss + self._direction(logits_QD.T[wanted_D], positive_QD.T[wanted_D])) / 2
+                loss = (loss + self._direction(logits_QD.T, positive_QD.T, shares_D)) / 2
             losses.append(weight * loss)
         return torch.stack(losses).sum()
 
-    def _direction(self, logits_RC: Tensor, positive_RC: Tensor) -> Tensor:
+    def _direction(self, logits_RC: Tensor, positive_RC: Tensor, shares_R: Tensor) -> Tensor:
         """Return the mean over rows R of log-sum-exp over all columns C minus that over the positive ones.
 
         A row without positives counts 0.
@@ -111,7 +113,7 @@ class SoftmaxLoss(StreamedLoss):
         counted_R = positive_RC.any(dim=1)
         logits, positive = logits_RC[counted_R], positive_RC[counted_R]
         losses = logits.logsumexp(dim=1) - logits.masked_fill(~positive, -math.inf).logsumexp(dim=1)
-        return losses.sum() / len(counted_R)
+        return (losses * shares_R[counted_R].to(losses.dtype)).sum()
 
     @property
     def needs_statistics(self) -> bool:
@@ -124,7 +126,7 @@ class SoftmaxLoss(StreamedLoss):
         return self._swept(self._tiles(batch))
 
     def _swept(self, tiles: SimilarityTiles) -> Statistics:
-        sums = _Sums(tiles, columns=self.bidirectional)
+        sums = Sums(tiles, columns=self.bidirectional)
         for strip in tiles.strips():
             for tile in strip:
                 for prefix, logits_RC in enumerate(tiles.logits(tile)):
@@ -152,8 +154,8 @@ class SoftmaxLoss(StreamedLoss):
 
     def _one_sweep(self, tiles: SimilarityTiles, batch: StreamedBatch, out: EmbeddingGradients, height: int) -> Tensor:
         """Keep the logits of a strip until its rows are complete; return the loss."""
-        cells, sums, loss = tiles.cells, _Sums(tiles, columns=False), tiles.zeros()
-        weights_K1 = self._weights(tiles, 1 / batch.structure.num_queries)
+        cells, sums, loss = tiles.cells, Sums(tiles, columns=False), tiles.zeros()
+        weights_KQ = self.query_weights(batch, tiles)
         for strip in tiles.strips(height):
             kept: list[tuple[Tile, Tensor]] = []
             for tile in strip:
@@ -164,10 +166,10 @@ class SoftmaxLoss(StreamedLoss):
             pairs = cells.pairs_of(rows)
             logits_KP, groups_P = sums.positive_logits_KP[:, pairs], cells.pair_rows[pairs] - rows.start
             positives = LogSumExp.of_groups(logits_KP, groups_P, rows.stop - rows.start)
-            terms = _terms(sums.rows[:, rows], positives, (logits_KP, groups_P), weights_K1)
-            loss += terms.loss
+            of_rows = terms(sums.rows[:, rows], positives, (logits_KP, groups_P), weights_KQ[:, rows])
+            loss += of_rows.loss
             for place, (tile, matrix_RC) in enumerate(kept):
-                slopes = _Slopes(terms.shifts_KG[0], None, terms.pair_gradients_KP[0, tile.pairs - pairs.start])
+                slopes = Slopes(of_rows.shifts_KG[0], None, of_rows.pair_gradients_KP[0, tile.pairs - pairs.start])
                 slopes.apply(tiles, tile, matrix_RC, exponentials=sums.bounded)
                 tiles.backward_plain(tile, matrix_RC, out, f"kept {place}")
         return loss
@@ -183,7 +185,7 @@ class SoftmaxLoss(StreamedLoss):
 
                 def differentiate(prefix: int, matrix_RC: Tensor, tile: Tile = tile) -> None:
                     matrix_RC.view(-1)[tile.excluded] = -math.inf
-                    slopes = _Slopes(
+                    slopes = Slopes(
                         rows.shifts_KG[prefix, tile.rows],
                         None if columns is None else columns.shifts_KG[prefix, tile.columns],
                         pair_gradients_KP[prefix, tile.pairs],
@@ -197,25 +199,19 @@ class SoftmaxLoss(StreamedLoss):
 
     def _both_terms(
         self, tiles: SimilarityTiles, batch: StreamedBatch, known: Statistics
-    ) -> tuple[Tensor, _Terms, _Terms | None, Tensor]:
+    ) -> tuple[Tensor, Terms, Terms | None, Tensor]:
         """Return the loss, the terms of rows and columns, and the gradients of the positive pairs' logits."""
-        cells, logits_KP, num_queries = tiles.cells, known.positive_logits_KP, batch.structure.num_queries
+        cells, logits_KP = tiles.cells, known.positive_logits_KP
         share = 1.0 if known.columns is None else 0.5
         positives = LogSumExp.of_groups(logits_KP, cells.pair_rows, cells.num_rows)
-        weights_K1 = self._weights(tiles, share / num_queries)
-        rows = _terms(known.rows, positives, (logits_KP, cells.pair_rows), weights_K1)
+        rows = terms(known.rows, positives, (logits_KP, cells.pair_rows), self.query_weights(batch, tiles, share))
         loss, pair_gradients_KP, columns = rows.loss, rows.pair_gradients_KP, None
         if known.columns is not None:
-            weights_K1 = self._weights(tiles, share / cells.num_wanted)
-            columns = _terms(known.columns[0], known.columns[1], (logits_KP, cells.pair_columns), weights_K1)
-            loss = loss + columns.loss * (cells.num_rows / num_queries)  # every rank has all of it: this is its share
+            weights_KD = self.weights_of(share * document_shares(batch.structure), tiles)
+            columns = terms(known.columns[0], known.columns[1], (logits_KP, cells.pair_columns), weights_KD)
+            loss = loss + columns.loss * share_of(batch.structure, batch.queries)  # every rank has all of it
             pair_gradients_KP = pair_gradients_KP + columns.pair_gradients_KP
         return loss, rows, columns, pair_gradients_KP
-
-    def _weights(self, tiles: SimilarityTiles, factor: float) -> Tensor:
-        """Return what one row (or column) of each prefix counts, (K, 1)."""
-        # Filled on the device: a copy of a list would wait for it.
-        return torch.stack([tiles.zeros(1).fill_(weight * factor) for weight in self.prefix_weights])
 
     def _tiles(self, batch: StreamedBatch) -> SimilarityTiles:
         """Return the tiles of a batch; the scale and how large a logit can be are read together."""
@@ -254,98 +250,3 @@ class InfoNCE(SoftmaxLoss):
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the loss over the whole matrix."""
         return self.of_similarities(weighted_similarities(q_QE, d_DE, self.prefixes), structure)
-
-
-class _Sums:
-    """The sums of a sweep, as they grow."""
-
-    def __init__(self, tiles: SimilarityTiles, *, columns: bool) -> None:
-        self.tiles, self._cells = tiles, tiles.cells
-        self.bounded = tiles.largest_logit <= BOUNDED_LOGIT
-        self.rows = self._empty(self._cells.num_rows)
-        self.columns = self._empty(self._cells.num_columns) if columns else None
-        self.positive_logits_KP = tiles.zeros(tiles.num_prefixes, len(self._cells.pair_rows))
-
-    def _empty(self, count: int) -> LogSumExp:
-        return LogSumExp.empty(self.tiles.num_prefixes, count, like=self.tiles.zeros(), bounded=self.bounded)
-
-    def add(self, prefix: int, tile: Tile, logits_RC: Tensor) -> None:
-        """Add a tile. It comes out with -inf where it is excluded, or all of it exponentiated when bounded."""
-        cells = logits_RC.view(-1)
-        self.positive_logits_KP[prefix, tile.pairs] = cells[tile.pair_cells]
-        cells[tile.excluded] = -math.inf
-        if self.bounded:
-            logits_RC.exp_()
-        for sums, where, dim in ((self.rows, tile.rows, 1), (self.columns, tile.columns, 0)):
-            if sums is None:
-                continue
-            if self.bounded:
-                sums.sum[prefix, where] += logits_RC.sum(dim)
-            else:
-                scratch_RC = self.tiles.room("scratch", tile.shape)
-                sums.add_logits((prefix, where), logits_RC, dim=dim, scratch_RC=scratch_RC)
-
-    def finished(self) -> Statistics:
-        """Return what ranks merge."""
-        columns = None
-        if self.columns is not None:
-            cells = self._cells
-            positives = LogSumExp.of_groups(self.positive_logits_KP, cells.pair_columns, cells.num_columns)
-            columns = LogSumExp.stack([self.columns.without_idle_maxima(), positives])
-        return Statistics(self.rows, columns, self.positive_logits_KP, self.tiles)
-
-
-class _Terms(NamedTuple):
-    """What one direction comes to. A group is a row, or a column."""
-
-    loss: Tensor  # its weighted sum
-    # What to add to a logit so that its exponential is the gradient; -inf where a group doesn't count
-    shifts_KG: Tensor
-    pair_gradients_KP: Tensor  # gradient of each positive pair's logit
-
-
-def _terms(negatives: LogSumExp, positives: LogSumExp, pairs: tuple[Tensor, Tensor], weights_K1: Tensor) -> _Terms:
-    """Return the loss of one direction and its slopes.
-
-    Args:
-        negatives: Sums over the negatives of each group, (K, G).
-        positives: Sums over its positives, (K, G). A group without any doesn't count.
-        pairs: Logits (K, P) and groups (P,) of this rank's positive pairs.
-    """
-    n_KG, p_KG = negatives.value(), positives.value()
-    counts_KG = p_KG != -math.inf  # NaN counts, so that it reaches the loss
-    gap_KG = torch.where(counts_KG, n_KG - p_KG, -math.inf)
-    logits_KP, groups_P = pairs
-    of_pairs_KP = (logits_KP - p_KG[:, groups_P]).exp() * gap_KG[:, groups_P].sigmoid()
-    return _Terms(
-        loss=(-logsigmoid(-gap_KG) * weights_K1).sum(),
-        shifts_KG=torch.where(counts_KG, weights_K1.log() - torch.logaddexp(n_KG, p_KG), -math.inf),
-        pair_gradients_KP=-weights_K1 * of_pairs_KP,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Slopes:
-    """What turns the logits of one tile into their gradients."""
-
-    row_shifts_R: Tensor  # shift of each row
-    column_shifts_C: Tensor | None  # shift of each column; None with one direction
-    pair_gradients_P: Tensor  # gradients of the positive cells
-
-    def apply(self, tiles: SimilarityTiles, tile: Tile, matrix_RC: Tensor, *, exponentials: bool) -> None:
-        """Turn a tile into dL/dlogits, in place.
-
-        Args:
-            matrix_RC: Its logits, -inf where excluded, or their exponentials.
-        """
-        rows_R1, columns_C = self.row_shifts_R[:, None], self.column_shifts_C
-        if exponentials and columns_C is None:
-            matrix_RC.mul_(rows_R1.exp())
-        elif exponentials and columns_C is not None:
-            matrix_RC.mul_(torch.add(rows_R1.exp(), columns_C.exp(), out=tiles.room("scratch", tile.shape)))
-        elif columns_C is None:
-            matrix_RC.add_(rows_R1).exp_()
-        else:
-            by_column_RC = torch.add(matrix_RC, columns_C, out=tiles.room("scratch", tile.shape)).exp_()
-            matrix_RC.add_(rows_R1).exp_().add_(by_column_RC)
-        matrix_RC.view(-1)[tile.pair_cells] = self.pair_gradients_P

@@ -26,6 +26,7 @@ from vembed.losses.masks import false_negative_mask, positive_mask
 from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, read_numbers
+from vembed.losses.weights import query_shares
 
 if TYPE_CHECKING:
     from vembed.losses.base import BatchStructure, LossCommon
@@ -74,7 +75,8 @@ class SigmoidLoss(StreamedLoss):
         )
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
-        """Return the sum over pairs divided by the number of queries."""
+        """Return the mean over queries of the sum over their pairs."""
+        shares_Q1 = query_shares(structure).to(q_QE.dtype)[:, None]
         positive_QD = positive_mask(structure)
         signs_QD = torch.where(positive_QD, -1.0, 1.0).to(q_QE.dtype)
         masked_QD = false_negative_mask(structure, positive_QD) if self.mask_false_negatives else None
@@ -84,7 +86,7 @@ class SigmoidLoss(StreamedLoss):
             pairs_QD = softplus(signs_QD * logits_QD, threshold=EXACT_THRESHOLD)
             if masked_QD is not None:
                 pairs_QD = pairs_QD.masked_fill(masked_QD, 0.0)
-            losses.append(weight * pairs_QD.sum() / structure.num_queries)
+            losses.append(weight * (pairs_QD * shares_Q1).sum())
         return torch.stack(losses).sum()
 
     @torch.no_grad()
@@ -96,19 +98,20 @@ class SigmoidLoss(StreamedLoss):
         scale, bias = read_numbers(self.log_scale.exp(), self.bias)
         tiles = self.tiles(batch, scale=scale)
         out = empty_gradients(tiles, batch, into)
-        weights = [weight / batch.structure.num_queries for weight in self.prefix_weights]
+        weights_KQ = self.query_weights(batch, tiles)
         loss, bias_gradient = tiles.zeros(), tiles.zeros()
         for strip in tiles.strips():
             for tile in strip:
 
                 def differentiate(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
-                    weight, cells = weights[prefix], logits_RC.add_(bias).view(-1)
-                    positives_P = cells[tile.pair_cells]
+                    weights_R, cells = weights_KQ[prefix, tile.rows], logits_RC.add_(bias).view(-1)
+                    positives_P, rows_P = cells[tile.pair_cells], tiles.cells.pair_rows[tile.pairs]
+                    weights_P = weights_KQ[prefix, rows_P]
                     cells[tile.excluded] = -math.inf
-                    terms = softplus(logits_RC, threshold=EXACT_THRESHOLD).sum()
-                    loss.add_(terms + softplus(-positives_P, threshold=EXACT_THRESHOLD).sum(), alpha=weight)
-                    logits_RC.sigmoid_().mul_(weight)
-                    cells[tile.pair_cells] = -weight * (-positives_P).sigmoid()
+                    loss.add_(softplus(logits_RC, threshold=EXACT_THRESHOLD).sum(dim=1) @ weights_R)
+                    loss.add_(softplus(-positives_P, threshold=EXACT_THRESHOLD) @ weights_P)
+                    logits_RC.sigmoid_().mul_(weights_R[:, None])
+                    cells[tile.pair_cells] = -weights_P * (-positives_P).sigmoid()
                     bias_gradient.add_(logits_RC.sum())
 
                 tiles.backward(tile, differentiate, out)

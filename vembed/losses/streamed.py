@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vembed.losses.base import BatchLoss
+from vembed.losses.base import BatchLoss, to_device
 from vembed.losses.cells import CellMap
 from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
+from vembed.losses.weights import query_shares
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -113,6 +114,16 @@ class StreamedLoss(BatchLoss):
         """Return which cells of this rank's queries are positives, and which are no negatives."""
         masks, device = self.mask_false_negatives, batch.q_QE.device
         return CellMap(batch.structure, batch.queries, mask_false_negatives=masks, device=device)
+
+    def query_weights(self, batch: StreamedBatch, tiles: SimilarityTiles, share: float = 1.0) -> Tensor:
+        """Return what each of this rank's queries counts in each prefix, (K, Q), all ranks' adding up to `share`."""
+        own = slice(batch.queries.start, batch.queries.stop)
+        return self.weights_of(share * query_shares(batch.structure)[own], tiles)
+
+    def weights_of(self, shares_G: Tensor, tiles: SimilarityTiles) -> Tensor:
+        """Return the weight of each prefix times some shares, (K, G), on the device of the tiles."""
+        weights_KG = torch.stack([weight * shares_G for weight in self.prefix_weights]).to(tiles.dtype)
+        return to_device(weights_KG, tiles.device)
 
     @property
     def prefix_weights(self) -> tuple[float, ...]:

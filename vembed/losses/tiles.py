@@ -64,6 +64,7 @@ class SimilarityTiles:
         row_vectors: Most vectors of a query, which are rows of the products.
         largest_logit: Bound of |logit| by the Cauchy-Schwarz inequality.
         dtype: Type of logits and gradients, at least float32.
+        device: Where the embeddings lie.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class SimilarityTiles:
         tile_size: int,
     ) -> None:
         self.cells, self.scale, self.largest_logit = cells, scale, scale * longest
-        self.dtype = torch.promote_types(q_QE.dtype, torch.float32)
+        self.dtype, self.device = torch.promote_types(q_QE.dtype, torch.float32), q_QE.device
         self.tile_size, self.row_vectors = tile_size, 1
         self.num_prefixes = 1 if prefixes is None else len(prefixes.dims)
         self._q, self._d, self._prefixes = q_QE, d_DE, prefixes

@@ -35,6 +35,7 @@ from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarit
 from vembed.losses.statistics import LogSumExp, Statistics
 from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients
 from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.weights import relative_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,19 +98,20 @@ class TripletLoss(StreamedLoss):
             if structure.negatives_P2 is not None:
                 named_QD[structure.negatives_P2.unbind(dim=1)] = True
             negative_QD &= named_QD
-        negative_PD = negative_QD[queries_P]
+        negative_PD, weights_P = negative_QD[queries_P], relative_weights(structure).to(q_QE.dtype)[queries_P]
         losses = []
         for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
             others_PD = similarity_QD[queries_P].masked_fill(~negative_PD, -math.inf)
             if self.negatives == "hardest":
                 others_PD = others_PD.max(dim=1, keepdim=True).values
             excess_PD = (self.margin - similarity_QD[queries_P, documents_P, None] + others_PD).relu()
-            number = {
-                "all": (excess_PD > 0).sum(),
-                "hardest": negative_PD.new_tensor(len(queries_P), dtype=torch.int64),
-                "listed": negative_PD.sum(),
+            counted_PD = {
+                "all": excess_PD > 0,
+                "hardest": torch.ones_like(excess_PD, dtype=torch.bool),
+                "listed": negative_PD,
             }[self.negatives]
-            losses.append(weight * excess_PD.sum() / number.clamp_min(1))
+            number = (counted_PD * weights_P[:, None]).sum()
+            losses.append(weight * (excess_PD * weights_P[:, None]).sum() / _or_one(number))
         return torch.stack(losses).sum()
 
     @property
@@ -130,7 +132,8 @@ class TripletLoss(StreamedLoss):
                 for prefix, similarity_RC in enumerate(tiles.logits(tile)):
                     for some, _, excess_PC in self._excess(tiles, tile, similarity_RC, positive_KP[prefix]):
                         counts_KP[prefix, some] += (excess_PC > 0).sum(dim=1)
-        of_pairs, of_rank = (LogSumExp(torch.zeros_like(each), each) for each in (counts_KP, counts_KP.sum(dim=1)))
+        number_K = (counts_KP * self._own_weights(batch, tiles)[cells.pair_rows]).sum(dim=1)
+        of_pairs, of_rank = (LogSumExp(torch.zeros_like(each), each) for each in (counts_KP, number_K))
         return Statistics(of_pairs, of_rank, positive_KP, tiles)
 
     def _excess(
@@ -154,20 +157,22 @@ class TripletLoss(StreamedLoss):
         if statistics is None or statistics.columns is None:
             raise ValueError("the mean over triplets that exceed 0 needs the statistics of all ranks first")
         tiles, counts_KP = statistics.tiles, statistics.rows.sum
-        number_K = statistics.columns.rescaled(tiles.zeros(tiles.num_prefixes)).clamp_min(1)
-        weights_K = torch.stack([weight / each for weight, each in zip(self.prefix_weights, number_K, strict=True)])
+        number_K = _or_one(statistics.columns.rescaled(tiles.zeros(tiles.num_prefixes)))
+        shares_K = torch.stack([weight / each for weight, each in zip(self.prefix_weights, number_K, strict=True)])
+        weights_KQ = shares_K[:, None] * self._own_weights(batch, tiles)
         out, loss = empty_gradients(tiles, batch, into), tiles.zeros()
         for strip in tiles.strips():
             for tile in strip:
 
                 def differentiate(prefix: int, similarity_RC: Tensor, tile: Tile = tile) -> None:
-                    weight, positive_P = weights_K[prefix], statistics.positive_logits_KP[prefix]
+                    weights_R, positive_P = weights_KQ[prefix, tile.rows], statistics.positive_logits_KP[prefix]
                     violations_RC = tiles.room("violations", tile.shape).zero_()
                     for _, rows_P, excess_PC in self._excess(tiles, tile, similarity_RC, positive_P):
-                        loss.add_(excess_PC.relu_().sum() * weight)
+                        loss.add_(excess_PC.relu_().sum(dim=1) @ weights_R[rows_P])
                         violations_RC.index_add_(0, rows_P, excess_PC.sign_())
-                    torch.mul(violations_RC, weight, out=similarity_RC)
-                    similarity_RC.view(-1)[tile.pair_cells] = -weight * counts_KP[prefix, tile.pairs]
+                    torch.mul(violations_RC, weights_R[:, None], out=similarity_RC)
+                    weights_P = weights_KQ[prefix, tiles.cells.pair_rows[tile.pairs]]
+                    similarity_RC.view(-1)[tile.pair_cells] = -weights_P * counts_KP[prefix, tile.pairs]
 
                 tiles.backward(tile, differentiate, out)
         tiles.finish(out)
@@ -177,19 +182,25 @@ class TripletLoss(StreamedLoss):
         """Differentiate triplets (query, positive, negative), as many as pairs or as hard negatives."""
         tiles = self.tiles(batch, scale=1.0)
         triplets_K, number = self._hardest(batch, tiles) if self.negatives == "hardest" else self._listed(batch)
+        weights_Q = self._own_weights(batch, tiles) / (number or 1.0)
 
         def excess(q_QE: Tensor, d_DE: Tensor) -> Tensor:
             losses = []
             for weight, dim, triplets in zip(self.prefix_weights, self.prefix_dims, triplets_K, strict=True):
                 q_TE = q_QE[triplets.queries_T]
                 near_T, far_T = (pair_similarity(q_TE, d_DE[each], dim) for each in triplets[1:])
-                losses.append((self.margin - near_T + far_T).relu().sum() * (weight / max(1, number)))
+                losses.append((self.margin - near_T + far_T).relu() @ weights_Q[triplets.queries_T] * weight)
             return torch.stack(losses).sum()
 
         return differentiated(excess, tiles, batch, into)
 
-    def _hardest(self, batch: StreamedBatch, tiles: SimilarityTiles) -> tuple[list[_Triplets], int]:
-        """Return this rank's pairs with the query's most similar negative, by prefix, and how many all ranks have."""
+    def _own_weights(self, batch: StreamedBatch, tiles: SimilarityTiles) -> Tensor:
+        """Return the weights of this rank's queries over the mean of all, (Q,)."""
+        own = slice(batch.queries.start, batch.queries.stop)
+        return to_device(relative_weights(batch.structure)[own].to(tiles.dtype), tiles.device)
+
+    def _hardest(self, batch: StreamedBatch, tiles: SimilarityTiles) -> tuple[list[_Triplets], float]:
+        """Return this rank's pairs with the query's most similar negative, by prefix, and the weight of all ranks'."""
         cells = tiles.cells
         best_KQ = tiles.zeros(tiles.num_prefixes, cells.num_rows).fill_(-math.inf)
         columns_KQ = torch.zeros_like(best_KQ, dtype=torch.int64)
@@ -206,10 +217,11 @@ class TripletLoss(StreamedLoss):
         kept_P = has_any_Q[cells.pair_rows].nonzero().squeeze(1)
         rows_P, documents_P = cells.pair_rows[kept_P], cells.pair_columns[kept_P]
         triplets = [_Triplets(rows_P, documents_P, columns_Q[rows_P]) for columns_Q in columns_KQ]
-        return triplets, len(torch.unique(batch.structure.positives_P2, dim=0))
+        queries_P = torch.unique(batch.structure.positives_P2, dim=0)[:, 0]
+        return triplets, relative_weights(batch.structure)[queries_P].sum().item()
 
-    def _listed(self, batch: StreamedBatch) -> tuple[list[_Triplets], int]:
-        """Return this rank's triplets of a positive and a hard negative, by prefix, and how many all ranks have."""
+    def _listed(self, batch: StreamedBatch) -> tuple[list[_Triplets], float]:
+        """Return this rank's triplets of a positive and a hard negative, by prefix, and the weight of all ranks'."""
         structure, device = batch.structure, batch.q_QE.device
         every = range(structure.num_queries)
         whole = CellMap(structure, every, mask_false_negatives=self.mask_false_negatives)
@@ -225,4 +237,10 @@ class TripletLoss(StreamedLoss):
         first, stop = np.searchsorted(queries_T, [batch.queries.start, batch.queries.stop])
         columns = (queries_T - batch.queries.start, positives_T, negatives_T)
         own = _Triplets(*(to_device(torch.from_numpy(each[first:stop]), device) for each in columns))
-        return [own] * len(self.prefix_dims), len(queries_T)
+        number = relative_weights(structure)[torch.from_numpy(queries_T)].sum().item()
+        return [own] * len(self.prefix_dims), number
+
+
+def _or_one(number: Tensor) -> Tensor:
+    """Return a sum of weights as what can be divided by."""
+    return torch.where(number > 0, number, 1.0)

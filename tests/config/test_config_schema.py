@@ -134,6 +134,7 @@ BESIDE = {
     "margin_mse_scale": {"loss_type": "margin_mse"},
     "kl_temperature": {"loss_type": "kl"},
     "kl_teacher_temperature": {"loss_type": "kl"},
+    "false_negative_margin": {"false_negative_filter": "threshold"},
 }
 """What a key needs beside it to have an effect."""
 
@@ -307,6 +308,18 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         "maxsim_sum has no effect with loss_type infonce",
     ),
     ({"triplet_margin": 0.5}, {"triplet_margin": 0.5, "loss_type": "triplet"}, "triplet_margin has no effect"),
+    *(
+        (
+            {**given, "loss_type": "colbert"},
+            {**given, "false_negative_filter": "teacher"},
+            f"{next(iter(given))} has no effect with loss_type colbert",
+        )
+        for given in (
+            {"false_negative_filter": "threshold"},
+            {"false_negative_margin": 0.1},
+            {"false_negative_margin_kind": "absolute"},
+        )
+    ),
     ({"cosent_scale": 10.0}, {"cosent_scale": 10.0, "loss_type": "cosent"}, "set temperature to 0.1"),
     ({"angle_scale": 5.0}, {"angle_scale": 5.0, "loss_type": "angle"}, "angle_scale has no effect"),
     ({"angle_scale": 5.0, "loss_type": "kl"}, {"loss_type": "kl"}, "angle_scale has no effect"),

@@ -16,6 +16,8 @@ from vembed.losses.base import BatchStructure
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from numpy.typing import NDArray
+
 
 @dataclass(frozen=True)
 class LossCase:
@@ -25,6 +27,7 @@ class LossCase:
     documents: tuple[str, ...]
     positives: tuple[tuple[int, int], ...]
     weights: tuple[float, ...] | None = field(default=None, kw_only=True)  # of the queries
+    teacher: bool = field(default=False, kw_only=True)  # whether a teacher has vectors of all rows
 
     @property
     def batch(self) -> ContrastiveBatch:
@@ -36,6 +39,8 @@ class LossCase:
             document_ids_D=np.array([content_id(document) for document in self.documents]),
             record_ids=tuple(range(len(self.queries))),
             columns={} if self.weights is None else {"weight": np.array(self.weights)},
+            teacher_Q=_unit(len(self.queries), seed=8) if self.teacher else None,
+            teacher_D=_unit(len(self.documents), seed=9) if self.teacher else None,
         )
 
     @property
@@ -51,6 +56,11 @@ class LossCase:
         )
         q, d = (torch.nn.functional.normalize(each, dim=-1) for each in (q, d))
         return q.requires_grad_(), d.requires_grad_()
+
+
+def _unit(count: int, *, seed: int) -> NDArray[np.float32]:
+    rows = np.random.default_rng(seed).normal(size=(count, 3))
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
 
 
 def plain(num_queries: int, num_documents: int) -> LossCase:

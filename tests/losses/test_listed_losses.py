@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vembed.batch import ContrastiveBatch
 
 KINDS = ("angle", "cosine_mse", "margin_mse", "kl", "kl, hot")
 
@@ -44,21 +43,9 @@ def make(kind: str, *, prefixes: Prefixes | None = None, tile_size: int = 3) -> 
     return made[kind]
 
 
-@dataclass(frozen=True)
-class WeightedCase(GradedCase):
-    """The same with a weight of each row."""
-
-    weights: tuple[float, ...] = ()
-
-    @property
-    def batch(self) -> ContrastiveBatch:
-        return replace(super().batch, columns={"weight": np.array(self.weights)})
-
-
-def weighted(case: GradedCase) -> WeightedCase:
+def weighted(case: GradedCase) -> GradedCase:
     """Return rows of which some count more than others, and one not at all."""
-    weights = tuple(float((row * 5) % 4) for row in range(len(case.queries)))
-    return WeightedCase(case.queries, case.documents, case.positives, case.grades, weights)
+    return replace(case, weights=tuple(float((row * 5) % 4) for row in range(len(case.queries))))
 
 
 def scored(num_queries: int, *, seed: int = 0, most: int = 4) -> GradedCase:
@@ -77,7 +64,7 @@ def scored(num_queries: int, *, seed: int = 0, most: int = 4) -> GradedCase:
 def term(kind: str, loss: Any, case: GradedCase, similarity: Tensor) -> Tensor:
     """Return the loss of one matrix of similarities, term by term."""
     rows = [[each for each in case.grades if each[0] == row] for row in range(len(case.queries))]
-    weights = case.weights if isinstance(case, WeightedCase) else [1.0] * len(rows)
+    weights = case.weights or [1.0] * len(rows)
     terms: list[tuple[float, Tensor]] = []
     if kind == "cosine_mse":
         terms = [(weights[i], (similarity[i, j] - y) ** 2) for i, j, y in case.grades]

@@ -106,10 +106,6 @@ class CellMap:
         known = self._groups[0][queries] * self.num_columns + self._groups[1][documents]
         return ~np.isin(known, self._known)
 
-    def rows_with_negatives(self) -> NDArray[np.bool_]:
-        """Return which of this rank's queries have any negative, (rows,)."""
-        return self._excluded_per_row < self.num_columns
-
     def strip(self, start: int, stop: int, width: int) -> Iterator[Tile]:
         """Cut rows start to stop into tiles, left to right."""
         inside = self.pairs_of(slice(start, stop))

@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from vembed.losses.base import to_device
+from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.listed import PairSweep
-from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.masks import positive_mask
 from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, zero_gradients
@@ -56,8 +57,14 @@ class CosentLoss(StreamedLoss):
         mask_false_negatives: bool = True,
         prefixes: Prefixes | None = None,
         tile_size: int = DEFAULT_TILE_SIZE,
+        negative_filter: FalseNegativeFilter | None = None,
     ) -> None:
-        super().__init__(mask_false_negatives=mask_false_negatives, prefixes=prefixes, tile_size=tile_size)
+        super().__init__(
+            mask_false_negatives=mask_false_negatives,
+            prefixes=prefixes,
+            tile_size=tile_size,
+            negative_filter=negative_filter,
+        )
         self.scale = scale
 
     @classmethod
@@ -68,6 +75,7 @@ class CosentLoss(StreamedLoss):
             mask_false_negatives=keys.mask_false_negatives,
             prefixes=Prefixes.of_keys(keys),
             tile_size=common.tile_size,
+            negative_filter=FalseNegativeFilter.of_keys(keys),
         )
 
     @staticmethod
@@ -91,9 +99,7 @@ class CosentLoss(StreamedLoss):
             logits_QD = self.scale * similarity_QD
             zero, weighed_Q1 = logits_QD.new_zeros(1), _logs(structure, logits_QD)[:, None]
             positive_QD = positive_mask(structure)
-            negative_QD = ~positive_QD
-            if self.mask_false_negatives:
-                negative_QD &= ~false_negative_mask(structure, positive_QD)
+            negative_QD = ~positive_QD & ~self.masked(structure, similarity_QD, positive_QD)
             lower, higher = (logits_QD + weighed_Q1)[negative_QD], (weighed_Q1 - logits_QD)[positive_QD]
             gap = lower.logsumexp(dim=0) + higher.logsumexp(dim=0) if len(lower) and len(higher) else None
             losses.append(weight * (logits_QD.sum() * 0 if gap is None else torch.logaddexp(gap, zero[0])))
@@ -131,7 +137,7 @@ class CosentLoss(StreamedLoss):
             for tile in strip:
                 for prefix, logits_RC in enumerate(tiles.logits(tile)):
                     positive_KP[prefix, tile.pairs] = logits_RC.view(-1)[tile.pair_cells]
-                    logits_RC.view(-1)[tile.excluded] = -math.inf
+                    tiles.exclude(prefix, tile, logits_RC)
                     scratch_RC = tiles.room("scratch", tile.shape)
                     rows.add_logits((prefix, tile.rows), logits_RC, dim=1, scratch_RC=scratch_RC)
         weights_Q = self._own_logs(batch, tiles)
@@ -199,7 +205,7 @@ class CosentLoss(StreamedLoss):
 
                 def differentiate(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
                     cells = logits_RC.view(-1)
-                    cells[tile.excluded] = -math.inf
+                    tiles.exclude(prefix, tile, logits_RC)
                     logits_RC.add_(shifts_KQ[prefix, tile.rows, None]).exp_()
                     cells[tile.pair_cells] = positive_slopes_KP[prefix, tile.pairs]
 

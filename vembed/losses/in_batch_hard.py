@@ -78,9 +78,8 @@ class InBatchHard(InfoNCE):
         for strip in tiles.strips():
             for tile in strip:
                 for prefix, logits_RC in enumerate(tiles.logits(tile)):
-                    flat = logits_RC.view(-1)
-                    positives_KP[prefix, tile.pairs] = flat[tile.pair_cells]
-                    flat[tile.excluded] = -math.inf
+                    positives_KP[prefix, tile.pairs] = logits_RC.view(-1)[tile.pair_cells]
+                    tiles.exclude(prefix, tile, logits_RC)
                     rows.add_logits((prefix, tile.rows), logits_RC, tile.columns.start)
                     if self.bidirectional:
                         first = batch.first_query + tile.rows.start

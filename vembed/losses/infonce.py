@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
-from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.filters import FalseNegativeFilter
+from vembed.losses.masks import positive_mask
 from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.softmax import Slopes, Sums, terms
 from vembed.losses.statistics import LogSumExp
@@ -74,8 +75,14 @@ class SoftmaxLoss(StreamedLoss):
         dtype: torch.dtype = torch.float32,
         prefixes: Prefixes | None = None,
         tile_size: int = DEFAULT_TILE_SIZE,
+        negative_filter: FalseNegativeFilter | None = None,
     ) -> None:
-        super().__init__(mask_false_negatives=mask_false_negatives, prefixes=prefixes, tile_size=tile_size)
+        super().__init__(
+            mask_false_negatives=mask_false_negatives,
+            prefixes=prefixes,
+            tile_size=tile_size,
+            negative_filter=negative_filter,
+        )
         log_scale = torch.tensor(math.log(1.0 / temperature), dtype=torch.promote_types(dtype, torch.float32))
         self.log_scale: Tensor
         self._fixed = None if learn_temperature else temperature
@@ -92,13 +99,11 @@ class SoftmaxLoss(StreamedLoss):
             weighted: Whole matrices of similarities (Q, D), each with its weight.
         """
         positive_QD = positive_mask(structure)
-        masked_QD = false_negative_mask(structure, positive_QD) if self.mask_false_negatives else None
         shares_Q, shares_D = query_shares(structure), document_shares(structure)
         losses = []
         for weight, similarity_QD in weighted:
-            logits_QD = similarity_QD * self.log_scale.exp()
-            if masked_QD is not None:
-                logits_QD = logits_QD.masked_fill(masked_QD, -math.inf)
+            masked_QD = self.masked(structure, similarity_QD, positive_QD)
+            logits_QD = (similarity_QD * self.log_scale.exp()).masked_fill(masked_QD, -math.inf)
             loss = self._direction(logits_QD, positive_QD, shares_Q)
             if self.bidirectional:
                 loss = (loss + self._direction(logits_QD.T, positive_QD.T, shares_D)) / 2
@@ -184,7 +189,7 @@ class SoftmaxLoss(StreamedLoss):
             for tile in strip:
 
                 def differentiate(prefix: int, matrix_RC: Tensor, tile: Tile = tile) -> None:
-                    matrix_RC.view(-1)[tile.excluded] = -math.inf
+                    tiles.exclude(prefix, tile, matrix_RC)
                     slopes = Slopes(
                         rows.shifts_KG[prefix, tile.rows],
                         None if columns is None else columns.shifts_KG[prefix, tile.columns],
@@ -245,6 +250,7 @@ class InfoNCE(SoftmaxLoss):
             dtype=common.dtype,
             prefixes=Prefixes.of_keys(keys),
             tile_size=common.tile_size,
+            negative_filter=FalseNegativeFilter.of_keys(keys),
         )
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:

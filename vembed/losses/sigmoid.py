@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
-from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.filters import FalseNegativeFilter
+from vembed.losses.masks import positive_mask
 from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, read_numbers
@@ -56,8 +57,14 @@ class SigmoidLoss(StreamedLoss):
         dtype: torch.dtype = torch.float32,
         prefixes: Prefixes | None = None,
         tile_size: int = DEFAULT_TILE_SIZE,
+        negative_filter: FalseNegativeFilter | None = None,
     ) -> None:
-        super().__init__(mask_false_negatives=mask_false_negatives, prefixes=prefixes, tile_size=tile_size)
+        super().__init__(
+            mask_false_negatives=mask_false_negatives,
+            prefixes=prefixes,
+            tile_size=tile_size,
+            negative_filter=negative_filter,
+        )
         own = torch.promote_types(dtype, torch.float32)
         self.log_scale = nn.Parameter(torch.tensor(init_logit_scale, dtype=own))
         self.bias = nn.Parameter(torch.tensor(init_logit_bias, dtype=own))
@@ -72,6 +79,7 @@ class SigmoidLoss(StreamedLoss):
             dtype=common.dtype,
             prefixes=Prefixes.of_keys(keys),
             tile_size=common.tile_size,
+            negative_filter=FalseNegativeFilter.of_keys(keys),
         )
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
@@ -79,13 +87,11 @@ class SigmoidLoss(StreamedLoss):
         shares_Q1 = query_shares(structure).to(q_QE.dtype)[:, None]
         positive_QD = positive_mask(structure)
         signs_QD = torch.where(positive_QD, -1.0, 1.0).to(q_QE.dtype)
-        masked_QD = false_negative_mask(structure, positive_QD) if self.mask_false_negatives else None
         losses = []
         for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
             logits_QD = similarity_QD * self.log_scale.exp() + self.bias
-            pairs_QD = softplus(signs_QD * logits_QD, threshold=EXACT_THRESHOLD)
-            if masked_QD is not None:
-                pairs_QD = pairs_QD.masked_fill(masked_QD, 0.0)
+            masked_QD = self.masked(structure, similarity_QD, positive_QD)
+            pairs_QD = softplus(signs_QD * logits_QD, threshold=EXACT_THRESHOLD).masked_fill(masked_QD, 0.0)
             losses.append(weight * (pairs_QD * shares_Q1).sum())
         return torch.stack(losses).sum()
 
@@ -104,10 +110,11 @@ class SigmoidLoss(StreamedLoss):
             for tile in strip:
 
                 def differentiate(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
-                    weights_R, cells = weights_KQ[prefix, tile.rows], logits_RC.add_(bias).view(-1)
-                    positives_P, rows_P = cells[tile.pair_cells], tiles.cells.pair_rows[tile.pairs]
+                    weights_R, cells = weights_KQ[prefix, tile.rows], logits_RC.view(-1)
+                    positives_P, rows_P = cells[tile.pair_cells] + bias, tiles.cells.pair_rows[tile.pairs]
                     weights_P = weights_KQ[prefix, rows_P]
-                    cells[tile.excluded] = -math.inf
+                    tiles.exclude(prefix, tile, logits_RC)
+                    logits_RC.add_(bias)
                     loss.add_(softplus(logits_RC, threshold=EXACT_THRESHOLD).sum(dim=1) @ weights_R)
                     loss.add_(softplus(-positives_P, threshold=EXACT_THRESHOLD) @ weights_P)
                     logits_RC.sigmoid_().mul_(weights_R[:, None])

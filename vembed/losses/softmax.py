@@ -36,7 +36,7 @@ class Sums:
         """Add a tile. It comes out with -inf where it is excluded, or all of it exponentiated when bounded."""
         cells = logits_RC.view(-1)
         self.positive_logits_KP[prefix, tile.pairs] = cells[tile.pair_cells]
-        cells[tile.excluded] = -math.inf
+        self.tiles.exclude(prefix, tile, logits_RC)
         if self.bounded:
             logits_RC.exp_()
         for sums, where, dim in ((self.rows, tile.rows, 1), (self.columns, tile.columns, 0)):

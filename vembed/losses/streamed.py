@@ -16,6 +16,8 @@ import torch
 
 from vembed.losses.base import BatchLoss, to_device
 from vembed.losses.cells import CellMap
+from vembed.losses.filters import TileFilter
+from vembed.losses.masks import false_negative_mask
 from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
 from vembed.losses.weights import query_shares
 
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure
+    from vembed.losses.filters import FalseNegativeFilter
     from vembed.losses.prefixes import Prefixes
     from vembed.losses.statistics import Statistics
 
@@ -63,9 +66,17 @@ class StreamedLoss(BatchLoss):
 
     memory = "tiles"
 
-    def __init__(self, *, mask_false_negatives: bool, prefixes: Prefixes | None, tile_size: int) -> None:
+    def __init__(
+        self,
+        *,
+        mask_false_negatives: bool,
+        prefixes: Prefixes | None,
+        tile_size: int,
+        negative_filter: FalseNegativeFilter | None = None,
+    ) -> None:
         super().__init__()
         self.mask_false_negatives = mask_false_negatives
+        self.negative_filter = negative_filter
         self.prefixes = prefixes
         self.tile_size = tile_size
 
@@ -100,7 +111,7 @@ class StreamedLoss(BatchLoss):
         Args:
             longest: Largest |q| times largest |d|, for losses that ask how large a logit can be.
         """
-        return SimilarityTiles(
+        tiles = SimilarityTiles(
             batch.q_QE,
             batch.d_DE,
             self.cells(batch),
@@ -109,6 +120,18 @@ class StreamedLoss(BatchLoss):
             prefixes=self.prefixes,
             tile_size=self.tile_size,
         )
+        if self.negative_filter is not None:
+            tiles.filter = TileFilter(self.negative_filter, batch, tiles, self.prefix_dims)
+        return tiles
+
+    def masked(self, structure: BatchStructure, similarity_QD: Tensor, positive_QD: Tensor) -> Tensor:
+        """Return which cells are neither positive nor negative, bool (Q, D), for the definition of a loss."""
+        masked_QD = torch.zeros_like(positive_QD)
+        if self.mask_false_negatives:
+            masked_QD = false_negative_mask(structure, positive_QD)
+        if self.negative_filter is not None:
+            masked_QD = masked_QD | self.negative_filter.found(structure, similarity_QD, positive_QD)
+        return masked_QD
 
     def cells(self, batch: StreamedBatch) -> CellMap:
         """Return which cells of this rank's queries are positives, and which are no negatives."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.cells import CellMap, Tile
+    from vembed.losses.filters import TileFilter
     from vembed.losses.prefixes import Prefixes
 
 DEFAULT_TILE_SIZE = 1024
@@ -65,6 +66,7 @@ class SimilarityTiles:
         largest_logit: Bound of |logit| by the Cauchy-Schwarz inequality.
         dtype: Type of logits and gradients, at least float32.
         device: Where the embeddings lie.
+        filter: What finds further cells that are no negatives, by their similarity.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class SimilarityTiles:
         self.dtype, self.device = torch.promote_types(q_QE.dtype, torch.float32), q_QE.device
         self.tile_size, self.row_vectors = tile_size, 1
         self.num_prefixes = 1 if prefixes is None else len(prefixes.dims)
+        self.filter: TileFilter | None = None
         self._q, self._d, self._prefixes = q_QE, d_DE, prefixes
         self._room: dict[str, Tensor] = {}
         self._inverse_norms: list[tuple[Tensor, Tensor]] = []
@@ -109,6 +112,12 @@ class SimilarityTiles:
         step = height or max(1, self.tile_size // self.row_vectors)
         for start in range(0, self.cells.num_rows, step):
             yield self.cells.strip(start, min(start + step, self.cells.num_rows), self.tile_size)
+
+    def exclude(self, prefix: int, tile: Tile, logits_RC: Tensor) -> None:
+        """Put -inf into the logits of a tile that are no negatives, positives included."""
+        if self.filter is not None:
+            self.filter.leave_out(prefix, tile, self, logits_RC)
+        logits_RC.view(-1)[tile.excluded] = -math.inf
 
     def plain_logits(self, tile: Tile, name: str = "logits") -> Tensor:
         """Return the logits of a tile (R, C) without prefixes, in room of that name."""

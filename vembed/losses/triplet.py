@@ -30,7 +30,8 @@ import torch
 from vembed.batch import ranges
 from vembed.losses.base import to_device
 from vembed.losses.cells import CellMap
-from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.filters import FalseNegativeFilter
+from vembed.losses.masks import positive_mask
 from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
 from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients
@@ -57,6 +58,7 @@ class _Triplets(NamedTuple):
     queries_T: Tensor
     positives_T: Tensor
     negatives_T: Tensor
+    weights_T: Tensor  # how much each counts; together, on all ranks, 1 or less
 
 
 class TripletLoss(StreamedLoss):
@@ -70,8 +72,14 @@ class TripletLoss(StreamedLoss):
         mask_false_negatives: bool = True,
         prefixes: Prefixes | None = None,
         tile_size: int = DEFAULT_TILE_SIZE,
+        negative_filter: FalseNegativeFilter | None = None,
     ) -> None:
-        super().__init__(mask_false_negatives=mask_false_negatives, prefixes=prefixes, tile_size=tile_size)
+        super().__init__(
+            mask_false_negatives=mask_false_negatives,
+            prefixes=prefixes,
+            tile_size=tile_size,
+            negative_filter=negative_filter,
+        )
         self.margin = margin
         self.negatives = negatives
 
@@ -84,23 +92,23 @@ class TripletLoss(StreamedLoss):
             mask_false_negatives=keys.mask_false_negatives,
             prefixes=Prefixes.of_keys(keys),
             tile_size=common.tile_size,
+            negative_filter=FalseNegativeFilter.of_keys(keys),
         )
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the loss over all pairs of a positive and a document."""
         positive_QD = positive_mask(structure)
         queries_P, documents_P = positive_QD.nonzero(as_tuple=True)
-        negative_QD = ~positive_QD
-        if self.mask_false_negatives:
-            negative_QD &= ~false_negative_mask(structure, positive_QD)
+        candidate_QD = ~positive_QD
         if self.negatives == "listed":
             named_QD = torch.zeros_like(positive_QD)
             if structure.negatives_P2 is not None:
                 named_QD[structure.negatives_P2.unbind(dim=1)] = True
-            negative_QD &= named_QD
-        negative_PD, weights_P = negative_QD[queries_P], relative_weights(structure).to(q_QE.dtype)[queries_P]
+            candidate_QD &= named_QD
+        weights_P = relative_weights(structure).to(q_QE.dtype)[queries_P]
         losses = []
         for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
+            negative_PD = (candidate_QD & ~self.masked(structure, similarity_QD, positive_QD))[queries_P]
             others_PD = similarity_QD[queries_P].masked_fill(~negative_PD, -math.inf)
             if self.negatives == "hardest":
                 others_PD = others_PD.max(dim=1, keepdim=True).values
@@ -130,6 +138,7 @@ class TripletLoss(StreamedLoss):
         for strip in tiles.strips():
             for tile in strip:
                 for prefix, similarity_RC in enumerate(tiles.logits(tile)):
+                    tiles.exclude(prefix, tile, similarity_RC)
                     for some, _, excess_PC in self._excess(tiles, tile, similarity_RC, positive_KP[prefix]):
                         counts_KP[prefix, some] += (excess_PC > 0).sum(dim=1)
         number_K = (counts_KP * self._own_weights(batch, tiles)[cells.pair_rows]).sum(dim=1)
@@ -139,8 +148,11 @@ class TripletLoss(StreamedLoss):
     def _excess(
         self, tiles: SimilarityTiles, tile: Tile, similarity_RC: Tensor, positive_P: Tensor
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Return margin - S_ip + S_ij of the pairs in a tile's rows, some at a time, with their rows in it."""
-        similarity_RC.view(-1)[tile.excluded] = -math.inf
+        """Return margin - S_ip + S_ij of the pairs in a tile's rows, some at a time, with their rows in it.
+
+        Args:
+            similarity_RC: Of a tile, -inf where it is excluded.
+        """
         inside, height = tiles.cells.pairs_of(tile.rows), tile.shape[0]
         for start in range(inside.start, inside.stop, height):
             some = slice(start, min(start + height, inside.stop))
@@ -167,6 +179,7 @@ class TripletLoss(StreamedLoss):
                 def differentiate(prefix: int, similarity_RC: Tensor, tile: Tile = tile) -> None:
                     weights_R, positive_P = weights_KQ[prefix, tile.rows], statistics.positive_logits_KP[prefix]
                     violations_RC = tiles.room("violations", tile.shape).zero_()
+                    tiles.exclude(prefix, tile, similarity_RC)
                     for _, rows_P, excess_PC in self._excess(tiles, tile, similarity_RC, positive_P):
                         loss.add_(excess_PC.relu_().sum(dim=1) @ weights_R[rows_P])
                         violations_RC.index_add_(0, rows_P, excess_PC.sign_())
@@ -181,15 +194,14 @@ class TripletLoss(StreamedLoss):
     def _of_triplets(self, batch: StreamedBatch, into: tuple[Tensor, Tensor] | None) -> LossGradients:
         """Differentiate triplets (query, positive, negative), as many as pairs or as hard negatives."""
         tiles = self.tiles(batch, scale=1.0)
-        triplets_K, number = self._hardest(batch, tiles) if self.negatives == "hardest" else self._listed(batch)
-        weights_Q = self._own_weights(batch, tiles) / (number or 1.0)
+        triplets_K = self._hardest(batch, tiles) if self.negatives == "hardest" else self._listed(batch, tiles)
 
         def excess(q_QE: Tensor, d_DE: Tensor) -> Tensor:
             losses = []
             for weight, dim, triplets in zip(self.prefix_weights, self.prefix_dims, triplets_K, strict=True):
                 q_TE = q_QE[triplets.queries_T]
-                near_T, far_T = (pair_similarity(q_TE, d_DE[each], dim) for each in triplets[1:])
-                losses.append((self.margin - near_T + far_T).relu() @ weights_Q[triplets.queries_T] * weight)
+                near_T, far_T = (pair_similarity(q_TE, d_DE[each], dim) for each in triplets[1:3])
+                losses.append((self.margin - near_T + far_T).relu() @ triplets.weights_T * weight)
             return torch.stack(losses).sum()
 
         return differentiated(excess, tiles, batch, into)
@@ -199,29 +211,29 @@ class TripletLoss(StreamedLoss):
         own = slice(batch.queries.start, batch.queries.stop)
         return to_device(relative_weights(batch.structure)[own].to(tiles.dtype), tiles.device)
 
-    def _hardest(self, batch: StreamedBatch, tiles: SimilarityTiles) -> tuple[list[_Triplets], float]:
-        """Return this rank's pairs with the query's most similar negative, by prefix, and the weight of all ranks'."""
+    def _hardest(self, batch: StreamedBatch, tiles: SimilarityTiles) -> list[_Triplets]:
+        """Return this rank's pairs with the query's most similar negative, by prefix."""
         cells = tiles.cells
         best_KQ = tiles.zeros(tiles.num_prefixes, cells.num_rows).fill_(-math.inf)
         columns_KQ = torch.zeros_like(best_KQ, dtype=torch.int64)
         for strip in tiles.strips():
             for tile in strip:
                 for prefix, similarity_RC in enumerate(tiles.logits(tile)):
-                    similarity_RC.view(-1)[tile.excluded] = -math.inf
+                    tiles.exclude(prefix, tile, similarity_RC)
                     found_R, places_R = similarity_RC.max(dim=1)
                     best_R, columns_R = best_KQ[prefix, tile.rows], columns_KQ[prefix, tile.rows]
                     better_R = (found_R > best_R) | found_R.isnan()
                     best_R.copy_(torch.where(better_R, found_R, best_R))
                     columns_R.copy_(torch.where(better_R, places_R + tile.columns.start, columns_R))
-        has_any_Q = to_device(torch.from_numpy(cells.rows_with_negatives()), batch.q_QE.device)
-        kept_P = has_any_Q[cells.pair_rows].nonzero().squeeze(1)
-        rows_P, documents_P = cells.pair_rows[kept_P], cells.pair_columns[kept_P]
-        triplets = [_Triplets(rows_P, documents_P, columns_Q[rows_P]) for columns_Q in columns_KQ]
         queries_P = torch.unique(batch.structure.positives_P2, dim=0)[:, 0]
-        return triplets, relative_weights(batch.structure)[queries_P].sum().item()
+        number = relative_weights(batch.structure)[queries_P].sum().item()
+        weights_KQ = self._own_weights(batch, tiles) / (number or 1.0) * (best_KQ != -math.inf)
+        rows_P, documents_P = cells.pair_rows, cells.pair_columns
+        found_K = zip(columns_KQ, weights_KQ, strict=True)
+        return [_Triplets(rows_P, documents_P, columns_Q[rows_P], each_Q[rows_P]) for columns_Q, each_Q in found_K]
 
-    def _listed(self, batch: StreamedBatch) -> tuple[list[_Triplets], float]:
-        """Return this rank's triplets of a positive and a hard negative, by prefix, and the weight of all ranks'."""
+    def _listed(self, batch: StreamedBatch, tiles: SimilarityTiles) -> list[_Triplets]:
+        """Return this rank's triplets of a positive and a hard negative, by prefix."""
         structure, device = batch.structure, batch.q_QE.device
         every = range(structure.num_queries)
         whole = CellMap(structure, every, mask_false_negatives=self.mask_false_negatives)
@@ -235,10 +247,12 @@ class TripletLoss(StreamedLoss):
         queries_T, positives_T = np.repeat(queries_P, counts_P), np.repeat(positives_P, counts_P)
         negatives_T = negatives_N2[ranges(starts_Q[queries_P], counts_P), 1]
         first, stop = np.searchsorted(queries_T, [batch.queries.start, batch.queries.stop])
+        weights_T = relative_weights(structure)[torch.from_numpy(queries_T)]
+        weights_T = (weights_T / _or_one(weights_T.sum()))[first:stop].to(tiles.dtype)
         columns = (queries_T - batch.queries.start, positives_T, negatives_T)
-        own = _Triplets(*(to_device(torch.from_numpy(each[first:stop]), device) for each in columns))
-        number = relative_weights(structure)[torch.from_numpy(queries_T)].sum().item()
-        return [own] * len(self.prefix_dims), number
+        queries, positives, negatives = (to_device(torch.from_numpy(each[first:stop]), device) for each in columns)
+        own = _Triplets(queries, positives, negatives, to_device(weights_T, device))
+        return [own] * len(self.prefix_dims)
 
 
 def _or_one(number: Tensor) -> Tensor:

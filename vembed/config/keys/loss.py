@@ -47,6 +47,32 @@ class MaskKeys(Section):
     )
 
 
+class FilterKeys(MaskKeys):
+    """Keys of a loss that can tell false negatives by their similarity."""
+
+    false_negative_filter: Literal["identity", "threshold", "teacher"] = key(
+        "identity",
+        "What else makes a document no negative of a query. identity: nothing beside mask_false_negatives. threshold: "
+        "the model finds it more similar to the query than the query's best positive, less the margin. teacher: the "
+        "teacher's vectors do.",
+    )
+    false_negative_margin: Annotated[float, Field(ge=-1, le=1)] = key(
+        0.05,
+        "How far below the positive's similarity a document is already too similar.",
+        acts_with={"false_negative_filter": ("threshold", "teacher")},
+    )
+    false_negative_margin_kind: Literal["relative", "absolute"] = key(
+        "relative",
+        "relative: false_negative_margin is a share of the positive's similarity. absolute: it is subtracted.",
+        acts_with={"false_negative_filter": ("threshold", "teacher")},
+    )
+
+    @property
+    def filter_blocks(self) -> int:
+        """Blocks of the similarity matrix that the filter takes: what it found, and the teacher's similarities."""
+        return {"identity": 0, "threshold": 1, "teacher": 2}[self.false_negative_filter]
+
+
 class PrefixKeys(Section):
     """Keys of a loss that can train prefixes of the embedding (Matryoshka)."""
 

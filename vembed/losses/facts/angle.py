@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vembed.config.fields import Positive, key
 from vembed.config.keys.loss import PrefixKeys, TileKeys
+from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 
@@ -19,6 +20,7 @@ FACTS = LossFacts(
     summary="CoSENT over the angles of graded pairs in the complex plane",
     loss="vembed.losses.angle:AngleLoss",
     keys=AngleKeys,
+    columns=(WEIGHT_COLUMN,),
     takes=("pairs",),
     memory="pairs",
     formula="L = log(1 + sum over pairs a, b with y_a > y_b of exp(angle_scale (A_b - A_a))), "

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from vembed.config.fields import Positive, key
-from vembed.config.keys.loss import MaskKeys, PrefixKeys, TileKeys
+from vembed.config.keys.loss import FilterKeys, PrefixKeys, TileKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 
-class CosentKeys(TileKeys, PrefixKeys, MaskKeys):
+class CosentKeys(TileKeys, PrefixKeys, FilterKeys):
     """Keys of the CoSENT loss."""
 
     cosent_scale: Positive = key(20.0, "Factor on differences of similarities, as 1 / temperature is.")
@@ -23,7 +23,7 @@ FACTS = LossFacts(
     columns=(WEIGHT_COLUMN,),
     takes=("positives", "pairs"),
     memory="tiles",
-    blocks=lambda _: (2, 0),  # the logits, and their exponentials
+    blocks=lambda keys: (2 + keys.filter_blocks, 0),  # the logits, and their exponentials
     formula="L = log(1 + sum over pairs a, b with y_a > y_b of exp(cosent_scale (S_b - S_a)))",
     source='Su, 2022, "CoSENT (I): a more effective sentence vector scheme than Sentence-BERT"',
     citation="""@misc{su2022cosent,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 
-from vembed.config.keys.loss import DirectionKeys, MaskKeys, PrefixKeys, TemperatureKeys, TileKeys
+from vembed.config.keys.loss import DirectionKeys, FilterKeys, PrefixKeys, TemperatureKeys, TileKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 from vembed.plan.memory import LOSS_STRIP_TILES
 
 
-class InfoNCEKeys(TileKeys, PrefixKeys, MaskKeys, TemperatureKeys, DirectionKeys):
+class InfoNCEKeys(TileKeys, PrefixKeys, FilterKeys, TemperatureKeys, DirectionKeys):
     """Keys of InfoNCE."""
 
 
 def _blocks(keys: InfoNCEKeys) -> tuple[int, int]:
     """Return the logits' block and one to compute in; one direction alone has a strip in the place of the former."""
     is_one_sweep = not keys.loss_bidirectional and keys.mrl_dims is None
-    return (1, LOSS_STRIP_TILES) if is_one_sweep else (2, 0)
+    return (1 + keys.filter_blocks, LOSS_STRIP_TILES) if is_one_sweep else (2 + keys.filter_blocks, 0)
 
 
 FACTS = LossFacts(

@@ -8,14 +8,14 @@ from typing import Annotated
 from pydantic import Field
 
 from vembed.config.fields import key
-from vembed.config.keys.loss import MAX_LOGIT_SCALE, MaskKeys, PrefixKeys, TileKeys
+from vembed.config.keys.loss import MAX_LOGIT_SCALE, FilterKeys, PrefixKeys, TileKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 LARGEST_LOG_SCALE = math.log(MAX_LOGIT_SCALE)
 
 
-class SigmoidKeys(TileKeys, PrefixKeys, MaskKeys):
+class SigmoidKeys(TileKeys, PrefixKeys, FilterKeys):
     """Keys of the sigmoid loss."""
 
     init_logit_scale: Annotated[float, Field(ge=0, le=LARGEST_LOG_SCALE)] = key(
@@ -39,7 +39,7 @@ FACTS = LossFacts(
     keys=SigmoidKeys,
     columns=(WEIGHT_COLUMN,),
     memory="tiles",
-    blocks=lambda _: (2, 0),  # the logits, and their terms before they are summed
+    blocks=lambda keys: (2 + keys.filter_blocks, 0),  # the logits, and their terms before they are summed
     formula="L = 1/Q sum over i, j of log(1 + exp(-y_ij (s S_ij + b)))",
     source='Zhai et al., 2023, "Sigmoid Loss for Language Image Pre-Training"',
     citation="""@inproceedings{zhai2023sigmoid,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from vembed.config.fields import key
-from vembed.config.keys.loss import MaskKeys, PrefixKeys, TileKeys
+from vembed.config.fields import BrokenRules, key
+from vembed.config.keys.loss import FilterKeys, PrefixKeys, TileKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 
-class TripletKeys(TileKeys, PrefixKeys, MaskKeys):
+class TripletKeys(TileKeys, PrefixKeys, FilterKeys):
     """Keys of the triplet loss."""
 
     triplet_margin: Annotated[float, Field(gt=0, le=2)] = key(
@@ -25,6 +25,16 @@ class TripletKeys(TileKeys, PrefixKeys, MaskKeys):
         "without any add nothing.",
     )
 
+    @model_validator(mode="after")
+    def _named_negatives_are_not_filtered(self) -> Self:
+        if self.triplet_negatives == "listed" and self.false_negative_filter != "identity":
+            sentence = (
+                f"false_negative_filter {self.false_negative_filter} chooses among the documents of the batch, and "
+                "triplet_negatives listed learns from those that the rows name; set triplet_negatives to all or hardest"
+            )
+            raise BrokenRules([(("false_negative_filter", "triplet_negatives"), sentence)])
+        return self
+
 
 FACTS = LossFacts(
     name="triplet",
@@ -34,7 +44,7 @@ FACTS = LossFacts(
     keys=TripletKeys,
     columns=(WEIGHT_COLUMN,),
     memory="tiles",
-    blocks=lambda _: (3, 0),  # the logits, the excess of some pairs, and the violations
+    blocks=lambda keys: (3 + keys.filter_blocks, 0),  # the logits, the excess of some pairs, and the violations
     formula="L = mean over i, p in P(i), j in N(i) of max(0, triplet_margin - S_ip + S_ij)",
     source='Hermans et al., 2017, "In Defense of the Triplet Loss for Person Re-Identification"',
     citation="""@article{hermans2017defense,

@@ -1,0 +1,138 @@
+"""Documents too similar to a query are no negatives of it, in every streamed loss, and GISTEmbed's loss is ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from loss_cases import CASES, LossCase, plain
+from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed
+from test_weights import make, weighted
+
+from vembed.config.load import load_config
+from vembed.errors import ConfigError
+from vembed.losses.filters import FalseNegativeFilter
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.masks import positive_mask
+from vembed.losses.prefixes import Prefixes
+
+KINDS = ["one direction", "both directions", "hardest", "sigmoid", "triplet", "hardest triplet", "cosent"]
+FILTERS = {
+    "threshold": FalseNegativeFilter("threshold", 0.3, relative=False),
+    "teacher": FalseNegativeFilter("teacher", 0.05, relative=True),
+    "teacher far": FalseNegativeFilter("teacher", -0.4, relative=False),
+}
+
+
+def taught(case: LossCase) -> LossCase:
+    return replace(case, teacher=True)
+
+
+@pytest.mark.parametrize("prefixes", [None, Prefixes.of([5, 1, 3], [3, 1, 2])], ids=["whole", "prefixes"])
+@pytest.mark.parametrize("rule", FILTERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_and_gradients_equal_the_definition_on_any_ranks(kind: str, rule: str, prefixes: Prefixes | None) -> None:
+    loss = make(kind, prefixes=prefixes, tile_size=4, negative_filter=FILTERS[rule])
+    case = taught(weighted(random_case(3, num_queries=13, num_documents=29, texts=25)))
+    q_QE, d_DE = case.embeddings()
+    expected = defined(loss, case, q_QE, d_DE)
+    unfiltered = defined(make(kind, prefixes=prefixes), case, q_QE, d_DE)
+    assert abs(expected.loss - unfiltered.loss) > 1e-4, "it leaves something out"
+    assert_equal(streamed(loss, case, q_QE, d_DE), expected)
+    for sizes in ((7, 6), (5, 0, 8)):
+        assert_equal(over_ranks(loss, case, q_QE, d_DE, sizes), expected)
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.2, -0.1])
+@pytest.mark.parametrize("relative", [True, False])
+@pytest.mark.parametrize("by", ["threshold", "teacher"])
+def test_what_is_found_equals_brute_force(by: Any, relative: bool, margin: float) -> None:
+    rule = FalseNegativeFilter(by, margin, relative)
+    num_found = 0
+    for case in map(taught, CASES.values()):
+        q_QE, d_DE = (each.detach() for each in case.embeddings())
+        structure = case.structure
+        similarity_QD = q_QE @ d_DE.T
+        judged = similarity_QD
+        if by == "teacher":
+            assert structure.teacher_Q is not None
+            assert structure.teacher_D is not None
+            judged = structure.teacher_Q @ structure.teacher_D.T
+        found_QD = rule.found(structure, similarity_QD, positive_mask(structure))
+        for i in range(len(case.queries)):
+            best = max(judged[i, j].item() for query, j in case.positives if query == i)
+            limit = best - (abs(best) * margin if relative else margin)
+            for j in range(len(case.documents)):
+                expected = judged[i, j].item() > limit and (i, j) not in case.positives
+                assert found_QD[i, j].item() == expected
+                num_found += expected
+    assert num_found
+
+
+def test_a_query_whose_other_documents_are_all_too_similar_loses_nothing() -> None:
+    loss = InfoNCE(temperature=0.1, negative_filter=FalseNegativeFilter("threshold", 1.0, relative=False))
+    case = plain(4, 9)
+    q_QE = torch.nn.functional.normalize(torch.eye(4, 5, dtype=torch.float64) + 0.1, dim=-1)
+    found = streamed(loss, case, q_QE, torch.cat([q_QE, q_QE[:1].repeat(5, 1)]))
+    assert found.loss == 0
+    assert not found.dq_QE.any()
+
+
+def test_a_batch_without_a_teacher_is_refused_in_words() -> None:
+    case, loss = plain(3, 3), make("one direction", negative_filter=FILTERS["teacher"])
+    for compute in (streamed, defined):
+        with pytest.raises(ValueError, match="false_negative_filter: teacher needs a teacher's vectors"):
+            compute(loss, case, *case.embeddings())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hard", [False, True])
+@pytest.mark.parametrize(("strategy", "margin"), [("absolute", 0.0), ("absolute", 0.1), ("relative", 0.05)])
+def test_a_teacher_filters_as_gistembed_does(strategy: str, margin: float, hard: bool) -> None:
+    library = pytest.importorskip("sentence_transformers.losses")
+    case = taught(plain(12, 24 if hard else 12))
+    structure = case.structure
+    assert structure.teacher_Q is not None
+    assert structure.teacher_D is not None
+    q_QE, d_DE = case.embeddings()
+    ours = InfoNCE(
+        temperature=0.05,
+        dtype=torch.float64,
+        tile_size=5,
+        negative_filter=FalseNegativeFilter("teacher", margin, relative=strategy == "relative"),
+    )
+    theirs = library.GISTEmbedLoss.__new__(library.GISTEmbedLoss)  # its constructor wants tokenizers
+    torch.nn.Module.__init__(theirs)
+    theirs.model, theirs.guide, theirs.must_retokenize = _Given("ours"), _Given("theirs"), False
+    theirs.similarity_fct, theirs.cross_entropy_loss = torch.nn.CosineSimilarity(dim=-1), torch.nn.CrossEntropyLoss()
+    theirs.temperature, theirs.margin_strategy, theirs.margin = 0.05, strategy, margin
+    theirs.contrast_anchors = theirs.contrast_positives = theirs.gather_across_devices = False
+    sides = [q_QE, *d_DE.split(12)], [structure.teacher_Q.double(), *structure.teacher_D.double().split(12)]
+    value = theirs([{"ours": q, "theirs": t} for q, t in zip(*sides, strict=True)], None)
+    dq, dd = torch.autograd.grad(value, [q_QE, d_DE])
+    found = streamed(ours, case, q_QE, d_DE)
+    assert found.loss.item() == pytest.approx(value.item(), rel=1e-6)
+    for each, slopes, expected in ((q_QE, found.dq_QE, dq), (d_DE, found.dd_DE, dd)):
+        along = (each * slopes).sum(dim=1, keepdim=True)  # theirs normalises once more, which takes this part out
+        assert torch.allclose(slopes - each * along, expected, rtol=1e-6, atol=1e-9)
+
+
+class _Given(torch.nn.Module):
+    """A model whose embeddings are given."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"sentence_embedding": features[self.name]}
+
+
+def test_named_negatives_are_not_filtered() -> None:
+    with pytest.raises(ConfigError, match="set triplet_negatives to all or hardest"):
+        load_config(
+            None,
+            ["model_name=m", "loss_type=triplet", "triplet_negatives=listed", "false_negative_filter=threshold"],
+        )

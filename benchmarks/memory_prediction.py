@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +53,7 @@ from vembed.models.profile.profile import profile_model
 from vembed.models.registry import load_skeleton
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.vision_language import VisionLanguageEncoder
+from vembed.models.vision_late import VisionLateEncoder
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine, cpu_memory_bytes
 from vembed.plan.plan import make_plan
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.models.encoder import Encoder
+    from vembed.plan.memory import ModelSize
 
 TILE_SIZE = 1024
 MOST_ROWS = 1 << 20
@@ -177,8 +179,8 @@ def make_batch(case: Case, encoder: Encoder, rank: int) -> tuple[list[Pool], Bat
         pools = [_pool(encoder, _pictures(2 * case.pairs, encoder), np.concatenate([first, second]))]
     elif case.pictures:
         pools = [  # in the order of a run
-            Pool(encoder, encoder.collate, _pictures(case.pairs, encoder), second),
-            Pool(encoder, encoder.collate, _texts(case, case.pairs, encoder), first),
+            _pool(encoder, _pictures(case.pairs, encoder), second),
+            _pool(encoder, _texts(case, case.pairs, encoder), first),
         ]
     else:
         own = case.assignment.slots[rank]
@@ -206,11 +208,10 @@ def _texts(case: Case, count: int, encoder: Encoder) -> Features:
     ids = Ragged.from_rows([rng.integers(5, 500, length) for length in lengths])
     if isinstance(encoder, ComposedTowers):
         return Features({"text.input_ids": ids}, ids.lengths, {"text.lengths": ids.lengths})
-    if isinstance(encoder, ColbertEncoder):
+    if isinstance(encoder, ColbertEncoder | VisionLateEncoder):
         counted = Ragged.from_rows([np.arange(length) for length in lengths])
-        return encoder.head.with_vectors(
-            Features({"input_ids": ids}, ids.lengths, {SEEN: lengths}), counted, "document"
-        )
+        seen = {SEEN: lengths} if isinstance(encoder, ColbertEncoder) else {}
+        return encoder.head.with_vectors(Features({"input_ids": ids}, ids.lengths, seen), counted, "document")
     if not isinstance(encoder, TinyClip):
         return Features({"input_ids": ids}, ids.lengths)
     grams = Ragged.from_rows([rng.integers(5, 500, GRAMS_PER_TOKEN * length) for length in lengths])
@@ -250,12 +251,23 @@ def predict(case: Case, device: str) -> dict[str, int]:
         keys = keys_of(case, Path(folder))
         target = ProfileTarget(device, torch.bfloat16 if case.bf16 else None)
         lora = AdapterKeys() if case.lora else None
-        model = profile_model(keys, target, trainable=case.trainable, lora=lora)
+        model = profile_model(keys, target, trainable=case.trainable, lora=lora).limited(case.tokens)
+        model = _of_these_pictures(model, load_skeleton(keys))
     pictures = 2.0 if case.pictures and len(model.towers) == 1 else float(case.pictures)
     data = DataSize(case.pairs, 1.0, pictures_per_record=pictures)
     devices = Devices.of(machine, case.ranks)
-    sizes = make_plan(config, machine, model.limited(case.tokens), data, devices=devices).bytes_per_device
+    sizes = make_plan(config, machine, model, data, devices=devices).bytes_per_device
     return {**asdict(sizes), "total": sizes.total}
+
+
+def _of_these_pictures(model: ModelSize, encoder: Encoder) -> ModelSize:
+    """Return a model's size for pictures of the batch's size: a vision-language model would take larger ones."""
+    if not isinstance(encoder, VisionLanguageEncoder):
+        return model
+    width = int(encoder.blank_pictures().lengths[0])
+    towers = [each if each.cuts else replace(each, max_tokens=width) for each in model.towers]
+    adapted = None if model.adapted is None else _of_these_pictures(model.adapted, encoder)
+    return replace(model, towers=tuple(towers), adapted=adapted)
 
 
 def compare(case: Case, device: str) -> dict[str, Any]:

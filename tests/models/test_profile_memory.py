@@ -79,6 +79,90 @@ def test_the_plan_is_true_for_families_of_text_encoders(benchmark_module: Module
     assert predicted["total"] == pytest.approx(measured["peak"], rel=0.1)
 
 
+_LANGUAGE = {**_DECODER, "vocab_size": 20_000, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
+_LLAMA = {**_LANGUAGE, "model_type": "llama", "pad_token_id": 1}
+_ROTARY = {**_LANGUAGE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [12, 10, 10]}}
+_SQUARES = {
+    "model_type": "siglip_vision_model", "hidden_size": 192, "num_hidden_layers": 5, "num_attention_heads": 3,
+    "intermediate_size": 768, "image_size": 224, "patch_size": 14, "vision_use_head": False,
+}  # fmt: skip
+_ANY_SIZE = {"hidden_size": 192, "depth": 8, "num_heads": 3, "intermediate_size": 768, "out_hidden_size": 256}
+_FROM_PATCHES = {key: value for key, value in _SQUARES.items() if key != "model_type"}
+VISION_LANGUAGE_SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {
+        "text_config": _ROTARY,
+        "vision_config": {"embed_dim": 192, "hidden_size": 256, "depth": 5, "num_heads": 3, "mlp_ratio": 4},
+    },
+    "qwen2_5_vl": {
+        "text_config": _ROTARY,
+        "vision_config": {**_ANY_SIZE, "fullatt_block_indexes": [3, 7], "window_size": 112},
+    },
+    "idefics3": {"text_config": _LLAMA, "vision_config": _FROM_PATCHES, "scale_factor": 2},
+    "smolvlm": {"text_config": _LLAMA, "vision_config": _FROM_PATCHES, "scale_factor": 4},
+    "llava_onevision": {
+        "text_config": {**_LANGUAGE, "model_type": "qwen2"},
+        "vision_config": _SQUARES,
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "image_grid_pinpoints": [[224, 224], [224, 448], [448, 448]],
+    },
+    "gemma3": {
+        "text_config": {
+            **_LANGUAGE, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        "vision_config": _SQUARES,
+        "mm_tokens_per_image": 64,
+    },
+    "paligemma": {
+        "text_config": {**_LANGUAGE, "model_type": "gemma"},
+        "vision_config": {**_SQUARES, "projection_dim": 256},
+        "projection_dim": 256,
+    },
+}  # fmt: skip
+_FAMILIES = {kind: {"model_type": kind, "image_token_id": 3, **own} for kind, own in VISION_LANGUAGE_SHAPES.items()}
+_LATE = {
+    "colpali": {"model_type": "colpali", "vlm_config": _FAMILIES["paligemma"], "embedding_dim": 128},
+    "colqwen2": {"model_type": "colqwen2", "vlm_config": _FAMILIES["qwen2_vl"], "embedding_dim": 128},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retain", [0.0, 1.0])
+@pytest.mark.parametrize("kind", [*_FAMILIES, *_LATE])
+def test_the_plan_is_true_for_vision_language_families(benchmark_module: ModuleType, kind: str, retain: float) -> None:
+    shape, several = (_FAMILIES | _LATE)[kind], kind in _LATE
+    pairs = 4 if kind == "llava_onevision" else 12  # its pictures are of 5 squares
+    case = benchmark_module.Case(
+        kind, shape, pairs=pairs, tokens=65, pictures=True, chunk_tokens=512, retain=retain, several=several
+    )
+    predicted = benchmark_module.predict(case, "cpu")
+    measured = benchmark_module.measure_step(case, torch.device("cpu"))
+    assert predicted["total"] == pytest.approx(measured["peak"], rel=0.1)
+
+
+_CONVNEXT = {"model_type": "dinov3_convnext", "hidden_sizes": [32, 64, 128, 256], "depths": [2, 2, 4, 2]}
+PICTURE_SHAPES: dict[str, dict[str, Any]] = {
+    "dinov3_convnext": {**_CONVNEXT, "image_size": 224},
+    "timm ViT": {"model_type": "timm_wrapper", "architecture": "vit_tiny_patch16_224"},
+    "timm ConvNeXt": {"model_type": "timm_wrapper", "architecture": "convnext_atto"},
+    "timm ResNet": {"model_type": "timm_wrapper", "architecture": "resnet10t"},
+    "EVA-CLIP": {
+        "embed_dim": 64,
+        "vision_cfg": {"timm_model_name": "eva02_tiny_patch14_224", "timm_pool": "token", "image_size": 224},
+        "text_cfg": {"context_length": 77, "vocab_size": 4000, "width": 128, "heads": 2, "layers": 3},
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PICTURE_SHAPES)
+def test_the_plan_is_true_for_picture_towers(benchmark_module: ModuleType, kind: str) -> None:
+    case = benchmark_module.Case(kind, PICTURE_SHAPES[kind], pairs=12, tokens=77, pictures=True, retain=0.5)
+    predicted = benchmark_module.predict(case, "cpu")
+    measured = benchmark_module.measure_step(case, torch.device("cpu"))
+    assert predicted["total"] == pytest.approx(measured["peak"], rel=0.1)
+
+
 @pytest.mark.slow
 def test_the_plan_of_a_model_that_sentence_transformers_runs_is_true(
     benchmark_module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,10 +15,13 @@ from transformers import AutoModel, AutoProcessor
 from vision_language_cases import FAMILY_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, Image
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import save_trained
 from vembed.models.pictures import DECODED_AT_ONCE
+from vembed.models.profile.measure import ProfileTarget
+from vembed.models.profile.profile import profile_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -149,3 +152,13 @@ def test_a_text_that_names_a_placeholder_is_a_text(folders: dict[str, Path], kin
     encoder = load(folders[kind])
     for each in encoder._placeholders:
         assert vectors(encoder, (Composed((SMALL,), f"what is {each}?"), each)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "smolvlm" else pytest.mark.slow) for kind in KINDS]
+)
+def test_the_plan_counts_the_operations_of_each_family(folders: dict[str, Path], kind: str) -> None:
+    size = profile_model(ModelKeys(model_name=str(folders[kind])), ProfileTarget("cpu"))
+    assert not size.estimated
+    texts, pictures = size.towers
+    assert pictures.saved.per_token > texts.saved.per_token > 0

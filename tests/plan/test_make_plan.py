@@ -54,6 +54,16 @@ def test_the_same_numbers_give_the_same_plan_and_nothing_is_changed() -> None:
     assert json.loads(json.dumps(plan().to_json())) == plan().to_json()
 
 
+def test_pictures_are_never_cut_to_the_length_of_texts() -> None:
+    (texts,) = sized(max_length=8192).towers
+    pictures = replace(texts, name="vision", items="pictures", cuts=False, max_tokens=5000)
+    both = replace(MINILM, towers=(replace(texts, items="texts"), pictures))
+    assert [tower.max_tokens for tower in both.limited(100).towers] == [100, 5000]
+    made = plan(model=both)
+    assert "texts of up to 2048 of the 8192 tokens" in reason(made, "memory is predicted")
+    assert plan(model=replace(both, towers=(pictures,))).bytes_per_device.activations >= 5000 * 100_000
+
+
 def test_one_process_takes_the_whole_batch_and_the_global_batch_wins() -> None:
     alone = plan()
     assert (alone.way.strategy, alone.world_size, alone.batch.per_device, alone.batch.total) == ("single", 1, 64, 64)

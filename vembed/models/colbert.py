@@ -26,7 +26,7 @@ from vembed.models.colbert_format import DOCUMENT_LENGTH, LateSpec, is_late, loa
 from vembed.models.encoder import About
 from vembed.models.families import checked_config, family_of
 from vembed.models.late import make_head, refuse_pooling
-from vembed.models.probe import ROWS, TowerInputs, token_inputs
+from vembed.models.probe import TowerInputs, token_inputs
 from vembed.models.text import TextEncoder
 from vembed.models.text_spec import decide_spec, position_limit
 
@@ -183,16 +183,7 @@ class ColbertEncoder(TextEncoder):
 
     def profile_inputs(self) -> tuple[TowerInputs, ...]:
         """Return rows of token ids with a mask, each of which gives a vector."""
-        tokens = token_inputs(self.max_length, masked=True)
-        width = tokens.width
-
-        def make() -> dict[str, Tensor]:
-            counted = Ragged.from_rows([np.arange(width)] * ROWS)
-            features = self.head.with_vectors(Features({}, counted.lengths), counted, "document")
-            extra = self.head.collate(features, np.arange(ROWS), width)
-            return tokens.make() | {name: each.to("meta") for name, each in extra.items()}
-
-        return (replace(tokens, make=make),)
+        return (self.head.measured(token_inputs(self.max_length, masked=True)),)
 
     def export_forms(self) -> tuple[Form, ...]:
         """Return sentence-transformers, unless it has no place for what decides the vectors."""

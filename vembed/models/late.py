@@ -23,9 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.batch import ranges
+from vembed.batch import Features, Ragged, ranges
 from vembed.errors import ConfigError
 from vembed.models.pooling import unit
+from vembed.models.probe import ROWS
 from vembed.models.sentence_transformers_format import Dense
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Features, Ragged, Side
+    from vembed.batch import Side
     from vembed.models.files import ModelFiles
+    from vembed.models.probe import TowerInputs
 
 NEW_DIMENSION = 128
 """Of the vectors of a model that is new to late interaction."""
@@ -130,6 +132,17 @@ class TokenHead(nn.Module):
             inputs["vectors_before_and_after"] = torch.from_numpy(np.stack([kept, wanted]))
             inputs["vectors"] = torch.empty(0, int(wanted.sum()), dtype=torch.int8)  # its shape says how many
         return inputs
+
+    def measured(self, tokens: TowerInputs) -> TowerInputs:
+        """Return what a tower is measured with where each of its tokens gives a vector."""
+
+        def make() -> dict[str, Tensor]:
+            counted = Ragged.from_rows([np.arange(tokens.width)] * ROWS)
+            features = self.with_vectors(Features({}, counted.lengths), counted, "document")
+            own = self.collate(features, np.arange(ROWS), tokens.width)
+            return tokens.make() | {name: each.to("meta") for name, each in own.items()}
+
+        return replace(tokens, make=make)
 
     def forward(self, hidden_RTH: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         """Return the vectors of all rows, one row after the other, (V, E), of unit length, at least float32."""

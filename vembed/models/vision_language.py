@@ -16,8 +16,8 @@ Shape legend: R rows, T tokens, H hidden dim, E embedding dim.
 
 from __future__ import annotations
 
+import copy
 import json
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -33,10 +33,10 @@ from vembed.models import attention
 from vembed.models.encoder import About, Encoder
 from vembed.models.pictures import DECODED_AT_ONCE, Normalisation, last_step, normalised, process_pictures
 from vembed.models.pooling import pool
-from vembed.models.probe import ROWS, TowerInputs, picture_inputs, text_inputs, token_inputs
+from vembed.models.probe import ROWS, TowerInputs, text_inputs, token_inputs
 from vembed.models.sentence_transformers_pictures import model_type_of
 from vembed.models.towers import find_tower, is_within, transformer_depth, transformer_period
-from vembed.models.vision_language_families import FAMILIES, LENGTHS
+from vembed.models.vision_language_families import FAMILIES
 from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
 
 if TYPE_CHECKING:
@@ -52,11 +52,14 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
     from vembed.models.towers import Tower, TowerName
-    from vembed.models.vision_language_families import VisionLanguageFamily
+    from vembed.models.vision_language_family import VisionLanguageFamily
     from vembed.models.vision_language_spec import VisionLanguageSpec
 
 CONVERSATION = 32
 """Tokens of an instruction and of the turns around an item, about."""
+
+READ_BY_VALUE = frozenset({"vision_cu_seqlens", "vision_cu_window_seqlens", "image_sizes", "batch_num_images"})
+"""Inputs that networks may read by value: the plan's have values."""
 
 EMPTY = "NULL"
 """The text of an item that has neither a text nor a picture."""
@@ -130,8 +133,7 @@ class VisionLanguageEncoder(Encoder):
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
         """Return whether config.json names one of the families."""
-        family = FAMILIES.get(model_type_of(files))
-        return family is not None and (not files.shape or family.blank is not None)
+        return model_type_of(files) in FAMILIES
 
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> VisionLanguageEncoder:  # noqa: ARG003
@@ -308,35 +310,39 @@ class VisionLanguageEncoder(Encoder):
         )
 
     def skeleton(self, num_layers: Mapping[TowerName, int] = MappingProxyType({})) -> Self:
-        """Return a copy for the plan to measure; what the language model takes of cut layers it takes of the first."""
+        """Return a copy for the plan to measure; what the language model takes of cut layers it takes of others."""
         copied = super().skeleton(num_layers)
         family = self.family
-        if family.taps and "vision" in num_layers:
-            seeing = copied.backbone.get_submodule(family.vision)
-            setattr(seeing, family.taps, tuple(range(len(getattr(seeing, family.taps)))))
+        if "vision" in num_layers:
+            seeing: Any = copied.backbone.get_submodule(family.vision)
+            if family.taps:
+                setattr(seeing, family.taps, tuple(range(len(getattr(seeing, family.taps)))))
+            seeing.config = copy.copy(seeing.config)  # by its depth a layer is counted from the end
+            seeing.config.num_hidden_layers = num_layers["vision"]
         return copied
 
     def profile_inputs(self) -> tuple[TowerInputs, ...]:
         """Return texts, and pictures that pass through both stacks."""
-        texts = text_inputs(self) if self._has_processor else token_inputs(self.max_length, masked=True)
-        both: dict[str, Any] = {"through": ("text",), "patches": self.family.patches}
         longest = min(self.max_length, self.spec.image_tokens + CONVERSATION)
-        if self.family.blank is None:
-            return texts, replace(picture_inputs(self), max_tokens=longest, **both)
-        features = self.blank_pictures()
+        features, patches = self.blank_pictures(), self._patches_per_token()
         width = int(features.lengths[0])
 
         def make() -> dict[str, Tensor]:
             made = self.collate(features, np.arange(ROWS), width)
             return {
-                name: each if name in LENGTHS or not each.numel() else each.to("meta") for name, each in made.items()
+                name: each if name in READ_BY_VALUE or not each.numel() else each.to("meta")
+                for name, each in made.items()
             }
 
-        return texts, TowerInputs("vision", longest, width, True, make, **both)
+        return self.text_probe(), TowerInputs("vision", longest, width, True, make, ("text",), patches)
+
+    def text_probe(self) -> TowerInputs:
+        """Return texts, as the plan measures the language model with them."""
+        return text_inputs(self) if self._has_processor else token_inputs(self.max_length, masked=True)
 
     def blank_pictures(self) -> Features:
         """Return rows that are one square picture and a single token each."""
-        arrays, tokens = self._blank()
+        arrays, tokens = self.family.blank(self.backbone, self.spec.image_tokens)
         ids = np.full(tokens + 1, self._image_id, dtype=np.int32)
         ids[0] = 0
         columns = {"input_ids": ids, **arrays}
@@ -345,16 +351,17 @@ class VisionLanguageEncoder(Encoder):
         ragged = {name: Ragged.from_rows([each] * ROWS, dtype=each.dtype.type) for name, each in columns.items()}
         return Features(ragged, ragged["input_ids"].lengths)
 
-    def _blank(self) -> tuple[dict[str, NDArray[Any]], int]:
-        assert self.family.blank is not None
-        return self.family.blank(self.backbone, self.spec.image_tokens)
+    def _patches_per_token(self) -> int:
+        """Return the patches that a token of a picture stands for."""
+        config: Any = self.backbone.config.vision_config
+        arrays, tokens = self.family.blank(self.backbone, self.spec.image_tokens)
+        patch = 3 * int(getattr(config, "temporal_patch_size", 1)) * int(config.patch_size) ** 2
+        return max(1, round(arrays["pixel_values"].size / patch / tokens))
 
     def picture_bytes(self) -> int:
         """Return the host memory that the features of the largest picture take."""
-        if self.family.blank is None:
-            return super().picture_bytes()
-        arrays, tokens = self._blank()
-        return sum(each.nbytes for each in arrays.values()) * self.spec.image_tokens // tokens
+        arrays, tokens = self.family.blank(self.backbone, self.spec.image_tokens)
+        return int(sum(each.nbytes for each in arrays.values()) * self.spec.image_tokens // tokens)
 
     def adapter_host(self) -> nn.Module:
         """Return the network of both stacks."""

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import ConfigError
-from vembed.models.files import tokenizer_facts
+from vembed.models.files import PICTURE_SIDE, tokenizer_facts
 from vembed.models.text_spec import asked_pooling
+from vembed.models.vision_language_siglip import square_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,13 +20,16 @@ if TYPE_CHECKING:
     from vembed.batch import Side
     from vembed.models.files import ModelFiles
     from vembed.models.pooling import PoolingMode
-    from vembed.models.vision_language_families import VisionLanguageFamily
+    from vembed.models.vision_language_family import VisionLanguageFamily
 
 SETTINGS_FILE = "vembed_vision_language.json"
 """Holds what transformers' own files have no place for: instructions, longest row, tokens of a picture, pooling."""
 
 MOST_TOKENS = 8192
 """Of a row, unless the user or the model's files say less: Qwen3-VL-Embedding's own."""
+
+USUAL_SQUARES = 4
+"""Squares along a side of the largest picture, as Idefics3's and SmolVLM's own processors cut it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +102,26 @@ def _ended(instruction: str, family: VisionLanguageFamily) -> str:
 
 
 def _stand_in(config: PreTrainedConfig) -> Any:
-    """Return what encoders read of a processor, for the shape of a model."""
-    vision, tokenizer = config.vision_config, tokenizer_facts(MOST_TOKENS)
+    """Return what encoders and families read of a processor, for the shape of a model."""
+    network: Any = getattr(config, "vlm_config", config)
+    vision, tokenizer = network.vision_config, tokenizer_facts(MOST_TOKENS)
     tokenizer.all_special_ids, tokenizer.convert_ids_to_tokens = (), str
-    merge = getattr(vision, "spatial_merge_size", 1)
-    images = SimpleNamespace(patch_size=vision.patch_size, merge_size=merge, size={})
-    return SimpleNamespace(tokenizer=tokenizer, image_processor=images, chat_template="none is read")
+    side = getattr(vision, "image_size", PICTURE_SIDE)  # Qwen's have none: they take any
+    tokens = square_tokens(network) if hasattr(vision, "image_size") else 0
+    images = SimpleNamespace(
+        patch_size=vision.patch_size,
+        merge_size=getattr(vision, "spatial_merge_size", 1),
+        size={"height": side, "longest_edge": USUAL_SQUARES * side},
+        max_image_size={"longest_edge": side},
+        do_image_splitting=True,
+        image_grid_pinpoints=getattr(network, "image_grid_pinpoints", ()),
+    )
+    return SimpleNamespace(
+        tokenizer=tokenizer,
+        image_processor=images,
+        chat_template="none is read",
+        image_seq_length=tokens,
+        image_seq_len=tokens,
+        num_image_tokens=tokens,
+        vision_aspect_ratio=getattr(network, "vision_aspect_ratio", ""),
+    )

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from vembed.batch import Features, Item, Modality, Side
     from vembed.models.encoder import Form
     from vembed.models.files import ModelFiles
-    from vembed.models.vision_language_families import VisionLanguageFamily
+    from vembed.models.probe import TowerInputs
+    from vembed.models.vision_language_family import VisionLanguageFamily
 
 HEAD_FOLDER = "1_Dense"
 TOKENS = "token_embeddings"
@@ -105,8 +106,6 @@ class VisionLateEncoder(VisionLanguageEncoder):
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
         """Return whether several vectors are asked for, or the model's files say that it gives them."""
-        if files.shape:
-            return False
         kind = model_type_of(files)
         own = files.keys.pooling_method == "none" or OWN in files.read_json(SETTINGS_FILE)
         return kind in RETRIEVAL_FAMILIES or (kind in FAMILIES and own)
@@ -141,6 +140,11 @@ class VisionLateEncoder(VisionLanguageEncoder):
     def blank_pictures(self) -> Features:
         """Return rows that are one square picture and a single token each, all of which give vectors."""
         return self._with_vectors(super().blank_pictures(), "document")
+
+    def text_probe(self) -> TowerInputs:
+        """Return texts of which each token gives a vector."""
+        texts = super().text_probe()
+        return texts if self._has_processor else self.head.measured(texts)
 
     def _with_vectors(self, features: Features, side: Side) -> Features:
         ids = features.columns["input_ids"]

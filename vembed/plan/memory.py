@@ -46,6 +46,7 @@ class TowerSize:
     forward_flops: CallCost  # of a call
     items: Literal["all", "texts", "pictures"] = "all"  # which items pass through it
     through: tuple[str, ...] = ()  # towers that its items pass through too, in the same call: its costs are of both
+    cuts: bool = True  # whether longer items are cut: texts are, pictures never
     # Parameters of the largest tensor that trains, usually the table of a vocabulary. Its fresh gradient stands beside
     # the accumulated one when the activations are gone; `transient` leaves it out.
     largest_tensor: int = 0
@@ -191,9 +192,9 @@ class ModelSize:
         return self.cast_bytes + int(max(peaks))
 
     def limited(self, max_tokens: int) -> ModelSize:
-        """Return the same model for items of at most so many tokens."""
+        """Return the same model for texts of at most so many tokens."""
         towers = tuple(
-            tower if tower.max_tokens is None else replace(tower, max_tokens=min(tower.max_tokens, max_tokens))
+            replace(tower, max_tokens=min(tower.max_tokens, max_tokens)) if tower.cuts and tower.max_tokens else tower
             for tower in self.towers
         )
         adapted = None if self.adapted is None else self.adapted.limited(max_tokens)

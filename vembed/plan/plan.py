@@ -225,16 +225,16 @@ def memory_sentence(candidate: Candidate, memory_bytes: int, reserved: int, take
 
 
 def _limited(model: ModelSize, *, given: bool) -> tuple[ModelSize, list[str]]:
-    """Return the model for items as long as they come.
+    """Return the model for texts as long as they come.
 
     Args:
         given: Whether the user said how long.
     """
-    longest = model.max_length
-    if longest is None or given or longest <= PLANNED_TOKENS:
+    longest = max((tower.max_tokens or 0 for tower in model.towers if tower.cuts), default=0)
+    if model.max_length is None or given or longest <= PLANNED_TOKENS:
         return model, []
     note = (
-        f"memory is predicted for items of up to {PLANNED_TOKENS} of the {longest} tokens that the model takes; "
+        f"memory is predicted for texts of up to {PLANNED_TOKENS} of the {longest} tokens that the model takes; "
         f"max_seq_length says otherwise"
     )
     return model.limited(PLANNED_TOKENS), [note]

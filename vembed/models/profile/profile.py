@@ -333,6 +333,7 @@ class _Tower:
             name=self._tower.name,
             items=self._items(),
             through=tuple(each.name for each in through),
+            cuts=self._tower.name != "vision",
             max_tokens=self._inputs.max_tokens,
             num_parameters=total,
             num_trainable=sum(trainable),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl
 
-    from vembed.data.sources import Role
+    from vembed.data.splits import Role
 
 TRAIN = SourceOptions("train")
 GOOD = {"query": "a query", "positive": "an answer"}

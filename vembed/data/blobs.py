@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
+from array import array
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from vembed.data.column_files import new_columns
+from vembed.data.column_files import mapped_columns, new_columns
 from vembed.errors import MachineError
+from vembed.files import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
 BLOB_BYTES = 16 * 2**20
 """Bytes of pictures that are Python objects at any one time."""
@@ -25,6 +30,8 @@ MAX_HELD_BYTES = 256 * 2**20
 
 class Blobs:
     """Bytes by number, each a view of the memory or file that holds them all: who keeps many keeps no copies."""
+
+    files: Sequence[MappedFile] = ()  # of users that they lie in: none
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         filled = [chunk for chunk in chunks if len(chunk)]
@@ -44,8 +51,76 @@ class Blobs:
         return self._data[chunk][begin:end]
 
 
+class MappedFile(mmap.mmap):
+    """A file that is mapped to read.
+
+    Attributes:
+        path: Where it lies.
+    """
+
+    path: str
+
+    @classmethod
+    def of(cls, path: Path | str) -> MappedFile:
+        """Map a file that holds something.
+
+        Raises:
+            OSError: It is no regular file, or the system refuses.
+            ValueError: It is empty.
+        """
+        with open_regular(path) as file:
+            mapped = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped.path = os.path.realpath(path)
+        return mapped
+
+    def place(self, view: memoryview) -> int:
+        """Return where in the file a view of it begins."""
+        start, first = (np.frombuffer(each, np.uint8).ctypes.data for each in (view, self))
+        return int(start - first)
+
+
+class Spans:
+    """Bytes by number that lie in users' files as they are; nothing is copied.
+
+    Args:
+        files: The files, mapped.
+        places_N3: Number of the file, first byte and end of each.
+    """
+
+    def __init__(self, files: Sequence[MappedFile], places_N3: NDArray[np.int64]) -> None:
+        self.files = files
+        self.places_N3 = places_N3
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.places_N3)
+
+    def __getitem__(self, number: int) -> memoryview:
+        """Return the bytes of a number, counted from 0."""
+        file, begin, end = self.places_N3[number].tolist()
+        return memoryview(self.files[file])[begin:end]
+
+
+def mapped_blobs(folder: Path, count: int, files: Sequence[str]) -> Blobs | Spans:
+    """Return what a `BlobWriter` wrote into a folder.
+
+    Args:
+        files: Of `Spans`.
+
+    Raises:
+        OSError: A file is missing.
+        ValueError: A file is too long or too short.
+    """
+    import pyarrow as pa
+
+    if not files:
+        return Blobs([mapped_columns({"blob": pa.large_binary()}, folder, count)["blob"]])
+    spans = mapped_columns({"span": pa.int64()}, folder, 3 * count)["span"].to_numpy()
+    return Spans([MappedFile.of(file) for file in files], spans.reshape(-1, 3))
+
+
 class BlobWriter:
-    """Collect bytes.
+    """Collect bytes; of those that are a view of a `MappedFile`, where they lie.
 
     Args:
         folder: Where they go; None keeps few in memory and many in a file without a name, so that nothing of it
@@ -55,6 +130,7 @@ class BlobWriter:
     def __init__(self, folder: Path | None = None) -> None:
         import pyarrow as pa
 
+        self._folder = folder
         self._column = None if folder is None else new_columns({"blob": pa.large_binary()}, folder)["blob"]
         self._blobs: list[bytes | memoryview] = []
         self._num_bytes = 0  # of `_blobs`
@@ -62,6 +138,8 @@ class BlobWriter:
         self._num_held = 0  # bytes of `_chunks`
         self._file: IO[bytes] | None = None
         self._writer: Any = None
+        self._files: dict[str, tuple[int, MappedFile]] = {}
+        self._spans = array("q")
 
     def add(self, blob: bytes | memoryview) -> None:
         """Append one.
@@ -69,12 +147,18 @@ class BlobWriter:
         Raises:
             MachineError: The disk of the file is full.
         """
+        if isinstance(blob, memoryview) and isinstance(blob.obj, MappedFile):
+            file = blob.obj
+            number, _ = self._files.setdefault(file.path, (len(self._files), file))
+            begin = file.place(blob)
+            self._spans.extend((number, begin, begin + len(blob)))
+            return
         self._blobs.append(blob)
         self._num_bytes += len(blob)
         if self._num_bytes >= BLOB_BYTES:
             self._flush()
 
-    def finish(self) -> Blobs:
+    def finish(self) -> Blobs | Spans:
         """Return all of them, in order.
 
         Raises:
@@ -82,6 +166,14 @@ class BlobWriter:
         """
         import pyarrow as pa
 
+        if self._files:
+            assert not self._blobs, "a source holds its pictures in one way"
+            spans, files = np.array(self._spans, dtype=np.int64), [file for _, file in self._files.values()]
+            if self._folder is not None:
+                column = new_columns({"span": pa.int64()}, self._folder)["span"]
+                column.append(pa.array(spans))
+                spans = column.finish().to_numpy()
+            return Spans(files, spans.reshape(-1, 3))
         self._flush()
         if self._column is not None:
             return Blobs([self._column.finish()])

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.data.files import ROW_SUFFIXES, suffix_of
+from vembed.data.files import ROW_SUFFIXES, SHARD_SUFFIX
 from vembed.data.lines import nearest_entry
 from vembed.errors import DataError, MachineError
 from vembed.files import home_path, is_file, is_folder
@@ -44,8 +44,9 @@ def corpus_source(path: str) -> Path:
         raise DataError(
             f"{cut(path, 1000)} doesn't exist{nearest_entry(local)}; a corpus is a BEIR folder, a file, or builtin:SET"
         )
-    if suffix_of(local) is None and not local.name.lower().endswith(TEXT_FILES):
-        raise DataError(f"{path}: unknown kind of file; expected {', '.join((*ROW_SUFFIXES, *TEXT_FILES))}")
+    kinds = (*(suffix for suffix in ROW_SUFFIXES if suffix != SHARD_SUFFIX), *TEXT_FILES)
+    if not local.name.lower().endswith(kinds):
+        raise DataError(f"{path}: unknown kind of file; expected {', '.join(kinds)}")
     return local
 
 

@@ -1,4 +1,4 @@
-"""Read row files: JSONL, JSON, CSV, TSV and Parquet become (line, row) pairs in bounded memory.
+"""Read row files: JSONL, JSON, CSV, TSV, Parquet and tar shards become (line, row) pairs in bounded memory.
 
 A row that can't be read is its reason, a plain sentence, in place of a dictionary: the caller's policy decides. What
 makes the rest of the file unreadable is a `DataError` with file:line.
@@ -15,6 +15,7 @@ from vembed.data import lines as limits
 from vembed.data.json_list import JsonList
 from vembed.data.lines import first_character, lines, pieces, reading, too_long
 from vembed.data.parquet import MAX_COLUMNS, parquet_rows, repeated
+from vembed.data.tar_shards import shard_rows
 from vembed.errors import DataError
 from vembed.text import quoted
 
@@ -26,7 +27,8 @@ RawRow: TypeAlias = tuple[int, "dict[str, Any] | str"]
 """(line counted from 1, the row's columns or why it can't be read)."""
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
-ROW_SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), ".parquet")
+SHARD_SUFFIX = ".tar"
+ROW_SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), ".parquet", SHARD_SUFFIX)
 MAX_OBJECT_CHARACTERS = 512 * 2**20
 """Longest file that is one JSON object: it is read as a whole."""
 
@@ -56,6 +58,8 @@ def iter_rows(path: Path, wanted: Callable[[Sequence[str]], Sequence[str]]) -> I
     with reading(path):
         if suffix == ".parquet":
             yield from parquet_rows(path, wanted)
+        elif suffix == SHARD_SUFFIX:
+            yield from shard_rows(path, json.JSONDecoder(object_pairs_hook=_unique_keys))
         elif suffix.startswith(".jsonl"):
             yield from jsonl_rows(path)
         elif suffix.startswith(".json"):

@@ -71,7 +71,7 @@ class ImageRoot:
         """Return the picture of a cell.
 
         Args:
-            cell: A path, the encoded bytes, {"bytes", "path"}, or an `Image` that was checked before.
+            cell: A path, the encoded bytes or a view of them, {"bytes", "path"}, or an `Image` that was checked before.
             name: What to call bytes in messages.
 
         Raises:
@@ -89,7 +89,7 @@ class ImageRoot:
             if isinstance(verdict, PictureFault):
                 raise PictureFault(verdict.reason, escapes=verdict.escapes)
             return Image(verdict)
-        if isinstance(cell, bytes):
+        if isinstance(cell, (bytes, memoryview)):
             image = Image(name, cell)
             self._check(image, "the picture's bytes")
             return image

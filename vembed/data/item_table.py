@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, pictures_in
-from vembed.data.blobs import Blobs, BlobWriter
+from vembed.data.blobs import BlobWriter, mapped_blobs
 from vembed.data.column_files import filled, mapped_columns, new_columns
 from vembed.data.images import item_id
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
+    from vembed.data.blobs import Blobs, Spans
 
 _Cells: TypeAlias = "str | tuple[str | None, str, int | None, tuple[str, ...] | None, tuple[int | None, ...] | None]"
 """A text; or of a picture its text (None without), its path, the number of its bytes (None where it is a file), and the
@@ -39,11 +40,11 @@ class ItemTable:
     """Items by number."""
 
     columns: Any  # Arrow table of `text`, and of the other columns where there are pictures
-    blobs: Blobs  # what `bytes` counts into
+    blobs: Blobs | Spans  # what `bytes` counts into
     known_ids: NDArray[np.int64] | None = None  # `ids`, where they were computed before
 
     @classmethod
-    def of(cls, columns: dict[str, Any], blobs: Blobs, known_ids: NDArray[np.int64] | None = None) -> ItemTable:
+    def of(cls, columns: dict[str, Any], blobs: Blobs | Spans, known_ids: NDArray[np.int64] | None = None) -> ItemTable:
         """Make a table of all columns of items."""
         import pyarrow as pa
 
@@ -51,7 +52,7 @@ class ItemTable:
         return cls(pa.table(columns if has_pictures else {"text": columns["text"]}), blobs, known_ids)
 
     @classmethod
-    def mapped(cls, folder: Path, num_items: int, num_blobs: int) -> ItemTable:
+    def mapped(cls, folder: Path, num_items: int, num_blobs: int, shards: Sequence[str]) -> ItemTable:
         """Read what an `ItemWriter` and `keep_ids` wrote.
 
         Raises:
@@ -61,9 +62,8 @@ class ItemTable:
         import pyarrow as pa
 
         columns = mapped_columns(_item_types() | {"id": pa.int64()}, folder, num_items)
-        blobs = mapped_columns({"blob": pa.large_binary()}, folder, num_blobs)
         ids = columns.pop("id").to_numpy()
-        return cls.of(columns, Blobs([blobs["blob"]]), ids)
+        return cls.of(columns, mapped_blobs(folder, num_blobs, shards), ids)
 
     def keep_ids(self, folder: Path) -> ItemTable:
         """Return the table with its ids, which are on disk from now on."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from vembed import __version__
 from vembed.config.keys.data import DataKeys
+from vembed.data.files import SHARD_SUFFIX, suffix_of
 from vembed.data.records import LoadedRecords, RecordTable
 from vembed.errors import MachineError
 from vembed.files import file_sha256, fsync_path, home_path, write_durably
@@ -79,6 +80,7 @@ def kept_or_read(
     """
     stamps = _stamps(files)
     num_bytes = sum(size for size, *_ in stamps)
+    is_index = suffix_of(files[0]) == SHARD_SUFFIX  # pictures stay in the shards
     root = _root()
     if root is None or num_bytes < LEAST_BYTES:
         return read(None)
@@ -89,7 +91,7 @@ def kept_or_read(
     except OSError as error:
         missing, free = error.strerror or str(error), 0
     store = _Store(root, _digest(_reading_of(files, options, columns)), _digest(stamps), tuple(columns))
-    if not missing and free < FREE_SHARE * num_bytes and not store.folder.is_dir():
+    if not missing and free < FREE_SHARE * num_bytes * (not is_index) and not store.folder.is_dir():
         missing = f"it has {show_bytes(free)} free"
     if missing:
         loaded = read(None)

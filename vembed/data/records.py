@@ -100,7 +100,7 @@ class RecordTable:
             ValueError: A file is broken, too long or too short.
         """
         sizes = json.loads((folder / _SIZES).read_text("utf-8"))
-        items = ItemTable.mapped(folder, sizes["items"], sizes["blobs"])
+        items = ItemTable.mapped(folder, sizes["items"], sizes["blobs"], sizes["shards"])
         rows = mapped_columns(_column_types(columns), folder, sizes["rows"])
         return cls(rows, items, tuple(sizes["files"]), folder=folder)
 
@@ -292,7 +292,13 @@ class RecordWriter:
         if self._folder is None:
             self._start()
             return RecordTable(columns, items, files)
-        sizes = {"rows": self._num_rows, "items": len(items.columns), "blobs": len(items.blobs), "files": files}
+        sizes = {
+            "rows": self._num_rows,
+            "items": len(items.columns),
+            "blobs": len(items.blobs),
+            "shards": [file.path for file in items.blobs.files],
+            "files": files,
+        }
         (self._folder / _SIZES).write_text(json.dumps(sizes), "utf-8")
         return RecordTable(columns, items.keep_ids(self._folder), files, folder=self._folder)
 

@@ -9,33 +9,30 @@ The whole source is read and checked before anything trains. Memory is the table
 
 from __future__ import annotations
 
-import glob
-import os
-import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
 from vembed.data.builtin import load_builtin
-from vembed.data.columns import ColumnResolver, closest
-from vembed.data.files import ROW_SUFFIXES, RawRow, holds_text_cells, iter_rows, suffix_of
-from vembed.data.hub import HUB_ID, hub_rows, hub_split
-from vembed.data.lines import nearest_entry, reading
-from vembed.data.presets import preset_hint, preset_path
+from vembed.data.columns import ColumnResolver
+from vembed.data.files import RawRow, holds_text_cells, iter_rows
+from vembed.data.hub import hub_rows, hub_split
+from vembed.data.lines import reading
+from vembed.data.presets import preset_path
 from vembed.data.problems import plural
 from vembed.data.record_store import kept_or_read
 from vembed.data.records import LoadedRecords, Record, RecordWriter
-from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, SourceOptions, split_for
+from vembed.data.row_files import row_files
+from vembed.data.splits import SPLIT_NAMES, SourceOptions
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
-from vembed.files import home_path, is_file, is_folder
-from vembed.text import cut
+from vembed.files import home_path, is_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from vembed.data.builtin import Rows
     from vembed.data.columns import LossNeeds
@@ -43,17 +40,15 @@ if TYPE_CHECKING:
     from vembed.data.records import RecordTable
 
 BUILTIN_PREFIX = "builtin:"
-SHARD = re.compile(r"(?P<split>.+?)([-_.]\d+(-of-\d+)?)?")
-"""The file names of a split: `train`, `train-00000-of-00004`, `train_7`."""
 
 
 def load_records(path: str, options: SourceOptions) -> LoadedRecords:
     """Read, check and collect the records of a data source.
 
     Args:
-        path: A .jsonl, .json, .csv, .tsv (each possibly .gz) or .parquet file; a folder or glob of such files, read in
-            order of their names; a BEIR folder; `builtin:NAME`; a published set `NAME:FOLDER` of `presets/`; or a hub
-            id `owner/name[:config]`.
+        path: A .jsonl, .json, .csv, .tsv (each possibly .gz), .parquet or .tar file; a folder, glob or range
+            `{000..127}` of such files, read in order of their names; a BEIR folder; `builtin:NAME`; a published set
+            `NAME:FOLDER` of `presets/`; or a hub id `owner/name[:config]`.
 
     Returns:
         At least one record, and notes on what was skipped or ignored.
@@ -75,7 +70,7 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
         images = options.images(folder)
         part = read_beir_split(folder, options.split, options.role, images, loader.extra)
         return loader.read_beir(part, folder, images)
-    files, notes = _row_files(path, options)
+    files, notes = row_files(path, options)
     if not files:
         return _load_hub(path, options, loader)
     return kept_or_read(files, options, loader.extra, partial(_read_files, path, files, notes, options))
@@ -90,7 +85,7 @@ def refuse_missing(path: str, options: SourceOptions) -> None:
     """
     if path.startswith(BUILTIN_PREFIX) or preset_path(path) or beir_folder(path):
         return
-    for file in _row_files(path, options)[0]:
+    for file in row_files(path, options)[0]:
         with reading(file):
             file.open("rb").close()
 
@@ -293,108 +288,3 @@ class _Loader:
                 self._needed.setdefault(fault.column, (f"{where}: ", f"; {fault.reason}"))
                 reason = f"{reason}; {fault.reason}"
         self._log.add(where, reason, column=fault.column, may_drop=not fault.escapes)
-
-
-def _row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
-    """Return the local files that a path names, and notes; no files when it is a hub id."""
-    local = home_path(path)
-    if is_folder(local):
-        return _folder_files(local, options)
-    if is_file(local):
-        found = [local]
-    elif glob.has_magic(path):
-        found = _matching(local)
-        if not found:
-            msg = f"{PATH_KEYS[options.role]}: no file matches {path}"
-            raise DataError(msg)
-    elif _may_be_hub_id(path):
-        return [], ()
-    else:
-        raise DataError(_missing_message(path, options.role))
-    if options.split is not None:
-        msg = f"{path} has no splits: remove {SPLIT_KEYS[options.role]}: {options.split}, or name a folder or hub id"
-        raise DataError(msg)
-    return _of_one_kind(found, path), ()
-
-
-def _matching(pattern: Path) -> list[Path]:
-    """Return the files that a pattern names, in order.
-
-    A folder that several names lead to is entered once, or links to folders above them would lead to more and more.
-    """
-    folders = [Path(pattern.anchor)]
-    *parts, last = pattern.parts[bool(pattern.anchor) :]
-    for part in parts:
-        found = (folder / name for folder in folders for name in sorted(_names(folder, part)))
-        distinct: dict[str, Path] = {}
-        for folder in filter(is_folder, found):
-            distinct.setdefault(os.path.realpath(folder), folder)
-        folders = list(distinct.values())
-    return sorted(filter(is_file, (folder / name for folder in folders for name in _names(folder, last))))
-
-
-def _names(folder: Path, pattern: str) -> list[str]:
-    return glob.glob(pattern, root_dir=folder)  # noqa: PTH207 - pathlib enters what is hidden
-
-
-def _folder_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
-    """Return the row files of a folder: those of the wanted split where the names tell splits apart, else all."""
-    with reading(folder):
-        found = sorted(path for path in folder.iterdir() if suffix_of(path) and path.name[0] != "." and is_file(path))
-    if not found:
-        msg = f"{folder} holds no data files; expected {', '.join(ROW_SUFFIXES)}, or the BEIR layout"
-        raise DataError(msg)
-    splits = {path: _split_name(path) for path in found}
-    known = {name for names in SPLIT_NAMES.values() for name in names}
-    if options.split is None and not known & set(splits.values()):
-        return _of_one_kind(found, str(folder)), ()
-    chosen = split_for(set(splits.values()), options.split, options.role)
-    if chosen is None:
-        names = SPLIT_NAMES[options.role] if options.split is None else (options.split,)
-        msg = (
-            f"{folder} has no file of split {' or '.join(repr(name) for name in names)}"
-            f"{closest(names[0], splits.values())}; it has: {', '.join(path.name for path in found)}. Choose one "
-            f"with {SPLIT_KEYS[options.role]}, or name the file in {PATH_KEYS[options.role]}"
-        )
-        raise DataError(msg)
-    files = _of_one_kind([path for path, split in splits.items() if split == chosen], f"{folder} ({chosen})")
-    others = len(found) - len(files)
-    note = f"Read split {chosen!r} of {folder}: {plural(len(files), 'file')}, {others} of other splits not read."
-    return files, (note,)
-
-
-def _split_name(path: Path) -> str:
-    match = SHARD.fullmatch(path.name[: -len(suffix_of(path) or "")])
-    return match["split"] if match else path.name
-
-
-def _of_one_kind(files: Sequence[Path], source: str) -> list[Path]:
-    """Refuse a mixture, such as train.jsonl beside its own train.csv, and files of unknown kinds."""
-    unknown = next((path for path in files if suffix_of(path) is None), None)
-    if unknown is not None:
-        msg = f"{unknown}: unknown kind of file; expected {', '.join(ROW_SUFFIXES)}"
-        raise DataError(msg)
-    kinds = {(suffix_of(path) or "").removesuffix(".gz") for path in files}
-    if len(kinds) > 1:
-        msg = f"{source} mixes {' and '.join(sorted(kinds))} files: name one kind, e.g. *{min(kinds)}"
-        raise DataError(msg)
-    return list(files)
-
-
-def _may_be_hub_id(path: str) -> bool:
-    if preset_hint(path):
-        return False
-    return bool(HUB_ID.fullmatch(path)) and suffix_of(Path(path)) is None and not is_folder(Path(path).parent)
-
-
-def _missing_message(path: str, role: Role) -> str:
-    key, local, path = PATH_KEYS[role], home_path(path), cut(path, 1000)
-    if "://" in path:  # not echoed: an address may hold a password
-        return f"{key} is an address; download it and name the local file, or give a hub id owner/name"
-    if hint := preset_hint(path):
-        return f"{key}: {path} doesn't exist{hint}"
-    if os.path.lexists(local):
-        return f"{key}: {path} is no regular file but a pipe, socket, device, or a link that leads nowhere"
-    if not is_folder(local.parent):
-        return f"{key}: {path} doesn't exist, nor does its folder {cut(str(local.parent), 1000)}"
-    return f"{key}: {path} doesn't exist{nearest_entry(local)}"

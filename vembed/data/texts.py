@@ -61,6 +61,13 @@ def describe(value: object) -> str:
         return "a picture"
     if isinstance(value, bool):
         return str(value).lower()
-    names = {int: "the number", float: "the number", list: "a list", dict: "an object", bytes: "bytes"}
+    names = {
+        int: "the number",
+        float: "the number",
+        list: "a list",
+        dict: "an object",
+        bytes: "bytes",
+        memoryview: "a picture",
+    }
     name = names.get(type(value), type(value).__name__)
     return f"{name} {value!r:.40}" if isinstance(value, (int, float)) else name

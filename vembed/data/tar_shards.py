@@ -1,0 +1,217 @@
+"""Read tar shards in the form of WebDataset: members `KEY.EXTENSION`, those of one key in a row, are one sample.
+
+A shard is mapped, never unpacked, and its members are found once: what a picture holds stays where it is in the shard,
+known by offset and size. Anything but regular files is refused, as are names that lead out, pickles, members that
+stand twice, and shards that end early or go on behind their end.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vembed.data import lines as limits
+from vembed.data.blobs import MappedFile
+from vembed.data.parquet import MAX_COLUMNS
+from vembed.errors import DataError
+from vembed.text import quoted
+
+if TYPE_CHECKING:
+    import json
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BLOCK_BYTES = tarfile.BLOCKSIZE
+PIECE_BYTES = 2**20
+MAX_EXTENDED_BYTES = 2**20
+"""Longest extended header (long names); nothing else in a header needs room."""
+
+PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"})
+COLUMN_OF = {"txt": "text", "cls": "label", **dict.fromkeys(PICTURES, "image")}
+"""The column of a member `KEY.EXTENSION`; `KEY.COLUMN.EXTENSION` names its own. `KEY.json` holds columns."""
+
+PICKLES = frozenset({"pkl", "pickle", "pyd", "pt", "pth", "joblib"})
+_REGULAR = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.CONTTYPE})
+_KINDS = {
+    tarfile.LNKTYPE: "a link",
+    tarfile.SYMTYPE: "a link",
+    tarfile.GNUTYPE_LONGLINK: "a link",
+    tarfile.CHRTYPE: "a device",
+    tarfile.BLKTYPE: "a device",
+    tarfile.FIFOTYPE: "a pipe",
+    tarfile.GNUTYPE_SPARSE: "a sparse file",
+}
+
+
+class Member(NamedTuple):
+    """A file in a shard."""
+
+    name: str
+    data: memoryview
+
+
+def shard_rows(path: Path, decoder: json.JSONDecoder) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield (sample counted from 1, its columns or why it can't be read).
+
+    Args:
+        decoder: Reads the members that hold JSON.
+
+    Raises:
+        DataError: The shard is refused, or can't be read on.
+        OSError: The system refuses to read it, or it is no regular file.
+    """
+    number, key, row = 0, "", dict[str, Any]()
+    problem, known = "", set[str]()
+    for member in members(path):
+        folder, _, base = member.name.rpartition("/")
+        stem, _, extension = base.partition(".")
+        if not stem or not extension:
+            raise _refused(path, member.name, "a member's name is KEY.EXTENSION, such as 0001.jpg")
+        if (own := f"{folder}/{stem}") != key:
+            if number:
+                yield number, problem or row
+            if own in known:
+                raise _refused(path, member.name, "members of its key stand in two places of the shard")
+            known.add(own)
+            number, key, row, problem = number + 1, own, {}, ""
+        try:
+            cells = _cells(extension.lower(), member.data, decoder)
+        except ValueError as error:
+            problem = problem or f"{base}: {error}"
+            continue
+        for column in cells.keys() & row.keys():
+            problem = problem or f"{base}: the sample has the column {quoted(column)} twice"
+        row |= cells
+        if len(row) > MAX_COLUMNS:
+            raise _refused(path, member.name, f"a sample of over {MAX_COLUMNS:,} columns")
+    if number:
+        yield number, problem or row
+
+
+def _cells(extension: str, data: memoryview, decoder: json.JSONDecoder) -> dict[str, Any]:
+    """Return the columns that a member gives; of one of an unknown kind its name alone, so that it is told.
+
+    Raises:
+        ValueError: It can't be read.
+    """
+    column, _, kind = extension.rpartition(".")
+    if kind in PICTURES:
+        return {column or COLUMN_OF[kind]: data}
+    if kind not in {"txt", "cls", "json"}:
+        return {extension: None}
+    if len(data) > limits.MAX_LINE_BYTES:
+        raise ValueError(f"over {limits.MAX_LINE_BYTES // 2**20} MiB")
+    try:
+        text = bytes(data).decode().strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"invalid UTF-8 at byte {error.start + 1}") from error
+    if kind == "txt":
+        return {column or "text": text}
+    if kind == "cls":
+        return {column or "label": int(text) if text.isdecimal() and len(text) < 19 else text}
+    try:
+        value = decoder.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"bad JSON: {'nested too deeply' if isinstance(error, RecursionError) else error}") from error
+    if column:
+        return {column: value}
+    if type(value) is not dict:
+        raise ValueError(f"expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def members(path: Path) -> Iterator[Member]:
+    """Yield the regular files of a shard in order; folders are passed over.
+
+    Raises:
+        DataError: The shard is refused, or can't be read on.
+        OSError: The system refuses to read it, or it is no regular file.
+    """
+    try:
+        shard = memoryview(MappedFile.of(path))
+    except ValueError as error:
+        raise DataError(f"{path.name}: the shard is empty") from error
+    at, extended = 0, dict[str, str]()
+    while True:
+        header = _header(path, shard, at)
+        if header is None:
+            pieces = (bytes(shard[start : start + PIECE_BYTES]) for start in range(at, len(shard), PIECE_BYTES))
+            if extended or any(piece.strip(b"\0") for piece in pieces):
+                raise DataError(f"{path.name}: byte {at:,}: the shard goes on behind its end; was it put together?")
+            return
+        name, kind = extended.get("path", header.name), header.type
+        size = _whole(extended.get("size"), header.size)
+        begin, end = at + BLOCK_BYTES, at + BLOCK_BYTES + size
+        if not 0 <= begin <= end <= len(shard):
+            raise _refused(path, name, f"the shard is truncated: it ends at byte {len(shard):,}, the member at {end:,}")
+        at = begin + -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        if kind in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME):
+            extended |= _extended(path, kind, shard[begin:end])
+            continue
+        extended = {}
+        if kind == tarfile.DIRTYPE:
+            continue
+        if kind not in _REGULAR:
+            raise _refused(path, name, f"it is {_KINDS.get(kind, 'no regular file')}, and shards hold regular files")
+        _check_name(path, name)
+        yield Member(name, shard[begin:end])
+
+
+def _header(path: Path, shard: memoryview, at: int) -> tarfile.TarInfo | None:
+    """Return the header at an offset, None at the end of the members."""
+    block = bytes(shard[at : at + BLOCK_BYTES])
+    if len(block) < BLOCK_BYTES:
+        raise DataError(f"{path.name}: the shard is truncated at byte {len(shard):,}: it has no end mark")
+    if not block.strip(b"\0"):
+        return None
+    try:
+        return tarfile.TarInfo.frombuf(block, "utf-8", "strict")
+    except (tarfile.HeaderError, ValueError) as error:
+        raise DataError(f"{path.name}: byte {at:,}: no header of a tar member: {error}") from error
+
+
+def _extended(path: Path, kind: bytes, data: memoryview) -> dict[str, str]:
+    """Return what an extended header says of the next member's name and size.
+
+    Source: POSIX.1-2001, pax interchange format; GNU tar manual, "Basic Tar Format".
+    """
+    if len(data) > MAX_EXTENDED_BYTES:
+        raise DataError(f"{path.name}: an extended header of {len(data):,} bytes")
+    try:
+        if kind == tarfile.GNUTYPE_LONGNAME:
+            return {"path": bytes(data).rstrip(b"\0").decode()}
+        rest, found = bytes(data), dict[str, str]()
+        while rest.strip(b"\0"):
+            length = int(rest.partition(b" ")[0])
+            record = rest[:length].partition(b" ")[2].decode()
+            if not 5 <= length <= len(rest) or not record.endswith("\n"):
+                raise ValueError(record)
+            name, _, value = record[:-1].partition("=")
+            found[name] = value
+            rest = rest[length:]
+    except ValueError as error:
+        raise DataError(f"{path.name}: a broken extended header: {error}") from error
+    telling = {name: value for name, value in found.items() if name in {"path", "size"}}
+    if any(name.startswith("GNU.sparse") for name in found) or "linkpath" in found:
+        raise DataError(f"{path.name}: it holds a link or a sparse file, and shards hold regular files")
+    if telling and kind == tarfile.XGLTYPE:
+        raise DataError(f"{path.name}: a header names all members alike")
+    return telling
+
+
+def _whole(said: str | None, size: int) -> int:
+    """Return a member's size; one that is no number is beyond every shard."""
+    if said is None:
+        return size
+    return int(said) if said.isascii() and said.isdecimal() and len(said) < 19 else 2**63
+
+
+def _check_name(path: Path, name: str) -> None:
+    if name.startswith("/") or ".." in name.split("/") or "\\" in name or not name.isprintable():
+        raise _refused(path, name, "its name leads out of the shard, or holds what no name should")
+    if name.rpartition(".")[2].lower() in PICKLES:
+        raise _refused(path, name, "it is a pickle, which may run code when it is read; leave it out of the shard")
+
+
+def _refused(path: Path, name: str, reason: str) -> DataError:
+    return DataError(f"{path.name}: member {quoted(name, 120)}: {reason}")

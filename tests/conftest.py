@@ -46,6 +46,22 @@ def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of texts and pictures that knows the balls."""
+    from ball_cases import make_clip
+
+    return make_clip(tmp_path_factory.mktemp("clip") / "clip")
+
+
+@pytest.fixture(scope="session")
+def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of four pictures."""
+    from ball_cases import write_balls
+
+    return write_balls(tmp_path_factory.mktemp("balls") / "balls")
+
+
 @contextmanager
 def drawing_by(change: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Let reports draw by changed functions: drawings take longer than all else of a report, or than a small run."""

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from ball_cases import make_clip, write_balls
 
 from vembed.config.keys.model import ModelKeys
-from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
@@ -25,15 +23,6 @@ DOCUMENTS = {
 
 
 @pytest.fixture(scope="session")
-def bag(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An untrained bag of n-grams: texts that share words are near each other."""
-    folder: Path = tmp_path_factory.mktemp("models") / "bag"
-    torch.manual_seed(0)
-    NgramBag(NgramBagConfig(dimension=64, buckets=4096, max_words=16)).save(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
 def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained transformer in a sentence-transformers folder that has prompts."""
     folder: Path = tmp_path_factory.mktemp("models") / "transformer"
@@ -43,18 +32,6 @@ def transformer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"prompts": {"query": "ask: ", "document": "doc: "}}))
     return folder
-
-
-@pytest.fixture(scope="session")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of texts and pictures that knows the balls."""
-    return make_clip(tmp_path_factory.mktemp("models") / "clip")
-
-
-@pytest.fixture(scope="session")
-def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of four pictures."""
-    return write_balls(tmp_path_factory.mktemp("data") / "balls")
 
 
 @pytest.fixture(scope="session")

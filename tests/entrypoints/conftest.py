@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ball_cases import make_clip, write_balls
 from command_cases import Outcome, Site, make_site, run_process, write_config
 from search_cases import Done, Page, start_page, write_corpus
 
@@ -72,18 +71,6 @@ def page(index: Path) -> Iterator[Page]:
     started = start_page(index)
     yield started
     started.end()
-
-
-@pytest.fixture(scope="session")
-def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of texts and pictures that knows the balls."""
-    return make_clip(tmp_path_factory.mktemp("clip") / "clip")
-
-
-@pytest.fixture(scope="session")
-def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of four pictures."""
-    return write_balls(tmp_path_factory.mktemp("balls") / "balls")
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,23 @@ import numpy as np
 import pytest
 import torch
 from adapter_cases import wake
-from late_cases import DIMENSION, DOCUMENTS, HIDDEN, QUERIES, QUERY_LENGTH, rows_of, write_bert
+from late_cases import (
+    DIMENSION,
+    DOCUMENTS,
+    HIDDEN,
+    QUERIES,
+    QUERY_LENGTH,
+    assert_engine_is_exact,
+    batch_of,
+    rows_of,
+    write_bert,
+)
 from model_cases import edit_json, load_any, write_model
 from safetensors.torch import load_file, save_file
 from test_engine_ranks import assignment_of
-from test_engine_vectors import MaxSim
 
 import vembed
-from vembed.batch import ContrastiveBatch, Features, Ragged
+from vembed.batch import Features, Ragged
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.distributed.ranks import Ranks
@@ -27,7 +36,6 @@ from vembed.errors import ConfigError
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.reference import reference_step
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.losses.colbert import ColbertLoss
@@ -272,43 +280,19 @@ def test_adapters_train_beside_a_new_head_and_are_merged_into_an_equal_model(ber
     assert not again.head.layers[0].linear.weight.requires_grad
 
 
-def batch() -> ContrastiveBatch:
-    numbers = np.arange(len(QUERIES))
-    return ContrastiveBatch(
-        queries=QUERIES,
-        documents=DOCUMENTS,
-        positives_P2=np.stack([numbers, numbers], axis=1),
-        query_ids_Q=numbers,
-        document_ids_D=np.arange(len(DOCUMENTS)) + 100,
-        record_ids=tuple(range(len(QUERIES))),
-    )
-
-
 @pytest.mark.parametrize("choice", CHOICES)
 def test_the_engine_gives_the_gradients_of_the_plain_step_under_dropout(bert: Path, choice: str) -> None:
     """Both passes choose the same vectors: else a gradient would go to another token than it was computed for."""
-    budget, found = ChunkBudget(3, 10**6), []
-    for plain in (True, False):
-        encoder = late(bert, dtype=torch.float64, **CHOICES[choice]).train()
+
+    def pools_of(encoder: Any) -> list[Pool]:
         features = Features.concat([encoder.featurize(texts, side) for side, texts in SIDES.items()])
-        numbers = np.arange(len(features))
-        pool = Pool(encoder, encoder.collate, features, numbers, encoder.num_vectors(features))
-        structure, loss = BatchStructure.of(batch()), MaxSim()
-        torch.manual_seed(5)
-        if plain:
-            value = reference_step([pool], structure, loss, budget=budget).item()
-        else:
-            result = GradCacheEngine(loss, EngineOptions(budget, torch.device("cpu"))).step([pool], structure)
-            assert result.num_chunks > 2
-            assert result.replay_drift == 0
-            value = result.loss
-        found.append((value, {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}))
-    (expected, wanted), (value, gradients) = found
-    assert value == pytest.approx(expected, rel=1e-12)
-    assert wanted.keys() == gradients.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12)
-    assert wanted["head.layers.0.linear.weight"].abs().max() > 1e-3
+        return [Pool(encoder, encoder.collate, features, np.arange(len(features)), encoder.num_vectors(features))]
+
+    gradients, num_chunks = assert_engine_is_exact(
+        lambda: late(bert, dtype=torch.float64, **CHOICES[choice]), pools_of, batch_of(QUERIES, DOCUMENTS), rows=3
+    )
+    assert num_chunks > 2
+    assert gradients["head.layers.0.linear.weight"].abs().max() > 1e-3
 
 
 def step_of_a_rank(rank: int, folder: Path, choice: str, how: str | None) -> tuple[float, dict[str, torch.Tensor]]:
@@ -325,7 +309,7 @@ def step_of_a_rank(rank: int, folder: Path, choice: str, how: str | None) -> tup
     loss = ColbertLoss(temperature=0.3, dtype=torch.float64, tile_size=24)
     options = EngineOptions(ChunkBudget(rows, 10**6), torch.device("cpu"), ranks=ranks)
     engine = GradCacheEngine(loss, options, list(encoder.parameters()))
-    result = engine.step([pool], BatchStructure.of(batch()), assignment=assignment)
+    result = engine.step([pool], BatchStructure.of(batch_of(QUERIES, DOCUMENTS)), assignment=assignment)
     return result.loss, {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
 
 

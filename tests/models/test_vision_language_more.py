@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from adapter_cases import partly_trained, trainable_of, wake
 from picture_cases import opened, vectors
 from test_adapters_engine import assert_exact
-from test_vision_language import FLAT, ITEMS, LARGE, NEAR, SMALL, load, mixed_batch
+from test_vision_language import FLAT, ITEMS, LARGE, NEAR, SMALL, assert_alone_as_together, load, mixed_batch
 from transformers import AutoModel, AutoProcessor
 from vision_language_cases import FAMILY_BUILDERS, write_vision_language
 
@@ -75,14 +74,7 @@ def test_vectors_are_those_of_transformers(folders: dict[str, Path], kind: str) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_neither_neighbours_nor_their_order_nor_padding_change_a_vector(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind])
-    together = vectors(encoder, ITEMS)
-    assert torch.allclose(vectors(encoder, ITEMS[::-1]), together.flip(0), rtol=0, atol=NEAR)
-    for place, item in enumerate(ITEMS):
-        features = encoder.featurize([item], "query")
-        with torch.no_grad():
-            z = encoder(encoder.collate(features, np.array([0]), int(features.lengths[0]) + 3))
-        assert torch.allclose(z[0], together[place], rtol=0, atol=NEAR)
+    assert_alone_as_together(load(folders[kind]))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -7,22 +7,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from adapter_cases import CPU, partly_trained, wake
+from adapter_cases import partly_trained, wake
+from late_cases import assert_engine_is_exact, batch_of
 from model_cases import load_any
 from picture_cases import opened, picture
-from test_engine_vectors import MaxSim
 from transformers import AutoModel, AutoModelForPreTraining, AutoProcessor
 from vision_language_cases import RETRIEVAL_BUILDERS, write_vision_language
 
-from vembed.batch import Composed, ContrastiveBatch, Features, Image
+from vembed.batch import Composed, Features, Image
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, DataError
 from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.reference import reference_step
-from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import changing_names, save_trained
 from vembed.models.profile.measure import ProfileTarget
@@ -170,18 +166,6 @@ def test_a_new_head_trains_beside_adapters_of_the_tower_for_pictures(folders: di
     assert "and head:" in encoder.trains
 
 
-def batch() -> ContrastiveBatch:
-    numbers = np.arange(len(TEXTS))
-    return ContrastiveBatch(
-        queries=TEXTS,
-        documents=PICTURES,
-        positives_P2=np.stack([numbers, numbers], axis=1),
-        query_ids_Q=numbers,
-        document_ids_D=numbers + 100,
-        record_ids=tuple(range(len(TEXTS))),
-    )
-
-
 def pools_of(encoder: VisionLateEncoder) -> list[Pool]:
     texts, pictures = encoder.featurize(TEXTS, "query"), encoder.featurize(PICTURES, "document")
     numbers = np.arange(len(TEXTS))
@@ -194,25 +178,15 @@ def pools_of(encoder: VisionLateEncoder) -> list[Pool]:
 def test_the_engine_gives_the_gradients_of_the_plain_step(
     folders: dict[str, Path], kind: str, choice: dict[str, Any]
 ) -> None:
-    budget, found = ChunkBudget(2, 10**6), []
-    for plain in (True, False):
-        encoder = load(folders[kind], **keys_of(kind), **choice).train()
-        structure, loss = BatchStructure.of(batch()), MaxSim()
-        if plain:
-            value = reference_step(pools_of(encoder), structure, loss, budget=budget).item()
-        else:
-            result = GradCacheEngine(loss, EngineOptions(budget, CPU)).step(pools_of(encoder), structure)
-            assert result.num_chunks > 2
-            assert result.replay_drift == 0
-            value = result.loss
-        found.append((value, {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}))
-    (expected, wanted), (value, gradients) = found
-    assert value == pytest.approx(expected, rel=1e-12)
-    assert wanted.keys() == gradients.keys()
-    largest = max(gradient.norm() for gradient in wanted.values())
-    for name, gradient in wanted.items():
-        assert (gradients[name] - gradient).norm() <= 1e-10 * largest, name
-    assert wanted["head.layers.0.linear.weight"].abs().max() > 1e-4
+    gradients, num_chunks = assert_engine_is_exact(
+        lambda: load(folders[kind], **keys_of(kind), **choice),
+        pools_of,
+        batch_of(TEXTS, PICTURES),
+        rows=2,
+        of_largest=1e-10,
+    )
+    assert num_chunks > 2
+    assert gradients["head.layers.0.linear.weight"].abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("kind", RETRIEVAL_BUILDERS)

@@ -103,7 +103,9 @@ def dry_run(tmp_path: Path, data: str, **keys: Any) -> None:
     run_from_config(Config.model_validate(values | keys), mode="dry-run")
 
 
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    "name", ["flickr30k", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sop", "cirr"))]
+)
 def test_a_published_set_trains_a_step_in_its_own_mode_alone(tmp_path: Path, name: str) -> None:
     folder = WRITERS[name](tmp_path / "set")
     dry_run(tmp_path, f"{name}:{folder}", retrieval_mode=MODES[name])

@@ -98,7 +98,20 @@ def without_weights(folder: Path) -> None:
         shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors"))
 
 
-@pytest.mark.parametrize("kind", [*TEXT_FAMILIES, *PICTURE_FAMILIES, "open_clip", "tiny-clip"])
+OTHERS = (*TEXT_FAMILIES[2:], *PICTURE_FAMILIES[1:])
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bert",
+        "modernbert",
+        "clip",
+        "open_clip",
+        "tiny-clip",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS),
+    ],
+)
 def test_the_second_process_reads_no_weights_and_has_all_of_them(
     folders: dict[str, Path], two_ranks: RankPool, kind: str
 ) -> None:

@@ -192,10 +192,10 @@ def test_sigterm_in_training_saves_that_step_exits_75_and_resumes_equal(
     assert_same_run(whole, resumed.folder)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("step-0", "bm25")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("step-0", "step-5", "final", "bm25")]
 
 
-@pytest.mark.parametrize("name", ["baseline", "step-5", pytest.param("final", marks=pytest.mark.slow), *SLOW])
+@pytest.mark.parametrize("name", ["baseline", *SLOW])
 def test_sigterm_in_an_evaluation_exits_75_and_resumes_equal(
     site: Site, whole_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -98,7 +98,12 @@ def test_dropout_on_two_ranks_is_that_of_one_graph_and_the_same_bits_again(two_r
     assert abs(answers[0][0][0] - without) > 1e-6, "dropout does act"
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+QUICK = ("both directions", "hardest", "triplet")
+
+
+@pytest.mark.parametrize(
+    "loss", [pytest.param(loss, marks=() if loss in QUICK else pytest.mark.slow) for loss in LOSSES]
+)
 def test_a_step_that_is_begun_again_has_the_same_bits(loss: str) -> None:
     found = []
     for seed in (5, 5, 6):

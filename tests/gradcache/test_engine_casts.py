@@ -58,7 +58,7 @@ def run(case: Any, *, retain: float = 0.0, rows: int = 4, checkpointed: bool = F
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
 @pytest.mark.parametrize("towers", [1, 2])
-@pytest.mark.parametrize("retain", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("retain", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_each_weight_is_cast_once_and_gradients_are_bit_equal_to_a_cast_in_each_call(
     monkeypatch: pytest.MonkeyPatch, retain: float, towers: int, checkpointed: bool
 ) -> None:

@@ -42,7 +42,7 @@ def freeze_all_but_biases(encoder: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("weights", ["full", "frozen"])
-@pytest.mark.parametrize("retain", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("retain", [0.0, pytest.param(0.5, marks=pytest.mark.slow), 1.0])
 def test_floating_point_operations_are_those_of_the_plain_step_and_one_forward_of_what_is_replayed(
     weights: str, retain: float
 ) -> None:

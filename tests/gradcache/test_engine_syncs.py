@@ -114,7 +114,14 @@ def loss_stage_waits(monkeypatch: pytest.MonkeyPatch, kind: str, tile_size: int)
     return waits.counts
 
 
-@pytest.mark.parametrize("kind", [*STREAMED, "hardest", "late interaction"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (*STREAMED[1:], "hardest")),
+        STREAMED[0],
+        "late interaction",
+    ],
+)
 def test_the_loss_stage_reads_from_the_device_once_whatever_the_tiles(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

@@ -42,7 +42,9 @@ def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(("bf16", "retain"), [(False, 0.5), (True, 0.0), (True, 1.0)])
+@pytest.mark.parametrize(
+    ("bf16", "retain"), [(False, 0.5), *(pytest.param(True, share, marks=pytest.mark.slow) for share in (0.0, 1.0))]
+)
 def test_the_plan_of_a_small_step_is_true(benchmark_module: ModuleType, bf16: bool, retain: float) -> None:
     shape = sys.modules["memory_cases"].bert(hidden=128, layers=3, tokens=48)
     case = benchmark_module.Case("small", shape, pairs=24, tokens=48, chunk_tokens=768, retain=retain, bf16=bf16)

@@ -189,7 +189,7 @@ def test_the_engine_gives_the_gradients_of_the_plain_step(
     assert gradients["head.layers.0.linear.weight"].abs().max() > 1e-4
 
 
-@pytest.mark.parametrize("kind", RETRIEVAL_BUILDERS)
+@pytest.mark.parametrize("kind", ["colpali", pytest.param("colqwen2", marks=pytest.mark.slow)])
 def test_the_plan_runs_them_on_no_data(folders: dict[str, Path], kind: str) -> None:
     size = profile_model(ModelKeys(model_name=str(folders[kind])), ProfileTarget("cpu"))
     assert not size.estimated

@@ -135,6 +135,7 @@ BESIDE = {
     "kl_temperature": {"loss_type": "kl"},
     "kl_teacher_temperature": {"loss_type": "kl"},
     "false_negative_margin": {"false_negative_filter": "threshold"},
+    "source_temperature": {"data": [{"path": "a"}]},
 }
 """What a key needs beside it to have an effect."""
 
@@ -174,6 +175,17 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"bf16": False, "torch_dtype": "bfloat16"}, {"bf16": True, "torch_dtype": "bfloat16"}, "compute in bfloat16"),
     ({"fp16": True, "torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, "fp16 has no use for weights"),
     ({"batch_size": "auto", "global_batch_size": 8}, {"batch_size": "auto"}, "global_batch_size already gives"),
+    ({"data": [{"path": "a"}], "data_path": "b"}, {"data": [{"path": "a"}]}, "remove one of them"),
+    (
+        {"source_batches": "single"},
+        {"source_batches": "single", "data": [{"path": "a"}]},
+        "source_batches has no effect",
+    ),
+    (
+        {"source_temperature": 2.0},
+        {"source_temperature": 2.0, "data": [{"path": "a"}]},
+        "source_temperature has no effect",
+    ),
     (
         {"samples_per_class": 8},
         {"samples_per_class": 8, "batch_sampling": "classes"},

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vembed.config.fields import BrokenRules, word
-from vembed.config.messages import explain, show_value, unknown_key
+from vembed.config.messages import explain, explain_entry, show_value, unknown_key
 from vembed.config.plugins import import_plugins
 from vembed.config.schema import Config, fields
 from vembed.config.settings import parse_overrides, read_values
@@ -331,7 +331,9 @@ def _field_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry
     grouped: dict[tuple[str, Any], list[ErrorDetails]] = {}
     for error in errors:
         key = str(error["loc"][0])
-        part = error["loc"][1] if len(error["loc"]) > 1 and _is_mapping(key) else None
+        part: Any = error["loc"][1] if len(error["loc"]) > 1 and _is_mapping(key) else None
+        if len(error["loc"]) > 2 and isinstance(error["loc"][1], int):  # a key of an entry of a list
+            part = error["loc"][1:3]
         grouped.setdefault((key, part), []).append(error)
     problems = []
     for (key, part), group in grouped.items():
@@ -342,6 +344,12 @@ def _field_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry
         value: object = setting.value
         place = setting.place
         subject = setting.name
+        if isinstance(part, tuple):
+            (number, name), entries = part, value
+            value = entries[number].get(name)  # type: ignore[index]
+            text = explain_entry(key, str(name), group, value)
+            problems.append(Problem(place, text, shown(f"{subject}[{number}].{name}")))
+            continue
         if part is not None:
             value = part if "[key]" in group[0]["loc"] else setting.value[part]  # type: ignore[index]
             place = setting.part_places.get(str(part), place)

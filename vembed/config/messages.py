@@ -40,8 +40,18 @@ def key_schemas() -> Mapping[str, Mapping[str, Any]]:
 
 @functools.lru_cache(maxsize=1)
 def _key_schemas(checked: type[Config]) -> Mapping[str, Mapping[str, Any]]:
-    properties: dict[str, dict[str, Any]] = checked.model_json_schema()["properties"]
+    schema = checked.model_json_schema()
+    properties: dict[str, dict[str, Any]] = _inlined(schema["properties"], schema.get("$defs", {}))
     return {name: properties[name] for name in key_names()}
+
+
+def _inlined(schema: Any, parts: Mapping[str, Any]) -> Any:
+    """Return a schema with what it refers to in place."""
+    if isinstance(schema, dict):
+        if "$ref" in schema:
+            return _inlined(parts[schema["$ref"].rpartition("/")[2]], parts)
+        return {name: _inlined(value, parts) for name, value in schema.items()}
+    return [_inlined(each, parts) for each in schema] if isinstance(schema, list) else schema
 
 
 def expectation(schema: Mapping[str, Any]) -> str:
@@ -62,11 +72,22 @@ def explain(
     name: str, errors: Sequence[ErrorDetails], value: object, *, schema: Mapping[str, Any] | None = None
 ) -> str:
     """Turn pydantic's errors about one value into a sentence."""
-    schema = key_schemas()[name] if schema is None else schema
-    kinds = {error["type"] for error in errors}
     row = foreign(name, value)
     if row is not None and row.verdict == "refused":
         return f"{show_value(value)}: {row.text}"
+    return _explain(name, key_schemas()[name] if schema is None else schema, errors, value)
+
+
+def explain_entry(name: str, part: str, errors: Sequence[ErrorDetails], value: object) -> str:
+    """Turn pydantic's errors about a key of an entry of a list into a sentence."""
+    known = next(each["items"] for each in _members(key_schemas()[name]) if "items" in each)["properties"]
+    if part not in known:
+        return f"unknown key; an entry of {name} has {', '.join(known)}"
+    return _explain(part, known[part], errors, value)
+
+
+def _explain(name: str, schema: Mapping[str, Any], errors: Sequence[ErrorDetails], value: object) -> str:
+    kinds = {error["type"] for error in errors}
     if "missing" in kinds:
         return f"a required key is missing; set it, such as {name}: NAME ({schema['description']})"
     if len(errors[0]["loc"]) > 1 and "additionalProperties" in schema:
@@ -155,6 +176,8 @@ def _alternatives(schema: Mapping[str, Any]) -> list[str]:
             found.append(_number(member, "an integer" if kind == "integer" else "a number"))
         elif kind == "array":
             found.append(f"a list [{expectation(member['items'])}, ...]")
+        elif "properties" in member:
+            found.append(f"{{{', '.join(f'{name}: ...' for name in member['properties'])}}}")
         elif kind == "object":
             found.append(f"a mapping of column names to {expectation(member['additionalProperties'])}")
         else:

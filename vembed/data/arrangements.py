@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from vembed.batch import ranges
-from vembed.data.images import item_id
 from vembed.data.problems import plural
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from vembed.data.records import RecordTable
@@ -49,29 +50,36 @@ class EpochBatches(NamedTuple):
 class Arrangement(Protocol):
     """A way to put the rows of an epoch into batches."""
 
-    def batches(self, generator: np.random.Generator, starts: NDArray[np.int64]) -> EpochBatches:
+    def batches(
+        self, rows: NDArray[np.int64], generator: np.random.Generator, starts: NDArray[np.int64]
+    ) -> EpochBatches:
         """Return the batches of an epoch.
 
         Args:
+            rows: What the epoch takes; a row may come more than once.
             generator: Of the seed and the epoch.
-            starts: First row of each batch at random, and the end of the last one.
+            starts: First place of each batch at random, and the end of the last one.
         """
 
-    def notes(self, first: EpochBatches) -> tuple[str, ...]:
-        """Say what comes of it, given the first epoch's batches: one plain sentence each."""
+    def notes(self, first: EpochBatches, num_rows: int) -> tuple[str, ...]:
+        """Say what comes of it, one plain sentence each.
+
+        Args:
+            first: Batches of the first epoch.
+            num_rows: What that epoch took.
+        """
 
 
-@dataclass(frozen=True, slots=True)
 class AtRandom:
-    """Rows in random order, each once."""
+    """Rows in random order."""
 
-    num_records: int
-
-    def batches(self, generator: np.random.Generator, starts: NDArray[np.int64]) -> EpochBatches:
+    def batches(
+        self, rows: NDArray[np.int64], generator: np.random.Generator, starts: NDArray[np.int64]
+    ) -> EpochBatches:
         """Return one permutation, cut."""
-        return EpochBatches(generator.permutation(self.num_records), starts)
+        return EpochBatches(rows[generator.permutation(len(rows))], starts)
 
-    def notes(self, first: EpochBatches) -> tuple[str, ...]:  # noqa: ARG002
+    def notes(self, first: EpochBatches, num_rows: int) -> tuple[str, ...]:  # noqa: ARG002
         """Say nothing: the plan says how rows divide into batches."""
         return ()
 
@@ -93,13 +101,9 @@ class Contents(NamedTuple):
     @classmethod
     def of_records(cls, records: RecordTable) -> Contents:
         """Collect the queries and positives of records, by content."""
-        rows: list[int] = []
-        ids: list[int] = []
-        for row, record in enumerate(records):
-            for item in (record.query, *record.positives):
-                rows.append(row)
-                ids.append(item_id(item))
-        return cls.of_pairs(np.array(rows, dtype=np.int64), np.array(ids, dtype=np.int64), len(records))
+        queries, positives = records.numbers("query"), records.numbers("positives")
+        rows, items = (np.concatenate(parts) for parts in zip(queries, positives, strict=True))
+        return cls.of_pairs(rows, records.items.ids[items], len(records))
 
     def take(self, units: NDArray[np.int64]) -> Contents:
         """Return some units, in that order, with nothing but contents that several units hold."""
@@ -116,14 +120,16 @@ class WithoutRepeats:
 
     contents: Contents  # of all rows
 
-    def batches(self, generator: np.random.Generator, starts: NDArray[np.int64]) -> EpochBatches:
+    def batches(
+        self, rows: NDArray[np.int64], generator: np.random.Generator, starts: NDArray[np.int64]
+    ) -> EpochBatches:
         """Return the rows in random order, repeats taken apart."""
-        order = generator.permutation(len(self.contents.starts) - 1)
+        order = rows[generator.permutation(len(rows))]
         return apart(order, self.contents.take(order), starts, generator)
 
-    def notes(self, first: EpochBatches) -> tuple[str, ...]:
+    def notes(self, first: EpochBatches, num_rows: int) -> tuple[str, ...]:
         """Say what is left out."""
-        num_left = len(self.contents.starts) - 1 - len(first.rows)
+        num_left = num_rows - len(first.rows)
         left = f"; the first epoch leaves {plural(num_left, 'row')} out for it" if num_left else ""
         return (f"batch_sampling no_duplicates: no query and no positive comes twice in a batch{left}.",)
 
@@ -164,9 +170,11 @@ class ByClass:
             )
         return cls(np.array(classes, dtype=np.int64), per_class)
 
-    def batches(self, generator: np.random.Generator, starts: NDArray[np.int64]) -> EpochBatches:
+    def batches(
+        self, rows: NDArray[np.int64], generator: np.random.Generator, starts: NDArray[np.int64]
+    ) -> EpochBatches:
         """Return groups of rows of one class, no class twice in a batch."""
-        rows, group_starts, classes = self._groups(generator)
+        dealt_rows, group_starts, classes = self._groups(rows, generator)
         num_batches, wanted = len(starts) - 1, int(np.diff(starts).max()) // self.per_class
         drawn = generator.permutation(len(classes))
         drawn = drawn[_nth_of_its_kind(classes[drawn]) < num_batches][: num_batches * wanted]
@@ -177,13 +185,15 @@ class ByClass:
         sizes = np.diff(group_starts)[groups]
         ends = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(sizes)])
         firsts = np.searchsorted(np.sort(batch_of, kind="stable"), np.arange(num_batches + 1))
-        return EpochBatches(rows[ranges(group_starts[groups], sizes)], ends[firsts])
+        return EpochBatches(dealt_rows[ranges(group_starts[groups], sizes)], ends[firsts])
 
-    def _groups(self, generator: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def _groups(
+        self, rows: NDArray[np.int64], generator: np.random.Generator
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the rows of all groups, where each group begins (and the last one ends), and the class of each."""
-        shuffled = generator.permutation(len(self.classes))
+        shuffled = rows[generator.permutation(len(rows))]
         shuffled = shuffled[np.argsort(self.classes[shuffled], kind="stable")]
-        sizes = np.bincount(self.classes)
+        sizes = np.bincount(self.classes[rows])
         firsts = np.cumsum(sizes) - sizes
         counts = -(-sizes // self.per_class)
         classes = np.repeat(np.arange(len(sizes)), counts)
@@ -193,21 +203,27 @@ class ByClass:
         starts = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths)])
         return shuffled[within + np.repeat(firsts[classes], lengths)], starts, classes
 
-    def notes(self, first: EpochBatches) -> tuple[str, ...]:
+    def notes(self, first: EpochBatches, num_rows: int) -> tuple[str, ...]:
         """Say how many classes there are, and which have too few rows."""
         sizes = np.bincount(self.classes)
         few = int((sizes < self.per_class).sum())
         largest = int(np.diff(first.starts).max())
-        distinct = len(np.unique(first.rows))
         said = (
             f"batch_sampling classes: up to {largest:,} rows a batch, {self.per_class} of each class, of "
-            f"{len(sizes):,} classes; the first epoch takes {distinct:,} of {len(self.classes):,} rows."
+            f"{len(sizes):,} classes; the first epoch takes {len(np.unique(first.rows)):,} of {num_rows:,} rows."
         )
-        return (
-            (said, f"{plural(few, 'class', 'classes')} with fewer rows than that: all of them come.")
-            if few
-            else (said,)
-        )
+        if not few:
+            return (said,)
+        return (said, f"{plural(few, 'class', 'classes')} with fewer rows than that: all of them come.")
+
+
+def shuffled(parts: Sequence[EpochBatches], generator: np.random.Generator) -> EpochBatches:
+    """Return the batches of several parts in random order."""
+    rows = np.concatenate([part.rows for part in parts])
+    sizes = np.concatenate([np.diff(part.starts) for part in parts])
+    firsts = np.cumsum(sizes) - sizes
+    order = generator.permutation(len(sizes))
+    return EpochBatches(rows[ranges(firsts[order], sizes[order])], np.concatenate([[0], np.cumsum(sizes[order])]))
 
 
 def apart(

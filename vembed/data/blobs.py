@@ -101,6 +101,24 @@ class Spans:
         return memoryview(self.files[file])[begin:end]
 
 
+class JoinedBlobs:
+    """Bytes by number of several sets of them, one after the other, where they lie."""
+
+    def __init__(self, parts: Sequence[Blobs | Spans | JoinedBlobs]) -> None:
+        self.files: Sequence[MappedFile] = [file for part in parts for file in part.files]
+        self._parts = parts
+        self._starts = np.cumsum([0, *map(len, parts)])
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return int(self._starts[-1])
+
+    def __getitem__(self, number: int) -> memoryview:
+        """Return the bytes of a number, counted from 0."""
+        part = int(np.searchsorted(self._starts, number, side="right")) - 1
+        return self._parts[part][number - int(self._starts[part])]
+
+
 def mapped_blobs(folder: Path, count: int, files: Sequence[str]) -> Blobs | Spans:
     """Return what a `BlobWriter` wrote into a folder.
 

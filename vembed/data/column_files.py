@@ -194,3 +194,11 @@ def filled(cells: Sequence[Any], kind: Any) -> Any:
     import pyarrow as pa
 
     return pa.nulls(len(cells)) if cells.count(None) == len(cells) else pa.array(cells, type=kind)
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Return the parts of a column as one array; nulls, which have no type, take that of the others."""
+    import pyarrow as pa
+
+    kind = next((part.type for part in parts if not pa.types.is_null(part.type)), pa.null())
+    return pa.concat_arrays([part.cast(kind) if pa.types.is_null(part.type) else part for part in parts])

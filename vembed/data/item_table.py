@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, pictures_in
-from vembed.data.blobs import BlobWriter, mapped_blobs
-from vembed.data.column_files import filled, mapped_columns, new_columns
+from vembed.data.blobs import BlobWriter, JoinedBlobs, mapped_blobs
+from vembed.data.column_files import concatenated, filled, mapped_columns, new_columns
 from vembed.data.images import item_id
 
 if TYPE_CHECKING:
@@ -40,11 +40,13 @@ class ItemTable:
     """Items by number."""
 
     columns: Any  # Arrow table of `text`, and of the other columns where there are pictures
-    blobs: Blobs | Spans  # what `bytes` counts into
+    blobs: Blobs | Spans | JoinedBlobs  # what `bytes` counts into
     known_ids: NDArray[np.int64] | None = None  # `ids`, where they were computed before
 
     @classmethod
-    def of(cls, columns: dict[str, Any], blobs: Blobs | Spans, known_ids: NDArray[np.int64] | None = None) -> ItemTable:
+    def of(
+        cls, columns: dict[str, Any], blobs: Blobs | Spans | JoinedBlobs, known_ids: NDArray[np.int64] | None = None
+    ) -> ItemTable:
         """Make a table of all columns of items."""
         import pyarrow as pa
 
@@ -81,6 +83,30 @@ class ItemTable:
         if self.columns["bytes"].null_count > self.columns["path"].null_count:
             return True
         return any(None in numbers for numbers in self.columns["further_bytes"].drop_null().to_pylist())
+
+    @classmethod
+    def joined(cls, parts: Sequence[ItemTable]) -> ItemTable:
+        """Return the items of several tables, one after the other."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        names = next((part.columns.column_names for part in parts if "path" in part.columns.column_names), ["text"])
+        chunks: dict[str, list[Any]] = {name: [] for name in names}
+        first_blob = 0
+        for part in parts:
+            for name in names:
+                column = pa.nulls(len(part.columns))
+                if name in part.columns.column_names:
+                    column = part.columns[name].combine_chunks()
+                if name == "bytes" and column.null_count < len(column):
+                    column = pc.add(column, first_blob)
+                if name == "further_bytes" and column.null_count < len(column):
+                    moved = pc.add(column.values, first_blob)
+                    column = pa.LargeListArray.from_arrays(column.offsets, moved, mask=column.is_null())
+                chunks[name].append(column)
+            first_blob += len(part.blobs)
+        columns = pa.table({name: concatenated(chunks[name]) for name in names})
+        return cls(columns, JoinedBlobs([part.blobs for part in parts]), np.concatenate([part.ids for part in parts]))
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from vembed.batch import Composed, Image
-from vembed.data.column_files import filled, mapped_columns, new_columns
+from vembed.data.column_files import concatenated, filled, mapped_columns, new_columns
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.data.images import item_id
 from vembed.data.item_table import ItemTable, ItemWriter
@@ -45,6 +45,9 @@ ItemColumn: TypeAlias = Literal["query", "positives", "negatives"]
 
 _SIZES = "sizes.json"
 """What of a table on disk its columns don't say."""
+
+_SOURCE = "source"
+"""The column of tables that were joined."""
 
 _ASKED = "asked:"
 """What the names of columns that the loss asked for begin with in the table, so that they may be any."""
@@ -103,6 +106,42 @@ class RecordTable:
         items = ItemTable.mapped(folder, sizes["items"], sizes["blobs"], sizes["shards"])
         rows = mapped_columns(_column_types(columns), folder, sizes["rows"])
         return cls(rows, items, tuple(sizes["files"]), folder=folder)
+
+    @classmethod
+    def joined(cls, tables: Sequence[RecordTable]) -> RecordTable:
+        """Return the records of several sources, one after the other; a class of one is no class of another."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        parts, files = [], list[str]()
+        first_item = 0
+        for number, table in enumerate(tables):
+            part = {name: column.take(pa.array(table._rows)) for name, column in table._columns.items()}
+            part["query"] = pc.add(part["query"], first_item)
+            for name in ("positives", "negatives"):
+                cells = pc.add(part[name].flatten(), first_item)
+                part[name] = pa.LargeListArray.from_arrays(part[name].offsets, cells)
+            texts, numbers = (part[name].cast(pa.large_string()) for name in ("label_text", "label_number"))
+            own, colon = (pa.scalar(word, pa.large_string()) for word in (str(number), ":"))
+            part["label_text"] = pc.binary_join_element_wise(own, pc.coalesce(texts, numbers), colon)
+            part["label_number"] = pa.nulls(len(table))
+            part["file"] = pc.add(part["file"], len(files)).cast(pa.int32())
+            part[_SOURCE] = pa.repeat(pa.scalar(number, pa.int64()), len(table))
+            first_item += len(table._items.columns)
+            files += table._files
+            parts.append(part)
+        columns = {name: concatenated([part[name] for part in parts]) for name in parts[0]}
+        return cls(columns, ItemTable.joined([table._items for table in tables]), tuple(files))
+
+    @cached_property
+    def sources(self) -> NDArray[np.int64]:
+        """Number of each record's source; 0 for all where there is one."""
+        import pyarrow as pa
+
+        if _SOURCE not in self._columns:
+            return np.zeros(len(self), dtype=np.int64)
+        numbers: NDArray[np.int64] = self._columns[_SOURCE].take(pa.array(self._rows)).to_numpy()
+        return numbers
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -194,7 +233,7 @@ class RecordTable:
         import pyarrow as pa
 
         wanted = pa.array(rows)
-        taken = {name: column.take(wanted) for name, column in self._columns.items()}
+        taken = {name: column.take(wanted) for name, column in self._columns.items() if name != _SOURCE}
         lists = [taken.pop("positives"), taken.pop("negatives")]
         flat = [taken.pop("query").to_numpy(), *(column.flatten().to_numpy() for column in lists)]
         items = self._items.at(np.concatenate(flat))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.data.arrangements import AtRandom
+from vembed.data.arrangements import AtRandom, shuffled
 from vembed.errors import DataError
 from vembed.plan.batching import epoch_layout
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.data.arrangements import Arrangement, EpochBatches
+    from vembed.data.mixture import Mixture
 
 
 class GlobalSampler:
@@ -34,6 +35,7 @@ class GlobalSampler:
         seed: Seed of the run, not negative.
         drop_last: Leave out the smaller last batch of an epoch. With fewer records than a batch it has no effect.
         arrangement: How records are put into batches; None is at random.
+        mixture: Sources that share each epoch; None takes every record once.
 
     Attributes:
         num_records: As given.
@@ -54,6 +56,7 @@ class GlobalSampler:
         seed: int,
         drop_last: bool = False,
         arrangement: Arrangement | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
         self.num_records = _whole(num_records, name="num_records", least=0)
         self.batch_size = _whole(batch_size, name="batch_size", least=1)
@@ -64,7 +67,9 @@ class GlobalSampler:
         self.steps_per_epoch, self.notes = epoch_layout(self.num_records, self.batch_size, drop_last=drop_last)
         starts = np.arange(self.steps_per_epoch + 1, dtype=np.int64) * self.batch_size
         self._starts = np.minimum(starts, self.num_records)
-        self._arrangement = AtRandom(self.num_records) if arrangement is None else arrangement
+        self._arrangement = AtRandom() if arrangement is None else arrangement
+        self._mixture = mixture
+        self._parts = [self._starts] if mixture is None else mixture.parts(self._starts)
         self._cached_epoch = -1
         self._cached: EpochBatches
 
@@ -85,16 +90,31 @@ class GlobalSampler:
         return rows[starts[place] : starts[place + 1]]
 
     def arrangement_notes(self) -> tuple[str, ...]:
-        """Say what comes of the arrangement, one plain sentence each."""
-        return self._arrangement.notes(self._epoch(0))
+        """Say what comes of sources and arrangement, one plain sentence each."""
+        of_sources = () if self._mixture is None else self._mixture.notes(self._starts, self.num_records)
+        taken = sum(map(len, self._taken(0)))
+        return (*of_sources, *self._arrangement.notes(self._epoch(0), taken))
 
     def _epoch(self, epoch: int) -> EpochBatches:
         if epoch != self._cached_epoch:
             generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([self._seed, epoch])))
-            self._cached = self._arrangement.batches(generator, self._starts)
+            taken = self._taken(epoch)
+            parts = [
+                self._arrangement.batches(rows, generator, starts)
+                for rows, starts in zip(taken, self._parts, strict=True)
+            ]
+            self._cached = parts[0] if len(parts) == 1 else shuffled(parts, generator)
             self._cached.rows.setflags(write=False)
             self._cached_epoch = epoch
         return self._cached
+
+    def _taken(self, epoch: int) -> list[NDArray[np.int64]]:
+        """Return the records of an epoch, for each part of its batches."""
+        if self._mixture is None:
+            return [np.arange(self.num_records)]
+        counts = self._mixture.counts(self._starts, self.num_records)
+        taken = self._mixture.rows(counts, seed=self._seed, epoch=epoch)
+        return taken if self._mixture.single else [np.concatenate(taken)]
 
 
 def _whole(value: int, *, name: str, least: int) -> int:

@@ -64,6 +64,10 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
 def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog: Watchdog, stop: StopSignal) -> int:
     loaded = _load(parsed)
     if parsed.validate:
+        if loaded.config.data is not None:
+            from vembed.training.inputs import refuse_missing_data
+
+            refuse_missing_data(loaded.config)
         _say_valid(loaded)
         return ExitCode.OK
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
@@ -140,7 +144,7 @@ def _say_valid(loaded: LoadedConfig) -> None:
     where = str(loaded.path) if loaded.path is not None else "the overrides"
     print(f"{redact(where)}: valid, {len(loaded.sources)} keys set, the others have their defaults")
     print(*loaded.notes, sep="\n", end="\n" if loaded.notes else "")
-    if loaded.config.data_path is None:
+    if loaded.config.data_path is None and loaded.config.data is None:
         print("warning: data_path is not set; training needs it (data_path=builtin:stdlib-code is built in)")
 
 

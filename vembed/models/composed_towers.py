@@ -172,6 +172,10 @@ class ComposedTowers(TwoTowers):
         """Text that is put before each side's texts."""
         return self.text.prompts
 
+    def _replace_prompts(self, prompts: dict[Side, str]) -> bool:
+        self._modules = {**self._modules, "text": self.text.with_prompts(prompts)}
+        return True
+
     def featurize_texts(self, texts: list[str], side: Side) -> Features:
         """Tokenize texts as the text tower does."""
         return _named(TEXT, self.text.featurize(texts, side))

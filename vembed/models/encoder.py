@@ -11,6 +11,7 @@ Shape legend: R rows of a chunk, V vectors of those rows (R where each has one),
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from copy import copy
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, cast, get_args
@@ -22,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from vembed.batch import MODALITY_WORDS, Composed, modality_of
 from vembed.data.images import Background, ImageLimits
-from vembed.errors import DataError
+from vembed.errors import ConfigError, DataError
 from vembed.models.probe import picture_bytes, picture_inputs, text_inputs
 from vembed.models.towers import copy_modules
 
@@ -184,6 +185,23 @@ class Encoder(nn.Module, ABC):
     def prompts(self) -> dict[Side, str]:
         """Text that is put before each side's items."""
         return {"query": "", "document": ""}
+
+    def with_prompts(self, prompts: Mapping[Side, str]) -> Self:
+        """Return the encoder with other prompts, for `featurize` alone; everything else is shared.
+
+        Raises:
+            ConfigError: The encoder puts nothing before its items.
+        """
+        other = copy(self)
+        if not other._replace_prompts({**self.prompts, **prompts}):
+            raise ConfigError(
+                f"{self.name} takes no prompts: leave query_prompt and document_prompt out of the entries of data"
+            )
+        return other
+
+    def _replace_prompts(self, prompts: dict[Side, str]) -> bool:  # noqa: ARG002
+        """Take other prompts; False where the encoder has none."""
+        return False
 
     @abstractmethod
     def featurize(self, items: Sequence[Item], side: Side) -> Features:

@@ -131,6 +131,10 @@ class StaticEncoder(Encoder):
         """Text that is put before each side's items; its tokens are averaged like all others."""
         return dict(self._prompts)
 
+    def _replace_prompts(self, prompts: dict[Side, str]) -> bool:
+        self._prompts = prompts
+        return True
+
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts behind their side's prompt; a text without any token has the zero vector."""
         assert self.tokenizer is not None

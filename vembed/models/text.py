@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -140,6 +141,10 @@ class TextEncoder(Encoder):
     def prompts(self) -> dict[Side, str]:
         """Text that is put before each side's items."""
         return dict(self.spec.prompts)
+
+    def _replace_prompts(self, prompts: dict[Side, str]) -> bool:
+        self.spec = replace(self.spec, prompts=prompts)
+        return True
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts behind their side's prompt; cut and count those over `max_length`."""

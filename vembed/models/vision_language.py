@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -148,6 +149,10 @@ class VisionLanguageEncoder(Encoder):
     def prompts(self) -> dict[Side, str]:
         """The instruction of each side's items."""
         return dict(self.spec.instructions)
+
+    def _replace_prompts(self, prompts: dict[Side, str]) -> bool:
+        self.spec = replace(self.spec, instructions=prompts)
+        return True
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Put items into words, and decode and resize their pictures."""

@@ -10,7 +10,7 @@ holds gets a spare one (slot -1): all ranks then call all towers, and what comes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -109,6 +109,7 @@ class BatchSource:
     world_size: int = 1
     stored: StoredVectors | None = None  # embeddings of what a frozen tower would encode, or None
     counts_masked: bool = False  # whether the loss masks false negatives
+    prompted: tuple[Encoder, ...] = ()  # for the texts of each source, where sources have prompts of their own
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.
@@ -134,7 +135,12 @@ class BatchSource:
         items = (*batch.queries, *batch.documents)
         groups = [places for _, places in self.encoder.by_modality(items)]
         assignment = assign_rows(groups, estimated_costs(items, self.encoder.max_length), self.world_size)
-        own = [self._own_part(batch, group, assignment) for group in groups]
+        sources_N = np.zeros(len(items), dtype=np.int64)
+        if self.prompted:
+            sources_Q = self.records.sources[rows]
+            num_documents_Q = [len(record.positives) + len(record.negatives) for record in records]
+            sources_N = np.concatenate([sources_Q, np.repeat(sources_Q, num_documents_Q)])
+        own = [self._own_part(batch, group, assignment, sources_N) for group in groups]
         num_masked = count_masked(batch) if self.counts_masked else None
         return FeaturedBatch(batch.record_ids, BatchStructure.of(batch), num_masked, assignment, tuple(own))
 
@@ -150,19 +156,24 @@ class BatchSource:
         return PreparedBatch(featured, pools)
 
     def _own_part(
-        self, batch: ContrastiveBatch, group: NDArray[np.int64], assignment: RowAssignment
+        self,
+        batch: ContrastiveBatch,
+        group: NDArray[np.int64],
+        assignment: RowAssignment,
+        sources_N: NDArray[np.int64],
     ) -> tuple[Features, NDArray[np.int64]]:
         """Return this rank's rows of one modality: what shares a tower is packed together, queries and documents alike.
 
         Args:
             group: Places of the items of the modality in [queries; documents].
+            sources_N: Source of each of those.
         """
         slots = group[np.isin(group, assignment.slots[self.rank], assume_unique=True)]
         if not len(slots):
-            return self._features(batch, group[:1]), np.full(1, -1, dtype=np.int64)
-        return self._features(batch, slots), slots
+            return self._features(batch, group[:1], sources_N), np.full(1, -1, dtype=np.int64)
+        return self._features(batch, slots, sources_N), slots
 
-    def _features(self, batch: ContrastiveBatch, places: NDArray[np.int64]) -> Features:
+    def _features(self, batch: ContrastiveBatch, places: NDArray[np.int64], sources_N: NDArray[np.int64]) -> Features:
         """Return the features of items of one modality, or their embeddings where those are stored."""
         num_queries, items = len(batch.queries), (*batch.queries, *batch.documents)
         ids_N = np.concatenate([batch.query_ids_Q, batch.document_ids_D])
@@ -174,8 +185,19 @@ class BatchSource:
         if self.stored is not None and self.stored.holds(modality):
             found = [(self.stored.tables[modality, side], ids_N[own]) for side, own in sides if len(own)]
             return stored_features(np.concatenate([table.take(ids) for table, ids in found]))
-        parts = [self.encoder.featurize([items[place] for place in own], side) for side, own in sides if len(own)]
-        return Features.concat(parts)
+        if not self.prompted:
+            parts = [self.encoder.featurize([items[place] for place in own], side) for side, own in sides if len(own)]
+            return Features.concat(parts)
+        alike = [
+            (self.prompted[source], side, own[sources_N[own] == source])
+            for side, own in sides
+            for source in np.unique(sources_N[own]).tolist()
+        ]
+        features = Features.concat(
+            [encoder.featurize([items[place] for place in own], side) for encoder, side, own in alike]
+        )
+        order = np.argsort(np.concatenate([own for _, _, own in alike]))  # as they stand in the batch
+        return replace(features.take(order), num_truncated=features.num_truncated)
 
 
 def estimated_costs(items: Sequence[Item], max_length: int | None) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
 from vembed.data.hold_out import hold_out
-from vembed.data.records import ItemColumn
+from vembed.data.records import ItemColumn, LoadedRecords, RecordTable
 from vembed.data.retrieval_sources import load_retrieval, retrieval_from_records
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from vembed.config.keys.data import DataKeys
     from vembed.data.columns import LossNeeds
     from vembed.data.images import ImageLimits
-    from vembed.data.records import RecordTable
     from vembed.data.retrieval import RetrievalData
 
 
@@ -46,6 +45,7 @@ class RunData:
     counts: RecordCounts  # what the training records hold
     fingerprint: str  # hash of the training records and of the dev and test sets
     num_invalid: int = 0  # rows of the training data that were skipped because they can't be used
+    sources: tuple[str, ...] = ()  # what the training records were read from
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, value) for the report."""
@@ -58,6 +58,9 @@ class RunData:
             ("positives that another record before has", str(counts.repeated_positives)),
             ("rows skipped because they can't be used", str(self.num_invalid)),
         ]
+        if len(self.sources) > 1:
+            each = np.bincount(self.records.sources, minlength=len(self.sources))
+            facts[1:1] = [(f"of {path}", str(count)) for path, count in zip(self.sources, each.tolist(), strict=True)]
         if counts.items.has_pictures:
             facts += [
                 ("training direction", counts.items.direction),
@@ -119,9 +122,8 @@ def refuse_missing_data(keys: DataKeys) -> None:
         DataError: No training data is named, or a path leads nowhere.
         MachineError: A file can't be opened.
     """
-    if keys.data_path is None:
-        raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
-    refuse_missing(keys.data_path, SourceOptions("train", keys.data_split, keys))
+    for path, options in _sources(keys):
+        refuse_missing(path, options)
     if keys.val_data_path is not None:
         refuse_missing(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys))
     if keys.test_data_path is not None:
@@ -139,9 +141,8 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
             `retrieval_mode` says.
     """
     refuse_missing_data(keys)
-    assert keys.data_path is not None
-    options = SourceOptions("train", keys.data_split, keys, loss)
-    loaded = load_records(keys.data_path, options)
+    sources = _sources(keys, loss)
+    loaded = _joined([load_records(path, options) for path, options in sources], [path for path, _ in sources])
     records, notes = loaded.table, list(loaded.notes)
     dev = test = None
     if keys.val_data_path is not None:
@@ -153,15 +154,51 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
         dev = retrieval_from_records(records.subset(split.held_out_rows), name="held out")
         records = records.subset(split.train_rows)
         notes += split.notes
-    counts = RecordCounts.of(records, options.image_limits)
-    counts.items.require(keys.retrieval_mode, keys.data_path)
+    counts = RecordCounts.of(records, sources[0][1].image_limits)
+    counts.items.require(keys.retrieval_mode, " and ".join(path for path, _ in sources))
     tasks = [task for task in (dev, test) if task is not None]
     for task in tasks:
         ItemCounts.of(task).require(keys.retrieval_mode, task.name)
         notes += task.notes
     if keys.image_root is not None and not _any_pictures(counts, tasks):
         notes.append("image_root has no effect: the data hold no pictures.")
-    return RunData(records, dev, test, tuple(notes), counts, _fingerprint(records, tasks), loaded.num_invalid)
+    return RunData(
+        records,
+        dev,
+        test,
+        tuple(notes),
+        counts,
+        _fingerprint(records, tasks),
+        loaded.num_invalid,
+        tuple(path for path, _ in sources),
+    )
+
+
+def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
+    """Return the path of each source of the training data, and how it is read.
+
+    Raises:
+        DataError: No training data is named.
+    """
+    if keys.data is None and keys.data_path is None:
+        raise DataError(f"data_path is not set; --config_override data_path={SUGGESTED_SET} trains on a built-in set")
+    if keys.data_path is not None:
+        return [(keys.data_path, SourceOptions("train", keys.data_split, keys, loss))]
+    found = []
+    for source in keys.data or ():
+        mapping = keys.column_mapping if source.column_mapping is None else source.column_mapping
+        own = keys.model_copy(update={"column_mapping": mapping})
+        found.append((source.path, SourceOptions("train", source.split, own, loss)))
+    return found
+
+
+def _joined(loaded: Sequence[LoadedRecords], paths: Sequence[str]) -> LoadedRecords:
+    """Return the records of all sources."""
+    if len(loaded) == 1:
+        return loaded[0]
+    notes = tuple(f"{path}: {note}" for path, each in zip(paths, loaded, strict=True) for note in each.notes)
+    table = RecordTable.joined([each.table for each in loaded])
+    return LoadedRecords(table, notes, sum(each.num_invalid for each in loaded))
 
 
 def _any_pictures(counts: RecordCounts, tasks: Sequence[RetrievalData]) -> bool:

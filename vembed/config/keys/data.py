@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import ANY, LARGEST_COUNT, Auto, Count, Name, Section, key, rule
+from vembed.config.fields import ANY, LARGEST_COUNT, Auto, Count, Name, key, rule
+from vembed.config.keys.sources import SourceKeys
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ LabelKind = Literal["auto", "class", "pair", "grade"]
 """What a label says: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
 
 
-class DataKeys(Section):
+class DataKeys(SourceKeys):
     """Where the rows come from and what happens to broken ones."""
 
     data_path: Name | None = key(

@@ -59,7 +59,7 @@ def gather_run(
     """
     bases = _started_from(folder, config)
     paths = PATH_KEYS[1:] if config.get(TOWER_KEYS[0]) else PATH_KEYS  # model_name then holds two
-    given = [str(config[key]) for key in paths if config.get(key)]
+    given = [*(str(config[key]) for key in paths if config.get(key)), *_source_paths(config)]
     known = [*(each for each in given if public_name(each, bases).kind == "local"), str(folder.resolve())]
     plan = _read_object(folder / "plan.json")
     notes: list[str] = []
@@ -115,7 +115,15 @@ def _base(config: Mapping[str, object], bases: Sequence[Path]) -> PublicName:
 
 
 def _data(config: Mapping[str, object], bases: Sequence[Path]) -> tuple[tuple[str, PublicName], ...]:
-    return tuple((label, public_name(str(config[key]), bases)) for label, key in DATA_KEYS if config.get(key))
+    sources = [("training", path) for path in _source_paths(config)]
+    named = [*sources, *((label, str(config[key])) for label, key in DATA_KEYS if config.get(key))]
+    return tuple((label, public_name(path, bases)) for label, path in named)
+
+
+def _source_paths(config: Mapping[str, object]) -> list[str]:
+    """Return where the training data are, if there are several sources."""
+    sources = config.get("data")
+    return [str(source["path"]) for source in sources] if isinstance(sources, list) else []
 
 
 def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[tuple[str, str]]:

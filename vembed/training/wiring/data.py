@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
 from vembed.data.images import ImageLimits
+from vembed.data.mixture import Mixture
 from vembed.data.sampler import GlobalSampler
+from vembed.errors import DataError
 from vembed.losses.registry import loss_facts
 from vembed.training.inputs import load_run_data
 
 if TYPE_CHECKING:
     from vembed.config.keys.sampling import SamplingKeys
+    from vembed.config.keys.sources import SourceKeys
     from vembed.config.schema import Config
     from vembed.data.arrangements import Arrangement
     from vembed.data.records import RecordTable
+    from vembed.models.encoder import Encoder
     from vembed.training.inputs import RunData
 
 
@@ -43,7 +49,40 @@ def build_sampler(config: Config, records: RecordTable, batch_size: int) -> Glob
         seed=config.seed,
         drop_last=config.drop_last,
         arrangement=_arrangement(config, records, batch_size),
+        mixture=_mixture(config, records),
     )
+
+
+def _mixture(keys: SourceKeys, records: RecordTable) -> Mixture | None:
+    """Return how sources share an epoch; None where there is one.
+
+    Raises:
+        DataError: All rows of a source were held out.
+    """
+    if keys.data is None or len(keys.data) == 1:
+        return None
+    sizes = np.bincount(records.sources, minlength=len(keys.data)).tolist()
+    for source, size in zip(keys.data, sizes, strict=True):
+        if not size:
+            raise DataError(f"data: no row of {source.path} is left to train on; give val_data_path, or leave it out")
+    return Mixture(
+        names=tuple(source.path for source in keys.data),
+        sizes=tuple(sizes),
+        weights=tuple(source.weight for source in keys.data),
+        temperature=keys.source_temperature,
+        single=keys.source_batches == "single",
+    )
+
+
+def prompted(keys: SourceKeys, encoder: Encoder) -> tuple[Encoder, ...]:
+    """Return the encoder as it reads the texts of each source; nothing where no source has prompts of its own.
+
+    Raises:
+        ConfigError: The encoder takes no prompts.
+    """
+    if not any(source.prompts for source in keys.data or ()):
+        return ()
+    return tuple(encoder.with_prompts(source.prompts) if source.prompts else encoder for source in keys.data or ())
 
 
 def _arrangement(keys: SamplingKeys, records: RecordTable, batch_size: int) -> Arrangement | None:

@@ -19,12 +19,12 @@ from vembed.models.files import DTYPES
 from vembed.redact import redact
 from vembed.training.batches import BatchSource
 from vembed.training.evaluations import Evaluations
-from vembed.training.frozen import find_frozen
+from vembed.training.frozen import FrozenItems, find_frozen
 from vembed.training.loading import BatchLoader
 from vembed.training.optimizer import Schedule, Updater
 from vembed.training.saving import RunCheckpoints
 from vembed.training.trackers.registry import open_trackers
-from vembed.training.wiring.data import measures_both_directions
+from vembed.training.wiring.data import measures_both_directions, prompted
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.batches import Batches
-    from vembed.training.frozen import FrozenItems
     from vembed.training.guards import StopSignal
     from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
@@ -78,6 +77,9 @@ def frozen_items(run: Run) -> FrozenItems | None:
         return None
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
     is_shared = config.embedding_cache != "auto"
+    if prompted(config, run.encoder):
+        notes = ("embedding_cache has no effect: sources of data have prompts of their own",) if is_shared else ()
+        return FrozenItems((), notes, run.data.records)
     return find_frozen(
         run.encoder,
         run.data.records,
@@ -106,6 +108,7 @@ def batch_source(run: Run, stored: StoredVectors | None = None) -> BatchSource:
         world_size=ranks.world_size,
         stored=stored,
         counts_masked=getattr(config.loss_keys(), "mask_false_negatives", False),
+        prompted=prompted(config, run.encoder),
     )
 
 

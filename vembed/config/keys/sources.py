@@ -1,0 +1,56 @@
+"""Keys of training data from several sources."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from vembed.config.fields import ANY, Name, Positive, Section, Text, key, rule
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+
+
+class Source(Section):
+    """One entry of `data`."""
+
+    path: Name = key(..., "As data_path.")
+    split: Name | None = key(None, "As data_split.")
+    weight: Positive = key(1.0, "How much more often its rows come.")
+    query_prompt: Text | None = key(None, "Text before each query of these rows in training; null is the run's.")
+    document_prompt: Text | None = key(None, "Text before each document of these rows in training; null is the run's.")
+    column_mapping: Mapping[Name, Name | None] | None = key(None, "As column_mapping; null is the run's.")
+
+    @property
+    def prompts(self) -> dict[Literal["query", "document"], str]:
+        """Prompt of each side that has one of its own."""
+        given: dict[Literal["query", "document"], Any] = {"query": self.query_prompt, "document": self.document_prompt}
+        return {side: prompt for side, prompt in given.items() if prompt is not None}
+
+
+class SourceKeys(Section):
+    """Several sources that are trained on together."""
+
+    data: Annotated[list[Source], Field(min_length=1)] | None = key(
+        None,
+        "Several sources of training data, in place of data_path. Each entry has a path, and may have: split and "
+        "column_mapping, as data_split and column_mapping; weight, 1 by default, how much more often its rows come; "
+        "query_prompt and document_prompt, put before its texts in training. An epoch has as many rows as all sources "
+        "have; rows of one that comes less often wait for the next epochs. Classes of different sources differ.",
+    )
+    source_batches: Literal["mixed", "single"] = key(
+        "mixed", "mixed: a batch holds rows of all sources. single: of one.", acts_with={"data": ANY}
+    )
+    source_temperature: Positive = key(
+        1.0,
+        "Sources share an epoch as weight x rows^(1 / source_temperature); above 1 small sources come more often.",
+        acts_with={"data": ANY},
+    )
+
+
+@rule("data", "data_path")
+def _data_is_named_once(config: "Config") -> str | None:
+    """`data` must not stand beside a `data_path`."""
+    if config.data is None or config.data_path is None:
+        return None
+    return "data lists the sources in place of data_path; remove one of them"

@@ -88,6 +88,7 @@ LOSSES = Registry(
         "triplet": "vembed.losses.facts.triplet:FACTS",
         "cosent": "vembed.losses.facts.cosent:FACTS",
         "in_batch_hard": "vembed.losses.facts.in_batch_hard:FACTS",
+        "supcon": "vembed.losses.facts.supcon:FACTS",
         "angle": "vembed.losses.facts.angle:FACTS",
         "cosine_mse": "vembed.losses.facts.cosine_mse:FACTS",
         "margin_mse": "vembed.losses.facts.margin_mse:FACTS",

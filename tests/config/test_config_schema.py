@@ -136,6 +136,7 @@ BESIDE = {
     "kl_teacher_temperature": {"loss_type": "kl"},
     "false_negative_margin": {"false_negative_filter": "threshold"},
     "source_temperature": {"data": [{"path": "a"}]},
+    "hardness_strength": {"hardness_mode": "all_negatives"},
 }
 """What a key needs beside it to have an effect."""
 
@@ -332,6 +333,15 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
             {"false_negative_margin_kind": "absolute"},
         )
     ),
+    *(
+        (
+            {**given, "loss_type": "supcon"},
+            {**given, "hardness_mode": "hard_negatives"},
+            f"{next(iter(given))} has no effect with loss_type supcon",
+        )
+        for given in ({"hardness_mode": "all_negatives"}, {"hardness_strength": 9.0}, {"focal_gamma": 0.5})
+    ),
+    ({"hardness_strength": 9.0}, {"hardness_strength": 9.0, "hardness_mode": "all_negatives"}, "hardness_mode none"),
     ({"cosent_scale": 10.0}, {"cosent_scale": 10.0, "loss_type": "cosent"}, "set temperature to 0.1"),
     ({"angle_scale": 5.0}, {"angle_scale": 5.0, "loss_type": "angle"}, "angle_scale has no effect"),
     ({"angle_scale": 5.0, "loss_type": "kl"}, {"loss_type": "kl"}, "angle_scale has no effect"),

@@ -86,7 +86,9 @@ def test_the_recipe_s_settings_are_valid_with_it_and_unknown_without(recipe: Pat
     assert isinstance(config, Config)
     path.write_text("model_name: m\nmargin: 0.3\nloss_type: margins\n")
     found = problem("margin=0.3", "loss_type=margins")
-    names = "infonce, sigmoid, colbert, triplet, cosent, in_batch_hard, angle, cosine_mse, margin_mse, kl or margin"
+    names = (
+        "infonce, sigmoid, colbert, triplet, cosent, in_batch_hard, supcon, angle, cosine_mse, margin_mse, kl or margin"
+    )
     choices = f"must be {names}, got 'margins'; did you mean margin?"
     assert found == f"override loss_type=margins: {choices}"
 
@@ -105,7 +107,7 @@ def test_the_recipe_s_settings_are_valid_with_it_and_unknown_without(recipe: Pat
             ["loss_type=margin", "temperature=0.1"],
             (
                 "temperature has no effect with loss_type margin; remove it or set loss_type to infonce or colbert "
-                "or in_batch_hard (loss_type is"
+                "or in_batch_hard or supcon (loss_type is"
             ),
         ),
         (
@@ -147,6 +149,7 @@ def test_it_stands_in_the_json_schema_and_leaves_the_classes_of_others_alone(rec
         "triplet",
         "cosent",
         "in_batch_hard",
+        "supcon",
         "angle",
         "cosine_mse",
         "margin_mse",
@@ -155,7 +158,7 @@ def test_it_stands_in_the_json_schema_and_leaves_the_classes_of_others_alone(rec
     ]
     assert schema["margin"]["acts_with"] == {"loss_type": ["margin"]}
     assert schema["mask_false_negatives"]["acts_with"] == {
-        "loss_type": ["infonce", "sigmoid", "colbert", "triplet", "cosent", "in_batch_hard"]
+        "loss_type": ["infonce", "sigmoid", "colbert", "triplet", "cosent", "in_batch_hard", "supcon"]
     }
     assert "margin" not in before.model_fields
     assert "margin" not in Config.model_fields

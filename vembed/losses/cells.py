@@ -38,6 +38,7 @@ class Tile(NamedTuple):
     pairs: Tensor  # which positive pairs lie in it, int64
     pair_cells: Tensor  # where: row * width + column within the tile, int64
     excluded: Tensor  # cells that are no negatives, positives included, int64
+    named: Tensor  # cells of the hard negatives of each query's own row, int64; empty where nobody asked for them
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -53,6 +54,7 @@ class CellMap:
         rows: Which of its queries are this rank's.
         mask_false_negatives: Whether copies of positives, and of the query, are no negatives.
         device: Where the lists of cells go; None is where the structure is.
+        with_named: Whether tiles list the hard negatives of each query's own row.
 
     Attributes:
         num_rows: Queries of this rank.
@@ -69,6 +71,7 @@ class CellMap:
         *,
         mask_false_negatives: bool,
         device: torch.device | None = None,
+        with_named: bool = False,
     ) -> None:
         self.num_rows, self.num_columns = len(rows), structure.num_documents
         self._device = device or structure.positives_P2.device
@@ -78,6 +81,11 @@ class CellMap:
         mine = slice(*np.searchsorted(queries, [rows.start, rows.stop]))
         self._pair_rows, self._pair_columns = queries[mine] - rows.start, documents[mine]
         self.pair_rows, self.pair_columns = self._tensor(self._pair_rows), self._tensor(self._pair_columns)
+        named_N2 = np.zeros((0, 2), dtype=np.int64)
+        if with_named and structure.negatives_P2 is not None:
+            named_N2 = np.unique(_numpy(structure.negatives_P2), axis=0)
+        named_N2 = named_N2[(named_N2[:, 0] >= rows.start) & (named_N2[:, 0] < rows.stop)]
+        self._named_rows, self._named_columns = named_N2[:, 0] - rows.start, named_N2[:, 1]
         query_groups = np.arange(structure.num_queries)
         document_groups = np.arange(self.num_columns)
         known = keys
@@ -111,11 +119,14 @@ class CellMap:
         inside = self.pairs_of(slice(start, stop))
         pair_rows, pair_columns = self._pair_rows[inside] - start, self._pair_columns[inside]
         pairs_of = _split_by_tile(pair_columns, width, self.num_columns)
+        first, last = np.searchsorted(self._named_rows, [start, stop])
+        named_rows, named_columns = self._named_rows[first:last] - start, self._named_columns[first:last]
+        named_of = _split_by_tile(named_columns, width, self.num_columns)
         listed = None
         if self._excluded_per_row[start:stop].sum() <= MOST_CELLS_AT_ONCE:
             rows, columns = self._excluded(start, stop, None)
             listed = [(rows[some], columns[some]) for some in _split_by_tile(columns, width, self.num_columns)]
-        for index, pairs in enumerate(pairs_of):
+        for index, (pairs, named) in enumerate(zip(pairs_of, named_of, strict=True)):
             left = index * width
             right = min(left + width, self.num_columns)
             rows, columns = self._excluded(start, stop, (left, right)) if listed is None else listed[index]
@@ -125,6 +136,7 @@ class CellMap:
                 pairs=self._tensor(pairs + inside.start),
                 pair_cells=self._tensor(pair_rows[pairs] * (right - left) + pair_columns[pairs] - left),
                 excluded=self._tensor(rows * (right - left) + columns - left),
+                named=self._tensor(named_rows[named] * (right - left) + named_columns[named] - left),
             )
 
     def _excluded(self, start: int, stop: int, columns: tuple[int, int] | None) -> tuple[Integers, Integers]:

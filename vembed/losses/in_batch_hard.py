@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from vembed.losses.infonce import InfoNCE
+from vembed.losses.infonce import InfoNCE, softmax_options
 from vembed.losses.statistics import Hardest, LogSumExp, Statistics
 from vembed.losses.streamed import LossGradients, empty_gradients
 
@@ -50,9 +50,7 @@ class InBatchHard(InfoNCE):
     @classmethod
     def from_keys(cls, keys: InBatchHardKeys, common: LossCommon) -> Self:  # type: ignore[override]
         """Make the loss of a run."""
-        loss = super().from_keys(keys, common)
-        loss.hard_topk = None if keys.use_all_negatives else keys.hard_topk
-        return loss
+        return cls(**softmax_options(keys, common), hard_topk=None if keys.use_all_negatives else keys.hard_topk)
 
     def _direction(self, logits_RC: Tensor, positive_RC: Tensor, shares_R: Tensor) -> Tensor:
         """Return the mean over rows of their InfoNCE, over positives and the hardest of the other columns."""

@@ -24,27 +24,29 @@ merged online as in Milakov & Gimelshein, 2018, "Online normalizer calculation f
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
 from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
+from vembed.losses.base import to_device
+from vembed.losses.cells import CellMap
 from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.masks import positive_mask
 from vembed.losses.prefixes import Prefixes, weighted_similarities
-from vembed.losses.softmax import Slopes, Sums, terms
+from vembed.losses.softmax import Hardness, Slopes, Sums, terms
 from vembed.losses.statistics import LogSumExp
 from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
 from vembed.losses.tiles import BOUNDED_LOGIT, DEFAULT_TILE_SIZE, longest_row, read_numbers
-from vembed.losses.weights import document_shares, query_shares, share_of
+from vembed.losses.weights import document_shares, positive_counts, query_shares, share_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
-    from vembed.losses.facts.infonce import InfoNCEKeys
+    from vembed.losses.facts.infonce import InfoNCEKeys, SoftmaxKeys
     from vembed.losses.softmax import Terms
     from vembed.losses.statistics import Statistics
     from vembed.losses.streamed import StreamedBatch
@@ -63,7 +65,12 @@ class SoftmaxLoss(StreamedLoss):
     Args:
         learn_temperature: Whether the logit scale is a parameter; it is then kept within [1, 100].
         dtype: Type of the learned logit scale.
+        hardness: Which negatives count more for a query, and how much.
+        focal_gamma: Power of what a query doesn't give its positives that weighs its loss, without a gradient.
     """
+
+    positives_apart: ClassVar[bool] = False
+    """Whether each positive has a loss of its own, whose mean counts, or all together one."""
 
     def __init__(
         self,
@@ -76,6 +83,8 @@ class SoftmaxLoss(StreamedLoss):
         prefixes: Prefixes | None = None,
         tile_size: int = DEFAULT_TILE_SIZE,
         negative_filter: FalseNegativeFilter | None = None,
+        hardness: Hardness | None = None,
+        focal_gamma: float = 0.0,
     ) -> None:
         super().__init__(
             mask_false_negatives=mask_false_negatives,
@@ -90,7 +99,7 @@ class SoftmaxLoss(StreamedLoss):
             self.log_scale = nn.Parameter(log_scale)
         else:
             self.register_buffer("log_scale", log_scale, persistent=False)
-        self.bidirectional = bidirectional
+        self.bidirectional, self.hardness, self.focal_gamma = bidirectional, hardness, focal_gamma
 
     def of_similarities(self, weighted: Iterable[tuple[float, Tensor]], structure: BatchStructure) -> Tensor:
         """Return the mean loss over queries (averaged with that over positive documents when bidirectional).
@@ -104,7 +113,11 @@ class SoftmaxLoss(StreamedLoss):
         for weight, similarity_QD in weighted:
             masked_QD = self.masked(structure, similarity_QD, positive_QD)
             logits_QD = (similarity_QD * self.log_scale.exp()).masked_fill(masked_QD, -math.inf)
-            loss = self._direction(logits_QD, positive_QD, shares_Q)
+            raised_QD = logits_QD
+            if self.hardness is not None:
+                penalties_QD = self.hardness.penalties(similarity_QD, structure)
+                raised_QD = logits_QD + penalties_QD.masked_fill(positive_QD, 0.0)
+            loss = self._direction(raised_QD, positive_QD, shares_Q)
             if self.bidirectional:
                 loss = (loss + self._direction(logits_QD.T, positive_QD.T, shares_D)) / 2
             losses.append(weight * loss)
@@ -117,7 +130,12 @@ class SoftmaxLoss(StreamedLoss):
         """
         counted_R = positive_RC.any(dim=1)
         logits, positive = logits_RC[counted_R], positive_RC[counted_R]
-        losses = logits.logsumexp(dim=1) - logits.masked_fill(~positive, -math.inf).logsumexp(dim=1)
+        wanted = logits.masked_fill(~positive, -math.inf).logsumexp(dim=1)
+        if self.positives_apart:
+            wanted = logits.masked_fill(~positive, 0.0).sum(dim=1) / positive.sum(dim=1)
+        losses = logits.logsumexp(dim=1) - wanted
+        if self.focal_gamma:
+            losses = losses * (-torch.expm1(-losses.detach())).pow(self.focal_gamma)
         return (losses * shares_R[counted_R].to(losses.dtype)).sum()
 
     @property
@@ -131,7 +149,7 @@ class SoftmaxLoss(StreamedLoss):
         return self._swept(self._tiles(batch))
 
     def _swept(self, tiles: SimilarityTiles) -> Statistics:
-        sums = Sums(tiles, columns=self.bidirectional)
+        sums = Sums(tiles, columns=self.bidirectional, hardness=self.hardness)
         for strip in tiles.strips():
             for tile in strip:
                 for prefix, logits_RC in enumerate(tiles.logits(tile)):
@@ -159,8 +177,8 @@ class SoftmaxLoss(StreamedLoss):
 
     def _one_sweep(self, tiles: SimilarityTiles, batch: StreamedBatch, out: EmbeddingGradients, height: int) -> Tensor:
         """Keep the logits of a strip until its rows are complete; return the loss."""
-        cells, sums, loss = tiles.cells, Sums(tiles, columns=False), tiles.zeros()
-        weights_KQ = self.query_weights(batch, tiles)
+        cells, sums, loss = tiles.cells, Sums(tiles, columns=False, hardness=self.hardness), tiles.zeros()
+        weights_KQ, (counts_Q, _) = self.query_weights(batch, tiles), self._counts(batch, tiles)
         for strip in tiles.strips(height):
             kept: list[tuple[Tile, Tensor]] = []
             for tile in strip:
@@ -171,8 +189,15 @@ class SoftmaxLoss(StreamedLoss):
             pairs = cells.pairs_of(rows)
             logits_KP, groups_P = sums.positive_logits_KP[:, pairs], cells.pair_rows[pairs] - rows.start
             positives = LogSumExp.of_groups(logits_KP, groups_P, rows.stop - rows.start)
-            of_rows = terms(sums.rows[:, rows], positives, (logits_KP, groups_P), weights_KQ[:, rows])
-            loss += of_rows.loss
+            of_rows = terms(
+                sums.rows[:, rows],
+                positives,
+                (logits_KP, groups_P),
+                weights_KQ[:, rows],
+                focal_gamma=self.focal_gamma,
+                counts_G=None if counts_Q is None else counts_Q[rows],
+            )
+            loss += of_rows.loss + of_rows.own_loss
             for place, (tile, matrix_RC) in enumerate(kept):
                 slopes = Slopes(of_rows.shifts_KG[0], None, of_rows.pair_gradients_KP[0, tile.pairs - pairs.start])
                 slopes.apply(tiles, tile, matrix_RC, exponentials=sums.bounded)
@@ -184,7 +209,7 @@ class SoftmaxLoss(StreamedLoss):
     ) -> Tensor:
         """Compute every tile again, now that its rows and columns are complete; return the loss."""
         loss, rows, columns, pair_gradients_KP = self._both_terms(tiles, batch, known)
-        exponentials = tiles.largest_logit <= BOUNDED_LOGIT
+        exponentials = tiles.largest_logit <= BOUNDED_LOGIT and self.hardness is None
         for strip in tiles.strips():
             for tile in strip:
 
@@ -194,6 +219,7 @@ class SoftmaxLoss(StreamedLoss):
                         rows.shifts_KG[prefix, tile.rows],
                         None if columns is None else columns.shifts_KG[prefix, tile.columns],
                         pair_gradients_KP[prefix, tile.pairs],
+                        self.hardness,
                     )
                     if exponentials:
                         matrix_RC.exp_()
@@ -209,14 +235,45 @@ class SoftmaxLoss(StreamedLoss):
         cells, logits_KP = tiles.cells, known.positive_logits_KP
         share = 1.0 if known.columns is None else 0.5
         positives = LogSumExp.of_groups(logits_KP, cells.pair_rows, cells.num_rows)
-        rows = terms(known.rows, positives, (logits_KP, cells.pair_rows), self.query_weights(batch, tiles, share))
-        loss, pair_gradients_KP, columns = rows.loss, rows.pair_gradients_KP, None
+        counts_Q, counts_D = self._counts(batch, tiles)
+        rows = terms(
+            known.rows,
+            positives,
+            (logits_KP, cells.pair_rows),
+            self.query_weights(batch, tiles, share),
+            focal_gamma=self.focal_gamma,
+            counts_G=counts_Q,
+        )
+        loss, pair_gradients_KP, columns = rows.loss + rows.own_loss, rows.pair_gradients_KP, None
         if known.columns is not None:
-            weights_KD = self.weights_of(share * document_shares(batch.structure), tiles)
-            columns = terms(known.columns[0], known.columns[1], (logits_KP, cells.pair_columns), weights_KD)
-            loss = loss + columns.loss * share_of(batch.structure, batch.queries)  # every rank has all of it
+            columns = terms(
+                known.columns[0],
+                known.columns[1],
+                (logits_KP, cells.pair_columns),
+                self.weights_of(share * document_shares(batch.structure), tiles),
+                focal_gamma=self.focal_gamma,
+                counts_G=counts_D,
+            )
+            of_rank = share_of(batch.structure, batch.queries)  # every rank has all of the columns' loss
+            loss = loss + columns.loss * of_rank + columns.own_loss
             pair_gradients_KP = pair_gradients_KP + columns.pair_gradients_KP
         return loss, rows, columns, pair_gradients_KP
+
+    def _counts(self, batch: StreamedBatch, tiles: SimilarityTiles) -> tuple[Tensor | None, Tensor | None]:
+        """Return the positives of this rank's queries (Q,) and of all documents (D,), where each has a loss."""
+        if not self.positives_apart:
+            return None, None
+        counts_Q, counts_D = positive_counts(batch.structure)
+        own = slice(batch.queries.start, batch.queries.stop)
+        of_queries, of_documents = (to_device(each.to(tiles.dtype), tiles.device) for each in (counts_Q[own], counts_D))
+        return of_queries, of_documents
+
+    def cells(self, batch: StreamedBatch) -> CellMap:
+        """Return which cells of this rank's queries are positives, no negatives, and negatives of their own row."""
+        if self.hardness is None:
+            return super().cells(batch)
+        masks, device = self.mask_false_negatives, batch.q_QE.device
+        return CellMap(batch.structure, batch.queries, mask_false_negatives=masks, device=device, with_named=True)
 
     def _tiles(self, batch: StreamedBatch) -> SimilarityTiles:
         """Return the tiles of a batch; the scale and how large a logit can be are read together."""
@@ -236,23 +293,42 @@ class SoftmaxLoss(StreamedLoss):
         return math.exp(-self.log_scale.item()) if self._fixed is None else self._fixed
 
 
+def softmax_options(keys: SoftmaxKeys, common: LossCommon) -> dict[str, Any]:
+    """Return what the keys say of InfoNCE over any negatives."""
+    return {
+        "temperature": keys.temperature,
+        "learn_temperature": keys.learn_temperature,
+        "bidirectional": keys.loss_bidirectional,
+        "mask_false_negatives": keys.mask_false_negatives,
+        "dtype": common.dtype,
+        "prefixes": Prefixes.of_keys(keys),
+        "tile_size": common.tile_size,
+        "negative_filter": FalseNegativeFilter.of_keys(keys),
+    }
+
+
 class InfoNCE(SoftmaxLoss):
     """InfoNCE over inner products of rows with one vector each."""
 
     @classmethod
     def from_keys(cls, keys: InfoNCEKeys, common: LossCommon) -> Self:
         """Make the loss of a run."""
-        return cls(
-            temperature=keys.temperature,
-            learn_temperature=keys.learn_temperature,
-            bidirectional=keys.loss_bidirectional,
-            mask_false_negatives=keys.mask_false_negatives,
-            dtype=common.dtype,
-            prefixes=Prefixes.of_keys(keys),
-            tile_size=common.tile_size,
-            negative_filter=FalseNegativeFilter.of_keys(keys),
-        )
+        hardness = None
+        if keys.hardness_mode != "none":
+            hardness = Hardness(keys.hardness_mode, keys.hardness_strength)
+        return cls(**softmax_options(keys, common), hardness=hardness, focal_gamma=keys.focal_gamma)
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the loss over the whole matrix."""
         return self.of_similarities(weighted_similarities(q_QE, d_DE, self.prefixes), structure)
+
+
+class SupCon(InfoNCE):
+    """InfoNCE in which each positive of a query has a loss of its own, and their mean counts."""
+
+    positives_apart = True
+
+    @classmethod
+    def from_keys(cls, keys: SoftmaxKeys, common: LossCommon) -> Self:
+        """Make the loss of a run."""
+        return cls(**softmax_options(keys, common))

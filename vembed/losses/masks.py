@@ -25,6 +25,15 @@ def positive_mask(structure: BatchStructure) -> Tensor:
     return mask_QD
 
 
+def named_mask(structure: BatchStructure) -> Tensor:
+    """Return which document is a hard negative of which query's own row, bool (Q, D)."""
+    shape, device = (structure.num_queries, structure.num_documents), structure.positives_P2.device
+    mask_QD = torch.zeros(shape, dtype=torch.bool, device=device)
+    if structure.negatives_P2 is not None:
+        mask_QD[structure.negatives_P2.unbind(dim=1)] = True
+    return mask_QD
+
+
 def false_negative_mask(structure: BatchStructure, positive_QD: Tensor) -> Tensor:
     """Return which cells must count neither as positive nor as negative, bool (Q, D)."""
     query_groups_Q, document_groups_D = structure.query_groups_Q, structure.document_groups_D

@@ -31,7 +31,7 @@ from vembed.batch import ranges
 from vembed.losses.base import to_device
 from vembed.losses.cells import CellMap
 from vembed.losses.filters import FalseNegativeFilter
-from vembed.losses.masks import positive_mask
+from vembed.losses.masks import named_mask, positive_mask
 from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
 from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients
@@ -101,10 +101,7 @@ class TripletLoss(StreamedLoss):
         queries_P, documents_P = positive_QD.nonzero(as_tuple=True)
         candidate_QD = ~positive_QD
         if self.negatives == "listed":
-            named_QD = torch.zeros_like(positive_QD)
-            if structure.negatives_P2 is not None:
-                named_QD[structure.negatives_P2.unbind(dim=1)] = True
-            candidate_QD &= named_QD
+            candidate_QD &= named_mask(structure)
         weights_P = relative_weights(structure).to(q_QE.dtype)[queries_P]
         losses = []
         for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):

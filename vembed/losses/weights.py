@@ -30,6 +30,14 @@ def document_shares(structure: BatchStructure) -> Tensor:
     return _shares(sums_D / counts_D.clamp_min(1))
 
 
+def positive_counts(structure: BatchStructure) -> tuple[Tensor, Tensor]:
+    """Return how many positives each query has, and how many queries each document answers, float64."""
+    queries_P, documents_P = torch.unique(structure.positives_P2, dim=0).unbind(dim=1)
+    sides = ((queries_P, structure.num_queries), (documents_P, structure.num_documents))
+    of_queries, of_documents = (torch.bincount(rows_P, minlength=count).double() for rows_P, count in sides)
+    return of_queries, of_documents
+
+
 def relative_weights(structure: BatchStructure) -> Tensor:
     """Return the weight of each query over their mean, (Q,) float64."""
     return query_shares(structure) * structure.num_queries

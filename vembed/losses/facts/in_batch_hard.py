@@ -5,11 +5,11 @@ from __future__ import annotations
 from vembed.config.fields import Count, key
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.facts.infonce import FACTS as INFONCE
-from vembed.losses.facts.infonce import InfoNCEKeys
+from vembed.losses.facts.infonce import SoftmaxKeys
 from vembed.losses.registry import LossFacts
 
 
-class InBatchHardKeys(InfoNCEKeys):
+class InBatchHardKeys(SoftmaxKeys):
     """Keys of InfoNCE over the hardest negatives."""
 
     hard_topk: Count = key(

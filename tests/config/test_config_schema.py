@@ -175,6 +175,34 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"fp16": True, "torch_dtype": "float64"}, {"fp16": True, "torch_dtype": "float32"}, "fp16 would undo"),
     ({"bf16": False, "torch_dtype": "bfloat16"}, {"bf16": True, "torch_dtype": "bfloat16"}, "compute in bfloat16"),
     ({"fp16": True, "torch_dtype": "bfloat16"}, {"torch_dtype": "bfloat16"}, "fp16 has no use for weights"),
+    (
+        {"teacher_model_name": "t"},
+        {"teacher_model_name": "t", "loss_type": "margin_mse"},
+        "nothing reads the teacher: set false_negative_filter to teacher",
+    ),
+    (
+        {"false_negative_filter": "teacher"},
+        {"false_negative_filter": "teacher", "teacher_model_name": "t"},
+        "false_negative_filter teacher reads a teacher's vectors, and there is none",
+    ),
+    (
+        {"teacher_model_name": "builtin:ngram-bag", "loss_type": "kl"},
+        {"teacher_model_name": "./t", "loss_type": "kl"},
+        "has nothing to teach",
+    ),
+    (
+        {"teacher_model_name": "t", "loss_type": "kl", "label_kind": "grade"},
+        {"teacher_model_name": "t", "loss_type": "kl"},
+        "label_kind grade gives the scores already",
+    ),
+    *(
+        (
+            {name: "x"},
+            {name: "x", "teacher_model_name": "t", "loss_type": "cosine_mse"},
+            f"{name} has no effect without teacher_model_name",
+        )
+        for name in ("teacher_revision", "teacher_cache")
+    ),
     ({"batch_size": "auto", "global_batch_size": 8}, {"batch_size": "auto"}, "global_batch_size already gives"),
     ({"data": [{"path": "a"}], "data_path": "b"}, {"data": [{"path": "a"}]}, "remove one of them"),
     (
@@ -324,7 +352,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     *(
         (
             {**given, "loss_type": "colbert"},
-            {**given, "false_negative_filter": "teacher"},
+            {**given, "false_negative_filter": "teacher", "teacher_model_name": "t"},
             f"{next(iter(given))} has no effect with loss_type colbert",
         )
         for given in (

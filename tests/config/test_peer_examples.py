@@ -113,7 +113,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 REFUSED = {
     "clip distillation": [
         "use_mrl: true contradicts mrl_dims",
-        "teacher_model_name: 'openai/clip-vit-large-patch14': no teacher is distilled",
+        "teacher_model_name: nothing reads the teacher",
         "distillation_alpha: 0.5: no teacher",
         "distillation_temperature: 2.0: no teacher",
         "distillation_loss_type: 'kl': no teacher",

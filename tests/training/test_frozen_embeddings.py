@@ -173,7 +173,7 @@ def only_table(found: FrozenItems, encoder: TinyClip) -> np.ndarray:
     stored = found.stored(encode_with(encoder))
     assert stored is not None
     [table] = stored.tables.values()
-    return table.take(found.sides[0].ids_U)
+    return table.take(found.sides[0].items.ids_U)
 
 
 def test_other_frozen_weights_are_never_served_by_old_embeddings(site: Site) -> None:
@@ -201,7 +201,7 @@ def test_precision_is_part_of_the_key_and_items_are_looked_up(site: Site) -> Non
     fewer = replace(site, records=site.records.subset([0, 1, 2]))
     [other_items] = fewer.find(encoder).sides
     assert own.store.name != other_precision.store.name
-    assert (own.store.name, len(other_items.ids_U)) == (other_items.store.name, 3)
+    assert (own.store.name, len(other_items.items.ids_U)) == (other_items.store.name, 3)
     assert site.find(encoder).sides[0].store == own.store
 
 
@@ -241,7 +241,7 @@ def test_a_damaged_file_is_noticed_and_made_again(site: Site, damage: str, caplo
     encoder = new_encoder()
     found = site.find(encoder)
     good = only_table(found, encoder)
-    file = found.sides[0].store.block(found.sides[0].ids_U)
+    file = found.sides[0].store.block(found.sides[0].items.ids_U)
     content = file.array.read_bytes()
     if damage == "cut":
         file.array.write_bytes(content[:-8])
@@ -294,7 +294,9 @@ def test_nothing_is_kept_of_towers_that_train_and_a_folder_for_it_is_said_to_be_
     watched = Watched(projection)
     found = site.find(projection)
     assert {modality_of(site.records[0].query)} == {"text"}
-    assert [side.modality for side in found.sides] == ["text"], "behind a projection that trains nothing stays the same"
+    assert [side.items.modality for side in found.sides] == ["text"], (
+        "behind a projection that trains nothing stays the same"
+    )
     assert max(watched.rows.values()) == 1, "looking costs one item of each kind"
     in_double = new_encoder(dtype=torch.float64)
     assert "float64" in site.find(in_double, is_shared=True).notes[0]
@@ -383,7 +385,7 @@ def test_looking_computes_in_the_precision_of_the_run(site: Site) -> None:
     encoder = new_encoder()
     encoder.__class__ = MixedVision
     found = site.find(encoder, precision="bfloat16", passes=Passes(CPU, torch.bfloat16))
-    assert [side.modality for side in found.sides] == ["image"]
+    assert [side.items.modality for side in found.sides] == ["image"]
 
 
 class Elsewhere(TinyClip):
@@ -419,7 +421,7 @@ def sharded_on(rank: int, folder: str) -> list[tuple[str, ...]]:
         assert items.notes == whole.notes
         assert [side.store.key for side in items.sides] == [side.store.key for side in whole.sides]
         assert all(is_shared(each) for each in encoder.parameters() if each.ndim > 0), "the shards are back"
-        found.append(tuple(side.modality for side in items.sides))
+        found.append(tuple(side.items.modality for side in items.sides))
     return found
 
 

@@ -24,6 +24,7 @@ from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.keys.output import OutputKeys
 from vembed.config.keys.sampling import SamplingKeys
+from vembed.config.keys.teacher import TeacherKeys
 from vembed.config.plugins import PluginKeys, import_plugins
 from vembed.config.synonyms import ALIASES, foreign
 from vembed.errors import ConfigError
@@ -36,6 +37,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "Data": DataKeys,
     "Loss": LossKeys,
     "Sampling": SamplingKeys,
+    "Teacher": TeacherKeys,
     "Batch": BatchKeys,
     "Distributed": DistributedKeys,
     "Optimisation": OptimisationKeys,
@@ -55,6 +57,7 @@ class Config(
     DistributedKeys,
     BatchKeys,
     SamplingKeys,
+    TeacherKeys,
     LossKeys,
     DataKeys,
     AdapterKeys,

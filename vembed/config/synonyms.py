@@ -89,7 +89,7 @@ FOREIGN: tuple[Foreign, ...] = (
     *_refused(_HARD, "hard_mining_topk", "hard_mining_lambda", "hard_mining_temperature"),
     *_refused(_BANK, "hard_mining_bank_size", "hard_mining_bank_momentum"),
     *_refused(_BANK, "bank_size", "bank_dim", "bank_momentum", "lambda_bank"),
-    *_refused(_TEACHER, "teacher_model_name", "distillation_alpha", "distillation_temperature"),
+    *_refused(_TEACHER, "distillation_alpha", "distillation_temperature"),
     *_refused(_TEACHER, "distillation_loss_type"),
     Foreign("loss_type", "hard_negative", "same", ours="in_batch_hard"),
     Foreign("loss_type", "contrastive_with_bank", "refused", _BANK),

@@ -120,6 +120,7 @@ class BatchLoss(nn.Module, ABC):
     columns: ClassVar[Sequence[ExtraColumn]] = ()
     takes: ClassVar[Sequence[Supervision]] = ("positives",)
     memory: ClassVar[Memory] = "matrix"
+    reads_teacher: ClassVar[bool] = False
     multi_vector: ClassVar[bool] = False
     formula: ClassVar[str] = ""
     source: ClassVar[str] = ""

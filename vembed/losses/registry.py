@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from vembed.config.fields import Section
+from vembed.config.keys.loss import filters_by_teacher
 from vembed.errors import ConfigError
 from vembed.plan.memory import LOSS_STRIP_TILES
 from vembed.registry import LOSSES
@@ -46,6 +47,8 @@ class LossFacts:
     blocks: Callable[[Any], tuple[int, int]] = lambda _: (2, LOSS_STRIP_TILES)
     # With memory "tiles", by its keys: numbers that live on for each query of a device, and for each document of all.
     listed: Callable[[Any], tuple[int, int]] = lambda _: (0, 0)
+    # By its keys, alone or among all others: whether it reads a teacher's vectors (`BatchStructure.teacher_Q`).
+    reads_teacher: Callable[[Any], bool] = filters_by_teacher
     multi_vector: bool = False
     formula: str = ""  # plain text
     source: str = ""  # paper, as in a list of references
@@ -127,6 +130,7 @@ def _facts_of(loss: type[BatchLoss]) -> LossFacts:
         columns=tuple(loss.columns),
         takes=tuple(loss.takes),
         memory=loss.memory,
+        reads_teacher=lambda keys: loss.reads_teacher or filters_by_teacher(keys),
         multi_vector=loss.multi_vector,
         formula=loss.formula,
         source=loss.source,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from string import ascii_lowercase
@@ -16,7 +17,7 @@ from vembed.data.images import ImageLimits
 from vembed.models.pictures import blank_picture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -96,9 +97,16 @@ def one_picture(encoder: Encoder) -> Features:
     """Return the features of a blank picture."""
     encoded = BytesIO()
     blank_picture().save(encoded, "PNG")
-    allowed, encoder.image_limits = encoder.image_limits, ImageLimits()  # this picture is ours, not the user's
-    try:
+    with any_picture(encoder):
         return encoder.featurize([Image("blank", encoded.getvalue())], "document")
+
+
+@contextmanager
+def any_picture(encoder: Encoder) -> Iterator[None]:
+    """Lift an encoder's limits on pictures within the block: those in it are ours, not the user's."""
+    allowed, encoder.image_limits = encoder.image_limits, ImageLimits()
+    try:
+        yield
     finally:
         encoder.image_limits = allowed
 

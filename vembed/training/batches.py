@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vembed.data.sampler import GlobalSampler
     from vembed.models.encoder import Encoder
     from vembed.training.stored import StoredVectors
+    from vembed.training.teacher import Answers
 
 
 CHARACTERS_PER_TOKEN = 4
@@ -108,6 +109,7 @@ class BatchSource:
     rank: int = 0  # this process among those that share a batch
     world_size: int = 1
     stored: StoredVectors | None = None  # embeddings of what a frozen tower would encode, or None
+    answers: Answers | None = None  # what a teacher says of the records, or None
     counts_masked: bool = False  # whether the loss masks false negatives
     prompted: tuple[Encoder, ...] = ()  # for the texts of each source, where sources have prompts of their own
 
@@ -132,6 +134,9 @@ class BatchSource:
             for record, row in zip(self.records.take(rows), rows, strict=True)
         ]
         batch = collate(records, rows)
+        if self.answers is not None:
+            own_documents = [len(record.positives) + len(record.negatives) for record in records]
+            batch = self.answers.fill(batch, np.array(own_documents, dtype=np.int64))
         items = (*batch.queries, *batch.documents)
         groups = [places for _, places in self.encoder.by_modality(items)]
         assignment = assign_rows(groups, estimated_costs(items, self.encoder.max_length), self.world_size)

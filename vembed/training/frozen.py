@@ -6,7 +6,7 @@ isn't changed at random.
 1. `find_frozen` looks which kinds of items go through such a tower: it encodes one of each, and sees whether the result
    needs a gradient and whether a random number was drawn.
 2. `FrozenItems.stored` encodes every distinct item of the training records, before the first step
-   (stored.py); what a file of a run before holds is read.
+   (stored.py); what a run before has left is read.
 3. `stored_features` is a batch's view of the files. A stored row costs no tokens, and neither tokenizer, image decoder
    nor tower is called for it.
 
@@ -18,33 +18,33 @@ from __future__ import annotations
 import logging
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vembed.batch import MODALITY_WORDS, Features, Modality, Side
+from vembed.batch import MODALITY_WORDS, Features
 from vembed.evaluation.array_file import FREE_SHARE
 from vembed.evaluation.provenance import model_key
 from vembed.gradcache.calls import Pool, Retention, plan_calls
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.replay import RngState
-from vembed.training.stored import DistinctItems, StoredSide, StoredVectors, StorePlace
+from vembed.training.stored import StoredSide, StoredVectors, StorePlace, distinct_items
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.batch import Item
     from vembed.data.records import RecordTable
     from vembed.distributed.fsdp import ShardedEncoder
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
     from vembed.gradcache.calls import Passes
     from vembed.models.encoder import Encoder
+    from vembed.training.stored import DistinctItems
 
 STORED = "stored"
 """Name of the features that are embeddings already."""
@@ -81,7 +81,6 @@ class FrozenItems:
 
     sides: tuple[StoredSide, ...]  # the items; none where nothing is
     notes: tuple[str, ...]  # why, one plain sentence each
-    records: RecordTable  # where the items are
 
     def stored(self, encode: ItemEncoder) -> StoredVectors | None:
         """Return the embeddings, from disk where they are still true, else encoded now; None where nothing is frozen.
@@ -96,7 +95,9 @@ class FrozenItems:
         """
         if not self.sides:
             return None
-        return StoredVectors({(side.modality, side.side): side.encoded(self.records, encode) for side in self.sides})
+        return StoredVectors(
+            {(side.items.modality, side.items.side): side.encoded(lambda: encode, encode.ranks) for side in self.sides}
+        )
 
 
 def find_frozen(
@@ -124,32 +125,31 @@ def find_frozen(
     """
     reasons = _unfit(encoder)
     if reasons:
-        return FrozenItems((), reasons if is_shared else (), records)
-    items = DistinctItems.of(records)
+        return FrozenItems((), reasons if is_shared else ())
+    items = distinct_items(records)
     place = StorePlace(folder, "embeddings of a frozen tower", "set embedding_cache to never")
     sides: list[StoredSide] = []
     notes: list[str] = []
     model: Key = {}
-    for modality in sorted({kind for kind, _ in items.first}):
-        own = [side for side in get_args(Side) if (modality, side) in items.first]
-        samples = {side: items.sample((modality, side), records) for side in own}
-        is_frozen, is_random = _probe(encoder, samples, passes)
+    for modality in sorted({each.modality for each in items}):
+        own = [each for each in items if each.modality == modality]
+        is_frozen, is_random = _probe(encoder, own, passes)
         if sharded is not None:
             sharded.abandon()
             sharded.reshard()
         if not is_frozen:
             continue
-        reason = _why_not(items, modality, is_random=is_random, augments=augments, epochs=epochs, is_shared=is_shared)
+        reason = _why_not(own, is_random=is_random, augments=augments, epochs=epochs, is_shared=is_shared)
         if reason:
             notes.append(f"embedding_cache: no weight behind the {MODALITY_WORDS[modality][1]} trains, but {reason}")
             continue
         model = model or model_key(encoder, frozen_only=True)
         key = {**model, "precision": precision}
-        sides += [StoredSide.of(items, (modality, side), encoder, key, place) for side in own]
+        sides += [StoredSide.of(each, encoder, key, place) for each in own]
     if not sides and not notes and is_shared:
         notes.append("embedding_cache has no effect: every tower of the model trains")
     sides, room = _with_room(sides, folder, is_shared=is_shared)
-    return FrozenItems(tuple(sides), (*notes, *room), records)
+    return FrozenItems(tuple(sides), (*notes, *room))
 
 
 def _unfit(encoder: Encoder) -> tuple[str, ...]:
@@ -168,15 +168,15 @@ def _unfit(encoder: Encoder) -> tuple[str, ...]:
     return ()
 
 
-def _probe(encoder: Encoder, samples: Mapping[Side, Item], passes: Passes) -> tuple[bool, bool]:
+def _probe(encoder: Encoder, items: Sequence[DistinctItems], passes: Passes) -> tuple[bool, bool]:
     """Encode an item of each side as training would; return whether all need no gradient, and if one is random."""
     was_training, alone = encoder.training, np.zeros(1, dtype=np.int64)
     before = RngState.capture(passes.device)
     encoder.train()
     are_frozen = []
     try:
-        for side, item in samples.items():
-            pool = Pool(encoder, encoder.collate, encoder.featurize([item], side), alone)
+        for each in items:
+            pool = Pool(encoder, encoder.collate, encoder.featurize(each.sample(1), each.side), alone)
             calls = plan_calls([pool], alone, ChunkBudget(1, 1), Retention(0.0), passes.device)
             passes.first(calls, num_vectors=1)
             are_frozen += [call.frozen for call in calls]
@@ -187,16 +187,13 @@ def _probe(encoder: Encoder, samples: Mapping[Side, Item], passes: Passes) -> tu
     return all(are_frozen), not before.equals(after)
 
 
-def _why_not(
-    items: DistinctItems, modality: Modality, *, is_random: bool, augments: bool, epochs: float, is_shared: bool
-) -> str:
+def _why_not(items: Sequence[DistinctItems], *, is_random: bool, augments: bool, epochs: float, is_shared: bool) -> str:
     """Say why items of a frozen tower are encoded in every step nevertheless; empty where they aren't."""
     if is_random:
         return "their tower draws random numbers (dropout): they are encoded in every step"
-    if augments and modality != "text":
+    if augments and items[0].modality != "text":
         return "image_augmentation or image_flip changes the pictures: they are encoded in every step"
-    uses = epochs * sum(count for (kind, _), count in items.uses.items() if kind == modality)
-    distinct = sum(len(places) for (kind, _), places in items.first.items() if kind == modality)
+    uses, distinct = epochs * sum(each.num_uses for each in items), sum(len(each.ids_U) for each in items)
     if uses <= distinct and not is_shared:
         return f"this run sees each of the {distinct} only once: they are encoded as they come"
     return ""
@@ -211,7 +208,7 @@ def _with_room(sides: list[StoredSide], folder: Path, *, is_shared: bool) -> tup
     missing = wanted - sum(side.store.num_bytes for side in sides)
     if FREE_SHARE * missing > free and not is_shared:
         return [], [f"embedding_cache: not used, as {there} has {free} bytes free and {wanted} are wanted"]
-    counts = " and ".join(f"{len(side.ids_U)} {MODALITY_WORDS[side.modality][1]} ({side.side})" for side in sides)
+    counts = " and ".join(side.items.counted for side in sides)
     note = (
         f"embedding_cache: {counts} of a frozen tower are encoded once, before the first step, and read from "
         f"{folder} in every step: {wanted} bytes"

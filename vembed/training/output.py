@@ -25,6 +25,7 @@ OWN_NAMES = (
     "checkpoints",
     "initial_model",
     "frozen_embeddings",
+    "teacher",
     "model",
     "adapter",
     "evaluation",
@@ -76,6 +77,11 @@ class OutputFolder:
         return self.path / "frozen_embeddings"
 
     @property
+    def teacher(self) -> Path:
+        """What a teacher makes of the training items."""
+        return self.path / "teacher"
+
+    @property
     def model(self) -> Path:
         """The exported model."""
         return self.path / "model"
@@ -108,7 +114,7 @@ class OutputFolder:
 
         Args:
             overwrite: Whether another run's files may be deleted. Files of a run that was killed before its first
-                checkpoint are deleted in any case: nothing of it can be used.
+                checkpoint are deleted in any case, but for what its teacher said: nothing else can be used.
 
         Raises:
             ConfigError: The folder holds another run, or files that no run wrote.
@@ -120,10 +126,15 @@ class OutputFolder:
                 f"output_dir {self.path} holds another run. Go on with it (resume=auto), choose another output_dir, or "
                 f"delete it with overwrite_output_dir=true"
             )
+        kept = () if self.holds_run else (self.teacher,)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            for left in self.teacher.glob(".*.tmp"):  # by a kill
+                left.unlink()
             named = [path for pattern in OWN_PATTERNS for path in self.path.glob(pattern)]
             for entry in [*named, *(self.path / name for name in OWN_NAMES)]:
+                if entry in kept:
+                    continue
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)
                 else:

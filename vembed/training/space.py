@@ -36,7 +36,7 @@ class DiskNeeds:
     num_possible: int  # where an older one is the best, and with saves by the clock
     model: int
     initial: int  # of a model from scratch, as long as it isn't written
-    embeddings: int  # of frozen towers, kept in the output folder
+    embeddings: int  # of frozen towers and of a teacher, kept in the output folder
     metrics: int
     standing: int = 0  # of all that, what the folder holds already
 
@@ -82,7 +82,7 @@ class DiskNeeds:
         if self.initial:
             parts.append(f"initial_model/ {show_bytes(self.initial)}")
         if self.embeddings:
-            parts.append(f"frozen embeddings {show_bytes(self.embeddings)}")
+            parts.append(f"stored embeddings {show_bytes(self.embeddings)}")
         if self.standing:
             parts.append(f"{show_bytes(self.standing)} of it are there")
         needed = show_bytes(self.total(self.num_possible))

@@ -1,6 +1,6 @@
 """Vectors of the items of the training records, each item encoded once, before the first step.
 
-1. `DistinctItems` walks the records once and remembers where each distinct item is.
+1. `distinct_items` finds the distinct items, by kind and side.
 2. `StoredSide.encoded` encodes those that no file holds yet, on all ranks, block after block (`VectorStore`).
 3. `StoredVectors` is what batches read: files that are mapped into memory.
 
@@ -12,26 +12,29 @@ from __future__ import annotations
 
 import io
 import logging
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from vembed.batch import MODALITY_WORDS, Composed, Image, Modality, Side, content_id, modality_of
+from vembed.batch import MODALITY_WORDS, Composed, Image, Modality, Side, modality_of
+from vembed.data.records import ItemColumn
 from vembed.evaluation.index import check_finite
 from vembed.evaluation.provenance import features_digest
 from vembed.evaluation.vector_store import VectorStore
+from vembed.models.probe import any_picture
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.records import Record, RecordTable
+    from vembed.data.item_table import ItemTable
+    from vembed.data.records import RecordTable
+    from vembed.distributed.ranks import Ranks
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
     from vembed.evaluation.vector_store import VectorTable
@@ -48,100 +51,40 @@ _PROBE_TEXTS = (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class DistinctItems:
-    """The distinct items of records."""
-
-    # where each identity was found first, by kind and side: number of the record, place among its items
-    first: dict[tuple[Modality, Side], dict[int, tuple[int, int]]] = field(default_factory=dict)
-    # how many items there are, repeated ones counted again
-    uses: Counter[tuple[Modality, Side]] = field(default_factory=Counter)
-
-    @classmethod
-    def of(cls, records: Iterable[Record]) -> DistinctItems:
-        """Walk all records once."""
-        items = cls()
-        for row, record in enumerate(records):
-            for place, item in enumerate(items_of(record)):
-                kind: tuple[Modality, Side] = modality_of(item), "query" if place == 0 else "document"
-                items.uses[kind] += 1
-                items.first.setdefault(kind, {}).setdefault(content_id(item), (row, place))
-        return items
-
-    @property
-    def kinds(self) -> list[tuple[Modality, Side]]:
-        """What kinds of items there are, on which side."""
-        sides = get_args(Side)
-        return sorted(self.first, key=lambda kind: (kind[0], sides.index(kind[1])))
-
-    def sample(self, kind: tuple[Modality, Side], records: RecordTable) -> Item:
-        """Return an item of a kind and side."""
-        return _take(records, np.array([next(iter(self.first[kind].values()))]))[0]
-
-
 @dataclass(frozen=True, slots=True)
-class StoredSide:
-    """The distinct items of one kind and side, and what their vectors are made of."""
+class DistinctItems:
+    """The distinct items of one kind and side among records."""
 
     modality: Modality
     side: Side
     ids_U: NDArray[np.int64]  # their identities, ascending
-    # where each was found first: number of the record, place among its query, positives and negatives
-    places_U2: NDArray[np.int64]
-    dimension: int  # E
-    store: VectorStore
-
-    @classmethod
-    def of(
-        cls, items: DistinctItems, kind: tuple[Modality, Side], encoder: Encoder, key: Key, place: StorePlace
-    ) -> StoredSide:
-        """Return the items of one kind and side as an encoder will encode them.
-
-        Args:
-            key: The model and its precision.
-        """
-        (modality, side), first = kind, items.first[kind]
-        ids_U = np.sort(np.fromiter(first, dtype=np.int64, count=len(first)))
-        places_U2 = np.array([first[identity] for identity in ids_U.tolist()], dtype=np.int64)
-        preprocessing = features_digest(encoder, _probes(modality), side)
-        store = VectorStore(
-            place.folder,
-            f"{modality.replace('+', '-')}-{side}",
-            {**key, "preprocessing": preprocessing, "side": side},
-            f"{place.what} of {MODALITY_WORDS[modality][1]} ({side})",
-            place.advice,
-        )
-        return cls(modality, side, ids_U, places_U2, encoder.dimension, store)
+    numbers_U: NDArray[np.int64]  # of each, in `items`
+    num_uses: int  # how many items there are, repeated ones counted again
+    items: ItemTable
 
     @property
-    def num_bytes(self) -> int:
-        """Size of the vectors."""
-        return 4 * len(self.ids_U) * self.dimension
+    def counted(self) -> str:
+        """How many there are, e.g. "6 pictures (document)"."""
+        return f"{len(self.ids_U)} {MODALITY_WORDS[self.modality][1]} ({self.side})"
 
-    def encoded(self, records: RecordTable, encode: ItemEncoder) -> VectorTable:
-        """Return the vectors, from disk where they are still true, else encoded now.
+    def sample(self, count: int) -> list[Item]:
+        """Return some of the items, at most so many."""
+        return self.items.at(self.numbers_U[:: max(1, -(-len(self.numbers_U) // count))])
 
-        Args:
-            encode: Encodes them, on all ranks; its weights may be sharded.
 
-        Raises:
-            DataError: A picture can't be read any more.
-            MachineError: The vectors can't be written.
-            NonFiniteError: A vector holds NaN or infinity.
-        """
-
-        def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
-            vectors_NE = encode.table(_take(records, self.places_U2[rows]), self.side)
-            if encode.ranks.is_first:  # the others have no vectors
-                check_finite(vectors_NE, self.side)
-            return vectors_NE
-
-        before = encode.num_truncated[self.side]
-        table = self.store.table(self.ids_U, self.dimension, make, encode.ranks)
-        num_truncated = sum(encode.ranks.gather_objects(encode.num_truncated[self.side] - before))
-        if num_truncated:
-            _log.info("%s: %d were longer than the model takes and were cut", self.store.what, num_truncated)
-        return table
+def distinct_items(records: RecordTable) -> list[DistinctItems]:
+    """Return the distinct items of records by kind and side."""
+    (_, queries), (_, positives), (_, negatives) = map(records.numbers, get_args(ItemColumn))
+    sides: dict[Side, NDArray[np.int64]] = {"query": queries, "document": np.concatenate([positives, negatives])}
+    table, found = records.items, []
+    for modality in sorted(MODALITY_WORDS):
+        place = tuple(MODALITY_WORDS).index(modality)
+        for side, numbers in sides.items():
+            own = numbers[table.modalities[numbers] == place]
+            if len(own):
+                ids_U, first_U = np.unique(table.ids[own], return_index=True)
+                found.append(DistinctItems(modality, side, ids_U, own[first_U], len(own), table))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +94,68 @@ class StorePlace:
     folder: Path
     what: str  # "embeddings of a frozen tower"
     advice: str  # what else the user can do when they can't be written
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSide:
+    """The distinct items of one kind and side, and where their vectors are kept."""
+
+    items: DistinctItems
+    dimension: int  # E
+    store: VectorStore
+
+    @classmethod
+    def of(cls, items: DistinctItems, encoder: Encoder, key: Key, place: StorePlace) -> StoredSide:
+        """Return the items as an encoder will encode them.
+
+        Args:
+            encoder: It may be without its weights.
+            key: The model and its precision.
+        """
+        with any_picture(encoder):
+            preprocessing = features_digest(encoder, _probes(items.modality), items.side)
+        store = VectorStore(
+            place.folder,
+            f"{items.modality.replace('+', '-')}-{items.side}",
+            {**key, "preprocessing": preprocessing, "side": items.side},
+            f"{place.what} of {MODALITY_WORDS[items.modality][1]} ({items.side})",
+            place.advice,
+        )
+        return cls(items, encoder.dimension, store)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the vectors."""
+        return 4 * len(self.items.ids_U) * self.dimension
+
+    def encoded(self, encoder: Callable[[], ItemEncoder], ranks: Ranks) -> VectorTable:
+        """Return the vectors, from disk where they are still true, else encoded now.
+
+        Args:
+            encoder: Returns what encodes them, on all ranks; called where something is to be encoded.
+
+        Raises:
+            DataError: A picture can't be read any more.
+            MachineError: The vectors can't be written.
+            NonFiniteError: A vector holds NaN or infinity.
+        """
+        side, truncated = self.items.side, 0
+
+        def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
+            nonlocal truncated
+            encode = encoder()
+            before = encode.num_truncated[side]
+            vectors_NE = encode.table(self.items.items.at(self.items.numbers_U[rows]), side)
+            truncated += encode.num_truncated[side] - before
+            if ranks.is_first:  # the others have no vectors
+                check_finite(vectors_NE, side)
+            return vectors_NE
+
+        table = self.store.table(self.items.ids_U, self.dimension, make, ranks)
+        num_truncated = sum(ranks.gather_objects(truncated))
+        if num_truncated:
+            _log.info("%s: %d were longer than the model takes and were cut", self.store.what, num_truncated)
+        return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +176,6 @@ class StoredVectors:
         for own, table in found:
             vectors_NE[own] = table.take(ids_N[own])
         return vectors_NE
-
-
-def items_of(record: Record) -> tuple[Item, ...]:
-    """Return the items of a record: its query, its positives, its negatives."""
-    return (record.query, *record.positives, *record.negatives)
-
-
-def _take(records: RecordTable, places_N2: NDArray[np.int64]) -> list[Item]:
-    """Return the items at some places of the records."""
-    rows, places = places_N2[:, 0], places_N2[:, 1].tolist()
-    return [items_of(record)[place] for record, place in zip(records.take(rows), places, strict=True)]
 
 
 @cache

@@ -99,9 +99,9 @@ class DataKeys(SourceKeys):
 @rule("label_kind", "loss_type")
 def _scores_have_a_loss(config: "Config") -> str | None:
     """`label_kind: pair` and `grade` need a loss that takes listed pairs."""
-    if config.label_kind not in {"pair", "grade"} or _takes_pairs(config.loss_type):
+    if config.label_kind not in {"pair", "grade"} or takes_pairs(config.loss_type):
         return None
-    taking = [name for name in LOSSES.names() if _takes_pairs(name)]
+    taking = [name for name in LOSSES.names() if takes_pairs(name)]
     return (
         f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't take listed "
         f"pairs; set loss_type to {' or '.join(taking)}, or leave the column out with label_kind: auto and "
@@ -109,5 +109,6 @@ def _scores_have_a_loss(config: "Config") -> str | None:
     )
 
 
-def _takes_pairs(loss: str) -> bool:
+def takes_pairs(loss: str) -> bool:
+    """Return whether a loss takes listed pairs with scores."""
     return bool({"pairs", "lists"} & set(LOSSES.load(loss).takes))

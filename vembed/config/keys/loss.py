@@ -73,6 +73,11 @@ class FilterKeys(MaskKeys):
         return {"identity": 0, "threshold": 1, "teacher": 2}[self.false_negative_filter]
 
 
+def filters_by_teacher(keys: object) -> bool:
+    """Return whether a teacher tells a loss of these keys its false negatives."""
+    return getattr(keys, "false_negative_filter", None) == "teacher"
+
+
 class PrefixKeys(Section):
     """Keys of a loss that can train prefixes of the embedding (Matryoshka)."""
 

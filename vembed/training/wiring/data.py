@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
 from vembed.data.images import ImageLimits
 from vembed.data.mixture import Mixture
@@ -31,7 +33,17 @@ def load_data(config: Config) -> RunData:
         DataError: No training data is named, or some of it can't be used.
     """
     needs_dev = config.eval_strategy != "no" or config.test_data_path is None
-    return load_run_data(config, needs_dev=needs_dev, loss=loss_facts(config.loss_type))
+    loss = loss_facts(config.loss_type)
+    if not teacher_gives_scores(config):
+        return load_run_data(config, needs_dev=needs_dev, loss=loss)
+    any_row = replace(loss, takes=(*loss.takes, "positives"))  # the teacher scores what it has
+    data = load_run_data(config, needs_dev=needs_dev, loss=any_row)
+    if "pairs" not in loss.takes and data.counts.num_documents == data.counts.num_records:
+        raise DataError(
+            f"{config.data_path}: loss_type {loss.name} learns nothing from rows of one document, and all are; add the "
+            f"column negatives"
+        )
+    return data
 
 
 def build_sampler(config: Config, records: RecordTable, batch_size: int) -> GlobalSampler:

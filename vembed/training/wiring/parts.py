@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, plain_values
+from vembed.config.keys.model import ModelKeys
+from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.data.augment import Augmenter
 from vembed.distributed.starting_weights import receive
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.calls import Passes
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.losses.registry import loss_facts
 from vembed.models.files import DTYPES
+from vembed.plan.devices import Devices
 from vembed.redact import redact
 from vembed.training.batches import BatchSource
 from vembed.training.evaluations import Evaluations
@@ -23,10 +27,12 @@ from vembed.training.frozen import FrozenItems, find_frozen
 from vembed.training.loading import BatchLoader
 from vembed.training.optimizer import Schedule, Updater
 from vembed.training.saving import RunCheckpoints
+from vembed.training.teacher import Asking, TeacherUse, find_teacher
 from vembed.training.trackers.registry import open_trackers
-from vembed.training.wiring.data import measures_both_directions, prompted
+from vembed.training.wiring.data import image_limits, measures_both_directions, prompted
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     import torch
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
     from vembed.training.stored import StoredVectors
+    from vembed.training.teacher import Answers, Teacher
     from vembed.training.trackers.base import Tracker
 
 
@@ -66,6 +73,7 @@ class Run:
     plan: Plan
     checkpoint: LoadedCheckpoint | None
     frozen: FrozenItems | None = None
+    teacher: Teacher | None = None
     sharded: ShardedEncoder | None = None
 
 
@@ -79,7 +87,7 @@ def frozen_items(run: Run) -> FrozenItems | None:
     is_shared = config.embedding_cache != "auto"
     if prompted(config, run.encoder):
         notes = ("embedding_cache has no effect: sources of data have prompts of their own",) if is_shared else ()
-        return FrozenItems((), notes, run.data.records)
+        return FrozenItems((), notes)
     return find_frozen(
         run.encoder,
         run.data.records,
@@ -93,7 +101,39 @@ def frozen_items(run: Run) -> FrozenItems | None:
     )
 
 
-def batch_source(run: Run, stored: StoredVectors | None = None) -> BatchSource:
+def teacher(run: Run, folder: Path | None = None) -> Teacher | None:
+    """Return the model that the loss learns from, not asked yet.
+
+    Args:
+        folder: Where what it says of the first batch alone is kept; None is the run's place for all records.
+    """
+    config, plan = run.config, run.plan
+    if config.teacher_model_name is None:
+        return None
+    keys = ModelKeys(
+        model_name=config.teacher_model_name,
+        model_revision=config.teacher_revision,
+        allow_pickle=config.allow_pickle,
+        torch_dtype="bfloat16" if config.torch_dtype == "bfloat16" else "float32",
+    )
+    return find_teacher(
+        keys,
+        run.data.records if folder is None else run.data.records.subset(run.sampler.rows(0)),
+        TeacherUse(loss_facts(config.loss_type).reads_teacher(config), teacher_gives_scores(config)),
+        folder or (run.output.teacher if config.teacher_cache == "auto" else Path(config.teacher_cache)),
+        limits=image_limits(config),
+        devices=Devices.of(run.runtime.machine, plan.world_size),
+    )
+
+
+def answers(run: Run, poll: Callable[[], None]) -> Answers | None:
+    """Return what the teacher says of the training data, asked now where no file says it."""
+    if run.teacher is None:
+        return None
+    return run.teacher.answers(Asking(run.runtime.device, run.runtime.ranks, autocast_dtype(run.plan), poll))
+
+
+def batch_source(run: Run, stored: StoredVectors | None = None, answers: Answers | None = None) -> BatchSource:
     """Return what makes the batches in this process."""
     config = run.config
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
@@ -107,6 +147,7 @@ def batch_source(run: Run, stored: StoredVectors | None = None) -> BatchSource:
         rank=ranks.rank,
         world_size=ranks.world_size,
         stored=stored,
+        answers=answers,
         counts_masked=getattr(config.loss_keys(), "mask_false_negatives", False),
         prompted=prompted(config, run.encoder),
     )
@@ -127,9 +168,11 @@ def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> No
     receive(tensors, runtime.ranks, runtime.device)
 
 
-def batches(run: Run, stored: StoredVectors | None = None) -> AbstractContextManager[Batches]:
+def batches(
+    run: Run, stored: StoredVectors | None = None, answers: Answers | None = None
+) -> AbstractContextManager[Batches]:
     """Return what makes the batches: this process, or workers that run ahead."""
-    plan, source = run.plan, batch_source(run, stored)
+    plan, source = run.plan, batch_source(run, stored, answers)
     if not plan.loading.num_workers:
         return nullcontext(source)
     num_batches = plan.steps.total * plan.batch.accumulated

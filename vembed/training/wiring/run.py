@@ -7,6 +7,7 @@ import logging
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -38,6 +39,7 @@ from vembed.training.wiring.launcher import under_launcher
 from vembed.training.wiring.model import build_alike, build_encoder, build_loss
 from vembed.training.wiring.parts import (
     Run,
+    answers,
     autocast_dtype,
     batch_source,
     batches,
@@ -49,6 +51,7 @@ from vembed.training.wiring.parts import (
     frozen_items,
     run_identity,
     start_alike,
+    teacher,
 )
 from vembed.training.wiring.planning import build_plan, check_decisions, read_back
 
@@ -152,7 +155,7 @@ def _run(
         if mode == "plan":
             _log.info("%s", comparison(run.plan))
         if mode == "dry-run":
-            dry_run(batch_source(run), build_engine(run), run.encoder)
+            _dry_run(run)
             return None
         if checkpoint is not None:  # before anything of the run that it is of is replaced
             refuse_other_run(checkpoint, run_identity(run), elastic=config.resume_elastic)
@@ -163,6 +166,14 @@ def _run(
         runtime.ranks.from_first(lambda: needs.refuse_small(free, output.path, config, may_adapt=may_adapt))
         runtime.ranks.from_first(lambda: _write_settings(run, given))
         return _train(run, command, stop)
+
+
+def _dry_run(run: Run) -> None:
+    """Do one step; a teacher is asked about its batch alone."""
+    with TemporaryDirectory() as own:
+        folder = Path(run.runtime.ranks.from_first(lambda: own))
+        said = answers(replace(run, teacher=teacher(run, folder)), poll=lambda: None)
+        dry_run(batch_source(run, answers=said), build_engine(run), run.encoder)
 
 
 @contextmanager
@@ -189,6 +200,8 @@ def _disk_needs(run: Run) -> DiskNeeds:
     """Count what the run will write."""
     own = run.frozen is not None and run.config.embedding_cache == "auto"
     embeddings = sum(side.num_bytes for side in run.frozen.sides) if own and run.frozen is not None else 0
+    if run.teacher is not None and run.config.teacher_cache == "auto":
+        embeddings += run.teacher.num_bytes
     return DiskNeeds.of(run.encoder, run.loss, run.plan, run.config, run.output, embeddings=embeddings)
 
 
@@ -252,10 +265,10 @@ def _assemble(
         sharded = shard_encoder(encoder, plan.way, runtime.ranks, device=runtime.device, compute_dtype=dtype)
     plan = replace(plan, model=encoder.describe(), reasons=(*plan.reasons, *sampler.arrangement_notes()))
     run = Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, sharded=sharded)
-    frozen = frozen_items(run)
-    if frozen is None:
-        return run
-    return replace(run, frozen=frozen, plan=replace(plan, reasons=(*plan.reasons, *frozen.notes)))
+    run = replace(run, frozen=frozen_items(run), teacher=teacher(run))
+    notes = () if run.frozen is None else run.frozen.notes
+    notes = notes if run.teacher is None else (*notes, run.teacher.note)
+    return replace(run, plan=replace(plan, reasons=(*plan.reasons, *notes)))
 
 
 def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> LoadedCheckpoint | None:
@@ -323,7 +336,10 @@ def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
             evaluations.require_baseline()
         try:
             stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
-            with batches(run, stored) as source:
+            words.doing = "asking the teacher" if run.teacher else words.doing
+            said = answers(run, evaluations.encode.poll)
+            words.doing = "training"
+            with batches(run, stored, said) as source:
                 engine = build_engine(run, state.step_limits)
                 trainer = Trainer(
                     state=state,

@@ -1,0 +1,136 @@
+"""Runs whose loss learns from a teacher: asked before step 1, kept through a kill, told in the plan, resumed alike."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from command_cases import Site, assert_same_run, run_keys, steps_saved
+
+from vembed.errors import PreemptedError
+from vembed.evaluation.encode import ItemEncoder
+from vembed.gradcache.engine import GradCacheEngine
+from vembed.registry import LOSSES
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PLUGIN = '''
+import vembed
+from vembed.losses.base import ContrastiveLoss
+
+
+@vembed.register_loss
+class Taught(ContrastiveLoss):
+    """All similarities are to be the teacher's."""
+
+    name = "taught"
+    reads_teacher = True
+
+    def forward(self, q_QE, d_DE, structure):
+        return (q_QE @ d_DE.T - structure.teacher_Q @ structure.teacher_D.T).square().mean()
+
+
+'''
+
+
+@pytest.fixture(autouse=True)
+def _plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taught_losses.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for table in ("_entries", "_plugins"):
+        monkeypatch.setattr(LOSSES, table, dict(getattr(LOSSES, table)))
+    monkeypatch.delitem(sys.modules, "taught_losses", raising=False)
+
+
+def taught(site: Site, **changes: Any) -> dict[str, Any]:
+    return site.keys(
+        model_name="builtin:ngram-bag", learning_rate=0.1, teacher_model_name=str(site.bert_without_dropout),
+        plugins=["taught_losses"], loss_type="taught", temperature=None, max_steps=6, eval_strategy="no",
+        eval_steps=None, save_steps=3, **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_run_asks_its_teacher_once_and_goes_on_as_if_it_had_never_stopped(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_keys(tmp_path / "whole", taught(site))
+    assert whole.code == 0, whole.err
+    assert whole.losses[-1] < 0.8 * whole.losses[0]
+    reasons = json.loads((whole.folder / "plan.json").read_text())["reasons"]
+    assert any("once, before step 1" in reason and str(site.bert_without_dropout) in reason for reason in reasons)
+    asked: list[str] = []
+
+    def count(self: ItemEncoder, items: Any, side: str, table: Any = ItemEncoder.table) -> Any:
+        asked.append(side)
+        if asked == ["query", "document"]:
+            raise PreemptedError("stopped while the teacher is asked")
+        return table(self, items, side)
+
+    def stop_at_4(self: GradCacheEngine, *parts: Any, step: Any = GradCacheEngine.step, **more: Any) -> Any:
+        if steps_saved(whole.folder.parents[1] / "again/out"):
+            raise PreemptedError("stopped behind the first checkpoint")
+        return step(self, *parts, **more)
+
+    monkeypatch.setattr(ItemEncoder, "table", count)
+    stopped = run_keys(tmp_path / "again", taught(site))
+    assert (stopped.code, steps_saved(stopped.folder)) == (75, [])
+    with monkeypatch.context() as patch:
+        patch.setattr(GradCacheEngine, "step", stop_at_4)
+        stopped = run_keys(tmp_path / "again", taught(site))
+    assert (stopped.code, steps_saved(stopped.folder)) == (75, [3])
+    assert asked == ["query", "document", "document"], "what was said of the queries outlived the first stop"
+    resumed = run_keys(tmp_path / "again", taught(site))
+    assert resumed.code == 0, resumed.err
+    assert len(asked) == 3
+    assert_same_run(whole.folder, resumed.folder)
+
+
+@pytest.mark.slow
+def test_scores_of_a_rows_own_documents_train_a_loss_of_pairs(site: Site, tmp_path: Path) -> None:
+    done = run_keys(tmp_path, taught(site) | {"loss_type": "cosine_mse"})
+    assert done.code == 0, done.err
+    assert done.losses[-1] < 0.8 * done.losses[0]
+
+
+@pytest.mark.slow
+def test_a_teacher_that_finds_false_negatives_changes_what_is_learnt(site: Site, tmp_path: Path) -> None:
+    keys = taught(site) | {"loss_type": "infonce", "false_negative_filter": "teacher", "false_negative_margin": 0.3}
+    filtered = run_keys(tmp_path / "filtered", keys)
+    assert filtered.code == 0, filtered.err
+    for name in ("teacher_model_name", "false_negative_filter", "false_negative_margin"):
+        del keys[name]
+    plain = run_keys(tmp_path / "plain", keys)
+    assert plain.code == 0, plain.err
+    assert filtered.losses[0] < plain.losses[0], "what the teacher finds too similar is no negative"
+
+
+def test_a_dry_run_asks_about_one_batch_and_leaves_nothing(site: Site, tmp_path: Path) -> None:
+    done = run_keys(tmp_path, taught(site), "--dry-run")
+    assert done.code == 0, done.err
+    assert "dry run: one step of 16 queries" in done.out + done.err
+    assert not done.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"teacher_model_name": None}, "loss_type taught reads a teacher's vectors, and there is none"),
+        ({"loss_type": "kl"}, "learns nothing from rows of one document"),
+        ({"loss_type": "infonce"}, "nothing reads the teacher: set false_negative_filter to teacher"),
+        ({"teacher_model_name": "builtin:ngram-bag"}, "untrained and has nothing to teach"),
+        ({"loss_type": "cosine_mse", "label_kind": "pair"}, "label_kind pair gives the scores already"),
+        ({"teacher_model_name": "no/such/folder"}, "no/such/folder"),
+    ],
+)
+def test_a_teacher_that_nobody_reads_or_that_is_missing_is_refused(
+    site: Site, tmp_path: Path, changes: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    keys = {key: value for key, value in (taught(site) | changes).items() if value is not None}
+    refused = run_keys(tmp_path, keys, "--plan")
+    assert refused.code in (2, 3, 5)
+    assert words in refused.err

@@ -1,0 +1,336 @@
+"""A teacher: asked once, read from disk ever after, the same for any number of ranks, and never when it isn't true."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+from vembed.config.keys.model import ModelKeys
+from vembed.data.augment import Augmenter
+from vembed.data.collate import collate
+from vembed.data.images import ImageLimits
+from vembed.data.sampler import GlobalSampler
+from vembed.data.sources import load_records
+from vembed.data.splits import SourceOptions
+from vembed.distributed.ranks import Ranks
+from vembed.errors import ConfigError
+from vembed.evaluation import vector_store
+from vembed.evaluation.encode import ItemEncoder
+from vembed.gradcache.chunking import ChunkBudget
+from vembed.gradcache.engine import EngineOptions, GradCacheEngine
+from vembed.losses.base import BatchStructure, ContrastiveLoss
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.registry import load_encoder
+from vembed.plan.devices import Devices
+from vembed.training.batches import BatchSource
+from vembed.training.teacher import Answers, Asking, PairTeacher, Teacher, TeacherUse, find_teacher
+
+if TYPE_CHECKING:
+    from rank_pool import RankPool
+
+    from vembed.batch import ContrastiveBatch
+    from vembed.data.records import RecordTable
+
+CPU = torch.device("cpu")
+NUM_ROWS, BATCH, DIMENSION = 12, 4, 8
+WORDS = [f"w{number}" for number in range(3 * NUM_ROWS)]
+BOTH = TeacherUse(vectors=True, scores=True)
+
+
+def write_data(folder: Path) -> Path:
+    """Write rows with 0 to 2 negatives; two queries and some documents repeat."""
+    rows = [
+        {
+            "query": f"w{row % (NUM_ROWS - 2)}",
+            "positive": f"w{row} w{row + NUM_ROWS}",
+            "negatives": [
+                f"w{(row + step) % NUM_ROWS} w{row + step + 2 * NUM_ROWS - 4}" for step in range(1, 1 + row % 3)
+            ],
+        }
+        for row in range(NUM_ROWS)
+    ]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def records_in(folder: Path) -> RecordTable:
+    return load_records(str(folder / "rows.jsonl"), SourceOptions(role="train")).table
+
+
+def write_bag(folder: Path, *, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    NgramBag(NgramBagConfig(dimension=DIMENSION, buckets=64)).save(folder)
+    return folder
+
+
+def write_cross_encoder(folder: Path) -> Path:
+    """Write a BERT of random weights that gives a pair of texts one score."""
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    core = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=32, **names).save_pretrained(folder)
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(
+        vocab_size=len(vocabulary), max_position_embeddings=32, num_labels=1, initializer_range=0.5, **size
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def find(folder: Path, name: str = "bag", *, use: TeacherUse = BOTH, kept: str = "kept") -> Teacher:
+    devices = Devices("CPU", 1, 1 << 30, 0.1, 10.0)
+    keys = ModelKeys(model_name=str(folder / name))
+    return find_teacher(keys, records_in(folder), use, folder / kept, limits=ImageLimits(), devices=devices)
+
+
+def asking(ranks: Ranks | None = None) -> Asking:
+    return Asking(CPU, ranks or Ranks(), None, lambda: None)
+
+
+def filled(folder: Path, answers: Answers) -> ContrastiveBatch:
+    """Return a batch of all records in another order, filled."""
+    rows = [7, 3, 11, 0, 1, 2, 4, 5, 6, 8, 9, 10]
+    records = records_in(folder).take(rows)
+    counts = [len(record.positives) + len(record.negatives) for record in records]
+    return answers.fill(collate(records, rows), np.array(counts))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_data(tmp_path)
+    write_bag(tmp_path / "bag")
+    return tmp_path
+
+
+def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    counts, table = [], ItemEncoder.table
+
+    def counted(self: ItemEncoder, items: Any, side: Any) -> Any:
+        counts.append(len(items))
+        return table(self, items, side)
+
+    monkeypatch.setattr(ItemEncoder, "table", counted)
+    return counts
+
+
+def test_a_batch_gets_unit_vectors_of_its_items_and_scores_of_each_rows_own_documents(folder: Path) -> None:
+    batch = filled(folder, find(folder).answers(asking()))
+    encode = ItemEncoder(load_encoder(ModelKeys(model_name=str(folder / "bag"))), ChunkBudget(3, 10**6), CPU)
+    for items, side, found in (
+        (batch.queries, "query", batch.teacher_Q),
+        (batch.documents, "document", batch.teacher_D),
+    ):
+        vectors = encode.table(items, side)
+        assert found is not None
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, vectors / np.linalg.norm(vectors, axis=1, keepdims=True), atol=1e-6)
+    assert batch.teacher_Q is not None
+    assert batch.teacher_D is not None
+    assert batch.listed_P2 is not None
+    own = {*map(tuple, batch.positives_P2.tolist()), *map(tuple, batch.negatives_P2.tolist())}
+    assert {*map(tuple, batch.listed_P2.tolist())} == own
+    scores_QD = batch.teacher_Q.astype(np.float64) @ batch.teacher_D.T.astype(np.float64)
+    np.testing.assert_allclose(batch.listed_scores_P, scores_QD[tuple(batch.listed_P2.T)], atol=1e-6)
+    only = filled(folder, find(folder, use=TeacherUse(vectors=True, scores=False)).answers(asking()))
+    assert (only.listed_P2, only.teacher_Q is None) == (None, False)
+
+
+def test_it_is_asked_once_and_another_teacher_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_encoded(monkeypatch)
+    first = filled(folder, find(folder).answers(asking()))
+    distinct = {record.query for record in records_in(folder)}
+    assert counts[0] == len(distinct) < NUM_ROWS, "an item that repeats is encoded once"
+    counts.clear()
+    again = filled(folder, find(folder).answers(asking()))
+    assert counts == []
+    assert np.array_equal(first.teacher_D, again.teacher_D)
+    write_bag(folder / "bag", seed=1)
+    other = filled(folder, find(folder).answers(asking()))
+    assert sum(counts) > 0
+    assert not np.allclose(first.teacher_D, other.teacher_D)
+
+
+def test_a_killed_process_goes_on_behind_its_last_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vector_store, "PIECE_ROWS", 3)
+    whole = filled(folder, find(folder, kept="whole").answers(asking()))
+    counts = count_encoded(monkeypatch)
+    child = os.fork()
+    if child == 0:  # killed while it has vectors of the third block in hand
+        encode = ItemEncoder.table
+
+        def dies(self: ItemEncoder, items: Any, side: Any) -> Any:
+            found = encode(self, items, side)
+            if len(counts) == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return found
+
+        ItemEncoder.table = dies  # type: ignore[method-assign]
+        find(folder).answers(asking())
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    resumed = filled(folder, find(folder).answers(asking()))
+    num_left, counts[:] = sum(counts), []
+    find(folder, kept="third").answers(asking())
+    assert num_left == sum(counts) - 2 * 3
+    for name in ("teacher_Q", "teacher_D", "listed_scores_P"):
+        assert np.array_equal(getattr(resumed, name), getattr(whole, name)), name
+
+
+@pytest.mark.parametrize("part", ["npy", "json"])
+def test_a_damaged_block_is_noticed_and_asked_again(
+    folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = filled(folder, find(folder).answers(asking()))
+    [path, _] = sorted((folder / "kept").glob(f"*.{part}"))
+    content = bytearray(path.read_bytes())
+    content[-40] ^= 1
+    path.write_bytes(content)
+    counts = count_encoded(monkeypatch)
+    with caplog.at_level("INFO", "vembed"):
+        again = filled(folder, find(folder).answers(asking()))
+    assert len(counts) == 1
+    assert "again (" in caplog.text
+    assert np.array_equal(again.teacher_Q, good.teacher_Q)
+    assert np.array_equal(again.teacher_D, good.teacher_D)
+
+
+def test_the_plan_says_what_asking_costs(folder: Path) -> None:
+    teacher = find(folder)
+    counts = [len({record.query for record in records_in(folder)})]
+    counts += [len({item for record in records_in(folder) for item in (*record.positives, *record.negatives)})]
+    assert f"{counts[0]} texts (query) and {counts[1]} texts (document) once, before step 1" in teacher.note
+    assert teacher.num_bytes == 4 * DIMENSION * sum(counts)
+    assert not (folder / "kept").exists(), "nothing is asked for a plan"
+    teacher.answers(asking())
+    stored = sum(path.stat().st_size for path in (folder / "kept").glob("*.npy"))
+    assert teacher.num_bytes < stored < teacher.num_bytes + 2 * 200
+
+
+class Taught(ContrastiveLoss):
+    """All similarities are to be the teacher's, and those of listed pairs twice."""
+
+    def forward(self, q_QE: torch.Tensor, d_DE: torch.Tensor, structure: BatchStructure) -> torch.Tensor:
+        assert structure.teacher_Q is not None
+        assert structure.teacher_D is not None
+        wrong_QD = q_QE @ d_DE.T - structure.teacher_Q @ structure.teacher_D.T
+        if structure.listed_P2 is None:
+            return wrong_QD.square().mean()
+        cells = (q_QE @ d_DE.T)[structure.listed_P2.unbind(1)]
+        return wrong_QD.square().mean() + (cells - structure.listed_scores_P.to(cells.dtype)).square().mean()
+
+
+def trajectory(folder: Path, answers: Answers, ranks: Ranks, *, first: int = 0, last: int = 6) -> list[float]:
+    """Train by plain gradient descent, and return the losses of the steps from `first` on."""
+    torch.manual_seed(2)
+    student = NgramBag(NgramBagConfig(dimension=DIMENSION, buckets=64)).double().train()
+    records = records_in(folder)
+    source = BatchSource(
+        records, GlobalSampler(len(records), batch_size=BATCH, seed=3), student, CPU,
+        Augmenter("none", flip=False, seed=0), rank=ranks.rank, world_size=ranks.world_size, answers=answers,
+    )  # fmt: skip
+    parameters = list(student.parameters())
+    engine = GradCacheEngine(Taught(), EngineOptions(ChunkBudget(3, 10**6), CPU, ranks=ranks), parameters)
+    losses = []
+    for step in range(last):
+        batch = source.batch(step)
+        losses.append(engine.step(batch.pools, batch.structure, assignment=batch.assignment).loss)
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.5 * parameter.grad
+                parameter.grad = None
+    return losses[first:]
+
+
+def on_rank(rank: int, folder: str, kept: str) -> tuple[list[float], int]:
+    """Return the trajectory of both ranks, and how many items this one encoded."""
+    ranks, counts, share = Ranks.of_this_process(), [], ItemEncoder._encode_share
+
+    def counted(self: ItemEncoder, features: Any, own: Any, side: Any) -> Any:
+        counts.append(len(own))
+        return share(self, features, own, side)
+
+    ItemEncoder._encode_share = counted  # type: ignore[method-assign]
+    try:
+        answers = find(Path(folder), kept=kept).answers(asking(ranks))
+    finally:
+        ItemEncoder._encode_share = share  # type: ignore[method-assign]
+    return trajectory(Path(folder), answers, ranks), sum(counts)
+
+
+def test_two_processes_share_the_asking_and_train_as_one_does(two_ranks: RankPool, folder: Path) -> None:
+    alone = trajectory(folder, find(folder).answers(asking()), Ranks())
+    assert alone[-1] < 0.8 * alone[0], "it learns, or there is nothing to compare"
+    (first, first_count), (second, second_count) = two_ranks.run(on_rank, str(folder), "kept")
+    assert (first_count, second_count) == (0, 0), "what one process asked two need not ask"
+    assert first == pytest.approx(alone, rel=1e-10)
+    assert second == pytest.approx(alone, rel=1e-10)
+    (shared, first_count), (_, second_count) = two_ranks.run(on_rank, str(folder), "theirs")
+    assert abs(first_count - second_count) <= 2
+    assert first_count > 0
+    assert shared == pytest.approx(alone, rel=1e-6)
+
+
+def test_what_a_cross_encoder_said_of_a_pair_is_what_the_library_says(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sentence_transformers import CrossEncoder as Library
+
+    write_cross_encoder(folder / "judge")
+    use = TeacherUse(vectors=False, scores=True)
+    teacher = find(folder, "judge", use=use)
+    assert isinstance(teacher, PairTeacher)
+    batch = filled(folder, teacher.answers(asking()))
+    assert batch.listed_P2 is not None
+    assert batch.teacher_Q is None
+    pairs = [[batch.queries[row], batch.documents[place]] for row, place in batch.listed_P2.tolist()]
+    assert f"scores {len({tuple(pair) for pair in pairs})} pairs" in teacher.note
+    library = Library(str(folder / "judge"), device="cpu")
+    expected = library.predict(pairs, activation_fn=torch.nn.Identity(), show_progress_bar=False)
+    assert np.ptp(expected) > 0.1, "scores differ"
+    np.testing.assert_allclose(batch.listed_scores_P, expected, atol=1e-6)
+    monkeypatch.setattr(Library, "predict", lambda *_, **__: pytest.fail("it was asked again"))
+    again = filled(folder, find(folder, "judge", use=use).answers(asking()))
+    assert np.array_equal(again.listed_scores_P, batch.listed_scores_P)
+
+
+def judged_on(rank: int, folder: str) -> np.ndarray:
+    teacher = find(Path(folder), "judge", use=TeacherUse(vectors=False, scores=True), kept="by two")
+    scores_P = filled(Path(folder), teacher.answers(asking(Ranks.of_this_process()))).listed_scores_P
+    assert scores_P is not None
+    return scores_P
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_pairs_of_a_cross_encoder(two_ranks: RankPool, folder: Path) -> None:
+    write_cross_encoder(folder / "judge")
+    teacher = find(folder, "judge", use=TeacherUse(vectors=False, scores=True))
+    alone = filled(folder, teacher.answers(asking())).listed_scores_P
+    for scores_P in two_ranks.run(judged_on, str(folder)):
+        np.testing.assert_allclose(scores_P, alone, atol=1e-6)
+
+
+def test_a_teacher_that_cannot_say_what_is_read_is_refused_before_it_is_asked(folder: Path) -> None:
+    write_cross_encoder(folder / "judge")
+    with pytest.raises(ConfigError, match="scores pairs, and the loss reads vectors"):
+        find(folder, "judge")
+    rows = [{"query_image": "red.png", "positive": "a"}, {"query_image": "red.png", "positive": "b"}]
+    PIL.Image.new("RGB", (9, 9), (255, 0, 0)).save(folder / "red.png")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ConfigError, match="takes texts, and the training data hold pictures"):
+        find(folder)
+    with pytest.raises(ConfigError, match="reads texts"):
+        find(folder, "judge", use=TeacherUse(vectors=False, scores=True))

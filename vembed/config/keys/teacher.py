@@ -1,0 +1,61 @@
+"""Keys of a teacher: a model that doesn't train, and that a loss learns from."""
+
+from typing import TYPE_CHECKING
+
+from vembed.config.fields import ANY, Name, Section, key, rule
+from vembed.config.keys.data import takes_pairs
+from vembed.config.keys.loss import filters_by_teacher
+from vembed.registry import LOSSES
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+
+
+class TeacherKeys(Section):
+    """A model that a loss learns from; it is asked once, before the first step."""
+
+    teacher_model_name: Name | None = key(
+        None,
+        "Model that a loss learns from, or that tells it false negatives: hub id or local folder of any encoder; for "
+        "scores of a row's own documents also a cross-encoder of sentence-transformers (vembed[st]).",
+    )
+    teacher_revision: Name | None = key(
+        None,
+        "Branch, tag or commit of a teacher of the hub; null is the hub's default branch.",
+        acts_with={"teacher_model_name": ANY},
+    )
+    teacher_cache: Name = key(
+        "auto",
+        "Folder of what the teacher makes of the training data, which runs may share; auto is OUTPUT_DIR/teacher.",
+        acts_with={"teacher_model_name": ANY},
+    )
+
+
+def teacher_gives_scores(config: "Config") -> bool:
+    """Return whether a teacher's scores of a row's own documents stand in for those that data may list."""
+    by_data = config.label_kind in ("pair", "grade")
+    return config.teacher_model_name is not None and takes_pairs(config.loss_type) and not by_data
+
+
+@rule("teacher_model_name", "loss_type", "label_kind", "false_negative_filter")
+def _somebody_reads_the_teacher(config: "Config") -> str | None:
+    """`teacher_model_name` must be set where the loss reads a teacher, and only there."""
+    loss, is_given = config.loss_type, config.teacher_model_name is not None
+    is_read = LOSSES.load(loss).reads_teacher(config)
+    if is_given == (is_read or (is_given and teacher_gives_scores(config))):
+        return None
+    if is_read:
+        reader = "false_negative_filter teacher" if filters_by_teacher(config) else f"loss_type {loss}"
+        return f"{reader} reads a teacher's vectors, and there is none; set teacher_model_name"
+    if takes_pairs(loss):
+        return f"label_kind {config.label_kind} gives the scores already; leave it out, or teacher_model_name"
+    return "nothing reads the teacher: set false_negative_filter to teacher, or leave teacher_model_name out"
+
+
+@rule("teacher_model_name")
+def _teacher_has_learnt(config: "Config") -> str | None:
+    """`teacher_model_name` must not be a `builtin:` model, which knows nothing yet."""
+    name = config.teacher_model_name
+    if name is None or not name.startswith("builtin:"):
+        return None
+    return f"{name} is untrained and has nothing to teach; name the folder of a trained model"

@@ -1,0 +1,292 @@
+"""A teacher: a model that doesn't train, asked once about all training items before the first step.
+
+1. `find_teacher` looks at the model without its weights and says in the plan what asking it will cost.
+2. `Teacher.answers` encodes every distinct item on all ranks and keeps the vectors on disk by content (`VectorStore`);
+   of a cross-encoder it keeps the scores of each row's query with its own documents. What a run before has asked, whole
+   or not, is read. The model is gone by the first step.
+3. `Answers.fill` gives a batch what was said of it: it depends on the batch alone, so any number of ranks and of data
+   workers, and a resumed run, see the same.
+
+A picture that is changed at random is known to the teacher as it is in the data.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, get_args
+
+import numpy as np
+import torch
+from torch import nn
+
+from vembed.batch import modality_words, texts_of
+from vembed.data.records import ItemColumn
+from vembed.errors import ConfigError
+from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors
+from vembed.evaluation.index import check_finite
+from vembed.evaluation.provenance import model_key
+from vembed.evaluation.vector_store import VectorStore
+from vembed.models.cross_encoder import CrossEncoder
+from vembed.models.registry import load_encoder
+from vembed.plan.cost_model import PEAK_SHARE
+from vembed.text import show_bytes, show_count
+from vembed.training.stored import StoredSide, StoredVectors, StorePlace, distinct_items
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import ContrastiveBatch
+    from vembed.config.keys.model import ModelKeys
+    from vembed.data.images import ImageLimits
+    from vembed.data.records import RecordTable
+    from vembed.distributed.ranks import Ranks
+    from vembed.evaluation.vector_store import VectorTable
+    from vembed.models.encoder import Encoder
+    from vembed.plan.devices import Devices
+    from vembed.training.stored import DistinctItems
+
+ROWS_AT_ONCE = 256
+"""Most items of an encoder call."""
+
+SAMPLE_ITEMS = 64
+"""Items of each kind that are tokenized for the plan, to know how long they are."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherUse:
+    """What a run's loss reads of its teacher."""
+
+    vectors: bool  # of all items
+    scores: bool  # of each row's query with its own documents
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """Where and how a teacher computes."""
+
+    device: torch.device
+    ranks: Ranks  # all of them ask
+    autocast_dtype: torch.dtype | None
+    poll: Callable[[], None]  # called between encoder calls; may raise
+
+
+class Answers(Protocol):
+    """What a teacher said of the training data."""
+
+    def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
+        """Return a batch with what the teacher says of it.
+
+        Args:
+            documents_Q: Documents of each row's own; they stand one row's behind the other's.
+        """
+
+
+class Teacher(Protocol):
+    """A model that is asked once."""
+
+    note: str  # for the plan: what asking it costs
+    num_bytes: int  # of what it will have said
+
+    def answers(self, asking: Asking) -> Answers:
+        """Return what it says of all training data, from disk where that is still true.
+
+        Raises:
+            ConfigError: It can't be loaded.
+            MachineError: The answers can't be written.
+            NonFiniteError: One is NaN or infinite.
+        """
+
+
+def find_teacher(
+    keys: ModelKeys, records: RecordTable, use: TeacherUse, folder: Path, *, limits: ImageLimits, devices: Devices
+) -> Teacher:
+    """Return the teacher of a run, not asked yet.
+
+    Args:
+        keys: Its name, and how it is loaded.
+        records: The training data.
+        folder: Where its answers are kept.
+        devices: Of the run: they ask it together.
+
+    Raises:
+        ConfigError: There is no such model, or it can't say what the loss reads.
+        MachineError: It can't be reached.
+    """
+    if CrossEncoder.is_meant(keys):
+        if use.vectors:
+            raise ConfigError(
+                f"teacher_model_name {keys.model_name} is a cross-encoder, which scores pairs, and the loss reads "
+                f"vectors; name an encoder"
+            )
+        return PairTeacher(keys, records, folder)
+    return EmbeddingTeacher(keys, records, use, folder, limits=limits, devices=devices)
+
+
+class EmbeddingTeacher:
+    """An encoder as a teacher."""
+
+    def __init__(
+        self,
+        keys: ModelKeys,
+        records: RecordTable,
+        use: TeacherUse,
+        folder: Path,
+        *,
+        limits: ImageLimits,
+        devices: Devices,
+    ) -> None:
+        self._keys, self._records, self._use, self._folder, self._limits = keys, records, use, folder, limits
+        self._items = distinct_items(records)
+        outline = load_encoder(keys, image_limits=limits, with_weights=False)
+        _refuse_unfit(outline, self._items)
+        self.num_bytes = 4 * outline.dimension * sum(len(each.ids_U) for each in self._items)
+        self.note = self._cost(outline, devices)
+
+    def answers(self, asking: Asking) -> Answers:
+        """Return vectors of all items."""
+        ranks, load = asking.ranks, cache(lambda: load_encoder(self._keys, image_limits=self._limits))
+        # The first rank needs the weights to know what it is; the others load it if there is something to encode.
+        key = ranks.from_first(lambda: model_key(load()))
+        key["precision"] = str(asking.autocast_dtype or self._keys.torch_dtype)
+        place = StorePlace(self._folder, "the teacher's vectors", "set teacher_cache to a folder on another disk")
+        outline = load_encoder(self._keys, image_limits=self._limits, with_weights=False)
+
+        def encoder() -> ItemEncoder:
+            own = load().to(asking.device)
+            budget = encoding_budget(own, asking.device, ROWS_AT_ONCE)
+            return ItemEncoder(own, budget, asking.device, asking.autocast_dtype, asking.poll, ranks)
+
+        sides = [StoredSide.of(each, outline, key, place) for each in self._items]
+        tables = {(each.items.modality, each.items.side): each.encoded(encoder, ranks) for each in sides}
+        return VectorAnswers(StoredVectors(tables), self._use)
+
+    def _cost(self, outline: Encoder, devices: Devices) -> str:
+        num_tokens = 0.0
+        for each in self._items:
+            num_tokens += len(each.ids_U) * outline.featurize(each.sample(SAMPLE_ITEMS), each.side).lengths.mean()
+        layers = sum(layer.weight.numel() for layer in outline.modules() if isinstance(layer, nn.Linear))
+        seconds = 2 * layers * num_tokens / (devices.count * PEAK_SHARE * devices.tflops * 1e12)
+        parameters, items = list(outline.parameters()), " and ".join(each.counted for each in self._items)
+        return (
+            f"the teacher {self._keys.model_name} ({show_count(sum(each.numel() for each in parameters))} parameters, "
+            f"{show_bytes(sum(each.nbytes for each in parameters))} on each device until step 1) encodes {items} once, "
+            f"before step 1: {show_count(num_tokens)} tokens, roughly {seconds:.0f} s; {show_bytes(self.num_bytes)} of "
+            f"vectors go to {self._folder}"
+        )
+
+
+def _refuse_unfit(outline: Encoder, items: Sequence[DistinctItems]) -> None:
+    refuse_several_vectors(outline)
+    strange = {each.modality for each in items} - outline.modalities
+    if strange:
+        raise ConfigError(
+            f"teacher_model_name: {outline.name} takes {modality_words(outline.modalities)}, and the training data "
+            f"hold {modality_words(strange)}; name a teacher that takes both"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VectorAnswers:
+    """Vectors of all items."""
+
+    stored: StoredVectors
+    use: TeacherUse
+
+    def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
+        """Give a batch unit vectors, and cosines as scores of each row's own documents."""
+        q_QT = _unit(self.stored.take(batch.queries, batch.query_ids_Q, "query"))
+        d_DT = _unit(self.stored.take(batch.documents, batch.document_ids_D, "document"))
+        if self.use.vectors:
+            batch = replace(batch, teacher_Q=q_QT, teacher_D=d_DT)
+        if self.use.scores:
+            pairs_P2 = _own_pairs(documents_Q)
+            scores_P = np.einsum("pt,pt->p", q_QT[pairs_P2[:, 0]], d_DT[pairs_P2[:, 1]], dtype=np.float64)
+            batch = replace(batch, listed_P2=pairs_P2, listed_scores_P=scores_P)
+        return batch
+
+
+class PairTeacher:
+    """A cross-encoder as a teacher."""
+
+    def __init__(self, keys: ModelKeys, records: RecordTable, folder: Path) -> None:
+        self._keys, self._items, self._folder = keys, records.items, folder
+        if {each.modality for each in distinct_items(records)} != {"text"}:
+            raise ConfigError(
+                f"teacher_model_name: the cross-encoder {keys.model_name} reads texts, and the data hold more"
+            )
+        self._ids_U, self._numbers_U2 = _record_pairs(records)
+        self.num_bytes = 4 * len(self._ids_U)
+        self.note = (
+            f"the teacher {keys.model_name}, a cross-encoder, scores {len(self._ids_U):,} pairs of a query and one of "
+            f"its row's documents once, before step 1; {show_bytes(self.num_bytes)} of scores go to {folder}"
+        )
+
+    def answers(self, asking: Asking) -> Answers:
+        """Return the scores of each row's query with its own documents."""
+        ranks, load = asking.ranks, cache(lambda: CrossEncoder(self._keys))
+        key = {
+            **ranks.from_first(lambda: load().key()),
+            "precision": str(asking.autocast_dtype or self._keys.torch_dtype),
+        }
+
+        def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
+            asking.poll()
+            queries, documents = self._numbers_U2[rows[ranks.rank :: ranks.world_size]].T
+            pairs = zip(*(texts_of(self._items.at(own)) for own in (queries, documents)), strict=True)
+            scores_N = load().to(asking.device).scores(list(pairs), asking.autocast_dtype)
+            shares = [np.arange(rank, len(rows), ranks.world_size) for rank in range(ranks.world_size)]
+            found = ranks.rows_at_first(scores_N[:, None], [len(share) for share in shares]).cpu().numpy()
+            scores_N1 = np.zeros((len(rows), 1), dtype=np.float32)
+            if ranks.is_first:
+                scores_N1[np.concatenate(shares)] = found
+                check_finite(scores_N1, "teacher")
+            return scores_N1
+
+        store = VectorStore(self._folder, "pairs", key, "the teacher's scores", "set teacher_cache to another disk")
+        return PairAnswers(store.table(self._ids_U, 1, make, ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class PairAnswers:
+    """Scores of each row's query with its own documents."""
+
+    table: VectorTable
+
+    def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
+        """Give a batch the scores of each row's own documents."""
+        pairs_P2 = _own_pairs(documents_Q)
+        ids_P = _pair_ids(batch.query_ids_Q[pairs_P2[:, 0]], batch.document_ids_D[pairs_P2[:, 1]])
+        return replace(batch, listed_P2=pairs_P2, listed_scores_P=self.table.take(ids_P)[:, 0].astype(np.float64))
+
+
+def _own_pairs(documents_Q: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return each row's query with each of its own documents, (P, 2)."""
+    rows = np.repeat(np.arange(len(documents_Q)), documents_Q)
+    return np.stack([rows, np.arange(len(rows))], axis=1)
+
+
+def _record_pairs(records: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the distinct pairs of a query and one of its row's documents: ids, ascending, and numbers in `items`."""
+    (_, queries), (rows, positives), (more, negatives) = map(records.numbers, get_args(ItemColumn))
+    numbers_N2 = np.stack([queries[np.concatenate([rows, more])], np.concatenate([positives, negatives])], axis=1)
+    ids_U, first_U = np.unique(_pair_ids(*records.items.ids[numbers_N2].T), return_index=True)
+    return ids_U, numbers_N2[first_U]
+
+
+def _pair_ids(query_ids_P: NDArray[np.int64], document_ids_P: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the identity of each pair: those of items are hashes already, so that a product and a sum will do."""
+    return query_ids_P * np.int64(6364136223846793005) + document_ids_P
+
+
+def _unit(vectors_NT: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return vectors of length 1."""
+    norms_N1 = np.linalg.norm(vectors_NT, axis=1, keepdims=True)
+    unit_NT: NDArray[np.float32] = vectors_NT / np.maximum(norms_N1, np.finfo(np.float32).tiny)
+    return unit_NT

@@ -280,3 +280,24 @@ def test_processes_that_start_together_read_once_and_share(tmp_path: Path, cache
         assert os.waitpid(child, 0)[1] == 0
     assert len(told) == 1
     assert len(folders(cache)) == 1
+
+
+def test_without_locks_in_the_file_system_the_first_one_wins(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(file: object, how: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    path = write(tmp_path / "a.jsonl", rows_of(5))
+    monkeypatch.setattr(record_store.fcntl, "flock", refuse)
+    kept = record_store._Store._keep
+
+    def late(self: record_store._Store, loaded: LoadedRecords, temporary: Path) -> None:
+        shutil.copytree(temporary, tmp_path / "copy")
+        kept(self, loaded, temporary)
+        kept(self, loaded, shutil.copytree(tmp_path / "copy", cache / ".another"))
+
+    monkeypatch.setattr(record_store._Store, "_keep", late)
+    loaded = load_records(path, TRAIN)
+    assert [record.query for record in loaded.table] == [f"q{i}" for i in range(5)]
+    assert loaded.table.folder in folders(cache)

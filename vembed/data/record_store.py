@@ -96,8 +96,8 @@ def kept_or_read(
     if missing:
         loaded = read(None)
         return replace(loaded, notes=(*loaded.notes, f"The rows are not kept in {root}: {missing}."))
-    with store.locked():
-        loaded = store.load() or store.fill(read, lambda: _stamps(files) == stamps)
+    with store.locked() as is_alone:
+        loaded = store.load() or store.fill(read, lambda: _stamps(files) == stamps, is_alone=is_alone)
     if loaded.table.folder != store.folder:
         return loaded
     note = f"The rows are kept in {store.folder} for later starts; {VARIABLE}=never reads them anew each time."
@@ -118,8 +118,9 @@ class _Store:
         return self.root / f"{self.source}-{self.stamp}"
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Wait until nobody else reads the source; without locks in the file system several may, and the first wins."""
+    def locked(self) -> Iterator[bool]:
+        """Wait until nobody else reads the source; False where the file system has no locks, and the first one wins."""
+        is_alone = True
         with (self.root / f".{self.source}.lock").open("w") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -128,7 +129,8 @@ class _Store:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError as error:
                 _log.info("%s: no locks here: %s", self.root, error)
-            yield
+                is_alone = False
+            yield is_alone
 
     def load(self) -> LoadedRecords | None:
         """Map what is kept; None where there is nothing, or nothing whole."""
@@ -144,14 +146,18 @@ class _Store:
             loaded = LoadedRecords(table, tuple(manifest["notes"]), manifest["num_invalid"])
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             _log.warning("%s: the data are read anew: %s", self.folder, error)
+            shutil.rmtree(self.folder, ignore_errors=True)
             return None
         _log.info("%d rows mapped from %s in %.1f s", len(table), self.folder, time.perf_counter() - started)
         return loaded
 
-    def fill(self, read: Callable[[Path | None], LoadedRecords], is_unchanged: Callable[[], bool]) -> LoadedRecords:
-        """Read the rows, and keep them."""
-        for old in (*self.root.glob(f"{self.source}-*"), *self.root.glob(f".{self.source}-*")):
-            shutil.rmtree(old, ignore_errors=True)  # of files that have changed, damaged, or left by a kill
+    def fill(
+        self, read: Callable[[Path | None], LoadedRecords], is_unchanged: Callable[[], bool], *, is_alone: bool
+    ) -> LoadedRecords:
+        """Read the rows, and keep them in place of those of before."""
+        if is_alone:
+            for old in (*self.root.glob(f"{self.source}-*"), *self.root.glob(f".{self.source}-*")):
+                shutil.rmtree(old, ignore_errors=True)  # of files that have changed since, or left by a kill
         started = time.perf_counter()
         try:
             temporary = Path(tempfile.mkdtemp(prefix=f".{self.folder.name}.", dir=self.root))

@@ -137,6 +137,7 @@ BESIDE = {
     "false_negative_margin": {"false_negative_filter": "threshold"},
     "source_temperature": {"data": [{"path": "a"}]},
     "hardness_strength": {"hardness_mode": "all_negatives"},
+    "hard_max_similarity": {"batch_sampling": "hard"},
 }
 """What a key needs beside it to have an effect."""
 
@@ -214,6 +215,11 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         {"source_temperature": 2.0},
         {"source_temperature": 2.0, "data": [{"path": "a"}]},
         "source_temperature has no effect",
+    ),
+    (
+        {"hard_max_similarity": 0.9},
+        {"hard_max_similarity": 0.9, "batch_sampling": "hard"},
+        "hard_max_similarity has no effect",
     ),
     (
         {"samples_per_class": 8},

@@ -26,6 +26,7 @@ OWN_NAMES = (
     "initial_model",
     "frozen_embeddings",
     "teacher",
+    "hard_vectors",
     "model",
     "adapter",
     "evaluation",
@@ -80,6 +81,11 @@ class OutputFolder:
     def teacher(self) -> Path:
         """What a teacher makes of the training items."""
         return self.path / "teacher"
+
+    @property
+    def hard_vectors(self) -> Path:
+        """What batches of hard negatives are chosen by."""
+        return self.path / "hard_vectors"
 
     @property
     def model(self) -> Path:

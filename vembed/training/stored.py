@@ -72,10 +72,10 @@ class DistinctItems:
         return self.items.at(self.numbers_U[:: max(1, -(-len(self.numbers_U) // count))])
 
 
-def distinct_items(records: RecordTable) -> list[DistinctItems]:
-    """Return the distinct items of records by kind and side."""
-    (_, queries), (_, positives), (_, negatives) = map(records.numbers, get_args(ItemColumn))
-    sides: dict[Side, NDArray[np.int64]] = {"query": queries, "document": np.concatenate([positives, negatives])}
+def distinct_items(records: RecordTable, columns: Sequence[ItemColumn] = get_args(ItemColumn)) -> list[DistinctItems]:
+    """Return the distinct items of some columns of records, the first of them queries, by kind and side."""
+    queries, *documents = (records.numbers(column)[1] for column in columns)
+    sides: dict[Side, NDArray[np.int64]] = {"query": queries, "document": np.concatenate(documents)}
     table, found = records.items, []
     for modality in sorted(MODALITY_WORDS):
         place = tuple(MODALITY_WORDS).index(modality)

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import LARGEST_COUNT, Section, key, rule
+from vembed.config.fields import LARGEST_COUNT, Section, Share, key, rule
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -13,13 +13,19 @@ if TYPE_CHECKING:
 class SamplingKeys(Section):
     """Which rows come together in a batch: a function of seed, epoch and step alone."""
 
-    batch_sampling: Literal["random", "no_duplicates", "classes"] = key(
+    batch_sampling: Literal["random", "no_duplicates", "classes", "hard"] = key(
         "random",
         "Which rows share a batch. random: any. no_duplicates: no query and no positive comes twice in a batch; a row "
-        "that fits in none is left out of the epoch. classes: as many rows of each of some classes.",
+        "that fits in none is left out of the epoch. classes: as many rows of each of some classes. hard: "
+        "rows that the starting model finds alike, so that each is a hard negative of the others.",
     )
     samples_per_class: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = key(
         4, "Rows of each class in a batch.", unit="rows", acts_with={"batch_sampling": ("classes",)}
+    )
+    hard_max_similarity: Share = key(
+        0.95,
+        "Two rows share no batch where their vectors have a higher cosine similarity: they may say the same.",
+        acts_with={"batch_sampling": ("hard",)},
     )
 
 

@@ -46,11 +46,14 @@ def load_data(config: Config) -> RunData:
     return data
 
 
-def build_sampler(config: Config, records: RecordTable, batch_size: int) -> GlobalSampler:
+def build_sampler(
+    config: Config, records: RecordTable, batch_size: int, arrangement: Arrangement | None = None
+) -> GlobalSampler:
     """Return what says which records make up each batch.
 
     Args:
         batch_size: Records of all devices.
+        arrangement: How they are put into batches; None makes it of the records.
 
     Raises:
         DataError: The records don't allow such batches.
@@ -60,7 +63,7 @@ def build_sampler(config: Config, records: RecordTable, batch_size: int) -> Glob
         batch_size=batch_size,
         seed=config.seed,
         drop_last=config.drop_last,
-        arrangement=_arrangement(config, records, batch_size),
+        arrangement=arrangement or _arrangement(config, records, batch_size),
         mixture=_mixture(config, records),
     )
 

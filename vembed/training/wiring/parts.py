@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from vembed.config.dump import config_hash, plain_values
 from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.data.augment import Augmenter
+from vembed.data.clusters import HardBatches
 from vembed.distributed.starting_weights import receive
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.calls import Passes
@@ -24,12 +26,13 @@ from vembed.redact import redact
 from vembed.training.batches import BatchSource
 from vembed.training.evaluations import Evaluations
 from vembed.training.frozen import FrozenItems, find_frozen
+from vembed.training.hard_vectors import HardVectors
 from vembed.training.loading import BatchLoader
 from vembed.training.optimizer import Schedule, Updater
 from vembed.training.saving import RunCheckpoints
 from vembed.training.teacher import Asking, TeacherUse, find_teacher
 from vembed.training.trackers.registry import open_trackers
-from vembed.training.wiring.data import image_limits, measures_both_directions, prompted
+from vembed.training.wiring.data import build_sampler, image_limits, measures_both_directions, prompted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,6 +59,8 @@ if TYPE_CHECKING:
     from vembed.training.trackers.base import Tracker
 
 
+_log = logging.getLogger(__name__)
+
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
@@ -74,6 +79,7 @@ class Run:
     checkpoint: LoadedCheckpoint | None
     frozen: FrozenItems | None = None
     teacher: Teacher | None = None
+    hard: HardVectors | None = None
     sharded: ShardedEncoder | None = None
 
 
@@ -99,6 +105,25 @@ def frozen_items(run: Run) -> FrozenItems | None:
         passes=Passes(run.runtime.device, autocast_dtype(plan)),
         sharded=run.sharded,
     )
+
+
+def with_hard_vectors(run: Run) -> Run:
+    """Return the run with the items that hard batches are chosen by, if they are asked for; the plan says what."""
+    if run.config.batch_sampling != "hard":
+        return run
+    hard = HardVectors.of(run.encoder, run.data.records, run.output.hard_vectors, precision=run.plan.dtype)
+    return replace(run, hard=hard, plan=replace(run.plan, reasons=(*run.plan.reasons, hard.note())))
+
+
+def with_hard_batches(run: Run) -> Run:
+    """Return the run with hard batches, if they are asked for; the encoder must still be as it was loaded."""
+    if run.hard is None:
+        return run
+    arrangement = HardBatches(run.hard.vectors(_item_encoder(run)), run.config.hard_max_similarity)
+    sampler = build_sampler(run.config, run.data.records, run.plan.batch.total, arrangement)
+    for note in sampler.arrangement_notes():
+        _log.info("%s", note)
+    return replace(run, sampler=sampler)
 
 
 def teacher(run: Run, folder: Path | None = None) -> Teacher | None:
@@ -255,19 +280,9 @@ def build_checkpoints(run: Run, updater: Updater) -> RunCheckpoints:
 
 def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:
     """Return what evaluates the run."""
-    training, plan, ranks = _budget(run), run.plan, run.runtime.ranks
-    budget = replace(training, rows=plan.eval_rows, tokens=plan.eval_tokens or training.tokens)
-    encode = ItemEncoder(
-        run.encoder,
-        budget,
-        run.runtime.device,
-        autocast_dtype(plan),
-        poll=stop.poll,
-        ranks=ranks,
-        even_calls=run.sharded is not None,
-    )
+    ranks = run.runtime.ranks
     return Evaluations(
-        encode=encode,
+        encode=replace(_item_encoder(run), poll=stop.poll),
         dev=run.data.dev,
         test=run.data.test,
         folder=run.output.path / "evaluation",
@@ -276,6 +291,19 @@ def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:
         with_bm25=run.config.bm25,
         both_directions=measures_both_directions(run.config, run.data),
         ranks=ranks,
+    )
+
+
+def _item_encoder(run: Run) -> ItemEncoder:
+    """Return what encodes many items with the run's encoder."""
+    training, plan = _budget(run), run.plan
+    return ItemEncoder(
+        run.encoder,
+        replace(training, rows=plan.eval_rows, tokens=plan.eval_tokens or training.tokens),
+        run.runtime.device,
+        autocast_dtype(plan),
+        ranks=run.runtime.ranks,
+        even_calls=run.sharded is not None,
     )
 
 

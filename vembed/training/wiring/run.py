@@ -52,6 +52,8 @@ from vembed.training.wiring.parts import (
     run_identity,
     start_alike,
     teacher,
+    with_hard_batches,
+    with_hard_vectors,
 )
 from vembed.training.wiring.planning import build_plan, check_decisions, read_back
 
@@ -202,6 +204,7 @@ def _disk_needs(run: Run) -> DiskNeeds:
     embeddings = sum(side.num_bytes for side in run.frozen.sides) if own and run.frozen is not None else 0
     if run.teacher is not None and run.config.teacher_cache == "auto":
         embeddings += run.teacher.num_bytes
+    embeddings += 0 if run.hard is None else run.hard.num_bytes
     return DiskNeeds.of(run.encoder, run.loss, run.plan, run.config, run.output, embeddings=embeddings)
 
 
@@ -265,10 +268,11 @@ def _assemble(
         sharded = shard_encoder(encoder, plan.way, runtime.ranks, device=runtime.device, compute_dtype=dtype)
     plan = replace(plan, model=encoder.describe(), reasons=(*plan.reasons, *sampler.arrangement_notes()))
     run = Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, sharded=sharded)
+    run = with_hard_vectors(run)
     run = replace(run, frozen=frozen_items(run), teacher=teacher(run))
     notes = () if run.frozen is None else run.frozen.notes
     notes = notes if run.teacher is None else (*notes, run.teacher.note)
-    return replace(run, plan=replace(plan, reasons=(*plan.reasons, *notes)))
+    return replace(run, plan=replace(run.plan, reasons=(*run.plan.reasons, *notes)))
 
 
 def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> LoadedCheckpoint | None:
@@ -312,6 +316,8 @@ def _check(checkpoint: LoadedCheckpoint) -> None:
 def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
     """Run the loop from where it stands, and finish."""
     config = run.config
+    run.runtime.watchdog.words.doing = "choosing batches"
+    run = with_hard_batches(run)
     run.encoder.train()
     updater = build_updater(run)
     checkpoints = build_checkpoints(run, updater)

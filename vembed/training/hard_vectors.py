@@ -1,0 +1,116 @@
+"""What batches of hard negatives are chosen by: a vector of each training row, as the starting model sees it.
+
+A row's vector is the sum of those of its query and of its first positive, each of unit length. They are encoded before
+step 1, whatever step a run goes on from, and kept on disk for as long as the run is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vembed.batch import MODALITY_WORDS
+from vembed.data.clusters import BLOCK_ROWS, TINY, whole_numbers
+from vembed.errors import ConfigError
+from vembed.evaluation.provenance import model_key
+from vembed.training.stored import StoredSide, StorePlace, distinct_items
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Modality, Side
+    from vembed.data.records import ItemColumn, RecordTable
+    from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.vector_store import VectorTable
+    from vembed.models.encoder import Encoder
+
+COLUMNS: tuple[tuple[Side, ItemColumn], ...] = (("query", "query"), ("document", "positives"))
+
+
+@dataclass(frozen=True, slots=True)
+class HardVectors:
+    """The items that are encoded."""
+
+    sides: tuple[StoredSide, ...]
+    records: RecordTable
+
+    @classmethod
+    def of(cls, encoder: Encoder, records: RecordTable, folder: Path, *, precision: str) -> HardVectors:
+        """Collect the distinct queries and positives; all ranks call it while the encoder is as it was loaded.
+
+        Raises:
+            ConfigError: The encoder gives several vectors for a row.
+        """
+        if encoder.multi_vector:
+            raise ConfigError(
+                f"batch_sampling hard compares one vector of each row, and {encoder.name} gives several; set "
+                f"batch_sampling to random or no_duplicates"
+            )
+        items = distinct_items(records, [column for _, column in COLUMNS])
+        place = StorePlace(folder, "vectors that hard batches are chosen by", "set batch_sampling to random")
+        key = {**model_key(encoder), "precision": precision}
+        return cls(tuple(StoredSide.of(each, encoder, key, place) for each in items), records)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the vectors take on disk."""
+        return sum(side.num_bytes for side in self.sides)
+
+    def note(self) -> str:
+        """Say what is encoded."""
+        count = sum(len(side.items.ids_U) for side in self.sides)
+        return (
+            f"batch_sampling hard: before step 1 the starting model encodes {count:,} distinct queries and positives; "
+            f"rows whose vectors lie close together share a batch."
+        )
+
+    def vectors(self, encode: ItemEncoder) -> NDArray[np.int16]:
+        """Return the vector of each row, from disk where it is known, else encoded now, on all ranks.
+
+        Raises:
+            DataError: A picture can't be read any more.
+            MachineError: The vectors can't be written.
+            NonFiniteError: A vector holds NaN or infinity.
+        """
+        tables = {
+            (side.items.modality, side.items.side): side.encoded(lambda: encode, encode.ranks) for side in self.sides
+        }
+        rows_NE = np.zeros((len(self.records), encode.encoder.dimension), dtype=np.int16)
+        numbers = {side: _first_items(self.records, column) for side, column in COLUMNS}
+        for start in range(0, len(rows_NE), BLOCK_ROWS):
+            sums = np.zeros((len(rows_NE[start : start + BLOCK_ROWS]), rows_NE.shape[1]), dtype=np.float32)
+            for side, _ in COLUMNS:
+                rows, items = numbers[side]
+                first, last = np.searchsorted(rows, [start, start + BLOCK_ROWS])
+                self._add(sums, rows[first:last] - start, items[first:last], side, tables)
+            rows_NE[start : start + BLOCK_ROWS] = whole_numbers(sums)
+        return rows_NE
+
+    def _add(
+        self,
+        sums: NDArray[np.float32],
+        rows: NDArray[np.int64],
+        items: NDArray[np.int64],
+        side: Side,
+        tables: Mapping[tuple[Modality, Side], VectorTable],
+    ) -> None:
+        """Add the vectors of items of one side to those of their rows, by kind."""
+        modalities = self.records.items.modalities[items]
+        for number, modality in enumerate(MODALITY_WORDS):
+            own = modalities == number
+            if own.any():
+                vectors = tables[modality, side].take(self.records.items.ids[items[own]])
+                lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+                sums[rows[own]] += vectors / np.maximum(lengths, TINY)
+
+
+def _first_items(records: RecordTable, column: ItemColumn) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the rows that have an item in a column, and the number of the first one of each."""
+    rows, items = records.numbers(column)
+    rows, first = np.unique(rows, return_index=True)
+    return rows, items[first]

@@ -373,7 +373,12 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
             {**given, "hardness_mode": "hard_negatives"},
             f"{next(iter(given))} has no effect with loss_type supcon",
         )
-        for given in ({"hardness_mode": "all_negatives"}, {"hardness_strength": 9.0}, {"focal_gamma": 0.5})
+        for given in (
+            {"hardness_mode": "all_negatives"},
+            {"hardness_strength": 9.0},
+            {"focal_gamma": 0.5},
+            {"loss_directions": ["query_to_document", "query_to_query"]},
+        )
     ),
     ({"hardness_strength": 9.0}, {"hardness_strength": 9.0, "hardness_mode": "all_negatives"}, "hardness_mode none"),
     ({"cosent_scale": 10.0}, {"cosent_scale": 10.0, "loss_type": "cosent"}, "set temperature to 0.1"),

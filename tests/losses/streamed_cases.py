@@ -54,6 +54,7 @@ def over_ranks(
             case.structure,
             int(first),
             None if counts is None else (counts[0][first:stop], counts[1]),
+            q_QE.detach(),
         )
         for first, stop in itertools.pairwise(starts)
     ]

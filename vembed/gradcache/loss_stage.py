@@ -144,7 +144,9 @@ class LossStage:
             counts = counts_N[queries], counts_N[documents]
             ends = np.concatenate([[0], np.cumsum(counts_N)])
             queries, documents = slice(ends[first], ends[stop]), slice(ends[num_queries], None)
-        batch = StreamedBatch(z_NE[queries], z_NE[documents], structure, first, counts)
+        batch = StreamedBatch(
+            z_NE[queries], z_NE[documents], structure, first, counts, z_NE[:num_queries] if counts is None else None
+        )
         statistics = self._merged(streamed.statistics(batch)) if streamed.needs_statistics else None
         u_NE = torch.empty_like(z_NE) if ranks.is_one else torch.zeros_like(z_NE)
         found = streamed.gradients(batch, statistics, (u_NE[queries], u_NE[documents]))

@@ -24,7 +24,7 @@ merged online as in Milakov & Gimelshein, 2018, "Online normalizer calculation f
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -316,7 +316,12 @@ class InfoNCE(SoftmaxLoss):
         hardness = None
         if keys.hardness_mode != "none":
             hardness = Hardness(keys.hardness_mode, keys.hardness_strength)
-        return cls(**softmax_options(keys, common), hardness=hardness, focal_gamma=keys.focal_gamma)
+        options = {**softmax_options(keys, common), "hardness": hardness, "focal_gamma": keys.focal_gamma}
+        if keys.loss_directions is None:
+            return cls(**options)
+        from vembed.losses.joint import JointInfoNCE  # derived from this class
+
+        return cast("Self", JointInfoNCE(directions=keys.loss_directions, **options))
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the loss over the whole matrix."""

@@ -57,7 +57,7 @@ class LogSumExp:
         """Return several of one shape as one, a new first dim."""
         return cls(torch.stack([part.max for part in parts]), torch.stack([part.sum for part in parts]))
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LogSumExp:
+    def __getitem__(self, index: int | slice | tuple[int | slice | Tensor, ...]) -> LogSumExp:
         return LogSumExp(self.max[index], self.sum[index])
 
     def value(self) -> Tensor:

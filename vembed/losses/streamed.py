@@ -44,6 +44,7 @@ class StreamedBatch(NamedTuple):
     first_query: int = 0  # number of this rank's first query in `structure`
     # Vectors of each of these queries and documents, which stand row after row above; None: one each
     counts: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+    every_q_QE: Tensor | None = None  # embeddings of the queries of all ranks; None: `q_QE` are all there are
 
     @property
     def queries(self) -> range:

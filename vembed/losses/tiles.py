@@ -66,6 +66,7 @@ class SimilarityTiles:
         largest_logit: Bound of |logit| by the Cauchy-Schwarz inequality.
         dtype: Type of logits and gradients, at least float32.
         device: Where the embeddings lie.
+        rows_only: Whether the columns' embeddings get no gradients: each of them is a row, here or on another rank.
         filter: What finds further cells that are no negatives, by their similarity.
     """
 
@@ -85,6 +86,7 @@ class SimilarityTiles:
         self.tile_size, self.row_vectors = tile_size, 1
         self.num_prefixes = 1 if prefixes is None else len(prefixes.dims)
         self.filter: TileFilter | None = None
+        self.rows_only = False
         self._q, self._d, self._prefixes = q_QE, d_DE, prefixes
         self._room: dict[str, Tensor] = {}
         self._inverse_norms: list[tuple[Tensor, Tensor]] = []
@@ -142,7 +144,8 @@ class SimilarityTiles:
         """
         q_RE, d_CE = self._of(tile)
         _add_product(out.dq_QE[tile.rows], gradient_RC, d_CE, self.scale)
-        _add_product(out.dd_DE[tile.columns], gradient_RC.T, q_RE, self.scale)
+        if not self.rows_only:
+            _add_product(out.dd_DE[tile.columns], gradient_RC.T, q_RE, self.scale)
 
     def backward(self, tile: Tile, differentiate: Callable[[int, Tensor], None], out: EmbeddingGradients) -> None:
         """Compute the logits of a tile, have them turned into their gradients, and add those to the embeddings'.
@@ -169,7 +172,8 @@ class SimilarityTiles:
             if prefix + 1 < self.num_prefixes:
                 matrix_RC += self.room(f"gradient {prefix + 1}", tile.shape)
             _add_product(out.dq_QE[tile.rows, block], matrix_RC, d_CE[:, block])
-            _add_product(out.dd_DE[tile.columns, block], matrix_RC.T, q_RE[:, block])
+            if not self.rows_only:
+                _add_product(out.dd_DE[tile.columns, block], matrix_RC.T, q_RE[:, block])
 
     def backward_cells(
         self, prefix: int, cells: tuple[Tensor, Tensor], gradients_N: Tensor, out: EmbeddingGradients
@@ -204,7 +208,7 @@ class SimilarityTiles:
             parts = zip(self._q.split(self.tile_size), out.dq_QE.split(self.tile_size), strict=True)
             return torch.stack([(q.to(self.dtype) * dq).sum() for q, dq in parts]).sum()
         sides = ((self._q, out.dq_QE, out.row_moments_KQ), (self._d, out.dd_DE, out.column_moments_KD))
-        for side, (z_NE, gradient_NE, moments_KN) in enumerate(sides):
+        for side, (z_NE, gradient_NE, moments_KN) in enumerate(sides[: 1 if self.rows_only else 2]):
             along_N = self.zeros(len(z_NE))
             for prefix in reversed(range(self.num_prefixes)):
                 inverse_N = self._inverse_norms[prefix][side]

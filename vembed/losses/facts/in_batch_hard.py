@@ -5,7 +5,7 @@ from __future__ import annotations
 from vembed.config.fields import Count, key
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.facts.infonce import FACTS as INFONCE
-from vembed.losses.facts.infonce import SoftmaxKeys
+from vembed.losses.facts.infonce import SoftmaxKeys, softmax_blocks
 from vembed.losses.registry import LossFacts
 
 
@@ -37,7 +37,7 @@ FACTS = LossFacts(
     keys=InBatchHardKeys,
     columns=(WEIGHT_COLUMN,),
     memory="tiles",
-    blocks=lambda keys: INFONCE.blocks(keys) if keys.use_all_negatives else (4 + keys.filter_blocks, 0),
+    blocks=lambda keys: softmax_blocks(keys) if keys.use_all_negatives else (4 + keys.filter_blocks, 0),
     listed=_listed,
     formula="L_i = -log( sum over j in P(i) of exp(l_ij)  /  sum over j in P(i) and H(i) of exp(l_ij) )",
     source=INFONCE.source,

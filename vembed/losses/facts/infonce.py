@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from vembed.config.fields import NonNegative, key
+from pydantic import Field, model_validator
+
+from vembed.config.fields import BrokenRules, NonNegative, key
 from vembed.config.keys.loss import DirectionKeys, FilterKeys, PrefixKeys, TemperatureKeys, TileKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
@@ -16,9 +18,20 @@ class SoftmaxKeys(TileKeys, PrefixKeys, FilterKeys, TemperatureKeys, DirectionKe
     """Keys of InfoNCE over any negatives."""
 
 
+Direction = Literal["query_to_document", "document_to_query", "query_to_query", "document_to_document"]
+"""What competes with a query's positive."""
+
+
 class InfoNCEKeys(SoftmaxKeys):
     """Keys of InfoNCE."""
 
+    loss_directions: Annotated[list[Direction], Field(min_length=1)] | None = key(
+        None,
+        "What competes with a query's positive in one softmax: the documents of the batch (query_to_document, which "
+        "always do; null is these alone), other queries (query_to_query), the queries that its positive is compared "
+        "with (document_to_query), other documents (document_to_document). loss_bidirectional averages two softmaxes "
+        "instead.",
+    )
     hardness_mode: Literal["none", "in_batch_negatives", "hard_negatives", "all_negatives"] = key(
         "none",
         "Which negatives count more for a query, the more similar they are: those of other rows, the hard negatives of "
@@ -35,6 +48,22 @@ class InfoNCEKeys(SoftmaxKeys):
         "less. 0.5 as in KaLM-Embedding-V2; 0 weighs all alike.",
     )
 
+    @model_validator(mode="after")
+    def _one_softmax_has_all_directions(self) -> Self:
+        given, sentence = self.loss_directions, ""
+        if given is not None and ("query_to_document" not in given or len(set(given)) < len(given)):
+            sentence = "loss_directions names query_to_document, and each direction once"
+        elif given is not None and self.loss_bidirectional:
+            sentence = "loss_directions is one softmax, and loss_bidirectional averages two; set one of them"
+        elif given is not None and self.false_negative_filter != "identity":
+            sentence = (
+                f"false_negative_filter {self.false_negative_filter} judges queries and documents, and "
+                "loss_directions compares more; set false_negative_filter to identity, or remove loss_directions"
+            )
+        if sentence:
+            raise BrokenRules([(("loss_directions", "loss_bidirectional", "false_negative_filter"), sentence)])
+        return self
+
 
 def softmax_blocks(keys: SoftmaxKeys) -> tuple[int, int]:
     """Return the logits' block and one to compute in; one direction alone has a strip in the place of the former."""
@@ -50,7 +79,7 @@ FACTS = LossFacts(
     keys=InfoNCEKeys,
     columns=(WEIGHT_COLUMN,),
     memory="tiles",
-    blocks=softmax_blocks,
+    blocks=lambda keys: (4, 0) if keys.loss_directions else softmax_blocks(keys),
     formula="L_i = -log( sum over j in P(i) of exp(l_ij)  /  sum over j in P(i) and N(i) of exp(l_ij) )",
     source='van den Oord et al., 2018, "Representation Learning with Contrastive Predictive Coding"',
     citation="""@article{oord2018representation,

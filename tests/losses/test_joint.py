@@ -1,0 +1,141 @@
+"""One softmax over several directions equals its definition, loops over cells, and sentence-transformers' loss."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from loss_cases import CASES, LossCase, masked_cells, plain
+from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed
+from test_triplet import named
+from test_weights import weighted
+
+from vembed.config.load import load_config
+from vembed.errors import ConfigError
+from vembed.losses.base import LossCommon
+from vembed.losses.joint import JointInfoNCE
+from vembed.losses.prefixes import Prefixes
+from vembed.losses.registry import loss_facts
+from vembed.losses.softmax import Hardness
+
+MORE = ("query_to_query", "document_to_query", "document_to_document")
+CHOICES = [("query_to_document", *some) for count in (1, 2, 3) for some in combinations(MORE, count)]
+
+
+def make(directions: tuple[str, ...], **options: Any) -> JointInfoNCE:
+    given = {"temperature": 0.2, "learn_temperature": True, "dtype": torch.float64, **options}
+    return JointInfoNCE(directions=directions, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prefixes", [None, Prefixes.of([5, 1, 3], [3, 1, 2])], ids=["whole", "prefixes"])
+@pytest.mark.parametrize("directions", CHOICES, ids=lambda some: "+".join(some[1:]))
+def test_value_and_gradients_equal_the_definition_on_any_ranks(
+    directions: tuple[str, ...], prefixes: Prefixes | None
+) -> None:
+    case = weighted(named(random_case(3, num_queries=13, num_documents=29, texts=25)))
+    q_QE, d_DE = case.embeddings()
+    for more in ({}, {"hardness": Hardness("all_negatives", 3.0), "focal_gamma": 0.5, "temperature": 0.012}):
+        loss = make(directions, prefixes=prefixes, tile_size=4, **more)
+        expected = defined(loss, case, q_QE, d_DE)
+        assert_equal(streamed(loss, case, q_QE, d_DE), expected)
+        for sizes in ((7, 6), (5, 0, 8)):
+            assert_equal(over_ranks(loss, case, q_QE, d_DE, sizes), expected)
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_every_kind_of_batch_equals_the_definition(mask: bool) -> None:
+    for case in map(named, CASES.values()):
+        loss = make(CHOICES[-1], mask_false_negatives=mask, tile_size=2)
+        q_QE, d_DE = case.embeddings()
+        assert_equal(streamed(loss, case, q_QE, d_DE), defined(loss, case, q_QE, d_DE))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("directions", CHOICES, ids=lambda some: "+".join(some[1:]))
+def test_the_definition_equals_loops_over_cells(directions: tuple[str, ...], seed: int) -> None:
+    case = named(random_case(seed, num_queries=6, num_documents=11, texts=12))
+    q_QE, d_DE = (each.detach() for each in case.embeddings())
+    expected = np.mean([_lost(case, i, q_QE.numpy(), d_DE.numpy(), directions) for i in range(len(case.queries))])
+    assert make(directions)(q_QE, d_DE, case.structure).item() == pytest.approx(expected, rel=1e-12)
+
+
+def _lost(case: Any, i: int, q: Any, d: Any, directions: tuple[str, ...]) -> float:
+    """Return what one query loses, term by term."""
+    masked, positives = masked_cells(case), set(case.positives)
+    queries, documents = [each.strip() for each in case.queries], [each.strip() for each in case.documents]
+    answers = [{documents[j] for k, j in positives if queries[k] == query} for query in queries]
+
+    def owned(j: int, *, as_positive: bool) -> set[int]:
+        return {
+            k for k, m in (positives if as_positive else positives | set(case.hard)) if documents[m] == documents[j]
+        }
+
+    def e(a: Any, b: Any) -> float:
+        return float(np.exp(5.0 * (a @ b)))
+
+    mine = [j for k, j in positives if k == i]
+    wanted = sum(e(q[i], d[j]) for j in mine)
+    terms = [e(q[i], d[j]) for j in range(len(d)) if (i, j) not in masked]
+    if "query_to_query" in directions:
+        terms += [e(q[i], q[k]) for k in range(len(q)) if queries[k] != queries[i] and not answers[i] & answers[k]]
+    for p in mine:
+        if "document_to_query" in directions:
+            others = [k for k in range(len(q)) if (k, p) not in masked and (k, p) not in positives]
+            terms += [e(q[k], d[p]) for k in [i, *others]]
+        if "document_to_document" in directions:
+            alike = owned(p, as_positive=True)
+            others = [m for m in range(len(d)) if documents[m] != documents[p]]
+            terms += [e(d[p], d[m]) for m in others if not alike & owned(m, as_positive=False)]
+    return float(-np.log(wanted / sum(terms)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("directions", CHOICES, ids=lambda some: "+".join(some[1:]))
+def test_all_directions_are_those_of_sentence_transformers(directions: tuple[str, ...]) -> None:
+    library = pytest.importorskip("sentence_transformers.losses")
+    count = 9
+    case = named(plain(count, 3 * count))
+    q_QE, d_DE = case.embeddings()
+    theirs = library.MultipleNegativesRankingLoss(
+        torch.nn.Identity(),
+        scale=20.0,
+        directions=tuple(each.replace("document", "doc") for each in directions),
+        hardness_mode="all_negatives",
+        hardness_strength=4.0,
+    )
+    value = theirs.compute_loss_from_embeddings([q_QE, *d_DE.split(count)], None)
+    slopes = torch.autograd.grad(value, [q_QE, d_DE])
+    found = streamed(
+        make(directions, temperature=0.05, tile_size=5, hardness=Hardness("all_negatives", 4.0)), case, q_QE, d_DE
+    )
+    assert found.loss.item() == pytest.approx(value.item(), rel=1e-6)
+    for each, own, expected in ((q_QE, found.dq_QE, slopes[0]), (d_DE, found.dd_DE, slopes[1])):
+        along = (each * own).sum(dim=1, keepdim=True)  # theirs normalises once more, which takes this part out
+        assert torch.allclose(own - each * along, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_of_one_class_are_joined_without_following_each_other_s_lists() -> None:
+    size = 300  # following them would take 27 million steps
+    pairs = tuple((i, j) for i in range(size) for j in range(size))
+    case = LossCase(tuple(f"q{i}" for i in range(size)), tuple(f"d{j}" for j in range(size)), pairs)
+    loss, (q_QE, d_DE) = make(CHOICES[-1], tile_size=64), case.embeddings()
+    found = streamed(loss, case, q_QE, d_DE)
+    assert found.loss.item() == pytest.approx(np.log(2), rel=1e-9), "only the positives, counted once more, compete"
+
+
+def test_keys_choose_the_directions_and_contradictions_are_refused() -> None:
+    common = ["model_name=m", "loss_directions=[query_to_document, query_to_query]"]
+    keys = load_config(None, common).config.loss_keys()
+    made = loss_facts("infonce").build(keys, LossCommon(torch.float32, 8, 128))
+    assert isinstance(made, JointInfoNCE)
+    assert (made.queries_too, made.columns_too, made.documents_too) == (True, False, False)
+    for more, words in (
+        ("loss_bidirectional=true", "set one of them"),
+        ("false_negative_filter=threshold", "set false_negative_filter to identity"),
+        ("loss_directions=[query_to_query]", "names query_to_document"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_config(None, [*common, more] if "directions" not in more else ["model_name=m", more])

@@ -1,0 +1,293 @@
+"""InfoNCE in which more than documents compete with a query's positive, in one softmax.
+
+For query i with positives P(i) and negatives N(i), s the logit scale and each line as `loss_directions` asks for it:
+
+    Z_i = sum over j in P(i), N(i) of exp(s <q_i, d_j>)                           query to document, always
+        + sum over queries k unlike i of exp(s <q_i, q_k>)                        query to query
+        + sum over p in P(i) of sum over queries k of exp(s <q_k, d_p>)           document to query, k = i among them
+        + sum over p in P(i) of sum over documents m unlike p of exp(s <d_p, d_m>)        document to document
+
+    L_i = log Z_i - log sum over p in P(i) of exp(s <q_i, d_p>)
+
+Queries that have one content or share a positive don't compete, nor do documents of one query, nor what is masked.
+
+1. Sweep the tiles of all three matrices: sums of the rows of queries, and of the columns and rows of documents. Ranks
+   merge them, so that every rank knows each Z.
+2. Sweep again. With r_i = log w_i - log Z_i, and c_p = log sum over the queries of p of exp(r_i),
+
+    dL/dl_ij = exp(l_ij + r_i) + exp(l_ij + c_j)        dL/dl_ik = exp(l_ik + r_i) + exp(l_ik + r_k) for two queries
+
+   Of two queries each rank has its own as rows, for which both terms are complete; documents are shared out as rows.
+
+Source: Li et al., 2023, "Towards General Text Embeddings with Multi-stage Contrastive Learning" (GTE).
+Shape legend: Q queries of all ranks, D documents of all, K prefixes, P pairs of a query and a positive.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.nn.functional import logsigmoid
+
+from vembed.losses.base import to_device
+from vembed.losses.cells import CellMap
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.masks import positive_mask
+from vembed.losses.prefixes import weighted_similarities
+from vembed.losses.relatives import among_documents, among_queries
+from vembed.losses.softmax import Slopes, Sums
+from vembed.losses.statistics import LogSumExp, Statistics
+from vembed.losses.streamed import LossGradients, empty_gradients
+from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
+from vembed.losses.weights import query_shares
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from vembed.losses.base import BatchStructure
+    from vembed.losses.cells import Tile
+    from vembed.losses.facts.infonce import Direction
+    from vembed.losses.streamed import StreamedBatch
+
+
+class JointInfoNCE(InfoNCE):
+    """InfoNCE with one softmax over several directions.
+
+    Args:
+        directions: What competes with a query's positive, beside the documents of the batch.
+        options: Those of InfoNCE.
+    """
+
+    def __init__(self, *, directions: Sequence[Direction], **options: Any) -> None:
+        super().__init__(**options)
+        assert not self.bidirectional, "one softmax has all directions"
+        assert self.negative_filter is None, "no filter judges two queries"
+        self.queries_too = "query_to_query" in directions
+        self.columns_too = "document_to_query" in directions
+        self.documents_too = "document_to_document" in directions
+
+    def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
+        """Return the loss by whole matrices."""
+        positive_QD = positive_mask(structure)
+        shares_Q, losses = query_shares(structure).to(q_QE.dtype), []
+        masked_QD = self.masked(structure, positive_QD, positive_QD)
+        alike_QQ, alike_DD = self._alike(structure, positive_QD)
+        sides = ((q_QE, d_DE), (q_QE, q_QE), (d_DE, d_DE))
+        blocks = zip(*(weighted_similarities(*both, self.prefixes) for both in sides), strict=True)
+        for (weight, similarity_QD), (_, of_queries_QQ), (_, of_documents_DD) in blocks:
+            scale = self.log_scale.exp()
+            logits_QD = (scale * similarity_QD).masked_fill(masked_QD, -math.inf)
+            raised_QD = logits_QD
+            if self.hardness is not None:
+                penalties_QD = self.hardness.penalties(similarity_QD, structure)
+                raised_QD = logits_QD + penalties_QD.masked_fill(positive_QD, 0.0)
+            wanted_Q = logits_QD.masked_fill(~positive_QD, -math.inf).logsumexp(dim=1)
+            parts = [raised_QD.logsumexp(dim=1)]
+            if self.queries_too:
+                parts.append((scale * of_queries_QQ).masked_fill(alike_QQ, -math.inf).logsumexp(dim=1))
+            if self.columns_too:
+                columns_D = logits_QD.masked_fill(positive_QD, -math.inf).logsumexp(dim=0)
+                parts += [_of_positives(columns_D, positive_QD), wanted_Q]
+            if self.documents_too:
+                rows_D = (scale * of_documents_DD).masked_fill(alike_DD, -math.inf).logsumexp(dim=1)
+                parts.append(_of_positives(rows_D, positive_QD))
+            each_Q = torch.stack(parts).logsumexp(dim=0) - wanted_Q
+            if self.focal_gamma:
+                each_Q = each_Q * (-torch.expm1(-each_Q.detach())).pow(self.focal_gamma)
+            losses.append(weight * torch.where(positive_QD.any(dim=1), each_Q * shares_Q, 0.0).sum())
+        return torch.stack(losses).sum()
+
+    def _alike(self, structure: BatchStructure, positive_QD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return which queries (Q, Q) and which documents (D, D) belong together."""
+        owned_QD = positive_QD.clone()
+        if structure.negatives_P2 is not None:
+            owned_QD[structure.negatives_P2.unbind(dim=1)] = True
+        alike_DD = (positive_QD.T.double() @ owned_QD.double()) > 0
+        alike_QQ = torch.eye(structure.num_queries, dtype=torch.bool, device=positive_QD.device)
+        if self.mask_false_negatives:
+            same_QQ = structure.query_groups_Q[:, None] == structure.query_groups_Q
+            same_DD = structure.document_groups_D[:, None] == structure.document_groups_D
+            by_content_QD = (positive_QD.double() @ same_DD.double()) > 0
+            shared_QQ = (by_content_QD.double() @ positive_QD.double().T) > 0
+            alike_QQ = same_QQ.double() @ (alike_QQ | shared_QQ).double() @ same_QQ.double() > 0
+            alike_DD = same_DD.double() @ alike_DD.double() @ same_DD.double() > 0
+            alike_DD |= same_DD
+        return alike_QQ, alike_DD
+
+    @property
+    def needs_statistics(self) -> bool:
+        """A document's columns and rows are swept by several ranks."""
+        return True
+
+    @torch.no_grad()
+    def statistics(self, batch: StreamedBatch) -> Statistics:
+        """Return sums (K, Q + Q + D): over each query's negatives and positives, and over each document's."""
+        tiles = self._tiles(batch)
+        sums = Sums(tiles, columns=self.columns_too, hardness=self.hardness)
+        _sweep(tiles, sums)
+        known = sums.finished()
+        rows = known.rows
+        if self.queries_too:
+            rows = rows.merge(_swept(self._of_queries(batch, tiles)))
+        cells, like, shape = tiles.cells, tiles.zeros(), (tiles.num_prefixes,)
+        positives = LogSumExp.of_groups(known.positive_logits_KP, cells.pair_rows, cells.num_rows)
+        of_queries = [LogSumExp.empty(*shape, batch.structure.num_queries, like=like, bounded=False) for _ in range(2)]
+        own = slice(batch.queries.start, batch.queries.stop)
+        for whole, part in zip(of_queries, (rows, positives), strict=True):
+            part = part.without_idle_maxima()
+            whole.max[:, own], whole.sum[:, own] = part.max, part.sum
+        documents = LogSumExp.empty(*shape, cells.num_columns, like=like, bounded=False)
+        if known.columns is not None:
+            documents = known.columns[0]
+        if (rows_of := self._of_documents(batch, tiles)) is not None:
+            places, block = rows_of
+            both = documents[:, places].merge(_swept(block).without_idle_maxima())
+            documents.max[:, places], documents.sum[:, places] = both.max, both.sum
+        parts = (*of_queries, documents)
+        columns = LogSumExp(torch.cat([each.max for each in parts], 1), torch.cat([each.sum for each in parts], 1))
+        return Statistics(rows, columns, known.positive_logits_KP, tiles)
+
+    @torch.no_grad()
+    def gradients(
+        self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
+    ) -> LossGradients:
+        """Return loss and gradients from the sums of all ranks."""
+        if statistics is None or statistics.columns is None:
+            raise ValueError("one softmax over several directions needs the statistics of all ranks first")
+        tiles = statistics.tiles
+        out = empty_gradients(tiles, batch, into)
+        loss, shifts_KQ, shifts_KD, pair_gradients_KP = self._terms(batch, statistics, statistics.columns)
+        own_KQ = shifts_KQ[:, batch.queries.start : batch.queries.stop]
+        _back(tiles, own_KQ, shifts_KD if self.columns_too else None, out, pair_gradients_KP, self)
+        scale_gradient = tiles.finish(out)
+        if self.queries_too:
+            block = self._of_queries(batch, tiles)
+            into_rows = EmbeddingGradients(out.dq_QE, out.dd_DE[:0], *_moments(block))
+            _back(block, own_KQ, shifts_KQ, into_rows)
+            scale_gradient = scale_gradient + block.finish(into_rows) / 2  # each pair of queries is seen from both
+        if (rows_of := self._of_documents(batch, tiles)) is not None:
+            places, block = rows_of
+            rows_NE = tiles.zeros(len(places), batch.d_DE.shape[1])
+            into_both = EmbeddingGradients(rows_NE, out.dd_DE, *_moments(block))
+            _back(block, shifts_KD[:, places], None, into_both)
+            scale_gradient = scale_gradient + block.finish(into_both)
+            out.dd_DE.index_add_(0, places, rows_NE)
+        if self.prefixes is None:  # each logit is s <a, b>, and both sides have its gradient
+            sides = ((batch.q_QE, out.dq_QE), (batch.d_DE, out.dd_DE))
+            scale_gradient = torch.stack([_dot(*side, tiles) for side in sides]).sum() / 2
+        return LossGradients(loss, out.dq_QE, out.dd_DE, {"log_scale": scale_gradient.to(self.log_scale.dtype)})
+
+    def _terms(
+        self, batch: StreamedBatch, known: Statistics, columns: LogSumExp
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return this rank's loss, the shifts of all queries and documents, and its positive pairs' gradients."""
+        tiles, num_queries = known.tiles, batch.structure.num_queries
+        rows_KQ, p_KQ, documents_KD = columns.value().split([num_queries, num_queries, tiles.cells.num_columns], dim=1)
+        pairs = np.unique(batch.structure.positives_P2.cpu().numpy(), axis=0).T.copy()
+        queries_P, documents_P = (to_device(torch.from_numpy(each), tiles.device) for each in pairs)
+        through_KQ = LogSumExp.of_groups(documents_KD[:, documents_P], queries_P, num_queries).value()
+        n_KQ = torch.logaddexp(rows_KQ, through_KQ)
+        if self.columns_too:
+            n_KQ = torch.logaddexp(n_KQ, p_KQ)
+        counts_KQ = p_KQ != -math.inf
+        gap_KQ = torch.where(counts_KQ, n_KQ - p_KQ, -math.inf)
+        weights_KQ = self.weights_of(query_shares(batch.structure), tiles)
+        if self.focal_gamma:
+            weights_KQ = weights_KQ * gap_KQ.sigmoid().pow(self.focal_gamma)
+        own = slice(batch.queries.start, batch.queries.stop)
+        loss = (-logsigmoid(-gap_KQ) * weights_KQ)[:, own].sum()
+        shifts_KQ = torch.where(counts_KQ, weights_KQ.log() - torch.logaddexp(n_KQ, p_KQ), -math.inf)
+        shifts_KD = LogSumExp.of_groups(shifts_KQ[:, queries_P], documents_P, tiles.cells.num_columns).value()
+        logits_KP, rows_P = known.positive_logits_KP, tiles.cells.pair_rows + own.start
+        falls_KP = (logits_KP - p_KQ[:, rows_P]).exp() * gap_KQ[:, rows_P].sigmoid() * weights_KQ[:, rows_P]
+        rises_KP = (logits_KP + shifts_KQ[:, rows_P]).exp() if self.columns_too else torch.zeros_like(falls_KP)
+        return loss, shifts_KQ, shifts_KD, rises_KP - falls_KP
+
+    def _of_queries(self, batch: StreamedBatch, tiles: SimilarityTiles) -> SimilarityTiles:
+        """Return the tiles of this rank's queries and those of all ranks."""
+        structure = among_queries(batch.structure, masks=self.mask_false_negatives)
+        every_QE = batch.q_QE if batch.every_q_QE is None else batch.every_q_QE
+        block = self._block(batch.q_QE, every_QE, structure, batch.queries, tiles)
+        block.rows_only = True
+        return block
+
+    def _of_documents(self, batch: StreamedBatch, tiles: SimilarityTiles) -> tuple[Tensor, SimilarityTiles] | None:
+        """Return this rank's share of the documents that are positives, and their tiles with all documents."""
+        if not self.documents_too:
+            return None
+        structure, wanted_W = among_documents(batch.structure)
+        ends = (batch.queries.start, batch.queries.stop)
+        rows = range(*(len(wanted_W) * each // batch.structure.num_queries for each in ends))
+        places = to_device(torch.from_numpy(wanted_W[rows.start : rows.stop]), tiles.device)
+        return places, self._block(batch.d_DE[places], batch.d_DE, structure, rows, tiles)
+
+    def _block(
+        self, rows_NE: Tensor, columns_ME: Tensor, structure: BatchStructure, rows: range, tiles: SimilarityTiles
+    ) -> SimilarityTiles:
+        cells = CellMap(structure, rows, mask_false_negatives=self.mask_false_negatives, device=tiles.device)
+        return SimilarityTiles(
+            rows_NE, columns_ME, cells, scale=tiles.scale, prefixes=self.prefixes, tile_size=self.tile_size
+        )
+
+
+def _of_positives(values_D: Tensor, positive_QD: Tensor) -> Tensor:
+    """Return the log-sum-exp over each query's positives, (Q,)."""
+    return values_D.expand_as(positive_QD).masked_fill(~positive_QD, -math.inf).logsumexp(dim=1)
+
+
+def _sweep(tiles: SimilarityTiles, sums: Sums) -> None:
+    for strip in tiles.strips():
+        for tile in strip:
+            for prefix, logits_RC in enumerate(tiles.logits(tile)):
+                sums.add(prefix, tile, logits_RC)
+
+
+def _swept(tiles: SimilarityTiles) -> LogSumExp:
+    """Return the sums over the rows of a block, (K, rows)."""
+    sums = Sums(tiles, columns=False)
+    _sweep(tiles, sums)
+    return sums.rows
+
+
+def _back(
+    tiles: SimilarityTiles,
+    rows_KQ: Tensor,
+    columns_KD: Tensor | None,
+    out: EmbeddingGradients,
+    pair_gradients_KP: Tensor | None = None,
+    loss: JointInfoNCE | None = None,
+) -> None:
+    """Sweep a block again and add its gradients; without gradients of pairs, what belongs together has none."""
+    for strip in tiles.strips():
+        for tile in strip:
+
+            def differentiate(prefix: int, matrix_RC: Tensor, tile: Tile = tile) -> None:
+                tiles.exclude(prefix, tile, matrix_RC)
+                of_pairs = tiles.zeros(len(tile.pairs))
+                if pair_gradients_KP is not None:
+                    of_pairs = pair_gradients_KP[prefix, tile.pairs]
+                slopes = Slopes(
+                    rows_KQ[prefix, tile.rows],
+                    None if columns_KD is None else columns_KD[prefix, tile.columns],
+                    of_pairs,
+                    None if loss is None else loss.hardness,
+                )
+                slopes.apply(tiles, tile, matrix_RC, exponentials=False)
+
+            tiles.backward(tile, differentiate, out)
+
+
+def _moments(tiles: SimilarityTiles) -> tuple[Tensor, Tensor]:
+    rows, columns = (tiles.zeros(tiles.num_prefixes, n) for n in (tiles.cells.num_rows, tiles.cells.num_columns))
+    return rows, columns
+
+
+def _dot(z_NE: Tensor, gradient_NE: Tensor, tiles: SimilarityTiles) -> Tensor:
+    """Return the sum of the products of embeddings and their gradients, some rows at a time."""
+    parts = zip(z_NE.split(tiles.tile_size), gradient_NE.split(tiles.tile_size), strict=True)
+    return torch.stack([tiles.zeros(), *((z.to(tiles.dtype) * dz).sum() for z, dz in parts)]).sum()

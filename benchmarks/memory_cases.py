@@ -196,6 +196,7 @@ CASES = (
     Case("Qwen3-VL, nothing kept", qwen_vl(), tokens=65, pictures=True),
     Case("Qwen3-VL, all kept", qwen_vl(), tokens=65, pictures=True, retain=1.0),
     Case("Qwen3-VL, check", qwen_vl(), tokens=65, pictures=True, gradient_checkpointing=True),
+    Case("Qwen3-VL, tower frozen", qwen_vl(), tokens=65, pictures=True, retain=1.0, trainable="text+projection"),
     Case("Qwen3-VL, bfloat16, LoRA", qwen_vl(), tokens=65, pictures=True, bf16=True, lora=True),
     Case("open_clip ViT-B-32", "open_clip:ViT-B-32", pairs=16, tokens=77, pictures=True, chunk_tokens=512),
     Case("tiny-transformer, half kept", "builtin:tiny-transformer", tokens=128, retain=0.5),

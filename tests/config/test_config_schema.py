@@ -257,6 +257,11 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ),
     ({"use_lora": False, "lora_towers": "text"}, {"use_lora": True, "lora_towers": "text"}, "set use_lora to true"),
     ({"use_lora": True, "trainable": "text"}, {"use_lora": "auto", "trainable": "text"}, "set lora_towers to text"),
+    (
+        {"use_lora": True, "trainable": "text+projection"},
+        {"use_lora": True, "lora_towers": "text+projection"},
+        "set lora_towers to text+projection",
+    ),
     ({"use_lora": True, "trainable": "last_2_layers"}, {"trainable": "last_2_layers"}, "set trainable to all"),
     ({"load_in_4bit": True}, {"load_in_4bit": True, "use_lora": True}, "set use_lora to true"),
     (

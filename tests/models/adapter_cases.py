@@ -59,7 +59,7 @@ def text_batch() -> ContrastiveBatch:
 
 
 def partly_trained(folder: Path, what: str, **options: Any) -> Encoder:
-    """Load in float64 and freeze: a value of `trainable`, or "lora", "lora text", "lora dropout"; "eval": as it is.
+    """Load in float64 and freeze: a value of `trainable`, or "lora", "lora dropout", "lora TOWERS"; "eval": as it is.
 
     "checkpointed": all of it, its layers recomputed.
     """
@@ -74,7 +74,8 @@ def partly_trained(folder: Path, what: str, **options: Any) -> Encoder:
         freeze(encoder, what)
         return encoder
     dropout = 0.1 if "dropout" in what else 0.0
-    add_adapters(encoder, AdapterKeys(lora_r=2, lora_dropout=dropout, lora_towers="text" if "text" in what else "all"))
+    towers = what.removeprefix("lora").replace("dropout", "").strip() or "all"
+    add_adapters(encoder, AdapterKeys(lora_r=2, lora_dropout=dropout, lora_towers=towers))
     return encoder
 
 

@@ -25,6 +25,7 @@ CASES = (
     "BERT, half", "BERT, gradient", "BERT, bfloat16, half", "BERT, bfloat16, check", "BERT, LoRA",
     "BERT, 2 ranks, repl", "BERT, 2 ranks, fsdp fast, bf16", "BERT, 2 ranks, fsdp sharded", "CLIP, nothing",
     "CLIP, all", "BERT + ViT", "Qwen3-VL, nothing", "Qwen3-VL, all", "Qwen3-VL, check", "Qwen3-VL, bfloat16",
+    "Qwen3-VL, tower",
     "tiny-clip", "ColBERT", "MAE, half kept", "static",
 )  # fmt: skip
 """Beginnings of names: text, pictures, both stacks in a call, retention, recomputation, mixed precision, adapters, two

@@ -42,7 +42,10 @@ ITEMS: tuple[Item, ...] = (
     Composed((FLAT, LARGE), "two"),
 )
 
-PARTS = ("all", "lora text", "text", "vision", "projection", "last_1_layers")
+PARTS = (
+    "all", "lora text", "lora text+projection", "text", "vision", "projection", "text+projection", "all-projection",
+    "last_1_layers",
+)  # fmt: skip
 NEAR = 1e-6
 """Norms and rotations compute in float32, whatever the type of the weights."""
 
@@ -222,6 +225,36 @@ def test_the_tower_of_pictures_its_merger_or_the_language_model_trains_alone(
         assert all(name.startswith(beginning) and (what != "projection" or "merger" in name) for name in names)
         every = {name for name, _ in encoder.named_parameters() if name.startswith(beginning)}
         assert (names == every) == (what != "projection")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parts_train_together_or_are_left_out(folders: dict[str, Path], kind: str) -> None:
+    encoder = load(folders[kind]).train()
+    every = {name for name, _ in encoder.named_parameters()}
+    merger = {name for name in every if "merger" in name}
+    seeing = {name for name in every if name.startswith("backbone.visual.")} - merger
+    assert merger
+    wanted = {"text+projection": every - seeing, "all-projection": every - merger, "vision-projection": seeing}
+    for what, expected in wanted.items():
+        encoder.requires_grad_(requires_grad=True)
+        freeze(encoder, what)
+        assert trainable_of(encoder).keys() == expected
+        assert encoder.trains.startswith(f"{what}: ")
+        assert encoder.backbone.visual.blocks[0].training == (what != "text+projection")
+
+
+@pytest.mark.parametrize("towers", ["projection", "text+projection", "vision"])
+def test_adapters_stand_in_the_parts_that_a_word_names(folders: dict[str, Path], towers: str) -> None:
+    encoder = partly_trained(folders["qwen3_vl"], f"lora {towers}")
+    adapted = {name.split(".lora_")[0] for name in trainable_of(encoder)}
+    found = {
+        "projection" if "merger" in name else "text" if ".language_model." in name else "vision" for name in adapted
+    }
+    assert found == set(towers.split("+"))
+    assert {encoder.get_submodule(name).training for name in adapted} == {True}
+    assert encoder.backbone.visual.blocks[0].training == (towers == "vision")
+    linear = {"backbone.visual.merger.linear_fc1", "backbone.visual.deepstack_merger_list.1.linear_fc2"}
+    assert (linear <= adapted) == ("projection" in towers)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -94,7 +94,7 @@ def key(
     pattern = None
     if choices:
         extra |= {"choices": list(choices), "form": form or ", ".join(choices)}
-        pattern = f"^({'|'.join(choices)})$"
+        pattern = f"^({'|'.join(choices)})$".replace("+", r"\+")
     return Field(default, description=meaning, pattern=pattern, json_schema_extra=extra)
 
 

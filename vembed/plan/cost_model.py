@@ -131,9 +131,11 @@ def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, cut: Cu
     value = max(GRADIENT_BYTES, model.bytes_per_value)
     # Where gradients are sharded at once, those of what blocks leave over come whole, when activations are gone.
     late = min(model.outside_blocks, model.num_trainable) * GRADIENT_BYTES if way.mode == "sharded" else 0
+    activations = activation_moments(loads, cut)
+    parts = replace(parts, activations=activations.most)
     worst = peak_of_step(
         replace(parts, sharding=parts.sharding - late),
-        activation_moments(loads, cut),
+        activations,
         tables=2 * model.values_of(problem.rows.num_queries, problem.rows.num_documents) * value,
         fresh=late if way.mode == "sharded" else value * max(tower.largest_tensor for tower in model.towers),
         held=problem.config.gradient_accumulation_steps not in ("auto", 1),

@@ -64,6 +64,11 @@ class Activations:
     moments: tuple[Moment, ...]  # those of the backward passes
     copies: int  # bytes of copies of weights; they are there at every moment
 
+    @property
+    def most(self) -> int:
+        """Bytes that are alive at once, at most."""
+        return self.copies + int(max([self.kept, *(each.activations for each in self.moments)]))
+
 
 def activation_moments(loads: Sequence[Load], cut: Cut) -> Activations:
     """Return the activations of a step at its worst moments.

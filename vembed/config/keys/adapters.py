@@ -1,6 +1,6 @@
 """Keys of what trains: the whole model, a part of it, or adapters beside it."""
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 MOST_LAYERS = 256
 """Of `last_N_layers`: more than any encoder has."""
 
-TRAINABLE = ("all", "projection", "vision", "text", *(f"last_{n}_layers" for n in range(1, MOST_LAYERS + 1)))
+PARTS = ("all", "projection", "vision", "text", "text+projection", "vision+projection")
+"""Of a model, as keys name them."""
+
+WITHOUT_PROJECTION = ("all-projection", "vision-projection", "text-projection")
+"""The same less the projection of each tower."""
+
+TRAINABLE = (*PARTS, *WITHOUT_PROJECTION, *(f"last_{n}_layers" for n in range(1, MOST_LAYERS + 1)))
 """What may train when no adapters do."""
 
 WITH_ADAPTERS = {"use_lora": (True, "auto")}
@@ -24,9 +30,11 @@ class AdapterKeys(Section):
     trainable: str = key(
         "all",
         "Part of the model that trains; the rest is frozen: no gradient, no optimizer state, no dropout. projection is "
-        "what maps a tower to the embedding, last_4_layers the last 4 layers of each tower and what is behind them.",
+        "what maps a tower to the embedding, in vision-language models to the language model; last_4_layers the last 4 "
+        "layers of each tower and what is behind them. text+projection freezes the image tower alone, all-projection "
+        "the projections alone.",
         choices=TRAINABLE,
-        form=f"all, projection, vision, text, last_N_layers (N: 1 to {MOST_LAYERS})",
+        form=f"{', '.join((*PARTS, *WITHOUT_PROJECTION))}, last_N_layers (N: 1 to {MOST_LAYERS})",
     )
     use_lora: Auto | bool = key(
         "auto",
@@ -47,8 +55,12 @@ class AdapterKeys(Section):
         "Names of the linear layers that get adapters, such as q_proj; auto is those of every transformer layer.",
         acts_with=WITH_ADAPTERS,
     )
-    lora_towers: Literal["all", "text", "vision"] = key(
-        "all", "Towers that get adapters; the other one is frozen as a whole.", acts_with=WITH_ADAPTERS
+    lora_towers: str = key(
+        "all",
+        "Towers that get adapters, in their transformer layers; with projection the linear layers of it too, or alone. "
+        "The rest is frozen.",
+        choices=PARTS,
+        acts_with=WITH_ADAPTERS,
     )
     load_in_4bit: bool = key(
         False, "Hold the frozen weights in 4 bits (QLoRA); needs use_lora, a CUDA device and bitsandbytes."
@@ -60,7 +72,7 @@ def _one_choice_of_what_trains(config: "Config") -> str | None:
     """`trainable` must be all with `use_lora: true`."""
     if config.use_lora is not True or config.trainable == "all":
         return None
-    fix = f"set lora_towers to {config.trainable}" if config.trainable in ("text", "vision") else "set trainable to all"
+    fix = f"set lora_towers to {config.trainable}" if config.trainable in PARTS else "set trainable to all"
     return (
         f"trainable {config.trainable} trains weights of the model, and use_lora true freezes them all and trains "
         f"adapters; {fix}, or use_lora to false"

@@ -18,7 +18,7 @@ from torch import nn
 
 from vembed.errors import ConfigError
 from vembed.models.adapters.quantized import forget_quantization, plain_layer, weight_dtype
-from vembed.models.adapters.trainable import counts
+from vembed.models.adapters.trainable import counts, frozen_modules
 from vembed.models.towers import is_within
 
 if TYPE_CHECKING:
@@ -73,16 +73,18 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
     for parameter in encoder.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
-    still = [tower for tower in encoder.towers() if tower not in towers]
-    names = {name for tower in still for name in tower.parts}
-    encoder.eval_only = tuple(module for name, module in encoder.named_modules() if name in names)
+    still = [part for tower in encoder.towers() if tower not in towers for part in tower.parts]
+    frozen = set(frozen_modules(encoder))
+    encoder.eval_only = tuple(
+        module for name, module in encoder.named_modules() if module in frozen and is_within(name, still)
+    )
     encoder.keeps_base = True
     encoder.train(encoder.training)
     leaves = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
     words = f"rank {keys.lora_r}, scale {alpha / keys.lora_r:g}, on {leaves}"
     beside = f" and {', '.join(new)}" if new else ""
     left_out = f"; adapter/ holds the adapters alone, model/ {' and '.join(new)} too" if new else ""
-    encoder.trains = f"LoRA adapters ({words} of {_listed(towers)}){beside}: {counts(encoder)}{left_out}"
+    encoder.trains = f"LoRA adapters ({words} of {_listed(towers, keys)}){beside}: {counts(encoder)}{left_out}"
 
 
 class _Host(NamedTuple):
@@ -112,24 +114,42 @@ def takes_adapters(encoder: Encoder) -> bool:
 
 
 def _towers(encoder: Encoder, keys: AdapterKeys) -> list[Tower]:
-    """Return the towers that get adapters."""
-    towers = [tower for tower in encoder.towers() if keys.lora_towers in ("all", tower.name)]
-    if not towers:
+    """Return the towers that get adapters in their layers."""
+    wanted = keys.lora_towers.split("+")
+    towers = [tower for tower in encoder.towers() if tower.name in wanted or "all" in wanted]
+    if not towers and wanted != ["projection"]:
         has = ", ".join(tower.name for tower in encoder.towers())
-        raise ConfigError(f"lora_towers: {encoder.name} has no {keys.lora_towers} tower; it has {has}: write all")
+        raise ConfigError(f"lora_towers: {encoder.name} has no {wanted[0]} tower; it has {has}: write all")
     return towers
 
 
-def _listed(towers: Sequence[Tower]) -> str:
-    return f"the {' and the '.join(tower.name for tower in towers)} tower{'s' * (len(towers) > 1)}"
+def _projections(encoder: Encoder, keys: AdapterKeys) -> list[str]:
+    """Return the projections that get adapters."""
+    if "projection" not in keys.lora_towers.split("+"):
+        return []
+    found = [part for tower in encoder.towers() for part in tower.projection]
+    if not found:
+        raise ConfigError(f"lora_towers {keys.lora_towers}: {encoder.name} has no projection; leave it out")
+    return found
+
+
+def _listed(towers: Sequence[Tower], keys: AdapterKeys) -> str:
+    named = [f"the {' and the '.join(tower.name for tower in towers)} tower{'s' * (len(towers) > 1)}"] if towers else []
+    return " and ".join([*named, *(["the projection"] if "projection" in keys.lora_towers else [])])
 
 
 def _targets(encoder: Encoder, hosts: Sequence[_Host], towers: Sequence[Tower], keys: AdapterKeys) -> list[str]:
     """Return the layers that get adapters, by their full names."""
-    inside = [part for tower in towers for part in tower.parts]
+    projections = _projections(encoder, keys)
+    inside = [*(part for tower in towers for part in tower.parts), *projections]
     linear = [name for host in hosts for name in _linear_layers(host) if is_within(name, inside)]
     if keys.lora_target_modules != "auto":
         return _named(encoder, hosts, linear, keys.lora_target_modules)
+    if projections and not any(is_within(name, projections) for name in linear):
+        raise ConfigError(
+            f"lora_towers {keys.lora_towers}: the projection of {encoder.name} has no linear layer that can get an "
+            f"adapter; leave it out"
+        )
     for tower in towers:
         if tower.layers is None:
             raise ConfigError(
@@ -137,7 +157,7 @@ def _targets(encoder: Encoder, hosts: Sequence[_Host], towers: Sequence[Tower], 
                 f"take them from; name the linear layers, such as [{_leaves(linear)[0] if linear else 'fc'}]"
             )
     layers = [tower.layers for tower in towers if tower.layers is not None]
-    return [name for name in linear if is_within(name, layers)]
+    return [name for name in linear if is_within(name, [*layers, *projections])]
 
 
 def _linear_layers(host: _Host) -> Iterator[str]:

@@ -28,7 +28,7 @@ def freeze(encoder: Encoder, trainable: str) -> None:
 
     Args:
         encoder: The encoder; its frozen modules run in evaluation mode from now on.
-        trainable: "all", "projection", "vision", "text" or "last_N_layers".
+        trainable: "all", "projection", "vision", "text", sums and differences of these, or "last_N_layers".
 
     Raises:
         ConfigError: It has no such part; the message says what it has.
@@ -42,7 +42,8 @@ def freeze(encoder: Encoder, trainable: str) -> None:
             raise ConfigError(f"trainable {trainable}: nothing of it in {encoder.name} can be trained; set it to all")
         encoder.eval_only = frozen_modules(encoder)
         encoder.train(encoder.training)
-    beside = "" if trainable in ("all", "projection") else "".join(f" and {part}" for part in _new_head(encoder))
+    has_head = trainable == "all" or "projection" in trainable.partition("-")[0]
+    beside = "" if has_head else "".join(f" and {part}" for part in _new_head(encoder))
     words = trainable.replace("_", " ") + beside
     half = any(each.requires_grad and each.dtype in _HALVES for each in encoder.parameters())
     encoder.trains = f"{words}: {counts(encoder)}{_LOST if half else ''}"
@@ -77,19 +78,27 @@ def frozen_modules(encoder: nn.Module) -> tuple[nn.Module, ...]:
 
 def _choice(encoder: Encoder, trainable: str) -> Callable[[str], bool]:
     """Return what says by its name whether a parameter trains."""
+    added, _, removed = trainable.partition("-")
+    parts = tuple(part for name in added.split("+") for part in _parts(encoder, name))
+    without, head = _parts(encoder, removed) if removed else (), _new_head(encoder)
+    return lambda name: is_within(name, head) or (is_within(name, parts) and not is_within(name, without))
+
+
+def _parts(encoder: Encoder, name: str) -> tuple[str, ...]:
+    """Return the modules and parameters of a part."""
     towers = encoder.towers()
-    parts: tuple[str, ...]
-    if trainable == "projection":
+    if name == "all":
+        return tuple(each for each, _ in encoder.named_parameters())
+    if name.startswith("last_"):
+        return _last_layers(encoder, towers, name)
+    if name == "projection":
         parts = tuple(part for tower in towers for part in tower.projection)
-    elif trainable in ("text", "vision"):
-        parts = tuple(part for tower in towers if tower.name == trainable for part in tower.parts)
     else:
-        parts = _last_layers(encoder, towers, trainable)
+        parts = tuple(part for tower in towers for part in tower.parts if tower.name == name)
     if not parts:
-        what = "projection" if trainable == "projection" else f"{trainable} tower"
+        what = "projection" if name == "projection" else f"{name} tower"
         raise ConfigError(f"trainable: {encoder.name} has no {what}; it has {', '.join(possible(encoder))}")
-    parts += _new_head(encoder)
-    return lambda name: is_within(name, parts)
+    return parts
 
 
 def _new_head(encoder: Encoder) -> tuple[str, ...]:

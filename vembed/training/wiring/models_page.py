@@ -58,7 +58,9 @@ def _classes() -> Iterator[str]:
             cells = [about.models, about.decides, about.pooling, about.prompts]
             yield _row(*cells, about.trainable, about.writes)
     yield ""
-    yield "Low-rank adapters (`use_lora`) go into the transformer layers of all but the tables and the tiny ones."
+    yield "`trainable: text+projection` freezes the image tower alone, `all-projection` the projections; other sums and"
+    yield "differences are in [adapters.md](adapters.md). Low-rank adapters (`use_lora`) go into the transformer layers"
+    yield "of all but the tables and the tiny ones; with `lora_towers: text+projection` into the projections too."
     yield ""
 
 

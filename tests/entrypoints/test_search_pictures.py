@@ -9,6 +9,7 @@ import PIL.Image
 import pytest
 from ball_cases import COLOURS, ball, caption
 from search_cases import served_here
+from vision_language_cases import write_vision_language
 
 import vembed
 from vembed.batch import Composed, Image
@@ -87,6 +88,22 @@ def test_a_query_that_is_no_picture_is_refused(
     assert message in refused.err
     path.write_bytes(ball("red"))
     assert call("search", picture_index, "--image", path).code == 0
+
+
+def test_several_pictures_are_one_query(call: Any, balls: Path, picture_index: Path, tmp_path: Path) -> None:
+    model, index = write_vision_language(tmp_path / "model", "qwen3_vl"), tmp_path / "index"
+    assert call("encode", model, "--data", balls, "--output", index).code == 0
+    paths = [balls / "red.png", balls / "blue.png"]
+    words = [word for path in paths for word in ("--image", path)]
+    done = call("search", index, "both", *words, "--json")
+    content = json.loads(done.out)
+    assert (content["query"], content["query_image"]) == ("both", [str(path) for path in paths])
+    asked = Composed(tuple(Image(str(path)) for path in paths), "both")
+    (hits,) = vembed.open_index(index).search([asked])
+    assert [(hit["id"], hit["score"]) for hit in content["hits"]] == [(hit.id, hit.score) for hit in hits]
+    refused = call("search", picture_index, *words)
+    assert refused.code == 3
+    assert "takes one picture in an item" in refused.err
 
 
 def test_what_the_model_or_the_page_can_not_take_is_refused(

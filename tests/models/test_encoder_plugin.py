@@ -186,6 +186,13 @@ def test_a_class_that_no_name_means_is_refused() -> None:
         vembed.register_encoder(nameless)
 
 
+def test_a_class_that_files_mean_is_no_built_in_model() -> None:
+    marked = type("Marked", (type(built("letters")),), {"builtin": "", "marker": "marked.txt"})
+    vembed.register_encoder(marked)
+    with pytest.raises(ConfigError, match="no built-in model 'builtin:marked'; did you mean builtin:"):
+        vembed.train({**TINY, "model_name": "builtin:marked"})
+
+
 def batch() -> ContrastiveBatch:
     texts = [f"{'ab' * number} {number}" for number in range(6)]
     return ContrastiveBatch(

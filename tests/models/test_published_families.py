@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from adapter_cases import BUDGET, CPU, make_loss, text_batch, trainable_of, wake
-from model_cases import TEXTS, edit_json, embed, load, write_model
+from model_cases import TEXTS, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
@@ -329,6 +329,18 @@ def test_keys_and_files_go_before_what_is_known(folders: dict[str, Path], tmp_pa
     off.save(tmp_path / "e5-small-v2")  # which is known by its name again
     assert load(tmp_path / "e5-small-v2").prompts == off.prompts
     assert load(tmp_path / "e5-small-v2", prompts={"query": "q: "}).prompts == {"query": "q: ", "document": "passage: "}
+
+
+def test_a_mode_names_the_family_where_the_folder_does_not(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "mine", "bert")
+    assert load_any(folder).prompts == load_any(folder, encoder_mode="bert").prompts == {"query": "", "document": ""}
+    e5 = load_any(folder, encoder_mode="e5")
+    assert e5.prompts == {"query": "query: ", "document": "passage: "}
+    assert "known for E5" in e5.describe()["query_prompt"]
+    assert load_any(folder, encoder_mode="bge").prompts["query"].startswith("Represent this sentence")
+    assert load_any(folder, encoder_mode="bge", query_prompt="").prompts["query"] == ""
+    chinese = write_model(tmp_path / "bge-base-zh", "bert")
+    assert load_any(chinese, encoder_mode="bge").prompts["query"] == "", "the name says that it isn't English BGE"
 
 
 def test_a_bare_folder_has_the_known_prompts_too(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from types import FrameType
 
     from vembed.batch import Modality
@@ -39,7 +39,11 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument("index", type=Path, metavar="INDEX", help="folder that vembed encode wrote")
     parser.add_argument("query", nargs="?", metavar="QUERY", help="what to search for")
     parser.add_argument(
-        "--image", type=Path, metavar="PATH", help="picture to search with; a query beside it says what should differ"
+        "--image",
+        type=Path,
+        action="append",
+        metavar="PATH",
+        help="picture to search with; a query beside it says what should differ; may be given again",
     )
     parser.add_argument("-k", type=int, default=10, metavar="N", help="documents per query (default 10)")
     parser.add_argument("--model", metavar="MODEL", help="default: the model that the index names")
@@ -110,10 +114,12 @@ def _refuse_without_tower(searcher: Searcher, parsed: argparse.Namespace) -> Non
 
 def _answer_all(searcher: Searcher, parsed: argparse.Namespace) -> None:
     if parsed.image is not None:
-        image = Image(str(home_path(parsed.image)))
-        (hits,) = searcher.search([image if parsed.query is None else Composed((image,), parsed.query)], parsed.k)
+        images = tuple(Image(str(home_path(path))) for path in parsed.image)
+        alone = len(images) == 1 and parsed.query is None
+        (hits,) = searcher.search([images[0] if alone else Composed(images, parsed.query or "")], parsed.k)
         asked = {} if parsed.query is None else {"query": parsed.query}
-        _print_hits({**asked, "query_image": str(parsed.image)}, hits, as_json=parsed.json)
+        paths = [str(path) for path in parsed.image]
+        _print_hits({**asked, "query_image": paths[0] if len(paths) == 1 else paths}, hits, as_json=parsed.json)
         return
     if parsed.query is not None:
         (hits,) = searcher.search([parsed.query], parsed.k)
@@ -138,7 +144,7 @@ def _queries() -> Iterator[str]:
             yield line.strip()
 
 
-def _print_hits(asked: dict[str, str], hits: Sequence[Hit], *, as_json: bool, named: bool = False) -> None:
+def _print_hits(asked: Mapping[str, object], hits: Sequence[Hit], *, as_json: bool, named: bool = False) -> None:
     if as_json:  # escaped to ASCII: no text can steer a terminal
         names = ("rank", "id", "score", "text", "image")
         print(json.dumps({**asked, "hits": [{name: getattr(hit, name) for name in names} for hit in hits]}), flush=True)
@@ -148,7 +154,7 @@ def _print_hits(asked: dict[str, str], hits: Sequence[Hit], *, as_json: bool, na
 
     width = max(20, shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns)
     if named:
-        print(clip_to_width(f"{PROMPT}{one_line(asked['query'])}", width))
+        print(clip_to_width(f"{PROMPT}{one_line(str(asked['query']))}", width))
     print("\n".join(hit_lines(hits, width=width) or ["no document found"]), end="\n\n" if named else "\n", flush=True)
 
 

@@ -152,6 +152,7 @@ class PromptFamily:
     types: frozenset[str]  # `model_type` of their configs
     query: str
     document: str = ""
+    mode: str = ""  # `encoder_mode` that stands for the name
 
 
 _WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
@@ -163,6 +164,7 @@ PROMPT_FAMILIES: tuple[PromptFamily, ...] = (
         frozenset({"bert", "xlm-roberta"}),
         "query: ",
         "passage: ",
+        mode="e5",
     ),
     PromptFamily(
         "E5-instruct",
@@ -175,6 +177,7 @@ PROMPT_FAMILIES: tuple[PromptFamily, ...] = (
         r"bge-(small|base|large)-en(-v1\.5)?",
         frozenset({"bert"}),
         "Represent this sentence for searching relevant passages: ",
+        mode="bge",
     ),
     PromptFamily(
         "Nomic",
@@ -195,15 +198,17 @@ PROMPT_FAMILIES: tuple[PromptFamily, ...] = (
 """Prompts for retrieval as the publishers' pages give them."""
 
 
-def known_prompts(name: str, config: PreTrainedConfig) -> tuple[str, dict[Side, str]]:
+def known_prompts(name: str, config: PreTrainedConfig, mode: str = "auto") -> tuple[str, dict[Side, str]]:
     """Return the family and the prompts that a model is known by; "" and none where it isn't.
 
     Args:
         name: Hub id or folder, of which the last part counts.
+        mode: `encoder_mode`, which names the family where the name has no word of it, as bge-base-zh has.
     """
     last = name.rstrip("/").rpartition("/")[2].lower()
     for family in PROMPT_FAMILIES:
-        if config.model_type in family.types and re.fullmatch(family.models, last):
+        named = re.fullmatch(family.models, last) or (mode == family.mode and mode not in last)
+        if config.model_type in family.types and named:
             return family.name, {"query": family.query, "document": family.document}
     return "", {}
 

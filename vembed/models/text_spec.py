@@ -80,7 +80,7 @@ def decide_spec(
             )
         spec = TextSpec(pooling=(family.pooling,), max_length=0, origin={"pooling": f"{family.name}: {family.reason}"})
     max_length, length_origin = _max_length(keys, described, config, tokenizer)
-    by_name = known_prompts(keys.model_name, config) if known else ("", {})
+    by_name = known_prompts(keys.model_name, config, keys.encoder_mode) if known else ("", {})
     prompts, prompt_origin = _prompts(keys, described, *by_name)
     origin = {**spec.origin, "max_seq_length": length_origin, **prompt_origin}
     spec = replace(spec, max_length=max_length, prompts=prompts)

@@ -56,7 +56,8 @@ class ModelKeys(Section):
         "composed",
     ] = key(
         "auto",
-        "Family that the model must be of; one whose files say another family is refused. auto takes what they say.",
+        "Family that the model must be of; one whose files say another family is refused. auto takes what they say. "
+        "bge (English) and e5 bring their prompts where neither the model's files nor its name do.",
     )
     model_revision: Name | None = key(None, "Branch, tag or commit of a hub model; null is the hub's default branch.")
     trust_remote_code: bool = key(False, "Run Python code that the model's repository holds; needs a pinned commit.")
@@ -212,7 +213,7 @@ def _builtin_model_is_known(config: "Config") -> str | None:
     """`model_name: builtin:NAME` names a built-in model, or that of a plugin; so do the names of two towers."""
     for given in model_names(config):
         kind, _, name = given.partition(":")
-        known = (*BUILTIN_MODELS, *ENCODERS.plugins())
+        known = (*BUILTIN_MODELS, *(each for each in ENCODERS.plugins() if ENCODERS.load(each).builtin == each))
         if kind == "builtin" and name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
             return f"no built-in model {given!r}; did you mean builtin:{near[0]}?"

@@ -93,6 +93,7 @@ LOSSES = Registry(
         "cosine_mse": "vembed.losses.facts.cosine_mse:FACTS",
         "margin_mse": "vembed.losses.facts.margin_mse:FACTS",
         "kl": "vembed.losses.facts.kl:FACTS",
+        "spread_out": "vembed.losses.facts.spread_out:FACTS",
     },
 )
 """`loss_type` -> a `LossFacts` (vembed/losses/registry.py)."""

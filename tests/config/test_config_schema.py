@@ -138,6 +138,8 @@ BESIDE = {
     "source_temperature": {"data": [{"path": "a"}]},
     "hardness_strength": {"hardness_mode": "all_negatives"},
     "hard_max_similarity": {"batch_sampling": "hard"},
+    "spread_out_mean": {"added_losses": {"spread_out": 1.0}},
+    "spread_out_second_moment": {"added_losses": {"spread_out": 1.0}},
 }
 """What a key needs beside it to have an effect."""
 
@@ -387,6 +389,15 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ),
     ({"hardness_strength": 9.0}, {"hardness_strength": 9.0, "hardness_mode": "all_negatives"}, "hardness_mode none"),
     ({"cosent_scale": 10.0}, {"cosent_scale": 10.0, "loss_type": "cosent"}, "set temperature to 0.1"),
+    ({"added_losses": {"cosentt": 1.0}}, {"added_losses": {"cosent": 1.0}}, "'cosentt' is no loss"),
+    ({"loss_type": "spread_out"}, {"added_losses": {"spread_out": 1.0}}, "spread_out alone learns nothing"),
+    ({"added_losses": {"angle": 1.0}}, {"added_losses": {"angle": 1.0}, "label_kind": "grade"}, "set label_kind"),
+    ({"spread_out_mean": 2.0}, {"spread_out_mean": 2.0, "added_losses": {"spread_out": 1.0}}, "has no effect"),
+    (
+        {"spread_out_second_moment": 2.0},
+        {"spread_out_second_moment": 2.0, "added_losses": {"spread_out": 1.0}},
+        "spread_out_second_moment has no effect",
+    ),
     ({"angle_scale": 5.0}, {"angle_scale": 5.0, "loss_type": "angle"}, "angle_scale has no effect"),
     ({"angle_scale": 5.0, "loss_type": "kl"}, {"loss_type": "kl"}, "angle_scale has no effect"),
     ({"cosent_scale": 10.0, "loss_type": "angle"}, {"loss_type": "angle"}, "set angle_scale to 10"),

@@ -10,7 +10,7 @@ import torch
 from engine_cases import Case, make_case
 from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
-from test_engine_losses import LOSSES, NEGATIVES, make
+from test_engine_losses import LOSSES, NEGATIVES, make, structure_for
 from torch.distributed.tensor.debug import CommDebugMode
 
 from vembed.distributed.ranks import Ranks
@@ -91,7 +91,8 @@ def step_on(
     torch.manual_seed(5 + rank)
     communication = CommDebugMode()
     with communication if counts else nullcontext():
-        result = engine.step(pools_of(case, assignment.slots[rank]), case.structure, assignment=assignment)
+        structure = structure_for(setting.loss, case.structure)
+        result = engine.step(pools_of(case, assignment.slots[rank]), structure, assignment=assignment)
     counted = {str(name): number for name, number in communication.get_comm_counts().items()}
     return result, gradients(case.encoder, loss), counted
 
@@ -105,7 +106,7 @@ def expected_of(setting: Setting) -> tuple[float, dict[str, torch.Tensor]]:
     )
     frozen(case, setting.freeze)
     loss = make(setting.loss, 1024)
-    value = reference_step(case.pools, case.structure, loss).item()
+    value = reference_step(case.pools, structure_for(setting.loss, case.structure), loss).item()
     return value, gradients(case.encoder, loss)
 
 

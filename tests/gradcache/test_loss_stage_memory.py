@@ -16,7 +16,6 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, LossCommon
-from vembed.losses.registry import loss_facts
 from vembed.models.profile.live import LiveBytes
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine
@@ -52,7 +51,7 @@ def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
         record_ids=tuple(range(PAIRS)),
     )
     config = load_config(None, overrides(kind)).config
-    loss = loss_facts(config.loss_type).build(config.loss_keys(), LossCommon(torch.float32, DIMENSION, TILE))
+    loss = config.loss_facts().build(config.loss_keys(), LossCommon(torch.float32, DIMENSION, TILE))
     torch.manual_seed(rank)
     z_VE = torch.nn.functional.normalize(torch.randn(vectors * len(slots[rank]), DIMENSION // vectors), dim=-1)
     ranks = Ranks() if world_size == 1 else Ranks.of_this_process()
@@ -68,6 +67,7 @@ def overrides(kind: str) -> list[str]:
         "both directions": ["loss_bidirectional=true"],
         "prefixes": ["mrl_dims=[512, 64]"],
         "sigmoid": ["loss_type=sigmoid"],
+        "spread out": ["added_losses={spread_out: 0.1}"],
         "hardest": ["loss_type=in_batch_hard", "hard_topk=32"],
         "hardest, both directions": ["loss_type=in_batch_hard", "loss_bidirectional=true"],
         "late interaction": ["loss_type=colbert"],
@@ -92,7 +92,10 @@ def planned(kind: str, world_size: int) -> int:
 @pytest.mark.parametrize(
     "kind",
     ["one direction", "both directions", "prefixes", "sigmoid"]
-    + [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hardest", "hardest, both directions", *VECTORS)],
+    + [
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ("spread out", "hardest", "hardest, both directions", *VECTORS)
+    ],
 )
 def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: str) -> None:
     alone = peak_on(0, kind, 1, 0)

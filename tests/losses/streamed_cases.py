@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vembed.losses.base import MultiVectors
-from vembed.losses.statistics import Hardest, LogSumExp
+from vembed.losses.statistics import Hardest, LogSumExp, Statistics
 from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
 
 if TYPE_CHECKING:
@@ -58,15 +58,9 @@ def over_ranks(
         )
         for first, stop in itertools.pairwise(starts)
     ]
-    statistics = [loss.statistics(batch) if loss.needs_statistics else None for batch in batches]
+    statistics: list[Statistics | None] = [None] * len(batches)
     if loss.needs_statistics:
-        columns = [each.columns for each in statistics if each is not None and each.columns is not None]
-        assert len(columns) == len(sizes)
-        top = torch.stack([each.max for each in columns]).amax(0)  # all_reduce(MAX)
-        merged = LogSumExp(top, torch.stack([each.rescaled(top) for each in columns]).sum(0))  # all_reduce(SUM)
-        lists = [each.column_hardest for each in statistics if each is not None and each.column_hardest is not None]
-        hardest = Hardest.merged(lists) if lists else None
-        statistics = [replace(each, columns=merged, column_hardest=hardest) for each in statistics if each is not None]
+        statistics = merged([loss.statistics(batch) for batch in batches])
     shares = [loss.gradients(batch, each) for batch, each in zip(batches, statistics, strict=True)]
     return LossGradients(
         torch.stack([share.loss for share in shares]).sum(),
@@ -74,6 +68,27 @@ def over_ranks(
         torch.stack([share.dd_DE for share in shares]).sum(0),
         {name: torch.stack([share.own[name] for share in shares]).sum(0) for name in shares[0].own},
     )
+
+
+def merged(ranks: Sequence[Statistics]) -> list[Statistics | None]:
+    """Return the statistics of each rank as the loss stage gives them back."""
+    if ranks[0].parts:
+        parts = [
+            [None] * len(ranks) if any(each is None for each in part) else merged([each for each in part if each])
+            for part in zip(*(rank.parts for rank in ranks), strict=True)
+        ]
+        return [replace(rank, parts=tuple(each)) for rank, each in zip(ranks, zip(*parts, strict=True), strict=True)]
+    sums = [rank.sums for rank in ranks if rank.sums is not None]
+    columns, hardest = None, None
+    if ranks[0].columns is not None:
+        known = [rank.columns for rank in ranks if rank.columns is not None]
+        assert len(known) == len(ranks)
+        top = torch.stack([each.max for each in known]).amax(0)  # all_reduce(MAX)
+        columns = LogSumExp(top, torch.stack([each.rescaled(top) for each in known]).sum(0))  # all_reduce(SUM)
+    if ranks[0].column_hardest is not None:
+        hardest = Hardest.merged([rank.column_hardest for rank in ranks if rank.column_hardest is not None])
+    total = torch.stack(sums).sum(0) if sums else None
+    return [replace(rank, columns=columns, column_hardest=hardest, sums=total) for rank in ranks]
 
 
 def assert_equal(found: LossGradients, expected: LossGradients, tolerance: float = 1e-10) -> None:

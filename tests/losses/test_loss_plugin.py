@@ -86,9 +86,11 @@ def test_the_recipe_s_settings_are_valid_with_it_and_unknown_without(recipe: Pat
     assert isinstance(config, Config)
     path.write_text("model_name: m\nmargin: 0.3\nloss_type: margins\n")
     found = problem("margin=0.3", "loss_type=margins")
-    names = (
-        "infonce, sigmoid, colbert, triplet, cosent, in_batch_hard, supcon, angle, cosine_mse, margin_mse, kl or margin"
+    ours = (
+        "infonce, sigmoid, colbert, triplet, cosent, in_batch_hard, supcon, angle, cosine_mse, margin_mse, kl, "
+        "spread_out"
     )
+    names = f"{ours} or margin"
     choices = f"must be {names}, got 'margins'; did you mean margin?"
     assert found == f"override loss_type=margins: {choices}"
 
@@ -154,6 +156,7 @@ def test_it_stands_in_the_json_schema_and_leaves_the_classes_of_others_alone(rec
         "cosine_mse",
         "margin_mse",
         "kl",
+        "spread_out",
         "margin",
     ]
     assert schema["margin"]["acts_with"] == {"loss_type": ["margin"]}

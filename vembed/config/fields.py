@@ -126,7 +126,9 @@ def rule(*keys: str) -> Callable[[Callable[[Any], str | None]], Callable[[Any], 
     return register
 
 
-def idle_rules(fields: Mapping[str, FieldInfo], hints: Mapping[str, Callable[[Any, str], str]]) -> list[Rule]:
+def idle_rules(
+    fields: Mapping[str, FieldInfo], hints: Mapping[str, Callable[[Any, str], str]], further: Mapping[str, str]
+) -> list[Rule]:
     """Return a rule for each key that acts only with some values of another.
 
     A key that has its default, is false or null asks for nothing, and is never refused; one that is true by default
@@ -134,9 +136,10 @@ def idle_rules(fields: Mapping[str, FieldInfo], hints: Mapping[str, Callable[[An
 
     Args:
         hints: Other key -> function from a Config and the key without effect to the end of its message, often empty.
+        further: Other key -> a key whose entries are further values of it.
     """
     return [
-        _idle_rule(name, info.get_default(), other, values, hints.get(other))
+        _idle_rule(name, info.get_default(), other, values, hints.get(other), further.get(other))
         for name, info in fields.items()
         for other, values in facts_of(info).get("acts_with", {}).items()
         if info.get_default() is not True
@@ -144,14 +147,20 @@ def idle_rules(fields: Mapping[str, FieldInfo], hints: Mapping[str, Callable[[An
 
 
 def _idle_rule(
-    name: str, default: object, other: str, values: Sequence[object], hint: Callable[[Any, str], str] | None
+    name: str,
+    default: object,
+    other: str,
+    values: Sequence[object],
+    hint: Callable[[Any, str], str] | None,
+    further: str | None,
 ) -> Rule:
     allowed = " or ".join(map(word, values))
 
     def check(config: Any) -> str | None:
         value, present = getattr(config, name), getattr(config, other)
         asks = value != default and value is not None and value is not False
-        acts = any(_fits(present, each) for each in values) if values else present is not None
+        every = (present, *(getattr(config, further) if further else ()))
+        acts = any(_fits(one, each) for one in every for each in values) if values else present is not None
         if not asks or acts:
             return None
         if not values:
@@ -160,7 +169,7 @@ def _idle_rule(
         return f"{name} has no effect with {other} {word(present)}; remove it or set {other} to {allowed}{end}"
 
     needed = f"`{other}: {allowed}`" if values else f"`{other}`"
-    return Rule((name, other), f"`{name}` has an effect only with {needed}.", check)
+    return Rule((name, other, *([further] if further else ())), f"`{name}` has an effect only with {needed}.", check)
 
 
 def _fits(value: Any, wanted: object) -> bool:

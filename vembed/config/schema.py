@@ -102,10 +102,13 @@ class Config(
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return Config.model_validate, (self.model_dump(include=self.model_fields_set),)
 
-    def loss_keys(self) -> Section:
-        """Return the keys of the chosen loss, as its own section."""
-        section: type[Section] = LOSSES.load(self.loss_type).keys
-        return section.model_validate({name: getattr(self, name) for name in section.model_fields})
+    def loss_facts(self) -> Any:
+        """Return the facts (`LossFacts` of vembed.losses) of the chosen loss, or of the sum of several."""
+        return LOSSES.load(self.loss_type).with_added(self.added_losses)
+
+    def loss_keys(self) -> Any:
+        """Return the keys of the chosen loss, as its own section; of a sum those of each part."""
+        return self.loss_facts().keys_in(self)
 
     @model_validator(mode="before")
     @classmethod
@@ -176,7 +179,7 @@ def rules() -> list[Rule]:
 
 @functools.lru_cache(maxsize=1)
 def _idle_rules(checked: type[Config]) -> list[Rule]:
-    return idle_rules(checked.model_fields, {"loss_type": _hint})
+    return idle_rules(checked.model_fields, {"loss_type": _hint}, {"loss_type": "added_losses"})
 
 
 def _hint(config: Config, name: str) -> str:
@@ -229,11 +232,13 @@ def _of_losses(info: FieldInfo, names: list[str]) -> FieldInfo:
 def _broken_of_loss(config: Config) -> list[tuple[tuple[str, ...], str]]:
     """Return what the chosen loss's own section refuses."""
     try:
-        config.loss_keys()
+        if config.added_losses.keys() <= set(LOSSES.names()):  # a rule tells others
+            config.loss_keys()
     except ValidationError as refused:
         errors = [(each["loc"], each.get("ctx", {}).get("error", each["msg"])) for each in refused.errors()]
         of_rules = [found for _, error in errors if isinstance(error, BrokenRules) for found in error.broken]
-        own = [name for name in LOSSES.load(config.loss_type).keys.model_fields if name not in Config.model_fields]
+        names = [name for facts in config.loss_facts().alone for name in facts.keys.model_fields]
+        own = [name for name in names if name not in Config.model_fields]
         others = [
             ((*map(str, where), *own, "loss_type"), str(error))
             for where, error in errors

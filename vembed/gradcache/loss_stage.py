@@ -165,7 +165,13 @@ class LossStage:
 
         The largest logits of columns, where the loss keeps them, are gathered, and the largest of all remain.
         """
-        if self.ranks.is_one or statistics.columns is None:
+        if self.ranks.is_one:
+            return statistics
+        if statistics.parts:
+            return replace(statistics, parts=tuple(each and self._merged(each) for each in statistics.parts))
+        if statistics.sums is not None:
+            statistics = replace(statistics, sums=self.ranks.sum_(statistics.sums))
+        if statistics.columns is None:
             return statistics
         columns = statistics.columns.without_idle_maxima()
         top = self.ranks.max_(columns.max.clone())

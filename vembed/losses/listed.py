@@ -58,7 +58,7 @@ class PairSweep:
 
     Args:
         dims: Length of each prefix; None is the embedding as it is.
-        tile_size: A block of pairs has at most as many numbers as a tile of this size.
+        tile_size: A block of pairs has an eighth of the numbers of a tile of this size.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class PairSweep:
         self.pairs = ListedPairs.of(batch.structure, batch.queries)
         self._q, self._d, self._similarity, self._dims = batch.q_QE, batch.d_DE, similarity, dims
         self._dtype = torch.promote_types(batch.q_QE.dtype, torch.float32)
-        self._first, self._rows = batch.first_query, max(1, tile_size**2 // max(1, batch.q_QE.shape[1]))
+        self._first, self._rows = batch.first_query, max(1, tile_size**2 // (8 * batch.q_QE.shape[1]))
 
     @torch.no_grad()
     def similarities(self) -> Tensor:

@@ -23,9 +23,9 @@ Supervision = Literal["positives", "classes", "pairs", "lists"]
 """What a loss learns from: positives among the documents of the batch, classes, listed pairs with scores, or several
 such pairs of one row."""
 
-Memory = Literal["matrix", "tiles", "pairs", "tokens"]
-"""What a loss holds at once: the whole similarity matrix, tiles of it, values of listed pairs, or the similarities of
-all vectors of rows with several."""
+Memory = Literal["matrix", "tiles", "pairs", "tokens", "gram"]
+"""What a loss holds at once: the whole similarity matrix, tiles of it, values of listed pairs, the similarities of all
+vectors of rows with several, or the products of all dims with each other."""
 
 
 AnyLoss = TypeVar("AnyLoss", bound="type[BatchLoss]")
@@ -56,13 +56,49 @@ class LossFacts:
     # Key of another loss -> what a user who set it may want here, or a function from its value to that.
     hints: Mapping[str, str | Callable[[Any], str]] = field(default_factory=dict)
 
+    parts: tuple[tuple[LossFacts, float], ...] = ()  # of a sum of losses: each with its weight
+
+    def with_added(self, added: Mapping[str, float]) -> LossFacts:
+        """Return the facts of the sum of this loss and others, by `loss_type` with their weights."""
+        if not added:
+            return self
+        parts = ((self, 1.0), *((loss_facts(name), weight) for name, weight in added.items()))
+        every = [facts for facts, _ in parts]
+        return LossFacts(
+            name=" + ".join(facts.name for facts in every),
+            loss="vembed.losses.sum:SumLoss",
+            keys=Section,
+            title=" and ".join(facts.title for facts in every),
+            columns=tuple({column.name: column for facts in every for column in facts.columns}.values()),
+            takes=tuple(dict.fromkeys(what for facts in every for what in facts.takes)),
+            reads_teacher=lambda config: any(facts.reads_teacher(config) for facts in every),
+            multi_vector=self.multi_vector,
+            parts=parts,
+        )
+
+    def keys_in(self, config: Any) -> Any:
+        """Return the section of a configuration that has the loss's keys, of a sum those of each part."""
+        if self.parts:
+            return tuple(facts.keys_in(config) for facts, _ in self.parts)
+        return self.keys.model_validate({name: getattr(config, name) for name in self.keys.model_fields})
+
+    @property
+    def alone(self) -> tuple[LossFacts, ...]:
+        """The facts of each part of a sum, or these."""
+        return tuple(facts for facts, _ in self.parts) or (self,)
+
     def hint(self, key: str, value: object) -> str:
         """Return what a user who set a key of another loss may want here; empty where nothing is alike."""
         found = self.hints.get(key, "")
         return found(value) if callable(found) else found
 
-    def build(self, keys: Section, common: LossCommon) -> BatchLoss:
-        """Make the loss from its keys, of the class `keys` above."""
+    def build(self, keys: Any, common: LossCommon) -> BatchLoss:
+        """Make the loss from its keys, as `keys_in` gives them."""
+        if self.parts:
+            from vembed.losses.sum import SumLoss  # brings torch
+
+            built = zip(self.parts, keys, strict=True)
+            return SumLoss([(weight, facts.build(each, common)) for (facts, weight), each in built])
         loss: BatchLoss = self.loss_class().from_keys(keys, common)
         return loss
 

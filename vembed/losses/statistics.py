@@ -153,3 +153,5 @@ class Statistics:
     # of each document (K, D, k) with their queries, of this rank's only: ranks merge the latter.
     row_hardest: Hardest | None = None
     column_hardest: Hardest | None = None
+    sums: Tensor | None = None  # plain sums over this rank's rows, of any shape: ranks add them up
+    parts: tuple[Statistics | None, ...] = ()  # of a sum of losses: those of each part, merged one by one

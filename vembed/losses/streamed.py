@@ -82,7 +82,7 @@ class StreamedLoss(BatchLoss):
         self.tile_size = tile_size
 
     @property
-    def streamed(self) -> StreamedLoss:
+    def streamed(self) -> StreamedLoss | None:
         """The loss itself."""
         return self
 

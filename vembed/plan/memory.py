@@ -16,6 +16,9 @@ LOSS_STRIP_TILES = 10
 WHOLE_COPIES = 4
 """What autograd holds of a loss over the whole matrix: similarities, logits, their exponentials and a gradient."""
 
+GRAM_COPIES = 6
+"""What a loss over the products of all dims holds of them: sums of both sides, and slopes and products of one."""
+
 
 @dataclass(frozen=True, slots=True)
 class CallCost:
@@ -232,6 +235,7 @@ class LossTiles:
     memory: str = "tiles"  # as the loss's facts say: blocks, the whole "matrix", listed "pairs", or "tokens"
     strip: int = LOSS_STRIP_TILES  # most blocks of a strip of rows that is kept beside them; 0 where none is
     listed: tuple[int, int] = (0, 0)  # numbers that live on for each query of the device, and each document of all
+    parts: tuple[LossTiles, ...] = ()  # of a sum of losses: each one's; nothing else counts then
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +271,13 @@ def loss_bytes(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
 
 def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     """Return how many numbers the loss holds at once; one that doesn't stream is computed whole on every device."""
+    if tiles.parts:  # what one holds between its two sweeps waits for the others, and so does a gradient
+        waiting = size.values_of(rows.num_queries, rows.all_documents)
+        return waiting + sum(_similarities(size, rows, part) for part in tiles.parts)
     if tiles.memory == "pairs":
         return WHOLE_COPIES * rows.all
+    if tiles.memory == "gram":
+        return GRAM_COPIES * size.dimension**2
     if tiles.memory in ("matrix", "tokens"):
         vectors = size.query_vectors * size.row_vectors if tiles.memory == "tokens" else 1
         return WHOLE_COPIES * rows.all_queries * rows.all_documents * vectors

@@ -21,7 +21,6 @@ from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, DataSize, PlanningProblem
 from vembed.plan.reserve import reserve_notes
 from vembed.plan.strategy import choose
 from vembed.redact import redact_value
-from vembed.registry import LOSSES
 from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
@@ -289,7 +288,14 @@ def _loss_tiles(keys: Config, machine: Machine, model: ModelSize) -> tuple[LossT
     size = keys.loss_tile_size
     if size == "auto":
         size = CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE
-    facts = LOSSES.load(keys.loss_type)
-    count, strip = facts.blocks(keys.loss_keys())
-    listed = facts.listed(keys.loss_keys())
-    return LossTiles(size, count + len(prefixes), facts.memory, strip, listed), notes
+    facts = keys.loss_facts()
+    return _tiles_of(facts, keys.loss_keys(), size, len(prefixes)), notes
+
+
+def _tiles_of(facts: Any, keys: Any, size: int, num_prefixes: int) -> LossTiles:
+    """Return the blocks of a loss, or of each part of a sum."""
+    if facts.parts:
+        parts = zip(facts.alone, keys, strict=True)
+        return LossTiles(size, 0, parts=tuple(_tiles_of(part, own, size, num_prefixes) for part, own in parts))
+    count, strip = facts.blocks(keys)
+    return LossTiles(size, count + num_prefixes, facts.memory, strip, facts.listed(keys))

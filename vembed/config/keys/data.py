@@ -96,10 +96,10 @@ class DataKeys(SourceKeys):
     drop_last: bool = key(False, "Drop the last, smaller batch of each epoch.")
 
 
-@rule("label_kind", "loss_type")
+@rule("label_kind", "loss_type", "added_losses")
 def _scores_have_a_loss(config: "Config") -> str | None:
     """`label_kind: pair` and `grade` need a loss that takes listed pairs."""
-    if config.label_kind not in {"pair", "grade"} or takes_pairs(config.loss_type):
+    if config.label_kind not in {"pair", "grade"} or takes_pairs(config.loss_type, *config.added_losses):
         return None
     taking = [name for name in LOSSES.names() if takes_pairs(name)]
     return (
@@ -109,6 +109,6 @@ def _scores_have_a_loss(config: "Config") -> str | None:
     )
 
 
-def takes_pairs(loss: str) -> bool:
-    """Return whether a loss takes listed pairs with scores."""
-    return bool({"pairs", "lists"} & set(LOSSES.load(loss).takes))
+def takes_pairs(*losses: str) -> bool:
+    """Return whether one of some losses takes listed pairs with scores."""
+    return any({"pairs", "lists"} & set(LOSSES.load(name).takes) for name in losses if name in LOSSES)

@@ -1,10 +1,12 @@
 """Keys of the loss: which one, and what several losses share. Keys of one loss alone stand beside that loss."""
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from vembed.config.fields import ANY, Auto, BrokenRules, Count, Name, Positive, Section, key, rule
+from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -109,6 +111,11 @@ class LossChoice(Section):
     """Which loss, and how exactly it is computed."""
 
     loss_type: Name = key("infonce", "The loss.")
+    added_losses: Mapping[Name, Positive] = key(
+        {},
+        "Further losses, name -> weight: each one's value times its weight is added to that of loss_type, and "
+        "its keys act.",
+    )
     loss_precision: Literal["highest", "tf32"] = key(
         "highest",
         "How exactly the loss multiplies float32 matrices. tf32 is faster on CUDA devices from Ampere on and rounds "
@@ -138,3 +145,36 @@ def _prefixes_have_weights(config: "Config") -> str | None:
         f"mrl_weights has {len(config.mrl_weights)} entries for the {len(config.mrl_dims)} of mrl_dims; give one "
         "weight for each, or remove mrl_weights to weigh all alike"
     )
+
+
+@rule("added_losses", "loss_type")
+def _added_losses_fit(config: "Config") -> str | None:
+    """`added_losses` must hold losses other than `loss_type`, which take as many vectors of a row as it does."""
+    main = LOSSES.load(config.loss_type)
+    for name in config.added_losses:
+        if name not in LOSSES or name == config.loss_type:
+            others = [each for each in LOSSES.names() if each != config.loss_type]
+            found = "is loss_type itself" if name == config.loss_type else "is no loss"
+            return f"added_losses: {name!r} {found}; name one of {', '.join(others)}"
+        if LOSSES.load(name).multi_vector != main.multi_vector:
+            return f"added_losses: {name} takes other embeddings than {main.name}: one of them several for each row"
+    return None
+
+
+@rule("loss_type", "added_losses")
+def _the_loss_learns_from_rows(config: "Config") -> str | None:
+    """`loss_type` must be a loss that learns from what the rows say."""
+    if LOSSES.load(config.loss_type).takes:
+        return None
+    name = config.loss_type
+    return f"{name} alone learns nothing from the rows; choose another loss_type, and set added_losses to {{{name}: 1}}"
+
+
+@rule("added_losses", "label_kind", "teacher_model_name")
+def _added_losses_have_scores(config: "Config") -> str | None:
+    """`added_losses` over listed pairs need a `label_kind`, or a teacher, that gives them."""
+    known = [LOSSES.load(name) for name in config.added_losses if name in LOSSES]
+    found = [facts.name for facts in known if facts.takes in (("pairs",), ("lists",))]
+    if not found or config.label_kind in {"pair", "grade"} or config.teacher_model_name is not None:
+        return None
+    return f"added_losses: {found[0]} learns from listed pairs; set label_kind to grade or pair, or teacher_model_name"

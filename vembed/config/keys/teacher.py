@@ -34,20 +34,21 @@ class TeacherKeys(Section):
 def teacher_gives_scores(config: "Config") -> bool:
     """Return whether a teacher's scores of a row's own documents stand in for those that data may list."""
     by_data = config.label_kind in ("pair", "grade")
-    return config.teacher_model_name is not None and takes_pairs(config.loss_type) and not by_data
+    return config.teacher_model_name is not None and not by_data and takes_pairs(config.loss_type, *config.added_losses)
 
 
-@rule("teacher_model_name", "loss_type", "label_kind", "false_negative_filter")
+@rule("teacher_model_name", "loss_type", "added_losses", "label_kind", "false_negative_filter")
 def _somebody_reads_the_teacher(config: "Config") -> str | None:
     """`teacher_model_name` must be set where the loss reads a teacher, and only there."""
     loss, is_given = config.loss_type, config.teacher_model_name is not None
-    is_read = LOSSES.load(loss).reads_teacher(config)
+    every = [name for name in (loss, *config.added_losses) if name in LOSSES]
+    is_read = any(LOSSES.load(name).reads_teacher(config) for name in every)
     if is_given == (is_read or (is_given and teacher_gives_scores(config))):
         return None
     if is_read:
         reader = "false_negative_filter teacher" if filters_by_teacher(config) else f"loss_type {loss}"
         return f"{reader} reads a teacher's vectors, and there is none; set teacher_model_name"
-    if takes_pairs(loss):
+    if takes_pairs(*every):
         return f"label_kind {config.label_kind} gives the scores already; leave it out, or teacher_model_name"
     return "nothing reads the teacher: set false_negative_filter to teacher, or leave teacher_model_name out"
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.evaluation.result import EvaluationResult
-    from vembed.losses.registry import LossFacts
 
 DATA_KEYS = (("training", "data_path"), ("dev", "val_data_path"), ("test", "test_data_path"))
 TOWER_KEYS = ("text_model_name", "image_model_name")
@@ -127,19 +126,20 @@ def _source_paths(config: Mapping[str, object]) -> list[str]:
 
 
 def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[tuple[str, str]]:
-    loss = _loss(config)
-    keys = ("loss_type", *(() if loss is None else loss.keys.model_fields), *CONFIG_SETTINGS)
+    losses = [loss_facts(name) for name in _loss_names(config) if name in LOSSES]
+    of_losses = dict.fromkeys(key for loss in losses for key in loss.keys.model_fields)
+    keys = ("loss_type", "added_losses", *of_losses, *CONFIG_SETTINGS)
     found = {key: config.get(key) for key in keys if key != "epochs" or config.get("max_steps") is None}
     found |= {key: plan.get(key) for key in PLAN_SETTINGS}
     settings = [(key, value_text(key, value)) for key, value in found.items() if value not in OFF]
-    stated = () if loss is None else (("loss formula", loss.formula), ("loss source", loss.source))
+    stated = [pair for loss in losses for pair in (("loss formula", loss.formula), ("loss source", loss.source))]
     return [*settings, *(pair for pair in stated if pair[1])]
 
 
-def _loss(config: Mapping[str, object]) -> LossFacts | None:
-    """Return the facts of the run's loss, None where it is of a plugin that isn't imported."""
-    name = str(config.get("loss_type"))
-    return loss_facts(name) if name in LOSSES else None
+def _loss_names(config: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the names of the run's losses; those of plugins that aren't imported have no facts."""
+    added = config.get("added_losses")
+    return (str(config.get("loss_type")), *(added if isinstance(added, dict) else ()))
 
 
 def _methods(config: Mapping[str, object], plan: Mapping[str, object]) -> tuple[str, ...]:
@@ -147,7 +147,7 @@ def _methods(config: Mapping[str, object], plan: Mapping[str, object]) -> tuple[
     retain = plan.get("retain")
     keeps_part = plan.get("retain_tokens") is not None or (isinstance(retain, (int, float)) and retain < 1)
     used = {
-        str(config.get("loss_type")): True,
+        **dict.fromkeys(_loss_names(config), True),
         "matryoshka": bool(config.get("mrl_dims")),
         "gradient caching": keeps_part,
         "lora": config.get("use_lora") is True or "lora" in str(plan.get("strategy")),

@@ -13,7 +13,6 @@ from vembed.data.images import ImageLimits
 from vembed.data.mixture import Mixture
 from vembed.data.sampler import GlobalSampler
 from vembed.errors import DataError
-from vembed.losses.registry import loss_facts
 from vembed.training.inputs import load_run_data
 
 if TYPE_CHECKING:
@@ -33,12 +32,12 @@ def load_data(config: Config) -> RunData:
         DataError: No training data is named, or some of it can't be used.
     """
     needs_dev = config.eval_strategy != "no" or config.test_data_path is None
-    loss = loss_facts(config.loss_type)
+    loss = config.loss_facts()
     if not teacher_gives_scores(config):
         return load_run_data(config, needs_dev=needs_dev, loss=loss)
     any_row = replace(loss, takes=(*loss.takes, "positives"))  # the teacher scores what it has
     data = load_run_data(config, needs_dev=needs_dev, loss=any_row)
-    if "pairs" not in loss.takes and data.counts.num_documents == data.counts.num_records:
+    if not {"pairs", "positives"} & set(loss.takes) and data.counts.num_documents == data.counts.num_records:
         raise DataError(
             f"{config.data_path}: loss_type {loss.name} learns nothing from rows of one document, and all are; add the "
             f"column negatives"

@@ -159,11 +159,11 @@ def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
         ConfigError: It can't be made with this encoder.
     """
     _refuse_long_prefixes(config, encoder)
-    facts = loss_facts(config.loss_type)
+    facts = loss_facts(config.loss_type).with_added(config.added_losses)
     if facts.multi_vector != encoder.multi_vector:
         taken, given = ("several vectors", "one") if facts.multi_vector else ("one vector", "several")
         raise ConfigError(
-            f"loss_type {config.loss_type} takes {taken} for each row and {config.model_name} gives {given}; choose "
+            f"loss_type {facts.name} takes {taken} for each row and {config.model_name} gives {given}; choose "
             f"another loss or another model"
         )
     dtype = torch.promote_types(DTYPES[config.torch_dtype], torch.float32)

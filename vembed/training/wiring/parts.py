@@ -19,7 +19,6 @@ from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.calls import Passes
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.losses.registry import loss_facts
 from vembed.models.files import DTYPES
 from vembed.plan.devices import Devices
 from vembed.redact import redact
@@ -144,7 +143,7 @@ def teacher(run: Run, folder: Path | None = None) -> Teacher | None:
     return find_teacher(
         keys,
         run.data.records if folder is None else run.data.records.subset(run.sampler.rows(0)),
-        TeacherUse(loss_facts(config.loss_type).reads_teacher(config), teacher_gives_scores(config)),
+        TeacherUse(config.loss_facts().reads_teacher(config), teacher_gives_scores(config)),
         folder or (run.output.teacher if config.teacher_cache == "auto" else Path(config.teacher_cache)),
         limits=image_limits(config),
         devices=Devices.of(run.runtime.machine, plan.world_size),
@@ -173,7 +172,8 @@ def batch_source(run: Run, stored: StoredVectors | None = None, answers: Answers
         world_size=ranks.world_size,
         stored=stored,
         answers=answers,
-        counts_masked=getattr(config.loss_keys(), "mask_false_negatives", False),
+        counts_masked=config.mask_false_negatives
+        and any("mask_false_negatives" in facts.keys.model_fields for facts in config.loss_facts().alone),
         prompted=prompted(config, run.encoder),
     )
 

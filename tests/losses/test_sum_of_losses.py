@@ -1,0 +1,169 @@
+"""A sum of losses is the sum of its parts, on any ranks, and the spread-out regulariser that of all products."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from loss_cases import LossCase, plain
+from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed, unit_rows
+from test_cosent import graded
+
+from vembed.config.load import load_config
+from vembed.errors import ConfigError
+from vembed.losses.base import LossCommon
+from vembed.losses.cosine_mse import CosineMseLoss
+from vembed.losses.in_batch_hard import InBatchHard
+from vembed.losses.infonce import InfoNCE
+from vembed.losses.prefixes import Prefixes, weighted_similarities
+from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.spread_out import SpreadOutLoss
+from vembed.losses.streamed import LossGradients
+from vembed.losses.sum import SumLoss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIXES = {"whole": None, "weighted": Prefixes.of([5, 1, 3], [3, 1, 2])}
+
+
+def looped(loss: SpreadOutLoss, q_QE: Tensor, d_DE: Tensor) -> LossGradients:
+    """Return the regulariser by all products of rows with rows."""
+    q, d = q_QE.detach().double().requires_grad_(), d_DE.detach().double().requires_grad_()
+    total = q.sum() * 0 + d.sum() * 0
+    for side in (q, d):
+        dims = [side.shape[1]] if loss.prefixes is None else loss.prefixes.dims
+        for dim, (weight, products) in zip(dims, weighted_similarities(side, side, loss.prefixes), strict=True):
+            other = products[~torch.eye(len(side), dtype=torch.bool)]
+            second = (other.square().mean() - 1 / dim).relu()
+            total = total + weight / 2 * (loss.mean * other.mean() ** 2 + loss.second_moment * second)
+    return LossGradients(total.detach(), *torch.autograd.grad(total, [q, d]), {})
+
+
+def rows_of(case: LossCase, *, tight: float) -> tuple[Tensor, Tensor]:
+    """Return rows around one direction, the nearer the larger `tight` is."""
+    sides = (unit_rows(len(each), 5, seed=seed) for seed, each in enumerate((case.queries, case.documents)))
+    q_QE, d_DE = (torch.nn.functional.normalize(each + tight * each[:1], dim=1) for each in sides)
+    return q_QE, d_DE
+
+
+@pytest.mark.parametrize("sizes", [(13,), (7, 6), (5, 0, 8)])
+@pytest.mark.parametrize("prefixes", PREFIXES)
+@pytest.mark.parametrize("tight", [0.0, 1.0])
+def test_the_regulariser_is_its_definition_on_any_ranks(prefixes: str, sizes: tuple[int, ...], tight: float) -> None:
+    case = plain(13, 29)
+    q_QE, d_DE = rows_of(case, tight=tight)
+    for tile_size in (1, 9, 1000):
+        loss = SpreadOutLoss(mean=2.0, second_moment=3.0, prefixes=PREFIXES[prefixes], tile_size=tile_size)
+        expected = looped(loss, q_QE, d_DE)
+        assert expected.loss > 0
+        assert_equal(defined(loss, case, q_QE, d_DE), expected)
+        assert_equal(over_ranks(loss, case, q_QE, d_DE, sizes), expected)
+
+
+def test_rows_further_apart_than_random_ones_are_left_alone() -> None:
+    found = streamed(SpreadOutLoss(mean=0.0), plain(4, 4), torch.eye(4), torch.eye(4))
+    assert found.loss == 0
+    assert (found.dq_QE == 0).all()
+
+
+def test_float32_keeps_its_digits() -> None:
+    case = plain(300, 500)
+    q_QE, d_DE = (unit_rows(count, 64, seed=count, dtype=torch.float32) for count in (300, 500))
+    loss = SpreadOutLoss(tile_size=64)
+    assert_equal(streamed(loss, case, q_QE, d_DE), looped(loss, q_QE, d_DE), 1e-5)
+
+
+@pytest.mark.slow
+def test_the_regulariser_is_sentence_transformers_own() -> None:
+    library = pytest.importorskip("sentence_transformers.losses")
+    case = plain(12, 12)
+    leaves = [(2 * side).requires_grad_() for side in rows_of(case, tight=0.7)]
+    q_QE, d_DE = (torch.nn.functional.normalize(leaf, dim=-1) for leaf in leaves)
+    theirs = library.GlobalOrthogonalRegularizationLoss(torch.nn.Identity(), mean_weight=2.0, second_moment_weight=0.5)
+    expected = torch.stack(list(theirs.compute_loss_from_embeddings([q_QE, d_DE]).values())).sum()
+    ours = SpreadOutLoss(mean=2.0, second_moment=0.5)(q_QE, d_DE, case.structure)
+    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
+    for each, other in zip(
+        *(torch.autograd.grad(it, leaves, retain_graph=True) for it in (ours, expected)), strict=True
+    ):
+        assert torch.allclose(each, other, rtol=1e-6, atol=1e-10)
+
+
+def parts(tile_size: int = 3) -> list[tuple[float, Any]]:
+    common: dict[str, Any] = {"dtype": torch.float64, "tile_size": tile_size}
+    infonce = {"temperature": 0.2, "learn_temperature": True, **common}
+    return [
+        (1.0, InfoNCE(**infonce, bidirectional=True, prefixes=Prefixes.of([4, 2]))),
+        (0.3, SpreadOutLoss(tile_size=tile_size)),
+        (2.0, CosineMseLoss(tile_size=tile_size)),
+        (0.5, SigmoidLoss(init_logit_scale=2.0, init_logit_bias=-3.0, **common)),
+        (0.7, InBatchHard(**infonce, hard_topk=3, bidirectional=True)),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [(13,), (7, 6)])
+def test_a_sum_is_the_sum_of_its_parts(sizes: tuple[int, ...]) -> None:
+    for case in (graded(13, 29, grades=4), random_case(3, num_queries=13, num_documents=29, texts=25)):
+        q_QE, d_DE = rows_of(case, tight=0.5)
+        each = [(weight, defined(part, case, q_QE, d_DE)) for weight, part in parts()]
+        own = {f"parts.{place}.{name}": w * g for place, (w, it) in enumerate(each) for name, g in it.own.items()}
+        expected = LossGradients(
+            torch.stack([weight * it.loss for weight, it in each]).sum(),
+            torch.stack([weight * it.dq_QE for weight, it in each]).sum(0),
+            torch.stack([weight * it.dd_DE for weight, it in each]).sum(0),
+            own,
+        )
+        total = SumLoss(parts())
+        assert own.keys() == dict(total.named_parameters()).keys()
+        assert_equal(defined(total, case, q_QE, d_DE), expected)
+        assert_equal(over_ranks(total, case, q_QE, d_DE, sizes), expected)
+
+
+def test_a_sum_with_a_part_that_does_not_stream_is_computed_whole_and_keeps_bounds_of_all() -> None:
+    class Whole(SpreadOutLoss):
+        @property
+        def streamed(self) -> None:
+            return None
+
+    total = SumLoss(parts())
+    assert total.streamed is total
+    assert total.temperature == pytest.approx(0.2)
+    assert SumLoss([*parts(), (1.0, Whole())]).streamed is None
+    with torch.no_grad():
+        for parameter in total.parameters():
+            parameter.fill_(1e6)
+    total.constrain()
+    assert total.temperature == pytest.approx(0.01)
+
+
+def problem(*keys: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, ["model_name=m", *keys])
+    return str(caught.value)
+
+
+def test_the_configuration_makes_a_sum_with_the_keys_of_each_part() -> None:
+    keys = ["added_losses={spread_out: 0.1, cosent: 2}", "cosent_scale=5", "temperature=0.1", "label_kind=grade"]
+    config = load_config(None, ["model_name=m", *keys, "spread_out_mean=0.5"]).config
+    facts = config.loss_facts()
+    loss: Any = facts.build(config.loss_keys(), LossCommon(torch.float32, 8, 16))
+    assert loss.weights == (1.0, 0.1, 2.0)
+    assert [type(part).__name__ for part in loss.parts] == ["InfoNCE", "SpreadOutLoss", "CosentLoss"]
+    assert (loss.parts[1].mean, loss.parts[2].scale) == (0.5, 5.0)
+    assert (facts.name, facts.takes) == ("infonce + spread_out + cosent", ("positives", "pairs"))
+    assert [column.name for column in facts.columns] == ["weight"]
+
+
+def test_what_can_not_be_added_is_refused() -> None:
+    assert "'triplett' is no loss; name one of sigmoid" in problem("added_losses={triplett: 1}")
+    assert "'infonce' is loss_type itself" in problem("added_losses={infonce: 1}")
+    assert "takes other embeddings than infonce" in problem("added_losses={colbert: 1}")
+    assert "must be > 0, got 0" in problem("added_losses={cosent: 0}")
+    assert "spread_out alone learns nothing from the rows" in problem("loss_type=spread_out")
+    assert "angle learns from listed pairs; set label_kind" in problem("added_losses={angle: 1}")
+    assert "cosent_scale has no effect" in problem("added_losses={spread_out: 1}", "cosent_scale=5")
+    assert "a learned temperature starts" in problem(
+        "loss_type=sigmoid", "added_losses={infonce: 1}", "learn_temperature=true", "temperature=5"
+    )

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from vembed.config.load import load_config
+from vembed.plan import advice
 from vembed.plan.devices import parse_devices
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 from vembed.plan.plan import Plan, make_plan
@@ -45,12 +48,17 @@ def model(parameters: float, *, tokens: int = 128, adapters: bool = True) -> Mod
     return replace(plain, adapted=sized(parameters + added, added)) if adapters else plain
 
 
-def planned(devices: str, size: ModelSize | float, *overrides: str, data: DataSize = DATA, **options: Any) -> Plan:
-    """Plan for devices such as 4xA100-80GB."""
+def planned(
+    devices: str, size: ModelSize | float, *overrides: str, data: DataSize = DATA, scaled: bool = False, **options: Any
+) -> Plan:
+    """Plan for devices such as 4xA100-80GB; unless `scaled`, without the plans for more and fewer of them."""
     config = load_config(None, ["model_name=m", *overrides]).config
     sized = model(size, **options) if isinstance(size, (int, float)) else size
     spread = parse_devices(devices)
-    return make_plan(config, spread.machine(16), sized, data, devices=spread)
+    with pytest.MonkeyPatch.context() as patch:
+        if not scaled:  # they are most of the work
+            patch.setattr(advice, "_scaling", lambda problem: ())
+        return make_plan(config, spread.machine(16), sized, data, devices=spread)
 
 
 def reason(plan: Plan, start: str) -> str:

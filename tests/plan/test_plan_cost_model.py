@@ -187,11 +187,13 @@ def test_the_ladder_goes_from_checkpointing_to_more_devices_with_numbers() -> No
 
 
 def test_more_devices_are_weighed_from_one_on() -> None:
-    lines = planned("4xA100-80GB", 6e8).advice.scaling
+    lines = planned("4xA100-80GB", 6e8, scaled=True).advice.scaling
     assert [line.split(":")[0] for line in lines] == ["1", "2", "4", "8 on 2 machines"]
     assert lines[0].startswith("1: single")
     assert lines[2].startswith("4: ddp")
-    assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8).advice.scaling][-1] == "32 on 4 machines"
+    assert [line.split(":")[0] for line in planned("2x8xA100-80GB", 6e8, scaled=True).advice.scaling][
+        -1
+    ] == "32 on 4 machines"
 
 
 def test_copies_of_weights_in_half_precision_are_counted_where_autocast_makes_them() -> None:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from command_cases import Site, assert_same_run, run_keys, steps_saved
+from command_cases import Site, assert_same_run, run_keys, run_process, steps_saved, write_config
 
 from vembed.errors import PreemptedError
 from vembed.evaluation.encode import ItemEncoder
@@ -97,11 +97,17 @@ def test_scores_of_a_rows_own_documents_train_a_loss_of_pairs(site: Site, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_teacher_that_finds_false_negatives_changes_what_is_learnt(site: Site, tmp_path: Path) -> None:
-    keys = taught(site) | {"loss_type": "infonce", "false_negative_filter": "teacher", "false_negative_margin": 0.3}
+def test_a_teacher_that_finds_false_negatives_changes_what_is_learnt_on_any_number_of_processes(
+    site: Site, tmp_path: Path
+) -> None:
+    found = {"false_negative_filter": "teacher", "false_negative_margin": 0.3, "num_processes": 1}
+    keys = taught(site) | {"loss_type": "infonce", "plugins": []} | found
     filtered = run_keys(tmp_path / "filtered", keys)
     assert filtered.code == 0, filtered.err
-    for name in ("teacher_model_name", "false_negative_filter", "false_negative_margin"):
+    two = run_process(write_config(tmp_path / "two", keys | {"num_processes": 2}))
+    assert two.code == 0, two.err
+    assert two.losses == pytest.approx(filtered.losses, rel=1e-4)
+    for name in ("teacher_model_name", *found):
         del keys[name]
     plain = run_keys(tmp_path / "plain", keys)
     assert plain.code == 0, plain.err

@@ -205,6 +205,14 @@ def test_the_prediction_is_of_the_batch_that_there_is() -> None:
     assert small.bytes_per_device.loss == of_ten
 
 
+def test_a_teachers_vectors_of_all_rows_are_counted() -> None:
+    plain, taught = (
+        plan("batch_size=4096", data=DataSize(num_records=9000, documents_per_query=2.0, teacher_dimension=dimension))
+        for dimension in (0, 1024)
+    )
+    assert taught.bytes_per_device.loss - plain.bytes_per_device.loss == 3 * 4096 * 1024 * 4
+
+
 def test_the_loss_takes_the_memory_of_tiles_however_large_the_batch() -> None:
     loss = loss_bytes(replace(MINILM, dimension=256), BatchRows.of_one(65_536, 65_536), LossTiles(1024, 2))
     table = 2 * 65_536 * 256 * 4

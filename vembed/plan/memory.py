@@ -236,6 +236,7 @@ class LossTiles:
     strip: int = LOSS_STRIP_TILES  # most blocks of a strip of rows that is kept beside them; 0 where none is
     listed: tuple[int, int] = (0, 0)  # numbers that live on for each query of the device, and each document of all
     parts: tuple[LossTiles, ...] = ()  # of a sum of losses: each one's; nothing else counts then
+    teacher: int = 0  # dims of a teacher's vectors, which every device has of all rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +267,8 @@ class BatchRows:
 def loss_bytes(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     """Return the memory of the loss stage: embeddings, their gradients, and what it holds of the similarities."""
     embeddings = 2 * size.values_of(rows.num_queries, rows.num_documents)
-    return (embeddings + _similarities(size, rows, tiles)) * max(4, size.bytes_per_value)
+    similarities = (embeddings + _similarities(size, rows, tiles)) * max(4, size.bytes_per_value)
+    return similarities + 4 * tiles.teacher * rows.all
 
 
 def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:

@@ -147,7 +147,7 @@ def make_plan(
     batch = plan_batch(config, config, devices, model, data, host_bytes=cpu_memory_bytes())
     dtype, dtype_notes = compute_dtype(config, config.torch_dtype, machine)
     rows, num_pictures = _batch_rows(batch, devices, data)
-    tiles, tile_notes = _loss_tiles(config, machine, model)
+    tiles, tile_notes = _loss_tiles(config, machine, model, data.teacher_dimension)
     problem = PlanningProblem(config, machine, devices, model, rows, num_pictures, dtype, tiles)
     packing, packing_reason = plan_packing(config, machine, model)
     choice = choose(problem)
@@ -275,7 +275,9 @@ def _reduction_notes(keys: DistributedKeys, num_devices: int, way: Way) -> list[
     return notes
 
 
-def _loss_tiles(keys: Config, machine: Machine, model: ModelSize) -> tuple[LossTiles, list[str]]:
+def _loss_tiles(
+    keys: Config, machine: Machine, model: ModelSize, teacher_dimension: int
+) -> tuple[LossTiles, list[str]]:
     """Return the blocks of the similarity matrix; a Matryoshka loss holds one for each prefix beside the others."""
     prefixes, notes = keys.mrl_dims or (), []
     if prefixes and max(prefixes) < model.dimension:
@@ -289,7 +291,8 @@ def _loss_tiles(keys: Config, machine: Machine, model: ModelSize) -> tuple[LossT
     if size == "auto":
         size = CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE
     facts = keys.loss_facts()
-    return _tiles_of(facts, keys.loss_keys(), size, len(prefixes)), notes
+    tiles = _tiles_of(facts, keys.loss_keys(), size, len(prefixes))
+    return replace(tiles, teacher=teacher_dimension), notes
 
 
 def _tiles_of(facts: Any, keys: Any, size: int, num_prefixes: int) -> LossTiles:

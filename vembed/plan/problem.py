@@ -38,6 +38,7 @@ class DataSize:
     notes: tuple[str, ...] = ()  # what was held out, skipped or is unusual, one plain sentence each
     pictures_per_record: float = 0.0  # mean
     picture_bytes: int = 0  # host memory of one picture as the encoder takes it
+    teacher_dimension: int = 0  # of the teacher's vectors that the loss reads; 0 where it reads none
 
 
 @dataclass(frozen=True, slots=True)

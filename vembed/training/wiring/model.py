@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.config.keys.model import renamed
+from vembed.config.keys.model import ModelKeys, renamed
 from vembed.distributed.starting_weights import Outline
 from vembed.errors import ConfigError, MachineError, VembedError
 from vembed.files import new_folder
@@ -16,9 +16,10 @@ from vembed.losses.registry import loss_facts
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
+from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.files import DTYPES, save_background
 from vembed.models.profile.profile import CANNOT_RUN
-from vembed.models.registry import is_from_scratch, load_encoder
+from vembed.models.registry import is_from_scratch, load_encoder, load_skeleton
 from vembed.training.checks import refuse_nonfinite_weights
 from vembed.training.inputs import RunData, record_texts
 from vembed.training.wiring.data import image_limits
@@ -150,6 +151,30 @@ def _save_initial(encoder: Encoder, folder: Path) -> None:
     except OSError as error:
         fix = "Free some space, or choose another output_dir"
         raise MachineError(f"{folder} can't be written: {error.strerror or error}. {fix}") from error
+
+
+def teacher_keys(config: Config) -> ModelKeys:
+    """Return the name of a run's teacher, which there is, and how it is loaded."""
+    assert config.teacher_model_name is not None
+    return ModelKeys(
+        model_name=config.teacher_model_name,
+        model_revision=config.teacher_revision,
+        allow_pickle=config.allow_pickle,
+        torch_dtype="bfloat16" if config.torch_dtype == "bfloat16" else "float32",
+    )
+
+
+def teacher_dimension(config: Config) -> int:
+    """Return the dims of the teacher's vectors that the loss reads; 0 where it reads none, or a model has none.
+
+    Raises:
+        ConfigError: There is no such model.
+        MachineError: It can't be reached.
+    """
+    if config.teacher_model_name is None or not config.loss_facts().reads_teacher(config):
+        return 0
+    keys = teacher_keys(config)
+    return 0 if CrossEncoder.is_meant(keys) else load_skeleton(keys).dimension
 
 
 def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, plain_values
-from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.data.augment import Augmenter
 from vembed.data.clusters import HardBatches
@@ -32,6 +31,7 @@ from vembed.training.saving import RunCheckpoints
 from vembed.training.teacher import Asking, TeacherUse, find_teacher
 from vembed.training.trackers.registry import open_trackers
 from vembed.training.wiring.data import build_sampler, image_limits, measures_both_directions, prompted
+from vembed.training.wiring.model import teacher_keys
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,14 +134,8 @@ def teacher(run: Run, folder: Path | None = None) -> Teacher | None:
     config, plan = run.config, run.plan
     if config.teacher_model_name is None:
         return None
-    keys = ModelKeys(
-        model_name=config.teacher_model_name,
-        model_revision=config.teacher_revision,
-        allow_pickle=config.allow_pickle,
-        torch_dtype="bfloat16" if config.torch_dtype == "bfloat16" else "float32",
-    )
     return find_teacher(
-        keys,
+        teacher_keys(config),
         run.data.records if folder is None else run.data.records.subset(run.sampler.rows(0)),
         TeacherUse(config.loss_facts().reads_teacher(config), teacher_gives_scores(config)),
         folder or (run.output.teacher if config.teacher_cache == "auto" else Path(config.teacher_cache)),

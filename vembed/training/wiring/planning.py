@@ -21,6 +21,7 @@ from vembed.plan.plan import Plan, compute_dtype, make_plan
 from vembed.plan.problem import DataSize, Mode, Strategy
 from vembed.plan.strategy import DECIDING_KEYS
 from vembed.training.wiring.data import measures_both_directions
+from vembed.training.wiring.model import teacher_dimension
 
 if TYPE_CHECKING:
     from vembed.checkpoint.contents import LoadedCheckpoint
@@ -93,6 +94,7 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
         documents_per_query=counts.num_documents / counts.num_records,
         pictures_per_record=counts.items.num_pictures / counts.num_records,
         picture_bytes=model.picture_bytes,
+        teacher_dimension=teacher_dimension(config),
         notes=(
             *data.notes,
             *_idle_augmentation(config, data),
@@ -140,6 +142,7 @@ def plan_elsewhere(config: Config, devices: Devices | None, *, shape: str | None
         documents_per_query=1.0,
         pictures_per_record=float(shows),
         picture_bytes=model.picture_bytes,
+        teacher_dimension=teacher_dimension(config),
         notes=(f"no data were read: {num_records:,} records of {assumed} each are assumed, and this machine's cores",),
     )
     return make_plan(config, machine, model, size, devices=devices)

@@ -9,7 +9,7 @@ from command_cases import Outcome, Site, make_site, run_process, write_config
 from search_cases import Done, Page, start_page, write_corpus
 
 import vembed
-from vembed.entrypoints import encode, mine, search
+from vembed.entrypoints import encode, merge, mine, search
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +41,7 @@ def call(capsys: pytest.CaptureFixture[str]) -> Any:
     """Call a command in this process: call("encode", MODEL, ...)."""
 
     def run(command: str, *words: object) -> Done:
-        module = {"encode": encode, "mine": mine, "search": search}[command]
+        module = {"encode": encode, "merge": merge, "mine": mine, "search": search}[command]
         capsys.readouterr()
         try:
             code = module.main([str(word) for word in words], program=f"vembed {command}")

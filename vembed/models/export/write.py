@@ -93,8 +93,30 @@ def export_model(
     refuse_taken(output, overwrite=request.overwrite, source=source)
     stored = stored_dtype(request.keys)
     dtype = request.dtype or stored
-    computing = "float64" if torch.float64 in (dtype, stored) else "float32"
-    encoder = load_encoder(request.keys.model_copy(update={"torch_dtype": computing})).eval()
+    encoder = load_encoder(request.keys.model_copy(update={"torch_dtype": _computing(dtype, stored)})).eval()
+    return write_encoder(encoder, request, dtype, extra_files, poll=poll)
+
+
+def write_encoder(
+    encoder: Encoder,
+    request: ExportRequest,
+    dtype: torch.dtype,
+    extra_files: Callable[[Encoder, Form], Mapping[str, str]],
+    *,
+    poll: Callable[[], None] = lambda: None,
+) -> Exported:
+    """Write an encoder that was loaded as the request's keys say, whatever its weights are now; it is used up.
+
+    Args:
+        dtype: Of the stored weights.
+        extra_files: As in `export_model`.
+
+    Raises:
+        ConfigError: The form won't do; nothing was written.
+        MachineError: As `export_model`.
+        NonFiniteError: As `export_model`.
+    """
+    output, computing = request.output.expanduser().resolve(), _computing(dtype, next(encoder.parameters()).dtype)
     form = choose_form(encoder, request.form)
     before = sample_vectors(encoder)
     poll()
@@ -121,6 +143,11 @@ def export_model(
     readers = tuple(f"{reader} {version(reader)}" for reader in found)
     rounding = largest_difference(before, wanted)
     return Exported(form, dtype, max(differences.values()), rounding, num_items(wanted), readers)
+
+
+def _computing(dtype: torch.dtype, stored: torch.dtype) -> str:
+    """Return the type to compute in, by name."""
+    return "float64" if torch.float64 in (dtype, stored) else "float32"
 
 
 def refuse_taken(output: Path, *, overwrite: bool, source: Path | None) -> None:

@@ -93,7 +93,8 @@ def shapes_and_padding(
 
 
 @pytest.mark.parametrize(
-    ("draw", "tokens"), [(text_lengths, 16_384), (text_lengths, 131_072), (question_lengths, 32_768)]
+    ("draw", "tokens"),
+    [(text_lengths, 16_384), pytest.param(text_lengths, 131_072, marks=pytest.mark.slow), (question_lengths, 32_768)],
 )
 def test_a_hundred_large_steps_see_few_shapes_and_little_padding(
     draw: Callable[[np.random.Generator], np.ndarray], tokens: int

@@ -153,6 +153,7 @@ def test_a_new_adapter_leaves_the_vectors_and_its_first_step_moves_its_second_fa
     assert moving[1] == trainable_of(encoder).keys()
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one_where_a_tower_is_frozen(
     two_ranks: RankPool, folders: dict[str, Path]
 ) -> None:

@@ -59,7 +59,7 @@ def computed(encoder: Encoder) -> tuple[torch.Tensor, dict[str, Any]]:
     return z.detach(), {name: each.grad for name, each in encoder.named_parameters() if each.requires_grad}
 
 
-@pytest.mark.parametrize("what", ["lora", "last_1_layers"])
+@pytest.mark.parametrize("what", ["lora", pytest.param("last_1_layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*TEXT_KINDS, "clip", "siglip", "vit", "open_clip"])
 def test_no_embedding_and_no_gradient_differs_by_a_bit(folders: dict[str, Path], kind: str, what: str) -> None:
     plain, narrow = adapted(folders[kind], what), adapted(folders[kind], what)

@@ -149,7 +149,7 @@ def pools_of(encoder: Encoder, batch: Any) -> list[Pool]:
     ]
 
 
-@pytest.mark.parametrize("rows", [2, 3])
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_mixed_batches_equal_those_of_the_plain_step(
     folders: dict[str, Path], kind: str, rows: int

@@ -37,6 +37,7 @@ PICTURES = (LARGE, SMALL, FLAT)
 NEAR = 1e-6
 """Norms and rotations compute in float32, whatever the type of the weights."""
 
+FEWER: tuple[dict[str, Any], ...] = ({"topk_tokens": 6}, {"pool_factor": 2.0})
 NEW: dict[str, Any] = {"pooling_method": "none", "projection_dim": 12}
 
 
@@ -117,7 +118,7 @@ def test_neither_neighbours_nor_their_order_nor_padding_change_a_vector(folders:
             torch.testing.assert_close(rows_of(encoder, (item,))[0], vectors, rtol=0, atol=NEAR)
 
 
-@pytest.mark.parametrize("choice", [{}, {"topk_tokens": 6}, {"pool_factor": 2.0}])
+@pytest.mark.parametrize("choice", [{}, *(pytest.param(each, marks=pytest.mark.slow) for each in FEWER)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_that_was_written_gives_the_same_vectors(
     folders: dict[str, Path], tmp_path: Path, kind: str, choice: dict[str, Any]

@@ -7,6 +7,7 @@ Shape legend: D documents, Q queries, E embedding dim, k hits per query.
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import faiss
@@ -15,7 +16,7 @@ import numpy as np
 from vembed.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
@@ -58,7 +59,7 @@ def search(
         raise ValueError(f"k is {k} and query_batch is {query_batch}; both are at least 1.")
     check_finite(document_vectors_DE, "document")
     check_finite(query_vectors_QE, "query")
-    index = _Table(document_vectors_DE) if factory == "Flat" else build_index(document_vectors_DE, factory)
+    index = _Table(document_vectors_DE) if factory == "Flat" else build_index((document_vectors_DE,), factory)
     return search_index(index, query_vectors_QE, k=k, query_batch=query_batch, poll=poll)
 
 
@@ -105,8 +106,8 @@ def search_index(
     return scores_Qk, rows_Qk
 
 
-def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
-    """Return a FAISS index that holds the vectors, row i under id i.
+def build_index(blocks: Sequence[NDArray[np.float32]], factory: str) -> Any:
+    """Return a FAISS index that holds the vectors of some tables, one after the other, row i under id i.
 
     Args:
         factory: FAISS index string: "Flat" is exact, others ("HNSW32", "IVF64,Flat") are approximate and searched with
@@ -115,15 +116,17 @@ def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
     Raises:
         ConfigError: FAISS can't build the index for these documents, or has no such search setting.
     """
-    num_documents, dim = vectors_DE.shape
+    num_documents, dim = sum(map(len, blocks)), blocks[0].shape[1]
     try:
         index = _empty_index(factory, dim)
         if not index.is_trained:
             # Evenly spaced rows: the same at every run, and from all parts of a corpus that is sorted by topic.
             step = -(-num_documents // TRAIN_ROWS)
-            index.train(vectors_DE[::step])
-        for start in range(0, num_documents, SLICE_ROWS):
-            index.add(vectors_DE[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous
+            starts = accumulate(map(len, blocks), initial=0)
+            index.train(np.concatenate([block[-start % step :: step] for start, block in zip(starts, blocks, strict=False)]))
+        for block in blocks:
+            for start in range(0, len(block), SLICE_ROWS):
+                index.add(block[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous
     except RuntimeError as error:
         raise ConfigError(_unbuildable(factory, f"{num_documents} documents of {dim} dimensions", error)) from error
     return index

@@ -6,7 +6,7 @@
 3. All ranks read all files.
 
 Each file is a pure function of vectors and settings: whoever is killed and starts again gets the same. Memory: the
-items, one block of documents at a time (an index other than Flat: all of them), and 16 bytes for each negative.
+items, one block of documents at a time (an index other than Flat holds all of them), and 16 bytes for each negative.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Miner:
             if path.exists():
                 return
             with new_file(path) as temporary:
-                index = build_index(np.concatenate(documents.blocks), self.keys.mine_index)
+                index = build_index(documents.blocks, self.keys.mine_index)
                 faiss.write_index(index, str(temporary))
 
         with self.seconds.part("build index"):

@@ -141,7 +141,7 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
     if not meta.compares_all:
         _require_disk(folder, num_vectors * dim * 4)
         vectors_VE = np.load(folder / VECTORS_FILE, mmap_mode="r")
-        faiss.write_index(build_index(vectors_VE, options.factory), str(folder / INDEX_FILE))
+        faiss.write_index(build_index((vectors_VE,), options.factory), str(folder / INDEX_FILE))
     meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
     (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
     return meta

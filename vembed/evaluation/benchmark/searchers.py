@@ -141,7 +141,7 @@ def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
         return _int8_searcher(documents_DE, shortened)
     if variant.precision == "binary":
         return _binary_searcher(documents_DE, shortened)
-    index = build_index(documents_DE, variant.index)
+    index = build_index((documents_DE,), variant.index)
     size = 4.0 * documents_DE.shape[1] if variant.index == EXACT else _written_bytes(index) / len(documents_DE)
     return Searcher(index, shortened, lambda scores: scores, size)
 

@@ -68,14 +68,12 @@ def unknown_key(name: str) -> str:
     )
 
 
-def explain(
-    name: str, errors: Sequence[ErrorDetails], value: object, *, schema: Mapping[str, Any] | None = None
-) -> str:
+def explain(name: str, errors: Sequence[ErrorDetails], value: object) -> str:
     """Turn pydantic's errors about one value into a sentence."""
     row = foreign(name, value)
     if row is not None and row.verdict == "refused":
         return f"{show_value(value)}: {row.text}"
-    return _explain(name, key_schemas()[name] if schema is None else schema, errors, value)
+    return _explain(name, key_schemas()[name], errors, value)
 
 
 def explain_entry(name: str, part: str, errors: Sequence[ErrorDetails], value: object) -> str:
@@ -111,8 +109,7 @@ def checked_section(section: type[AnySection], values: Mapping[str, Any]) -> Any
     except ValidationError as error:
         name = str(error.errors()[0]["loc"][0])
         wrong = [each for each in error.errors() if each["loc"][0] == name]
-        schema = section.model_json_schema()["properties"].get(name)
-        raise ConfigError(f"{name}: {explain(name, wrong, given.get(name), schema=schema)}") from error
+        raise ConfigError(f"{name}: {explain(name, wrong, given.get(name))}") from error
 
 
 def _single(error: ErrorDetails) -> str:

@@ -20,6 +20,7 @@ from vembed.config.keys.data import ColumnName, DataKeys
 from vembed.config.keys.distributed import DistributedKeys
 from vembed.config.keys.evaluation import EvaluationKeys
 from vembed.config.keys.loss import LossKeys
+from vembed.config.keys.mining import MiningKeys
 from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.keys.output import OutputKeys
@@ -38,6 +39,7 @@ SECTIONS: Mapping[str, type[Section]] = {
     "Loss": LossKeys,
     "Sampling": SamplingKeys,
     "Teacher": TeacherKeys,
+    "Mining": MiningKeys,
     "Batch": BatchKeys,
     "Distributed": DistributedKeys,
     "Optimisation": OptimisationKeys,
@@ -56,6 +58,7 @@ class Config(
     OptimisationKeys,
     DistributedKeys,
     BatchKeys,
+    MiningKeys,
     SamplingKeys,
     TeacherKeys,
     LossKeys,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Item
+    from vembed.batch import Item, Ragged
     from vembed.data.columns import ExtraColumn
 
 BLOCK_ROWS = 8192
@@ -180,6 +180,24 @@ class RecordTable:
         more = {f"{_ASKED}{each.name}": pa.scalar(each.typed(each.default)) for each in columns}
         added = {name: pa.repeat(value.cast(types[name]), count) for name, value in more.items()}
         return RecordTable({**self._columns, **added}, self._items, self._files, self._rows)
+
+    def with_negatives(self, numbers: Ragged, *, replace: bool) -> RecordTable:
+        """Return the records with further negatives.
+
+        Args:
+            numbers: Those of each record, as numbers in `items`.
+            replace: Whether the negatives that the records have are dropped.
+        """
+        import pyarrow as pa
+
+        columns = {name: column.take(pa.array(self._rows)) for name, column in self._columns.items()}
+        counts = [] if replace else [np.diff(columns["negatives"].offsets.to_numpy())]
+        values = [] if replace else [columns["negatives"].flatten().to_numpy()]
+        rows = np.concatenate([np.repeat(np.arange(len(self)), each) for each in (*counts, numbers.lengths)])
+        joined_values = np.concatenate([*values, numbers.values])[np.argsort(rows, kind="stable")]
+        offsets = np.searchsorted(np.sort(rows), np.arange(len(self) + 1))
+        columns["negatives"] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(joined_values))
+        return RecordTable(columns, self._items, self._files)
 
     @property
     def items(self) -> ItemTable:

@@ -66,6 +66,8 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 def add_mining_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a word for each key of mining, with the key's own default."""
     for name, info in MiningKeys.model_fields.items():
+        if name == "mine":  # of a run: when it mines
+            continue
         word, default, meaning = _word(name), info.get_default(), (info.description or "").replace("%", "%%")
         if default is False:
             parser.add_argument(word, dest=name, action="store_true", help=meaning)
@@ -129,7 +131,7 @@ def _run(parsed: argparse.Namespace, command: str, watchdog: Watchdog) -> int:
 
 
 def _mining_keys(parsed: argparse.Namespace) -> MiningKeys:
-    given = {name: getattr(parsed, name) for name in MiningKeys.model_fields}
+    given = {name: getattr(parsed, name) for name in MiningKeys.model_fields if name != "mine"}
     try:
         keys = checked_section(MiningKeys, given)
     except ConfigError as error:
@@ -211,4 +213,6 @@ def _teacher(
 
 def _shown(keys: MiningKeys) -> str:
     """Return the settings on one line."""
-    return " ".join(f"{name.removeprefix('mine_')}={value}" for name, value in keys if value not in (None, False))
+    return " ".join(
+        f"{name.removeprefix('mine_')}={value}" for name, value in keys.mining().items() if value not in (None, False)
+    )

@@ -123,7 +123,9 @@ def build_index(blocks: Sequence[NDArray[np.float32]], factory: str) -> Any:
             # Evenly spaced rows: the same at every run, and from all parts of a corpus that is sorted by topic.
             step = -(-num_documents // TRAIN_ROWS)
             starts = accumulate(map(len, blocks), initial=0)
-            index.train(np.concatenate([block[-start % step :: step] for start, block in zip(starts, blocks, strict=False)]))
+            index.train(
+                np.concatenate([block[-start % step :: step] for start, block in zip(starts, blocks, strict=False)])
+            )
         for block in blocks:
             for start in range(0, len(block), SLICE_ROWS):
                 index.add(block[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous

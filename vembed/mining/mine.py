@@ -23,10 +23,10 @@ import numpy as np
 
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.index import build_index, new_index, search, search_index
-from vembed.evaluation.provenance import digest, model_key
+from vembed.evaluation.provenance import digest
 from vembed.files import disk_error, new_file
 from vembed.mining.choose import RULES, choose, priorities, without_excluded
-from vembed.mining.vectors import BLOCK_ROWS, stored_vectors
+from vembed.mining.vectors import BLOCK_ROWS, shared_model_key, stored_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -139,7 +139,7 @@ class Miner:
         new_index(self.keys.mine_index, self.encode.encoder.dimension)  # a misspelt one costs no encoding
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            model = model_key(self.encode.encoder)
+            model = shared_model_key(self.encode)
             with self.seconds.part("encode documents"):
                 documents = stored_vectors(task.documents, "document", self.encode, model, self.folder)
             with self.seconds.part("encode queries"):
@@ -159,7 +159,7 @@ class Miner:
             "queries": queries.key,
             "documents": documents.key,
             "task": task.digest,
-            "settings": self.keys.model_dump(),
+            "settings": self.keys.mining(),
             "seed": self.seed,
             "teacher": None if self.teacher is None else self.teacher.key,
         }

@@ -170,7 +170,7 @@ def _document(report: MiningReport) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         **report.source,
-        "settings": report.keys.model_dump(),
+        "settings": report.keys.mining(),
         "queries": len(report.task.queries),
         "documents": len(report.task.documents),
         "negatives": int(counts.sum()),
@@ -200,7 +200,7 @@ def _shared(report: MiningReport) -> dict[str, Any]:
         [name, count_text(len(each)), *(metric_text(float(value)) for value in np.quantile(each, QUANTILES))]
         for name, each in groups.items()
     ]
-    settings = [(name.removeprefix("mine_"), str(value)) for name, value in report.keys]
+    settings = [(name.removeprefix("mine_"), str(value)) for name, value in report.keys.mining().items()]
     return {
         "report": report,
         "key_facts": facts,

@@ -9,8 +9,7 @@ import numpy as np
 
 from vembed.batch import texts_of
 from vembed.errors import ConfigError, MachineError
-from vembed.evaluation.provenance import model_key
-from vembed.mining.vectors import StoredVectors, stored_vectors
+from vembed.mining.vectors import StoredVectors, shared_model_key, stored_vectors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +35,7 @@ class EncoderTeacher:
     def of(cls, encode: ItemEncoder, task: MiningTask, folder: Path) -> EncoderTeacher:
         """Encode everything with the teacher, or read what was encoded before; all ranks must call it."""
         task.require(encode.encoder)
-        model = model_key(encode.encoder)
+        model = shared_model_key(encode)
         folder.mkdir(parents=True, exist_ok=True)
         documents = stored_vectors(task.documents, "document", encode, model, folder)
         return cls(stored_vectors(task.queries, "query", encode, model, folder), documents)

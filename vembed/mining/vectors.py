@@ -17,7 +17,7 @@ from vembed.errors import MachineError
 from vembed.evaluation.array_file import ArrayFile
 from vembed.evaluation.encode import refuse_several_vectors, values_of
 from vembed.evaluation.index import check_finite
-from vembed.evaluation.provenance import SAMPLE_TEXTS, vectors_key
+from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,11 +53,16 @@ class StoredVectors:
         return found
 
 
+def shared_model_key(encode: ItemEncoder) -> Key:
+    """Return what the encoder is, as the first rank sees it: where weights were received, configurations may differ."""
+    return encode.ranks.gather_objects(model_key(encode.encoder))[0]
+
+
 def stored_vectors(items: DistinctItems, side: Side, encode: ItemEncoder, model: Key, folder: Path) -> StoredVectors:
     """Encode what has no vector yet, on all ranks, and return all vectors.
 
     Args:
-        model: What the encoder is (`provenance.model_key`).
+        model: What the encoder is (`shared_model_key`).
         folder: Where the blocks are; all ranks must see it.
 
     Raises:
@@ -79,6 +84,7 @@ def stored_vectors(items: DistinctItems, side: Side, encode: ItemEncoder, model:
     )
     if missing:
         _encode(items, side, encode, missing, files, keys)
+        encode.ranks.gather_objects(None)  # all wait: the first has written the last block
     for file in files:
         if not all(encode.ranks.gather_objects(file.array.is_file())):
             raise MachineError(f"{file.array} isn't seen by all processes: name an output that all machines share")

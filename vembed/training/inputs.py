@@ -46,6 +46,7 @@ class RunData:
     fingerprint: str  # hash of the training records and of the dev and test sets
     num_invalid: int = 0  # rows of the training data that were skipped because they can't be used
     sources: tuple[str, ...] = ()  # what the training records were read from
+    more_facts: tuple[tuple[str, str], ...] = ()  # what the run did with them, as (label, value)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, value) for the report."""
@@ -69,7 +70,7 @@ class RunData:
         for label, task in (("dev set", self.dev), ("test set", self.test)):
             if task is not None:
                 facts.append((label, _task_fact(task)))
-        return [*facts, *(("note", note) for note in self.notes)]
+        return [*facts, *self.more_facts, *(("note", note) for note in self.notes)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ OWN_NAMES = (
     "frozen_embeddings",
     "teacher",
     "hard_vectors",
+    "mining",
     "model",
     "adapter",
     "evaluation",
@@ -86,6 +87,11 @@ class OutputFolder:
     def hard_vectors(self) -> Path:
         """What batches of hard negatives are chosen by."""
         return self.path / "hard_vectors"
+
+    @property
+    def mining(self) -> Path:
+        """The hard negatives of each mining, and a report of each."""
+        return self.path / "mining"
 
     @property
     def model(self) -> Path:

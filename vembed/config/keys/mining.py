@@ -1,36 +1,89 @@
 """Keys of the mining of hard negatives."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import LARGEST_COUNT, Count, Name, NonNegative, Section, Share, key
+from vembed.config.fields import LARGEST_COUNT, Count, Name, NonNegative, Section, Share, key, rule
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+
+_MINES: Mapping[str, tuple[object, ...]] = {"mine": ("once", {"minimum": 1})}
 
 
 class MiningKeys(Section):
     """Which of the documents that a model finds become hard negatives."""
 
-    mine_negatives: Count = key(4, "Most hard negatives that are mined for each row.", unit="documents")
+    mine: Literal["never", "once"] | Count = key(
+        "never",
+        "Mine hard negatives with the model as it is, among the documents of the training data: once, before the first "
+        "epoch, or every so many epochs.",
+        unit="epochs",
+    )
+    mine_negatives: Count = key(
+        4, "Most hard negatives that are mined for each row.", unit="documents", acts_with=_MINES
+    )
     mine_range_min: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = key(
-        0, "The nearest documents that are passed over: with 10, the 11th is the first candidate.", unit="documents"
+        0,
+        "The nearest documents that are passed over: with 10, the 11th is the first candidate.",
+        unit="documents",
+        acts_with=_MINES,
     )
     mine_range_max: Count = key(
-        100, "How far down the ranking candidates are looked for; known positives don't count.", unit="documents"
+        100,
+        "How far down the ranking candidates are looked for; known positives don't count.",
+        unit="documents",
+        acts_with=_MINES,
     )
     mine_relative_margin: Share | None = key(
         0.05,
         "A candidate must score at most (1 - this) times the score of the query's best positive (0.05: 95%); null "
         "takes all.",
+        acts_with=_MINES,
     )
     mine_absolute_margin: NonNegative | None = key(
-        None, "A candidate must score at least this much below the query's best positive; null asks for nothing."
+        None,
+        "A candidate must score at least this much below the query's best positive; null asks for nothing.",
+        acts_with=_MINES,
     )
-    mine_min_score: float | None = key(None, "Candidates that score less are left out; null leaves none out.")
-    mine_max_score: float | None = key(None, "Candidates that score more are left out; null leaves none out.")
+    mine_min_score: float | None = key(
+        None, "Candidates that score less are left out; null leaves none out.", acts_with=_MINES
+    )
+    mine_max_score: float | None = key(
+        None, "Candidates that score more are left out; null leaves none out.", acts_with=_MINES
+    )
     mine_sampling: Literal["top", "random"] = key(
-        "top", "Which candidates are taken: the nearest ones, or some at random (the same for the same seed)."
+        "top",
+        "Which candidates are taken: the nearest ones, or some at random (the same for the same seed).",
+        acts_with=_MINES,
     )
     mine_index: Name = key(
-        "Flat", "FAISS index that is searched: Flat is exact; IVF4096,Flat:nprobe=32 suits millions of documents."
+        "Flat",
+        "FAISS index that is searched: Flat is exact; IVF4096,Flat:nprobe=32 suits millions of documents.",
+        acts_with=_MINES,
     )
-    mine_replace: bool = key(False, "Drop the negatives that the rows have; else the mined ones stand behind them.")
+    mine_replace: bool = key(
+        False, "Drop the negatives that the rows have; else the mined ones stand behind them.", acts_with=_MINES
+    )
+
+    def mining(self) -> dict[str, Any]:
+        """Return these keys alone, of a configuration that has others too."""
+        return {name: getattr(self, name) for name in MiningKeys.model_fields if name != "mine"}
+
+
+@rule("mine", "label_kind")
+def _mined_rows_have_positives(config: "Config") -> str | None:
+    """`mine` needs rows with positives, not scores of pairs."""
+    if config.mine == "never" or config.label_kind not in {"pair", "grade"}:
+        return None
+    return f"mine needs rows with positives, and label_kind {config.label_kind} gives pairs a score; leave one out"
+
+
+@rule("mine", "teacher_model_name")
+def _no_teacher_is_asked_of_mined_pairs(config: "Config") -> str | None:
+    """`mine` and `teacher_model_name` exclude each other: the teacher is asked once, before anything is mined."""
+    if config.mine == "never" or config.teacher_model_name is None:
+        return None
+    return "mine finds documents that the teacher is not asked about; mine with vembed mine before, or leave one out"

@@ -22,6 +22,7 @@ from vembed.models.files import DTYPES
 from vembed.plan.devices import Devices
 from vembed.redact import redact
 from vembed.training.batches import BatchSource
+from vembed.training.epochs import EpochBatches
 from vembed.training.evaluations import Evaluations
 from vembed.training.frozen import FrozenItems, find_frozen
 from vembed.training.hard_vectors import HardVectors
@@ -31,6 +32,7 @@ from vembed.training.saving import RunCheckpoints
 from vembed.training.teacher import Asking, TeacherUse, find_teacher
 from vembed.training.trackers.registry import open_trackers
 from vembed.training.wiring.data import build_sampler, image_limits, measures_both_directions, prompted
+from vembed.training.wiring.mining import MiningWork
 from vembed.training.wiring.model import teacher_keys
 
 if TYPE_CHECKING:
@@ -188,14 +190,26 @@ def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> No
 
 
 def batches(
-    run: Run, stored: StoredVectors | None = None, answers: Answers | None = None
+    run: Run, encode: ItemEncoder, stored: StoredVectors | None = None, answers: Answers | None = None
 ) -> AbstractContextManager[Batches]:
-    """Return what makes the batches: this process, or workers that run ahead."""
-    plan, source = run.plan, batch_source(run, stored, answers)
-    if not plan.loading.num_workers:
-        return nullcontext(source)
+    """Return what makes the batches: this process, or workers that run ahead; with mined negatives where asked for.
+
+    Args:
+        encode: What encodes items with the model as it stands.
+    """
+    plan, config, source = run.plan, run.config, batch_source(run, stored, answers)
     num_batches = plan.steps.total * plan.batch.accumulated
-    return BatchLoader(source, plan.loading, num_batches=num_batches, pin_memory=run.config.dataloader_pin_memory)
+
+    def open_(source: BatchSource, end: int) -> AbstractContextManager[Batches]:
+        if not plan.loading.num_workers:
+            return nullcontext(source)
+        end = min(end, num_batches)
+        return BatchLoader(source, plan.loading, num_batches=end, pin_memory=config.dataloader_pin_memory)
+
+    if config.mine == "never":
+        return open_(source, num_batches)
+    work = MiningWork(config, run.data.records, run.data.fingerprint, encode, run.output.mining)
+    return EpochBatches(work, source, open_, run.output.mining, run.runtime.ranks)
 
 
 def build_engine(run: Run, limits: StepLimits | None = None) -> GradCacheEngine:

@@ -21,6 +21,7 @@ from vembed.plan.plan import Plan, compute_dtype, make_plan
 from vembed.plan.problem import DataSize, Mode, Strategy
 from vembed.plan.strategy import DECIDING_KEYS
 from vembed.training.wiring.data import measures_both_directions
+from vembed.training.wiring.mining import documents_per_query, mining_notes
 from vembed.training.wiring.model import teacher_dimension
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
     counts = data.counts
     size = DataSize(
         num_records=counts.num_records,
-        documents_per_query=counts.num_documents / counts.num_records,
+        documents_per_query=documents_per_query(config, counts),
         pictures_per_record=counts.items.num_pictures / counts.num_records,
         picture_bytes=model.picture_bytes,
         teacher_dimension=teacher_dimension(config),
@@ -100,6 +101,7 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
             *_idle_augmentation(config, data),
             *_idle_towers(model, data),
             *_direction_notes(config, data),
+            *mining_notes(config, counts),
         ),
     )
     return make_plan(config, runtime.machine, model, size, devices=_devices(runtime))

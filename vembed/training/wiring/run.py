@@ -36,6 +36,7 @@ from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import build_sampler, load_data
 from vembed.training.wiring.launcher import under_launcher
+from vembed.training.wiring.mining import mining_bytes, mining_facts
 from vembed.training.wiring.model import build_alike, build_encoder, build_loss
 from vembed.training.wiring.parts import (
     Run,
@@ -205,6 +206,7 @@ def _disk_needs(run: Run) -> DiskNeeds:
     if run.teacher is not None and run.config.teacher_cache == "auto":
         embeddings += run.teacher.num_bytes
     embeddings += 0 if run.hard is None else run.hard.num_bytes
+    embeddings += mining_bytes(run.config, run.data.counts, run.encoder.dimension)
     return DiskNeeds.of(run.encoder, run.loss, run.plan, run.config, run.output, embeddings=embeddings)
 
 
@@ -345,7 +347,7 @@ def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
             words.doing = "asking the teacher" if run.teacher else words.doing
             said = answers(run, evaluations.encode.poll)
             words.doing = "training"
-            with batches(run, stored, said) as source:
+            with batches(run, evaluations.encode, stored, said) as source:
                 engine = build_engine(run, state.step_limits)
                 trainer = Trainer(
                     state=state,
@@ -376,7 +378,7 @@ def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
             ranks=ranks,
             plan=run.plan,
             config=plain_values(config),
-            data=run.data,
+            data=replace(run.data, more_facts=tuple(mining_facts(run.output.mining))),
             max_image_pixels=config.max_image_pixels,
             machine=run.runtime.machine,
             command=command,

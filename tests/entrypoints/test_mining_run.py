@@ -1,0 +1,140 @@
+"""A run that mines hard negatives with its own model: every n epochs, with data workers, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, write_config
+from several_cases import exact, run_ranks
+
+from vembed.training.trainer import Trainer
+from vembed.training.wiring import mining as wiring
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+STEPS_PER_EPOCH = 6
+KEYS = {
+    "mine": 1,
+    "mine_negatives": 2,
+    "mine_sampling": "random",
+    "mine_range_max": 90,
+    "max_steps": 14,
+    "save_steps": 4,
+    "eval_steps": 7,
+    "gradient_cache_chunk_size": 16,
+    "num_workers": 0,
+}
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.fixture(scope="module")
+def whole(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A run that nothing stopped."""
+    outcome = run_keys(tmp_path_factory.mktemp("whole"), site.keys(**KEYS))
+    assert outcome.code == 0, outcome.err
+    return outcome
+
+
+def test_negatives_are_mined_before_each_epoch_and_the_report_says_so(whole: Outcome, site: Site) -> None:
+    mining = whole.folder / "mining"
+    names = [f"epoch-0000{epoch}" for epoch in (1, 2, 3)]
+    assert sorted(path.name for path in mining.iterdir()) == sorted([*names, *(f"{name}.npz" for name in names)])
+    found = [dict(np.load(mining / f"{name}.npz")) for name in names]
+    assert all(each["counts"].max() == 2 for each in found)
+    assert found[0]["items"].tolist() != found[1]["items"].tolist(), "the model and the draw have changed"
+    report = json.loads((whole.folder / "report" / "report.json").read_text("utf-8"))
+    assert "mined before epoch 00003" in json.dumps(report)
+    assert json.loads((mining / names[1] / "report.json").read_text("utf-8"))["negatives"] == found[1]["counts"].sum()
+    plan = json.loads((whole.folder / "plan.json").read_text("utf-8"))
+    assert any(
+        "mine: up to 2 hard negatives of each record before epoch 1 and every 1" in each for each in plan["reasons"]
+    )
+
+
+@pytest.mark.slow
+def test_data_workers_make_the_same_batches(whole: Outcome, site: Site, tmp_path: Path) -> None:
+    outcome = run_keys(tmp_path, site.keys(**KEYS | {"num_workers": 2}))
+    assert outcome.code == 0, outcome.err
+    assert outcome.same_rows == whole.same_rows
+
+
+@pytest.mark.parametrize("step", [12, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 6, 10))])
+def test_a_run_that_is_killed_goes_on_with_what_was_mined(
+    step: int, whole: Outcome, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, train_step = write_config(tmp_path, site.keys(**KEYS)), Trainer._train_step
+
+    def killed(self: Trainer, number: int) -> Any:
+        measured = train_step(self, number)
+        if number == step:
+            raise Killed
+        return measured
+
+    monkeypatch.setattr(Trainer, "_train_step", killed)
+    with pytest.raises(Killed):
+        run_here(config)
+    monkeypatch.undo()
+    outcome = run_here(config)
+    assert outcome.code == 0, outcome.err
+    assert_same_run(outcome.folder, whole.folder)
+
+
+@pytest.mark.slow
+def test_a_run_beyond_a_lost_mining_is_refused_in_words(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, train_step = write_config(tmp_path, site.keys(**KEYS)), Trainer._train_step
+
+    def killed(self: Trainer, number: int) -> Any:
+        if number == 9:
+            raise Killed
+        return train_step(self, number)
+
+    monkeypatch.setattr(Trainer, "_train_step", killed)
+    with pytest.raises(Killed):
+        run_here(config)
+    monkeypatch.undo()
+    (tmp_path / "out" / "mining" / "epoch-00002.npz").unlink()
+    outcome = run_here(config)
+    assert outcome.code == 5
+    assert "epoch-00002.npz: it isn't there: it was computed with the model before epoch 2" in outcome.err
+
+
+@pytest.mark.slow
+def test_once_is_before_the_first_epoch_and_keys_without_effect_are_refused(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = run_keys(tmp_path / "once", site.keys(**KEYS | {"mine": "once", "max_steps": 7, "eval_steps": 7}))
+    assert outcome.code == 0, outcome.err
+    assert [path.name for path in sorted((outcome.folder / "mining").glob("*.npz"))] == ["epoch-00001.npz"]
+    refused = run_keys(tmp_path / "idle", site.keys(mine_negatives=3))
+    assert refused.code == 2
+    assert "mine_negatives has no effect with mine never; remove it or set mine to once or 1 or more" in refused.err
+
+
+@pytest.mark.slow
+def test_two_processes_mine_and_train_as_one_does(site: Site, tmp_path: Path) -> None:
+    one = run_keys(tmp_path / "1", exact(site, **KEYS))
+    two = run_ranks(write_config(tmp_path / "2", exact(site, **KEYS | {"batch_size": 8, "num_processes": 2})))
+    assert (one.code, two.code) == (0, 0), two.err
+    assert two.losses == pytest.approx(one.losses, abs=1e-9)
+    for name in ("epoch-00001.npz", "epoch-00003.npz"):
+        found = [dict(np.load(run.folder / "mining" / name)) for run in (one, two)]
+        np.testing.assert_array_equal(found[0]["items"], found[1]["items"])
+
+
+def test_documents_of_a_batch_are_planned_with_the_mined_ones(site: Site) -> None:
+    from vembed.config.schema import Config
+    from vembed.training.wiring.data import load_data
+
+    config = Config.model_validate(site.keys(output_dir="out", **KEYS))
+    counts = load_data(config).counts
+    assert wiring.documents_per_query(config, counts) == 3
+    assert wiring.documents_per_query(Config.model_validate(site.keys(output_dir="out")), counts) == 1

@@ -140,6 +140,10 @@ BESIDE = {
     "hard_max_similarity": {"batch_sampling": "hard"},
     "spread_out_mean": {"added_losses": {"spread_out": 1.0}},
     "spread_out_second_moment": {"added_losses": {"spread_out": 1.0}},
+    "mine_relative_margin": {"mine": "once"},
+    "mine_absolute_margin": {"mine": "once"},
+    "mine_min_score": {"mine": "once"},
+    "mine_max_score": {"mine": "once"},
 }
 """What a key needs beside it to have an effect."""
 

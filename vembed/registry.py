@@ -94,6 +94,7 @@ LOSSES = Registry(
         "margin_mse": "vembed.losses.facts.margin_mse:FACTS",
         "kl": "vembed.losses.facts.kl:FACTS",
         "spread_out": "vembed.losses.facts.spread_out:FACTS",
+        "distillation": "vembed.losses.facts.distillation:FACTS",
     },
 )
 """`loss_type` -> a `LossFacts` (vembed/losses/registry.py)."""

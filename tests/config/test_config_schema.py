@@ -138,6 +138,8 @@ BESIDE = {
     "source_temperature": {"data": [{"path": "a"}]},
     "hardness_strength": {"hardness_mode": "all_negatives"},
     "hard_max_similarity": {"batch_sampling": "hard"},
+    "distillation_alpha": {"loss_type": "distillation", "teacher_model_name": "t"},
+    "distillation_temperature": {"loss_type": "distillation", "teacher_model_name": "t"},
     "spread_out_mean": {"added_losses": {"spread_out": 1.0}},
     "spread_out_second_moment": {"added_losses": {"spread_out": 1.0}},
     "mine_relative_margin": {"mine": "once"},
@@ -393,6 +395,19 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ),
     ({"hardness_strength": 9.0}, {"hardness_strength": 9.0, "hardness_mode": "all_negatives"}, "hardness_mode none"),
     ({"cosent_scale": 10.0}, {"cosent_scale": 10.0, "loss_type": "cosent"}, "set temperature to 0.1"),
+    *(
+        (given, {**given, "loss_type": "distillation", "teacher_model_name": "t"}, f"{next(iter(given))} has no effect")
+        for given in (
+            {"distillation_alpha": 0.7},
+            {"distillation_temperature": 2.0},
+            {"distillation_loss_type": "mse"},
+        )
+    ),
+    (
+        {"distillation_temperature": 2.0, "distillation_loss_type": "mse"},
+        {"distillation_loss_type": "mse", "loss_type": "distillation", "teacher_model_name": "t"},
+        "distillation_temperature has no effect with distillation_loss_type mse",
+    ),
     ({"added_losses": {"cosentt": 1.0}}, {"added_losses": {"cosent": 1.0}}, "'cosentt' is no loss"),
     ({"loss_type": "spread_out"}, {"added_losses": {"spread_out": 1.0}}, "spread_out alone learns nothing"),
     ({"added_losses": {"angle": 1.0}}, {"added_losses": {"angle": 1.0}, "label_kind": "grade"}, "set label_kind"),

@@ -114,9 +114,7 @@ REFUSED = {
     "clip distillation": [
         "use_mrl: true contradicts mrl_dims",
         "teacher_model_name: nothing reads the teacher",
-        "distillation_alpha: 0.5: no teacher",
-        "distillation_temperature: 2.0: no teacher",
-        "distillation_loss_type: 'kl': no teacher",
+        "distillation_temperature has no effect with loss_type infonce; remove it or set loss_type to distillation",
     ],
     "qwen3-vl hard mining": [
         "enable_hard_mining: true: infonce learns",

@@ -88,7 +88,7 @@ def test_the_recipe_s_settings_are_valid_with_it_and_unknown_without(recipe: Pat
     found = problem("margin=0.3", "loss_type=margins")
     ours = (
         "infonce, sigmoid, colbert, triplet, cosent, in_batch_hard, supcon, angle, cosine_mse, margin_mse, kl, "
-        "spread_out"
+        "spread_out, distillation"
     )
     names = f"{ours} or margin"
     choices = f"must be {names}, got 'margins'; did you mean margin?"
@@ -157,6 +157,7 @@ def test_it_stands_in_the_json_schema_and_leaves_the_classes_of_others_alone(rec
         "margin_mse",
         "kl",
         "spread_out",
+        "distillation",
         "margin",
     ]
     assert schema["margin"]["acts_with"] == {"loss_type": ["margin"]}

@@ -47,7 +47,6 @@ _BANK = (
     "there is no memory bank: with use_gradient_cache a batch_size as large as the bank takes the memory of a chunk, "
     "and its negatives are never out of date"
 )
-_TEACHER = "no teacher is distilled; infonce learns from the rows alone"
 
 
 def _either(key: str, text: str, goes_with: str | None = None) -> tuple[Foreign, ...]:
@@ -89,11 +88,8 @@ FOREIGN: tuple[Foreign, ...] = (
     *_refused(_HARD, "hard_mining_topk", "hard_mining_lambda", "hard_mining_temperature"),
     *_refused(_BANK, "hard_mining_bank_size", "hard_mining_bank_momentum"),
     *_refused(_BANK, "bank_size", "bank_dim", "bank_momentum", "lambda_bank"),
-    *_refused(_TEACHER, "distillation_alpha", "distillation_temperature"),
-    *_refused(_TEACHER, "distillation_loss_type"),
     Foreign("loss_type", "hard_negative", "same", ours="in_batch_hard"),
     Foreign("loss_type", "contrastive_with_bank", "refused", _BANK),
-    Foreign("loss_type", "distillation", "refused", _TEACHER),
     Foreign("loss_type", "mrl", "refused", "the prefixes are a key of infonce and sigmoid: set mrl_dims, and infonce"),
     Foreign(
         "torch_dtype",

@@ -50,7 +50,10 @@ def _somebody_reads_the_teacher(config: "Config") -> str | None:
         return f"{reader} reads a teacher's vectors, and there is none; set teacher_model_name"
     if takes_pairs(*every):
         return f"label_kind {config.label_kind} gives the scores already; leave it out, or teacher_model_name"
-    return "nothing reads the teacher: set false_negative_filter to teacher, or leave teacher_model_name out"
+    return (
+        "nothing reads the teacher: set false_negative_filter to teacher or loss_type to distillation, or leave "
+        "teacher_model_name out"
+    )
 
 
 @rule("teacher_model_name")

@@ -253,6 +253,7 @@ def test_reasons_begin_with_the_strategy_and_hold_the_notes_of_the_data() -> Non
     assert made.reasons[1:3] == ("3 rows skipped.", "The last batch is smaller.")
     assert made.reasons[3] == "The last batch of each epoch has 40 records instead of 64."
     assert made.to_json()["reasons"] == list(made.reasons)
+    assert not [each for each in plan("batch_sampling=classes").reasons if "last batch" in each]
 
 
 def test_one_candidate_is_the_plan_itself_and_all_of_them_are_of_one_process() -> None:

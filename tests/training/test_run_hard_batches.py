@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from warm_process import run_warm
 
 import vembed
 from vembed.data.clusters import whole_numbers
@@ -95,6 +97,25 @@ def test_a_run_on_hard_batches_resumes_exactly_even_without_its_vectors(bag: Pat
     assert len(whole) == 12
     vembed.train(keys, output_dir=str(tmp_path / "random"), batch_sampling="random")
     assert np.mean(whole[:6]) > np.mean(_losses(tmp_path / "random")[:6])
+
+
+@pytest.mark.slow
+def test_two_processes_see_the_batches_of_one(bag: Path, tmp_path: Path) -> None:
+    for name, first in (("a", 0), ("b", 40)):
+        rows = [{"query": f"word{row % 9} w{row}", "positive": f"word{row % 9} v{row}"} for row in range(first, 64)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "config.yaml").write_text(
+        f"model_name: {bag}\ndata: [{{path: a.jsonl}}, {{path: b.jsonl, weight: 2}}]\nval_data_path: a.jsonl\n"
+        "batch_sampling: hard\nglobal_batch_size: 16\nepochs: 1\nlearning_rate: 1e-2\neval_strategy: 'no'\n"
+        "save_strategy: 'no'\nbm25: false\nreport_to: none\n"
+    )
+    for count in (1, 2):
+        words = ["-m", "vembed", "train", "config.yaml", "--config_override", f"num_processes={count}"]
+        done = run_warm([*words, f"output_dir=run{count}"], cwd=tmp_path, env=os.environ, scratch=tmp_path)
+        assert done.returncode == 0, done.stderr
+    one, two = (_losses(tmp_path / f"run{count}") for count in (1, 2))
+    assert len(one) == 6
+    assert one == pytest.approx(two, rel=1e-4)
 
 
 def _losses(folder: Path) -> list[float]:

@@ -13,6 +13,7 @@ from vembed.config.keys.model import ModelKeys
 from vembed.config.load import load_values
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
+from vembed.entrypoints.train import main
 from vembed.errors import ConfigError, DataError
 from vembed.models.registry import load_encoder
 from vembed.training.batches import BatchSource
@@ -96,6 +97,17 @@ def test_a_missing_source_is_named(keys: dict[str, Any]) -> None:
     keys["data"][1]["path"] += ".gone"
     with pytest.raises(DataError, match=r"b\.jsonl\.gone"):
         refuse_missing_data(Config.model_validate(keys))
+
+
+def test_validating_looks_for_every_source(
+    keys: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps(keys))
+    assert main([str(config), "--validate"]) == 0
+    (tmp_path / "b.jsonl").unlink()
+    assert main([str(config), "--validate"]) == 3
+    assert "b.jsonl" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def make_plan(
             *dtype_notes,
             *compile_notes,
             *tile_notes,
-            *step_notes,
+            *(step_notes if config.batch_sampling != "classes" else ()),  # batches of classes are made otherwise
             *batch.reasons,
             *_narrow_notes(problem, chosen.way),
             *_reduction_notes(config, devices.count, chosen.way),

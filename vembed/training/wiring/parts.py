@@ -122,8 +122,7 @@ def with_hard_batches(run: Run) -> Run:
         return run
     arrangement = HardBatches(run.hard.vectors(_item_encoder(run)), run.config.hard_max_similarity)
     sampler = build_sampler(run.config, run.data.records, run.plan.batch.total, arrangement)
-    for note in sampler.arrangement_notes():
-        _log.info("%s", note)
+    _log.info("%s", sampler.arrangement_notes()[-1])  # the plan has those of the sources
     return replace(run, sampler=sampler)
 
 

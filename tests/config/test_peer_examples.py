@@ -114,7 +114,7 @@ REFUSED = {
     "clip distillation": [
         "use_mrl: true contradicts mrl_dims",
         "teacher_model_name: nothing reads the teacher",
-        "distillation_temperature has no effect with loss_type infonce; remove it or set loss_type to distillation",
+        "distillation_temperature: distillation_temperature has no effect with loss_type infonce; remove it or set",
     ],
     "qwen3-vl hard mining": [
         "enable_hard_mining: true: infonce learns",

@@ -162,7 +162,7 @@ def test_it_stands_in_the_json_schema_and_leaves_the_classes_of_others_alone(rec
     ]
     assert schema["margin"]["acts_with"] == {"loss_type": ["margin"]}
     assert schema["mask_false_negatives"]["acts_with"] == {
-        "loss_type": ["infonce", "sigmoid", "colbert", "triplet", "cosent", "in_batch_hard", "supcon"]
+        "loss_type": ["infonce", "sigmoid", "colbert", "triplet", "cosent", "in_batch_hard", "supcon", "distillation"]
     }
     assert "margin" not in before.model_fields
     assert "margin" not in Config.model_fields

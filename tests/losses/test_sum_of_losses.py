@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from loss_cases import LossCase, plain
+from pydantic import ValidationError
 from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed, unit_rows
 from test_cosent import graded
 
 from vembed.config.load import load_config
+from vembed.config.schema import Config
 from vembed.errors import ConfigError
 from vembed.losses.base import LossCommon
 from vembed.losses.cosine_mse import CosineMseLoss
@@ -161,6 +164,9 @@ def test_what_can_not_be_added_is_refused() -> None:
     assert "'infonce' is loss_type itself" in problem("added_losses={infonce: 1}")
     assert "takes other embeddings than infonce" in problem("added_losses={colbert: 1}")
     assert "must be > 0, got 0" in problem("added_losses={cosent: 0}")
+    for value in (math.nan, math.inf, -math.inf):
+        with pytest.raises(ValidationError):
+            Config(model_name="m", added_losses={"cosent": value})
     assert "spread_out alone learns nothing from the rows" in problem("loss_type=spread_out")
     assert "angle learns from listed pairs; set label_kind" in problem("added_losses={angle: 1}")
     assert "cosent_scale has no effect" in problem("added_losses={spread_out: 1}", "cosent_scale=5")

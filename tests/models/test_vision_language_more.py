@@ -11,16 +11,18 @@ from picture_cases import opened, vectors
 from test_adapters_engine import assert_exact
 from test_vision_language import FLAT, ITEMS, LARGE, NEAR, SMALL, assert_alone_as_together, load, mixed_batch
 from transformers import AutoModel, AutoProcessor
+from transformers.models.smolvlm import processing_smolvlm
 from vision_language_cases import FAMILY_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, Image
 from vembed.config.keys.model import ModelKeys
-from vembed.errors import ConfigError
+from vembed.errors import ConfigError, MachineError
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import save_trained
 from vembed.models.pictures import DECODED_AT_ONCE
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
+from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,3 +156,17 @@ def test_the_plan_counts_the_operations_of_each_family(folders: dict[str, Path],
     assert not size.estimated
     texts, pictures = size.towers
     assert pictures.saved.per_token > texts.saved.per_token > 0
+
+
+@pytest.mark.parametrize("kind", ["llava", "llava_next"])
+@pytest.mark.parametrize("mode", ["auto", "llava"])
+def test_a_type_that_does_not_train_is_refused_by_name(tmp_path: Path, kind: str, mode: Any) -> None:
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{kind}"}}')
+    with pytest.raises(ConfigError, match=f"type {kind} don't train here; take one of .*LLaVA-OneVision"):
+        load_encoder(ModelKeys(model_name=str(tmp_path), encoder_mode=mode))
+
+
+def test_a_package_that_a_processor_lacks_is_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processing_smolvlm, "num2words", None)
+    with pytest.raises(MachineError, match="num2words"):
+        load_encoder(ModelKeys(model_name=str(folders["smolvlm"])))

@@ -37,7 +37,7 @@ from vembed.models.pooling import pool
 from vembed.models.probe import ROWS, TowerInputs, text_inputs, token_inputs
 from vembed.models.sentence_transformers_pictures import model_type_of
 from vembed.models.towers import find_tower, is_within, transformer_depth, transformer_period
-from vembed.models.vision_language_families import FAMILIES
+from vembed.models.vision_language_families import FAMILIES, UNTRAINED, refuse_untrained
 from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class VisionLanguageEncoder(Encoder):
     modes = MappingProxyType(
         {
             "qwen-vl": frozenset(each for each in FAMILIES if each.startswith("qwen")),
-            "llava": frozenset(each for each in FAMILIES if each.startswith("llava")),
+            "llava": UNTRAINED | {each for each in FAMILIES if each.startswith("llava")},
         }
     )
     several_pictures = True
@@ -134,12 +134,17 @@ class VisionLanguageEncoder(Encoder):
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
         """Return whether config.json names one of the families."""
-        return model_type_of(files) in FAMILIES
+        return model_type_of(files) in FAMILIES.keys() | UNTRAINED
 
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> VisionLanguageEncoder:  # noqa: ARG003
-        """Load the network and its processor."""
+        """Load the network and its processor.
+
+        Raises:
+            ConfigError: It is of a type that isn't trained here.
+        """
         config = files.config()
+        refuse_untrained(files.name, config.model_type)
         family = FAMILIES[config.model_type]
         processor, spec = load_processor(files, config, family)
         backbone = files.backbone("", config, AutoModel)

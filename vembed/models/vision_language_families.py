@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vembed.errors import ConfigError
 from vembed.models.vision_language_qwen import qwen
 from vembed.models.vision_language_siglip import gemma3, idefics3, llava_onevision, paligemma
 
@@ -34,3 +35,17 @@ FAMILIES: Mapping[str, VisionLanguageFamily] = {
     "paligemma": paligemma("PaliGemma"),
 }
 """A new family's row goes here, made by the file of those that it is like."""
+
+UNTRAINED = frozenset({"llava", "llava_next"})
+"""Types of models that are refused by name: the text encoder would take them for one of texts."""
+
+
+def refuse_untrained(name: str, kind: str) -> None:
+    """Refuse a model of such a type, and say which ones train.
+
+    Raises:
+        ConfigError: It is of one.
+    """
+    if kind in UNTRAINED:
+        families = ", ".join(family.name for family in FAMILIES.values())
+        raise ConfigError(f"{name}: models of type {kind} don't train here; take one of {families}")

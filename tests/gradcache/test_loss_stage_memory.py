@@ -16,6 +16,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, LossCommon
+from vembed.losses.tiles import DEFAULT_TILE_SIZE
 from vembed.models.profile.live import LiveBytes
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine
@@ -61,19 +62,29 @@ def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
     return z_VE.nbytes + max(accumulate(live.events))
 
 
+KINDS: dict[str, list[str]] = {
+    "one direction": [],
+    "both directions": ["loss_bidirectional=true"],
+    "prefixes": ["mrl_dims=[512, 64]"],
+    "sigmoid": ["loss_type=sigmoid"],
+    "spread out": ["added_losses={spread_out: 0.1}"],
+    "hardest": ["loss_type=in_batch_hard", "hard_topk=32"],
+    "hardest, both directions": ["loss_type=in_batch_hard", "loss_bidirectional=true"],
+    "supcon, both directions": ["loss_type=supcon", "loss_bidirectional=true"],
+    "harder negatives, both directions": ["hardness_mode=all_negatives", "loss_bidirectional=true"],
+    "all directions": ["loss_directions=[query_to_document, query_to_query, document_to_query, document_to_document]"],
+    "filtered": ["false_negative_filter=threshold"],
+    "filtered by a teacher": ["false_negative_filter=teacher", "teacher_model_name=t"],
+    "triplet": ["loss_type=triplet"],
+    "hardest triplet": ["loss_type=triplet", "triplet_negatives=hardest"],
+    "cosent": ["loss_type=cosent"],
+    "late interaction": ["loss_type=colbert"],
+    "late interaction, both directions": ["loss_type=colbert", "loss_bidirectional=true"],
+}
+
+
 def overrides(kind: str) -> list[str]:
-    keys = {
-        "one direction": [],
-        "both directions": ["loss_bidirectional=true"],
-        "prefixes": ["mrl_dims=[512, 64]"],
-        "sigmoid": ["loss_type=sigmoid"],
-        "spread out": ["added_losses={spread_out: 0.1}"],
-        "hardest": ["loss_type=in_batch_hard", "hard_topk=32"],
-        "hardest, both directions": ["loss_type=in_batch_hard", "loss_bidirectional=true"],
-        "late interaction": ["loss_type=colbert"],
-        "late interaction, both directions": ["loss_type=colbert", "loss_bidirectional=true"],
-    }
-    return ["model_name=m", f"global_batch_size={PAIRS}", f"loss_tile_size={TILE}", *keys[kind]]
+    return ["model_name=m", f"global_batch_size={PAIRS}", f"loss_tile_size={TILE}", *KINDS[kind]]
 
 
 def planned(kind: str, world_size: int) -> int:
@@ -105,3 +116,31 @@ def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: st
         assert planned(kind, 2) == pytest.approx(largest, rel=0.05)
     table = 2 * PAIRS * DIMENSION * 4
     assert largest < 3.4 * table, "the embeddings of all ranks and their gradients once, and half of both for its own"
+
+
+BATCH, NUMBERS = 16_384, 256
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in VECTORS])
+def test_sixteen_thousand_pairs_add_under_200_mb(kind: str) -> None:
+    first = np.arange(BATCH)
+    teacher = np.full((BATCH, 64), 0.125, dtype=np.float32)
+    batch = ContrastiveBatch(
+        queries=("",) * BATCH,
+        documents=("",) * BATCH,
+        positives_P2=np.stack([first, first], axis=1),
+        query_ids_Q=first,
+        document_ids_D=BATCH + first,
+        record_ids=(),
+        teacher_Q=teacher,
+        teacher_D=teacher,
+    )
+    config = load_config(None, overrides(kind)).config
+    loss = config.loss_facts().build(config.loss_keys(), LossCommon(torch.float32, NUMBERS, DEFAULT_TILE_SIZE))
+    z_VE = torch.nn.functional.normalize(torch.randn(2 * BATCH, NUMBERS), dim=-1)
+    live = LiveBytes([z_VE])
+    with live:
+        LossStage(loss, Ranks()).run(z_VE, BatchStructure.of(batch), RowAssignment((np.arange(2 * BATCH),)))
+    added = max(accumulate(live.events))
+    assert z_VE.nbytes < added < 200_000_000, "the gradients, and what the loss holds of 1.07 GB of similarities"

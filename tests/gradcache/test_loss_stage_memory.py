@@ -83,6 +83,10 @@ KINDS: dict[str, list[str]] = {
 }
 
 
+FAST, TAUGHT = ("one direction", "both directions", "prefixes", "sigmoid"), ("filtered by a teacher",)
+NEAR = ("all directions", "triplet", "hardest triplet")  # of two processes each holds less than the plan counts
+
+
 def overrides(kind: str) -> list[str]:
     return ["model_name=m", f"global_batch_size={PAIRS}", f"loss_tile_size={TILE}", *KINDS[kind]]
 
@@ -102,11 +106,7 @@ def planned(kind: str, world_size: int) -> int:
 
 @pytest.mark.parametrize(
     "kind",
-    ["one direction", "both directions", "prefixes", "sigmoid"]
-    + [
-        pytest.param(kind, marks=pytest.mark.slow)
-        for kind in ("spread out", "hardest", "hardest, both directions", *VECTORS)
-    ],
+    [*FAST, *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind not in (*FAST, *TAUGHT, *NEAR))],
 )
 def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: str) -> None:
     alone = peak_on(0, kind, 1, 0)
@@ -116,6 +116,12 @@ def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: st
         assert planned(kind, 2) == pytest.approx(largest, rel=0.05)
     table = 2 * PAIRS * DIMENSION * 4
     assert largest < 3.4 * table, "the embeddings of all ranks and their gradients once, and half of both for its own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", NEAR)
+def test_one_process_holds_what_the_plan_counts(kind: str) -> None:
+    assert planned(kind, 1) == pytest.approx(peak_on(0, kind, 1, 0), rel=0.05)
 
 
 BATCH, NUMBERS = 16_384, 256

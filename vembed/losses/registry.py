@@ -49,6 +49,8 @@ class LossFacts:
     listed: Callable[[Any], tuple[int, int]] = lambda _: (0, 0)
     # By its keys, alone or among all others: whether it reads a teacher's vectors (`BatchStructure.teacher_Q`).
     reads_teacher: Callable[[Any], bool] = filters_by_teacher
+    # With memory "tiles", by its keys: copies of the embeddings of a device's queries that live at once.
+    copies: Callable[[Any], int] = lambda _: 0
     multi_vector: bool = False
     formula: str = ""  # plain text
     source: str = ""  # paper, as in a list of references

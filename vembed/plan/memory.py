@@ -237,6 +237,7 @@ class LossTiles:
     listed: tuple[int, int] = (0, 0)  # numbers that live on for each query of the device, and each document of all
     parts: tuple[LossTiles, ...] = ()  # of a sum of losses: each one's; nothing else counts then
     teacher: int = 0  # dims of a teacher's vectors, which every device has of all rows
+    copies: int = 0  # of the embeddings of the device's queries
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +289,7 @@ def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     tile = height * min(tiles.size, rows.all_documents * size.row_vectors)
     strip = min(tiles.strip * tiles.size**2, height * rows.all_documents)
     listed = tiles.listed[0] * rows.num_queries + tiles.listed[1] * rows.all_documents
-    return tiles.count * tile + strip + listed
+    return tiles.count * tile + strip + listed + tiles.copies * size.values_of(rows.num_queries, 0)
 
 
 def gathered_bytes(size: ModelSize, rows: BatchRows) -> int:

@@ -301,4 +301,4 @@ def _tiles_of(facts: Any, keys: Any, size: int, num_prefixes: int) -> LossTiles:
         parts = zip(facts.alone, keys, strict=True)
         return LossTiles(size, 0, parts=tuple(_tiles_of(part, own, size, num_prefixes) for part, own in parts))
     count, strip = facts.blocks(keys)
-    return LossTiles(size, count + num_prefixes, facts.memory, strip, facts.listed(keys))
+    return LossTiles(size, count + num_prefixes, facts.memory, strip, facts.listed(keys), copies=facts.copies(keys))

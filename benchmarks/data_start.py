@@ -87,7 +87,7 @@ def one_step(data: Path, output: Path, told: Path) -> tuple[float, float, float]
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.05)
-        seconds, cpu = time.perf_counter() - begun, cpu_seconds(process.pid)
+        seconds, cpu = time.perf_counter() - begun, 0.0 if process.returncode else cpu_seconds(process.pid)
         if process.wait():
             sys.exit(told.read_text())
     return seconds, cpu, json.loads(metrics.read_text().splitlines()[0])["peak_memory_bytes"] / 2**20

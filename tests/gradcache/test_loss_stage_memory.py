@@ -84,7 +84,12 @@ KINDS: dict[str, list[str]] = {
 
 
 FAST, TAUGHT = ("one direction", "both directions", "prefixes", "sigmoid"), ("filtered by a teacher",)
-NEAR = ("all directions", "triplet", "hardest triplet")  # of two processes each holds less than the plan counts
+NEAR = (
+    "spread out",
+    "all directions",
+    "triplet",
+    "hardest triplet",
+)  # of two processes each holds less than the plan counts
 
 
 def overrides(kind: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from model_cases import TEXTS, embed, load_any, write_model
 from picture_cases import TINY, write_open_clip, write_picture_model
+from safetensors.torch import load_file, save_file
 
 from vembed.config.keys.adapters import AdapterKeys
 from vembed.config.keys.model import ModelKeys
@@ -18,7 +20,9 @@ from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import full_tensors
 from vembed.distributed.starting_weights import Outline
+from vembed.evaluation.provenance import model_key
 from vembed.models.adapters.lora import add_adapters
+from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
 from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip
@@ -28,11 +32,10 @@ from vembed.training.wiring.model import build_alike
 from vembed.training.wiring.parts import start_alike
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rank_pool import RankPool
     from torch import Tensor
 
+    from vembed.evaluation.provenance import Key
     from vembed.models.encoder import Encoder
 
 CPU = torch.device("cpu")
@@ -83,6 +86,21 @@ def start_on(rank: int, folder: Path, lora: bool) -> tuple[int, str | None, dict
     return held, encoder.base, tensors_of(encoder), z
 
 
+def key_on(rank: int, folder: Path) -> tuple[str, Key]:
+    """Start a run that trains everything; return what trains, and what vectors on disk are known by."""
+
+    def built(with_weights: bool) -> Encoder:
+        encoder = build(folder, False, with_weights)
+        freeze(encoder, "all")
+        return encoder
+
+    ranks = Ranks.of_this_process()
+    encoder = build_alike(built, ranks)
+    runtime: Any = SimpleNamespace(ranks=ranks, device=CPU)
+    start_alike(encoder, runtime, with_buffers=False)
+    return encoder.trains, model_key(encoder)
+
+
 def shard_on(rank: int, folder: Path) -> tuple[list[tuple[str, Tensor | None]], dict[str, Tensor]]:
     """Shard an encoder that the second rank has no weights of; return the whole weights, and this rank's buffers."""
     ranks = Ranks.of_this_process()
@@ -90,6 +108,17 @@ def shard_on(rank: int, folder: Path) -> tuple[list[tuple[str, Tensor | None]], 
     encoder = build_alike(lambda with_weights: build(own, True, with_weights), ranks)
     shard_encoder(encoder, Way("fsdp", mode="lean", sharding_factor=2), ranks, device=CPU)
     return list(full_tensors(encoder, ranks)), dict(encoder.named_buffers())
+
+
+def test_both_processes_know_a_model_without_its_pooler_by_one_key(
+    folders: dict[str, Path], two_ranks: RankPool
+) -> None:
+    folder = Path(shutil.copytree(folders["bert"], folders["bert"].parent / "no pooler"))
+    weights = load_file(folder / "model.safetensors")
+    save_file({name: each for name, each in weights.items() if "pooler" not in name}, folder / "model.safetensors")
+    (trains, key), (other_trains, other_key) = two_ranks.run(key_on, folder)
+    assert trains == other_trains
+    assert key == other_key
 
 
 def without_weights(folder: Path) -> None:

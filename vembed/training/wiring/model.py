@@ -51,15 +51,15 @@ def build_alike(build: Callable[[bool], Encoder], ranks: Ranks) -> Encoder:
     """
     built: list[Encoder] = []
 
-    def build_first() -> tuple[Outline, str | None]:
+    def build_first() -> tuple[Outline, str | None, str]:
         encoder = build(True)
         refuse_nonfinite_weights(encoder)
         built.append(encoder)
-        return Outline.of(encoder), encoder.base
+        return Outline.of(encoder), encoder.base, encoder.trains
 
-    outline, base = ranks.from_first(build_first)
+    outline, base, trains = ranks.from_first(build_first)
     encoder, reason = (built[0], "") if built else _build_other(build, outline)
-    encoder.base = base
+    encoder.base, encoder.trains = base, trains  # counted before a head without weights was left out
     reasons = {each for each in ranks.gather_objects(reason) if each}
     if reasons:
         _log.info("every process loads the weights by itself: %s", "; ".join(sorted(reasons)))

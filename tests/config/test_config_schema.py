@@ -456,6 +456,27 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ),
     ({"save_strategy": "no", "save_minutes": 5.0}, {"save_strategy": "no"}, "set save_strategy to steps or epoch"),
     ({"max_skipped_steps": 5}, {"max_skipped_steps": 5, "nonfinite_policy": "skip"}, "set nonfinite_policy to skip"),
+    ({"mine": "once", "label_kind": "grade"}, {"mine": "once"}, "mine needs rows with positives"),
+    (
+        {"mine": 2, "teacher_model_name": "t", "loss_type": "margin_mse"},
+        {"mine": 2},
+        "mine with vembed mine before, or leave one out",
+    ),
+    *(
+        ({name: value}, {name: value, "mine": "once"}, f"{name} has no effect with mine never")
+        for name, value in {
+            "mine_negatives": 2,
+            "mine_range_min": 5,
+            "mine_range_max": 50,
+            "mine_relative_margin": 0.1,
+            "mine_absolute_margin": 0.1,
+            "mine_min_score": 0.1,
+            "mine_max_score": 0.9,
+            "mine_sampling": "random",
+            "mine_index": "HNSW32",
+            "mine_replace": True,
+        }.items()
+    ),
 ]
 
 

@@ -84,8 +84,11 @@ def test_the_corpus_loads_as_what_it_is_said_to_be(tmp_path: Path, write_picture
 
 
 def test_the_configuration_is_valid() -> None:
-    (text,) = (text for kind, text in BLOCKS if kind == "yaml")
-    assert Config.model_validate(yaml.safe_load(text)).retrieval_mode == "m2i"
+    first, *others = (
+        Config.model_validate({"model_name": "m"} | yaml.safe_load(text)) for kind, text in BLOCKS if kind == "yaml"
+    )
+    assert first.retrieval_mode == "m2i"
+    assert [each.source_batches for each in others] == ["single"]
 
 
 def test_every_column_name_and_every_set_is_listed() -> None:

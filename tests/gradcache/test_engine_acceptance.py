@@ -13,7 +13,7 @@ from engine_cases import make_case
 from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
 from test_engine_cost import equal_lengths
-from test_engine_losses import NEGATIVES, make
+from test_engine_losses import NEGATIVES, make, structure_for
 from test_engine_ranks import LOSSES, Setting, assignment_of, expected_of, pools_of, step_on
 from test_engine_vectors import step as vectors_step
 from torch.distributed.tensor.debug import CommDebugMode
@@ -71,7 +71,7 @@ def in_one_graph(setting: Setting) -> tuple[float, dict[str, Tensor]]:
                 for z, slot in zip(z_RE, pool.slots[chunk.rows], strict=True):
                     rows[slot] = z
     z_NE = torch.stack([row for row in rows if row is not None])
-    value = loss(z_NE[:num_queries], z_NE[num_queries:], case.structure)
+    value = loss(z_NE[:num_queries], z_NE[num_queries:], structure_for(setting.loss, case.structure))
     value.backward()
     return value.item(), gradients(case.encoder, loss)
 
@@ -108,8 +108,9 @@ def test_a_step_that_is_begun_again_has_the_same_bits(loss: str) -> None:
     found = []
     for seed in (5, 5, 6):
         case, own = make_case(dropout=0.1, negatives=NEGATIVES), make(loss, 3)
+        structure = structure_for(loss, case.structure)
         torch.manual_seed(seed)
-        GradCacheEngine(own, EngineOptions(ChunkBudget(3, 10**6), CPU, retain=0.4)).step(case.pools, case.structure)
+        GradCacheEngine(own, EngineOptions(ChunkBudget(3, 10**6), CPU, retain=0.4)).step(case.pools, structure)
         found.append(gradients(case.encoder, own))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert not all(torch.equal(found[0][name], found[2][name]) for name in found[0]), "other masks, other bits"
@@ -119,7 +120,8 @@ def test_a_step_that_is_begun_again_has_the_same_bits(loss: str) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_trainable_weight_gets_a_gradient(loss: str, towers: int) -> None:
     case, own = make_case(dropout=0.1, negatives=NEGATIVES, towers=towers), make(loss, 3)
-    GradCacheEngine(own, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, case.structure)
+    structure = structure_for(loss, case.structure)
+    GradCacheEngine(own, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, structure)
     largest = max(parameter.grad.norm() for parameter in case.encoder.parameters())
     for name, parameter in (*case.encoder.named_parameters(), *own.named_parameters()):
         assert parameter.grad is not None, name
@@ -130,10 +132,11 @@ def test_every_trainable_weight_gets_a_gradient(loss: str, towers: int) -> None:
 @pytest.mark.parametrize("loss", LOSSES)
 def test_beside_a_frozen_tower_the_other_has_the_gradients_of_the_plain_step(loss: str) -> None:
     case, own = make_case(dropout=0.0, negatives=NEGATIVES, towers=2), make(loss, 3)
+    structure = structure_for(loss, case.structure)
     case.encoder[0].requires_grad_(requires_grad=False)
-    value = reference_step(case.pools, case.structure, own)
+    value = reference_step(case.pools, structure, own)
     expected = gradients(case.encoder, own)
-    result = GradCacheEngine(own, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, case.structure)
+    result = GradCacheEngine(own, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, structure)
     assert result.loss == pytest.approx(value.item(), rel=1e-11)
     assert not any(name.startswith("0.0.") for name in expected)
     assert_same_gradients(gradients(case.encoder, own), expected, 1e-9)
@@ -142,13 +145,14 @@ def test_beside_a_frozen_tower_the_other_has_the_gradients_of_the_plain_step(los
 @pytest.mark.parametrize("loss", LOSSES)
 def test_clipping_sees_the_norm_of_the_whole_batch(loss: str) -> None:
     case, own = make_case(dropout=0.0, negatives=NEGATIVES), make(loss, 3)
+    structure = structure_for(loss, case.structure)
     keys = OptimisationKeys(weight_decay=0.0, max_grad_norm=0.01)
     schedule = Schedule(1e-3, "constant", 0, 3)
     updater = Updater(case.encoder, own, keys, schedule, loss_scaling=False)  # type: ignore[arg-type]
     clipped = []
     for step in (
-        lambda: reference_step(case.pools, case.structure, own),
-        lambda: GradCacheEngine(own, EngineOptions(ChunkBudget(2, 10**6), CPU)).step(case.pools, case.structure),
+        lambda: reference_step(case.pools, structure, own),
+        lambda: GradCacheEngine(own, EngineOptions(ChunkBudget(2, 10**6), CPU)).step(case.pools, structure),
     ):
         step()
         norm = updater.gradient_norm()

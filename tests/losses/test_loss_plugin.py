@@ -109,7 +109,7 @@ def test_the_recipe_s_settings_are_valid_with_it_and_unknown_without(recipe: Pat
             ["loss_type=margin", "temperature=0.1"],
             (
                 "temperature has no effect with loss_type margin; remove it or set loss_type to infonce or colbert "
-                "or in_batch_hard or supcon (loss_type is"
+                "or in_batch_hard or supcon or distillation (loss_type is"
             ),
         ),
         (

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from adapter_cases import loss_of, partly_trained, step_of_a_rank, wake
+from late_cases import batch_of as cases_batch
 from model_cases import load_any
 from picture_cases import PICTURES, pools_of, write_picture_model
 from test_adapters_engine import take
 from test_vision_language import mixed_batch
-from test_vision_late import batch as page_batch
+from test_vision_late import PICTURES as PAGES
+from test_vision_late import TEXTS
 from vision_language_cases import FAMILY_BUILDERS, RETRIEVAL_BUILDERS, write_vision_language
 
 from vembed.batch import ContrastiveBatch
@@ -67,7 +69,7 @@ def batch_of(kind: str) -> ContrastiveBatch:
     if kind in FAMILY_BUILDERS:
         return mixed_batch()
     if kind != "late dinov2":
-        return page_batch()
+        return cases_batch(TEXTS, PAGES)
     numbers = np.arange(3)
     pairs, of_documents = np.stack([numbers, numbers], axis=1), numbers + 100
     return ContrastiveBatch(PICTURES[:3], PICTURES[2:], pairs, numbers, of_documents, record_ids=(0, 1, 2))

@@ -66,11 +66,13 @@ def test_a_folder_with_checkpoints_is_another_run_until_it_may_be_deleted(tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_makes_room(tmp_path: Path) -> None:
+def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_makes_room(
+    tmp_path: Path,
+) -> None:
     fill(tmp_path)
     (tmp_path / "checkpoints/file").rename(tmp_path / "checkpoints/.saving-step-00000003")
     OutputFolder(tmp_path).start_fresh(overwrite=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "teacher"], "what is known by its content"
 
 
 @pytest.mark.parametrize("name", [name for name in OWN_NAMES if name not in {*MARKS, *EARLY_END}])
@@ -82,7 +84,7 @@ def test_a_file_that_only_has_a_runs_name_is_never_deleted(tmp_path: Path, name:
     assert (tmp_path / name).is_dir()
     (tmp_path / "train.log").write_text("")
     OutputFolder(tmp_path).start_fresh(overwrite=False)
-    assert not (tmp_path / name).exists()
+    assert (tmp_path / name).exists() == (name == "teacher"), "what a teacher said is known by its content"
 
 
 def test_an_exit_json_alone_makes_room_and_beside_other_files_it_marks_nothing(tmp_path: Path) -> None:

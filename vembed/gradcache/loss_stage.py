@@ -85,7 +85,8 @@ class LossStage:
         z_NE = room_BE[: assignment.num_rows]
         largest: Tensor = torch.linalg.vector_norm(z_NE, math.inf)  # |z| itself would be a copy of all embeddings
         streamed = self.loss.streamed if structure.num_queries >= self.ranks.world_size else None
-        with tf32_products(z_NE.device) if self.tf32 else nullcontext():
+        precise = torch.autocast(z_NE.device.type, enabled=False)  # a caller's would round products of the loss
+        with precise, tf32_products(z_NE.device) if self.tf32 else nullcontext():
             if streamed is not None:
                 loss, rank_loss, u_NE, own = self._streamed(streamed, z_NE, structure, counts_N)
             else:

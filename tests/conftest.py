@@ -1,8 +1,10 @@
 """What all tests share: real data where there is some, one thread, no network."""
 
+import hashlib
 import os
 import pickle
 import signal
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +21,26 @@ os.environ["VEMBED_CACHE"] = "never"  # nothing outside of the folders of tests 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is tested inherits that
 
 
+SAMPLED_ROOMS = ("gradcache", "losses", "models")
+SAMPLED_CASES = 4
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run whole commands first: at the end only short tests are left to share out."""
+    """Run whole commands first, and leave most cases of the large tables to the slow tests.
+
+    At the end only short tests are left to share out. Tests of encoders, losses and the engine go through tables of
+    families, losses and settings: of each table a few rows, drawn by their names, are enough to see at once that
+    something broke.
+    """
     items.sort(key=lambda item: "entrypoints" not in item.path.parts)
+    cases = defaultdict(list)
+    for item in items:
+        if item.path.parent.name in SAMPLED_ROOMS and item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for own in cases.values():
+        for item in sorted(own, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())[SAMPLED_CASES:]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -191,7 +191,7 @@ def _hint(config: Config, name: str) -> str:
     return f"; {hint}" if hint else ""
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache  # values of two classes are never equal
 def _with_losses(losses: tuple[Any, ...]) -> type[Config]:
     """Return the class for these losses (`LossFacts` of vembed.losses, which this room must not import)."""
     owners: dict[str, list[str]] = {}

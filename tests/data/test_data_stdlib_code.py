@@ -16,6 +16,7 @@ from vembed.errors import DataError
 SPLITS = ("train", "dev", "test")
 
 
+@pytest.mark.slow
 def test_splits_share_no_content_and_no_module() -> None:
     tables = {split: load_builtin("stdlib-code", split).table for split in SPLITS}
     assert sum(len(table) for table in tables.values()) > 3000

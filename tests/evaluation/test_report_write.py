@@ -37,6 +37,7 @@ def test_three_files_are_written_into_a_new_folder(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == FILES
 
 
+@pytest.mark.slow
 def test_the_same_report_gives_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     write_report(tmp_path / "here", sample(steps=STEPS))
     code = (

@@ -25,9 +25,11 @@ from vembed.gradcache.reference import reference_step
 from vembed.training.optimizer import Schedule, Updater
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
+
+QUICK = ("both directions", "hardest", "triplet")
 
 
 def collectives_on(rank: int) -> dict[str, list[dict[str, int]]]:
@@ -76,29 +78,29 @@ def in_one_graph(setting: Setting) -> tuple[float, dict[str, Tensor]]:
     return value.item(), gradients(case.encoder, loss)
 
 
-def dropout_on(rank: int) -> list[tuple[float, dict[str, Any], bool]]:
+def dropout_on(rank: int, losses: Sequence[str]) -> list[tuple[float, dict[str, Any], bool]]:
     """Do a step with each loss, and again from the same state; say whether every bit was the same."""
     answers = []
-    for loss in LOSSES:
+    for loss in losses:
         (first, found, _), (again, after, _) = (step_on(rank, dropout_setting(loss)) for _ in range(2))
         same = first.loss == again.loss and all(torch.equal(found[name], after[name]) for name in found)
         answers.append((first.loss, found, same))
     return answers
 
 
-def test_dropout_on_two_ranks_is_that_of_one_graph_and_the_same_bits_again(two_ranks: RankPool) -> None:
-    answers = two_ranks.run(dropout_on)
-    for loss, *of_ranks in zip(LOSSES, *answers, strict=True):
+@pytest.mark.parametrize("losses", [QUICK, pytest.param(LOSSES, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_dropout_on_two_ranks_is_that_of_one_graph_and_the_same_bits_again(
+    two_ranks: RankPool, losses: Sequence[str]
+) -> None:
+    answers = two_ranks.run(dropout_on, losses)
+    for loss, *of_ranks in zip(losses, *answers, strict=True):
         value, expected = in_one_graph(dropout_setting(loss))
         for found_value, found, same in of_ranks:
             assert same, loss
             assert found_value == pytest.approx(value, rel=1e-11), loss
             assert_same_gradients(found, expected, 1e-9)
-    without, _ = expected_of(Setting(loss=LOSSES[0]))
+    without, _ = expected_of(Setting(loss=losses[0]))
     assert abs(answers[0][0][0] - without) > 1e-6, "dropout does act"
-
-
-QUICK = ("both directions", "hardest", "triplet")
 
 
 @pytest.mark.parametrize(

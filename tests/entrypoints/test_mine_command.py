@@ -16,6 +16,7 @@ from mining_cases import made_rows, read, written
 
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
+from vembed.mining import output as output_module
 from vembed.mining import vectors as vectors_module
 
 if TYPE_CHECKING:
@@ -144,3 +145,16 @@ def test_five_kills_leave_the_same_file(bag: Path, tmp_path: Path) -> None:
 def _count(folder: Path) -> int:
     """Return how many files are whole."""
     return len([*folder.glob("[!.]*")]) if folder.is_dir() else 0
+
+
+def test_parquet_holds_the_columns_of_all_rows_whatever_the_first_ones_have(
+    call: Any, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_module, "BLOCK_ROWS", 16)
+    rows = [{name: cell for name, cell in row.items() if name != "negatives"} for row in made_rows(40)]
+    rows[30]["negatives"] = ["a negative of a late row"]
+    output = tmp_path / "mined.parquet"
+    words = ("--relative-margin", "none", "--max-score", "-2")  # nothing is mined
+    done = call("mine", bag, "--data", written(tmp_path / "rows.jsonl", rows), "--output", output, *words)
+    assert done.code == 0, done.err
+    assert list(read(output).table)[30].negatives == ("a negative of a late row",)

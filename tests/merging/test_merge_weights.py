@@ -82,6 +82,13 @@ def test_models_with_other_prompts_are_refused(monkeypatch: pytest.MonkeyPatch) 
         Mixture([one, other], ["a", "b"])
 
 
+def test_models_that_pool_otherwise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = made(0), made(1)
+    monkeypatch.setattr(NgramBag, "describe", lambda self: {"pooling": "cls (a)" if self is other else "mean (b)"})
+    with pytest.raises(ConfigError, match="their pooling differs \\('mean' and 'cls'\\)"):
+        Mixture([one, other], ["a", "b"])
+
+
 def test_the_grid_starts_with_the_first_model_and_holds_every_mixture_once() -> None:
     assert grid(2, 4) == [(1.0, 0.0), (0.75, 0.25), (0.5, 0.5), (0.25, 0.75), (0.0, 1.0)]
     three = grid(3, 4)

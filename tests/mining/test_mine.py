@@ -233,3 +233,9 @@ def test_equal_contents_are_one_document(tmp_path: Path) -> None:
     task = MiningTask.of(read(written(tmp_path / "rows.jsonl", rows)).table, corpus_items(["same text", "", "new"]))
     assert len(task.documents) == 2, "and an empty document is none"
     assert task.documents.ids_U.tolist() == [content_id("same text"), content_id("new")]
+
+
+def test_rows_of_classes_are_refused_as_classmates_answer_each_other(tmp_path: Path) -> None:
+    rows = [{**row, "label": ["cat", "dog"][place % 2]} for place, row in enumerate(made_rows(8))]
+    with pytest.raises(DataError, match="rows of one class answer each other's queries"):
+        MiningTask.of(read(written(tmp_path / "rows.jsonl", rows)).table)

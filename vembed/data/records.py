@@ -213,6 +213,14 @@ class RecordTable:
             return np.arange(len(self)), cells.to_numpy()
         return np.repeat(np.arange(len(self)), np.diff(cells.offsets.to_numpy())), cells.flatten().to_numpy()
 
+    @property
+    def has_classes(self) -> bool:
+        """Whether any record has a class."""
+        import pyarrow as pa
+
+        rows = pa.array(self._rows)
+        return any(self._columns[name].take(rows).null_count < len(self) for name in ("label_text", "label_number"))
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the content of all records in order; where they came from doesn't count.

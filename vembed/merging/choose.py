@@ -143,6 +143,7 @@ class Trial:
             "models": list(self.identities),
             "weights": list(weights),
             "method": self.method,
+            "precision": str(self.encode.autocast_dtype or "as loaded"),
         }
         place, system = self.folder / shown_weights(weights) / task.name.replace("/", "-"), "mixture"
         stored, _ = read_stored(place, key, system=system)

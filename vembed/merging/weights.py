@@ -105,6 +105,7 @@ def _refuse_unlike(first: Encoder, other: Encoder, names: tuple[str, str]) -> No
         "similarity": lambda encoder: encoder.similarity,
         "query prompt": lambda encoder: encoder.prompts.get("query", ""),
         "document prompt": lambda encoder: encoder.prompts.get("document", ""),
+        "pooling": lambda encoder: encoder.describe().get("pooling", "").partition(" (")[0],
     }
     for what, value in checks.items():
         if value(first) != value(other):

@@ -6,6 +6,7 @@ The column `mined` holds the provenance; training passes over it (`data/columns.
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from vembed.data.records import Record, RecordTable
     from vembed.mining.mine import Mined
     from vembed.mining.task import MiningTask
+
+    Blocks = Callable[[], Iterator[list[dict[str, Any]]]]
 
 SUFFIXES = (".jsonl", ".parquet")
 BLOCK_ROWS = 8192
@@ -67,7 +70,7 @@ def write_rows(
         MachineError: The file can't be written.
     """
     write = _write_jsonl if path.suffix == ".jsonl" else _write_parquet
-    blocks = _blocks(records, task, mined, source, replaces=replaces)
+    blocks = partial(_blocks, records, task, mined, source, replaces=replaces)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as temporary:
@@ -79,14 +82,14 @@ def write_rows(
         raise MachineError(f"{path} can't be written: {refused}; free some space there") from error
 
 
-def _write_jsonl(path: Path, blocks: Iterator[list[dict[str, Any]]], poll: Callable[[], None]) -> None:
+def _write_jsonl(path: Path, blocks: Blocks, poll: Callable[[], None]) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as file:
-        for rows in blocks:
+        for rows in blocks():
             poll()
             file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
-def _write_parquet(path: Path, blocks: Iterator[list[dict[str, Any]]], poll: Callable[[], None]) -> None:
+def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -94,27 +97,21 @@ def _write_parquet(path: Path, blocks: Iterator[list[dict[str, Any]]], poll: Cal
     mined = {"model": text, "weights": text, "settings": text, "teacher": text}
     mined |= {"scores": numbers, "ranks": pa.list_(pa.int64()), "positive_score": pa.float64()}
     columns = {"query": text, "query_image": texts, "positive": texts, "positive_image": texts, "negatives": texts}
-    columns |= {"negative_images": texts, "label": text, "scores": numbers}
-    # A column that no row fills would be read as one that is there: the first block says which there are.
-    schema: Any = None
-    writer: Any = None
-    try:
-        for rows in blocks:
+    columns |= {"negative_images": texts}
+    # A column that no row fills would be read as one that is there: the rows say which there are.
+    filled = {name for rows in blocks() for row in rows for name in row}
+    details = pa.struct([*mined.items(), ("teacher_scores", numbers)])
+    used = [(name, kind) for name, kind in columns.items() if name in filled]
+    schema = pa.schema([*used, (PROVENANCE, details)])
+    with pq.ParquetWriter(path, schema) as writer:
+        for rows in blocks():
             poll()
-            if schema is None:
-                details = pa.struct([*mined.items(), ("teacher_scores", numbers)])
-                used = [(name, kind) for name, kind in columns.items() if any(name in row for row in rows)]
-                schema = pa.schema([*used, (PROVENANCE, details)])
-                writer = pq.ParquetWriter(path, schema)
             lists = [
                 {name: [cell] if name in columns and columns[name] == texts and isinstance(cell, str) else cell
                  for name, cell in row.items()}
                 for row in rows
             ]  # fmt: skip
             writer.write_table(pa.Table.from_pylist(lists, schema))
-    finally:
-        if writer is not None:
-            writer.close()
 
 
 def _blocks(
@@ -156,8 +153,6 @@ def _row(record: Record, negatives: list[Item]) -> dict[str, Any]:
             row["query"] = query.text
         row["query_image"] = [_path(image) for image in pictures_in([query])]
     row |= _side(record.positives, "positive", "positive_image") | _side(negatives, "negatives", "negative_images")
-    if record.label is not None:
-        row["label"] = record.label
     return row
 
 

@@ -102,8 +102,14 @@ class MiningTask:
             corpus: Further documents.
 
         Raises:
+            DataError: The rows have classes.
             ImageError: A picture can't be read.
         """
+        if records.has_classes:
+            raise DataError(
+                "rows of one class answer each other's queries, so that mining would take right answers for hard "
+                "negatives: leave the classes out (column_mapping: {label: null}), or don't mine"
+            )
         items = records.items
         (_, query_numbers), positives, negatives = (
             records.numbers(column) for column in ("query", "positives", "negatives")

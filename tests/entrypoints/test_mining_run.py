@@ -50,7 +50,7 @@ def test_negatives_are_mined_before_each_epoch_and_the_report_says_so(whole: Out
     assert all(each["counts"].max() == 2 for each in found)
     assert found[0]["items"].tolist() != found[1]["items"].tolist(), "the model and the draw have changed"
     report = json.loads((whole.folder / "report" / "report.json").read_text("utf-8"))
-    assert "mined before epoch 00003" in json.dumps(report)
+    assert "hard negatives mined before epoch 3" in json.dumps(report)
     assert json.loads((mining / names[1] / "report.json").read_text("utf-8"))["negatives"] == found[1]["counts"].sum()
     plan = json.loads((whole.folder / "plan.json").read_text("utf-8"))
     assert any(

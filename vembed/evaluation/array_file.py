@@ -76,7 +76,6 @@ class ArrayFile:
                     f"{self.folder}: {wanted / 1e9:.1f} GB are needed to keep {self.what}, {free / 1e9:.1f} GB are "
                     f"free. Free some space, or {self.advice}."
                 )
-            self.record.unlink(missing_ok=True)
             with new_file(self.array, shared=True) as temporary:
                 with temporary.open("wb") as file:
                     header = {"descr": "<f4", "fortran_order": False, "shape": shape}

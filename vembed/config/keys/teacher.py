@@ -32,9 +32,16 @@ class TeacherKeys(Section):
 
 
 def teacher_gives_scores(config: "Config") -> bool:
-    """Return whether a teacher's scores of a row's own documents stand in for those that data may list."""
+    """Return whether a teacher's scores of a row's own documents stand in for those that data may list.
+
+    A loss that learns from positives as well keeps to them where the teacher is there for something else.
+    """
+    losses = [LOSSES.load(name) for name in (config.loss_type, *config.added_losses) if name in LOSSES]
+    takers = [loss for loss in losses if {"pairs", "lists"} & set(loss.takes)]
     by_data = config.label_kind in ("pair", "grade")
-    return config.teacher_model_name is not None and not by_data and takes_pairs(config.loss_type, *config.added_losses)
+    is_needed = any("positives" not in loss.takes for loss in takers)
+    is_free = not any(loss.reads_teacher(config) for loss in losses)
+    return config.teacher_model_name is not None and not by_data and bool(takers) and (is_needed or is_free)
 
 
 @rule("teacher_model_name", "loss_type", "added_losses", "label_kind", "false_negative_filter")

@@ -107,6 +107,7 @@ def mining_facts(folder: Path) -> list[tuple[str, str]]:
     for path in sorted(folder.glob("epoch-*/report.json")):
         found = json.loads(path.read_text("utf-8"))
         rate = found["false_negatives"]
-        doubt = "" if rate is None else f"; probably {100 * rate['rate']:.1f}% of them answer their query after all"
-        facts.append((f"mined before {path.parent.name.replace('-', ' ')}", f"{found['negatives']}{doubt}"))
+        doubt = "" if rate is None else f", about {100 * rate['rate']:.1f}% of them probably false"
+        epoch = int(path.parent.name.rpartition("-")[2])
+        facts.append((f"hard negatives mined before epoch {epoch}", f"{found['negatives']:,}{doubt}"))
     return facts

@@ -21,11 +21,6 @@ os.environ["VEMBED_CACHE"] = "never"  # nothing outside of the folders of tests 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is tested inherits that
 
 
-def pytest_xdist_auto_num_workers() -> int:
-    """Start a process more than there are cores: tests of several processes wait for them."""
-    return (os.cpu_count() or 1) + 1
-
-
 SAMPLED_ROOMS = ("gradcache", "losses", "models")
 SAMPLED_CASES = 3
 

@@ -437,6 +437,13 @@ def test_many_problems_are_listed_up_to_a_hundred_and_the_others_counted(write: 
     assert found[-1] == "... and 150 more problems"
 
 
+def test_the_nearest_key_is_looked_for_behind_a_few_unknown_ones_only(write: Write) -> None:
+    found = problems(write("model_name: m\n" + "".join(f"learning_ratio{i}: 1\n" for i in range(50))))
+    assert len(found) == 50
+    assert [line.endswith("; did you mean learning_rate?") for line in found] == [True] * 20 + [False] * 30
+    assert found[20] == "configs/a.yaml:22: learning_ratio20: unknown key"
+
+
 # secrets
 
 

@@ -34,6 +34,9 @@ MAX_FILE_BYTES = 2**18
 MAX_TEXT_BYTES = 2**16
 """Of all values together, so that a configuration can be written as a file that is read again."""
 
+MAX_SUGGESTIONS = 20
+"""Unknown keys that get the nearest one; a file with more of them is no configuration."""
+
 _SUFFIXES = (".yaml", ".yml", ".json")
 _PLACEHOLDER_MODEL = "builtin:none"
 
@@ -217,11 +220,14 @@ def _settle(entries: Iterable[Entry]) -> tuple[dict[str, Entry], list[Problem]]:
     """Resolve the aliases of one layer; parts stand under `key.part`."""
     settled: dict[str, Entry] = {}
     problems = []
+    num_unknown = 0
     for entry in entries:
         targets = ALIASES.get(entry.name, (entry.name,))
         unknown = [target for target in targets if target not in fields() and not is_foreign(target)]
         if unknown:
-            problems.append(Problem(entry.place, unknown_key(entry.name), shown(entry.name)))
+            text = unknown_key(entry.name, suggest=num_unknown < MAX_SUGGESTIONS)
+            problems.append(Problem(entry.place, text, shown(entry.name)))
+            num_unknown += 1
             continue
         for target in targets:
             if entry.part is not None and not _is_mapping(target):

@@ -59,8 +59,14 @@ def expectation(schema: Mapping[str, Any]) -> str:
     return _either(_alternatives(schema))
 
 
-def unknown_key(name: str) -> str:
-    """Say that a key is unknown, with the nearest key or alias."""
+def unknown_key(name: str, *, suggest: bool = True) -> str:
+    """Say that a key is unknown, with the nearest key or alias.
+
+    Args:
+        suggest: Whether to look for it, which takes most of a millisecond.
+    """
+    if not suggest:
+        return "unknown key"
     known = [*key_schemas(), *ALIASES]
     nearest = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
     return (

@@ -111,7 +111,7 @@ def _named_sets(parsed: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 def _merge(parsed: argparse.Namespace, output: Path, command: str) -> int:
     from vembed.distributed.runtime import start_runtime
-    from vembed.merging.report import MergeReport, write_report
+    from vembed.merging.report import MergeReport, write_merge_report
     from vembed.merging.weights import Mixture
     from vembed.models.export.write import refuse_taken
     from vembed.models.registry import load_encoder
@@ -140,7 +140,7 @@ def _merge(parsed: argparse.Namespace, output: Path, command: str) -> int:
         _write(parsed, keys[0], mixture.encoder.to("cpu"), output, record, stop.poll)
     if report is not None:
         pages = output.with_name(f"{output.name}-report")
-        write_report(pages, report)
+        write_merge_report(pages, report)
         shutil.rmtree(work, ignore_errors=True)
         print(f"report: {redact(str(pages / 'report.html'))}")
     return ExitCode.OK

@@ -152,7 +152,7 @@ def _mine(
     from vembed.data.sources import load_records
     from vembed.mining.mine import Miner, Seconds
     from vembed.mining.output import write_rows
-    from vembed.mining.report import MiningReport, write_report
+    from vembed.mining.report import MiningReport, write_mining_report
     from vembed.mining.task import MiningTask
 
     (keys, source), seconds, ranks = options, Seconds(), runtime.ranks
@@ -175,7 +175,7 @@ def _mine(
             write_rows(output, loaded.table, task, mined, facts, replaces=keys.mine_replace, poll=stop.poll_alone)
         report = MiningReport(task, mined, keys, facts, loaded.notes, seconds.parts, command)
         pages = output.with_name(f"{output.stem}-report")
-        write_report(pages, report)
+        write_mining_report(pages, report)
         print(f"{report.headline}\nwritten to {redact(str(output))}; report: {redact(str(pages / 'report.html'))}")
         shutil.rmtree(folder, ignore_errors=True)
     ranks.gather_objects(None)  # all wait: the first one may fail

@@ -7,6 +7,7 @@ then the text is escaped for its form. What is markup already is a `Markup`: mad
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Undefined
 from markupsafe import Markup
 
+from vembed.errors import MachineError
 from vembed.evaluation.text import (
     capitalised,
     clip,
@@ -23,9 +25,11 @@ from vembed.evaluation.text import (
     id_text,
     metric_text,
     one_line,
+    plain,
     plural,
     signed_text,
 )
+from vembed.files import replace_text
 from vembed.text import visible
 
 if TYPE_CHECKING:
@@ -83,6 +87,51 @@ def markdown_environment(*folders: Path) -> Environment:
     environment.globals |= {"table": markdown_table, "pairs_table": markdown_pairs}
     environment.filters["fenced"] = fenced
     return environment
+
+
+def write_report(
+    folder: Path,
+    template: Path,
+    document: Mapping[str, object],
+    shared: Mapping[str, object],
+    drawings: Mapping[str, object],
+) -> None:
+    """Render report.json, report.md and report.html, then write them, each whole or not at all.
+
+    Args:
+        folder: Made where it is missing.
+        template: Path of the templates without `.md.jinja` and `.html.jinja`.
+        document: The report for programs, every number unrounded.
+        shared: What the page and the Markdown file both tell.
+        drawings: What the page alone shows.
+
+    Raises:
+        MachineError: The folder can't be written.
+    """
+    page, text = (
+        make(template.parent).get_template(f"{template.name}.{form}.jinja")
+        for make, form in ((html_environment, "html"), (markdown_environment, "md"))
+    )
+    files = {
+        "report.json": json.dumps(plain(document), indent=2, allow_nan=False) + "\n",
+        "report.md": text.render(shared),
+        "report.html": page.render(shared, **drawings),
+    }
+    write_pages(folder, files, "report")
+
+
+def write_pages(folder: Path, files: Mapping[str, str], what: str) -> None:
+    """Write named files, each whole or not at all; the folder is made where it is missing.
+
+    Raises:
+        MachineError: The folder can't be written; the message calls the files by `what`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            replace_text(folder / name, text)
+    except OSError as error:
+        raise MachineError(f"{folder}: the {what} can't be written: {error}; free some space there") from error
 
 
 def _environment(folders: Sequence[Path], finalize: Callable[[object], str]) -> Environment:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.errors import MachineError
-from vembed.evaluation.pages import Cell, Table, html_environment, markdown_environment
+from vembed.evaluation.pages import Cell, Table, write_report
 from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, LINE, SERIES, chart_axes, inline_svg
-from vembed.evaluation.text import metric_text, plain, signed_text
-from vembed.files import replace_text
+from vembed.evaluation.text import metric_text, signed_text
 from vembed.merging.choose import shown_weights
 
 if TYPE_CHECKING:
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.significance import Comparison
     from vembed.merging.choose import Choice, Point
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE = Path(__file__).parent / "templates" / "merging"
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 
 LIMITS = (
@@ -65,26 +62,13 @@ class MergeReport:
         return f"Weights {shown_weights(choice.chosen.weights)}: {choice.metric} on {', '.join(sets)}"
 
 
-def write_report(folder: Path, report: MergeReport) -> None:
+def write_merge_report(folder: Path, report: MergeReport) -> None:
     """Write report.json, report.md and report.html.
 
     Raises:
         MachineError: The folder can't be written.
     """
-    shared = _shared(report)
-    files = {
-        "report.json": json.dumps(plain(_document(report)), indent=2, allow_nan=False) + "\n",
-        "report.md": markdown_environment(TEMPLATES).get_template("merging.md.jinja").render(shared),
-        "report.html": html_environment(TEMPLATES)
-        .get_template("merging.html.jinja")
-        .render(shared, drawing=partial(_draw, report.choice)),
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            replace_text(folder / name, text)
-    except OSError as error:
-        raise MachineError(f"{folder}: the report can't be written: {error}; free some space there") from error
+    write_report(folder, TEMPLATE, _document(report), _shared(report), {"drawing": partial(_draw, report.choice)})
 
 
 def _document(report: MergeReport) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -12,11 +11,9 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from vembed.batch import Composed, Image
-from vembed.errors import MachineError
-from vembed.evaluation.pages import Table, html_environment, markdown_environment
+from vembed.evaluation.pages import Table, write_report
 from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, WORSE, chart_axes, inline_svg, tick_text
-from vembed.evaluation.text import clip, count_text, metric_text, number_text, plain, plural
-from vembed.files import replace_text
+from vembed.evaluation.text import clip, count_text, metric_text, number_text, plural
 from vembed.mining.choose import RULES
 from vembed.mining.false_negatives import estimate
 
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from vembed.mining.mine import Mined
     from vembed.mining.task import MiningTask
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE = Path(__file__).parent / "templates" / "mining"
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 BARS = 40
 EXAMPLES = 10
@@ -141,26 +138,13 @@ class MiningReport:
         }
 
 
-def write_report(folder: Path, report: MiningReport) -> None:
+def write_mining_report(folder: Path, report: MiningReport) -> None:
     """Write report.json, report.md and report.html.
 
     Raises:
         MachineError: The folder can't be written.
     """
-    shared = _shared(report)
-    files = {
-        "report.json": json.dumps(plain(_document(report)), indent=2, allow_nan=False) + "\n",
-        "report.md": markdown_environment(TEMPLATES).get_template("mining.md.jinja").render(shared),
-        "report.html": html_environment(TEMPLATES)
-        .get_template("mining.html.jinja")
-        .render(shared, drawing=partial(_draw, report.groups)),
-    }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            replace_text(folder / name, text)
-    except OSError as error:
-        raise MachineError(f"{folder}: the report can't be written: {error}; free some space there") from error
+    write_report(folder, TEMPLATE, _document(report), _shared(report), {"drawing": partial(_draw, report.groups)})
 
 
 def _document(report: MiningReport) -> dict[str, Any]:

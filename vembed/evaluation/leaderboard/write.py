@@ -7,14 +7,12 @@ from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vembed.errors import MachineError
 from vembed.evaluation.leaderboard.charts import draw_cost
 from vembed.evaluation.leaderboard.content import CONFIDENCE, LEVEL, settings
 from vembed.evaluation.leaderboard.tables import costs_table, means_table, sums_table, swatch, tests_table
 from vembed.evaluation.leaderboard.text import LEGEND, SUM_NOTE, headline
-from vembed.evaluation.pages import html_environment, markdown_environment
+from vembed.evaluation.pages import html_environment, markdown_environment, write_pages
 from vembed.evaluation.text import count_text, one_line, plain
-from vembed.files import replace_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,12 +37,7 @@ def write_leaderboard(folder: Path, board: Board) -> None:
         "leaderboard.md": render_markdown(board),
         "leaderboard.html": render_html(board),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            replace_text(folder / name, text)
-    except OSError as error:
-        raise MachineError(f"{folder}: the leaderboard can't be written: {error}; free some space there") from error
+    write_pages(folder, files, "leaderboard")
 
 
 def render_json(board: Board) -> str:

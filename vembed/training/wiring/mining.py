@@ -12,7 +12,7 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.mining.mine import Miner
-from vembed.mining.report import MiningReport, write_report
+from vembed.mining.report import MiningReport, write_mining_report
 from vembed.mining.task import MiningTask
 from vembed.redact import redact
 
@@ -63,7 +63,7 @@ class MiningWork:
         if self.encode.ranks.is_first:
             source = {"model": f"{redact(config.model_name)} before epoch {epoch + 1}"}
             report = MiningReport(task, mined, config, source, (), miner.seconds.parts, "")
-            write_report(self.folder / f"epoch-{epoch + 1:05}", report)
+            write_mining_report(self.folder / f"epoch-{epoch + 1:05}", report)
             _log.info("before epoch %d: %s", epoch + 1, report.headline)
         self.encode.ranks.gather_objects(None)  # all have read the blocks
         if self.encode.ranks.is_first:

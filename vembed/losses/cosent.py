@@ -23,18 +23,16 @@ Shape legend: Q queries of this rank, P pairs, G groups, K prefixes.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 
 from vembed.losses.base import to_device
-from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.listed import PairSweep
 from vembed.losses.masks import positive_mask
-from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarities
+from vembed.losses.prefixes import pair_similarity, weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, zero_gradients
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, streamed_options, zero_gradients
 from vembed.losses.weights import relative_weights, share_of
 
 if TYPE_CHECKING:
@@ -43,7 +41,7 @@ if TYPE_CHECKING:
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
     from vembed.losses.facts.cosent import CosentKeys
-    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.streamed import StreamedBatch, StreamedOptions
     from vembed.losses.tiles import SimilarityTiles
 
 
@@ -54,17 +52,9 @@ class CosentLoss(StreamedLoss):
         self,
         *,
         scale: float,
-        mask_false_negatives: bool = True,
-        prefixes: Prefixes | None = None,
-        tile_size: int = DEFAULT_TILE_SIZE,
-        negative_filter: FalseNegativeFilter | None = None,
+        **options: Unpack[StreamedOptions],
     ) -> None:
-        super().__init__(
-            mask_false_negatives=mask_false_negatives,
-            prefixes=prefixes,
-            tile_size=tile_size,
-            negative_filter=negative_filter,
-        )
+        super().__init__(**options)
         self.scale = scale
 
     @classmethod
@@ -72,10 +62,7 @@ class CosentLoss(StreamedLoss):
         """Make the loss of a run."""
         return cls(
             scale=keys.cosent_scale,
-            mask_false_negatives=keys.mask_false_negatives,
-            prefixes=Prefixes.of_keys(keys),
-            tile_size=common.tile_size,
-            negative_filter=FalseNegativeFilter.of_keys(keys),
+            **streamed_options(keys, common),
         )
 
     @staticmethod

@@ -24,7 +24,7 @@ merged online as in Milakov & Gimelshein, 2018, "Online normalizer calculation f
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,12 @@ from torch import Tensor, nn
 from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
 from vembed.losses.base import to_device
 from vembed.losses.cells import CellMap
-from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.masks import positive_mask
-from vembed.losses.prefixes import Prefixes, weighted_similarities
+from vembed.losses.prefixes import weighted_similarities
 from vembed.losses.softmax import Hardness, Slopes, Sums, terms
 from vembed.losses.statistics import LogSumExp
-from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
-from vembed.losses.tiles import BOUNDED_LOGIT, DEFAULT_TILE_SIZE, longest_row, read_numbers
+from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, streamed_options
+from vembed.losses.tiles import BOUNDED_LOGIT, longest_row, read_numbers
 from vembed.losses.weights import document_shares, positive_counts, query_shares, share_of
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from vembed.losses.facts.infonce import InfoNCEKeys, SoftmaxKeys
     from vembed.losses.softmax import Terms
     from vembed.losses.statistics import Statistics
-    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.streamed import StreamedBatch, StreamedOptions
     from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
 
 STRIP_TILES = 10
@@ -78,20 +77,12 @@ class SoftmaxLoss(StreamedLoss):
         temperature: float,
         learn_temperature: bool = False,
         bidirectional: bool = False,
-        mask_false_negatives: bool = True,
         dtype: torch.dtype = torch.float32,
-        prefixes: Prefixes | None = None,
-        tile_size: int = DEFAULT_TILE_SIZE,
-        negative_filter: FalseNegativeFilter | None = None,
         hardness: Hardness | None = None,
         focal_gamma: float = 0.0,
+        **options: Unpack[StreamedOptions],
     ) -> None:
-        super().__init__(
-            mask_false_negatives=mask_false_negatives,
-            prefixes=prefixes,
-            tile_size=tile_size,
-            negative_filter=negative_filter,
-        )
+        super().__init__(**options)
         log_scale = torch.tensor(math.log(1.0 / temperature), dtype=torch.promote_types(dtype, torch.float32))
         self.log_scale: Tensor
         self._fixed = None if learn_temperature else temperature
@@ -299,11 +290,8 @@ def softmax_options(keys: SoftmaxKeys, common: LossCommon) -> dict[str, Any]:
         "temperature": keys.temperature,
         "learn_temperature": keys.learn_temperature,
         "bidirectional": keys.loss_bidirectional,
-        "mask_false_negatives": keys.mask_false_negatives,
         "dtype": common.dtype,
-        "prefixes": Prefixes.of_keys(keys),
-        "tile_size": common.tile_size,
-        "negative_filter": FalseNegativeFilter.of_keys(keys),
+        **streamed_options(keys, common),
     }
 
 

@@ -15,18 +15,17 @@ Source: Zhai et al., 2023, "Sigmoid Loss for Language Image Pre-Training".
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
-from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.masks import positive_mask
-from vembed.losses.prefixes import Prefixes, weighted_similarities
-from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
-from vembed.losses.tiles import DEFAULT_TILE_SIZE, read_numbers
+from vembed.losses.prefixes import weighted_similarities
+from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, streamed_options
+from vembed.losses.tiles import read_numbers
 from vembed.losses.weights import query_shares
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from vembed.losses.cells import Tile
     from vembed.losses.facts.sigmoid import SigmoidKeys
     from vembed.losses.statistics import Statistics
-    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.streamed import StreamedBatch, StreamedOptions
 
 EXACT_THRESHOLD = 40.0
 """Above this, log(1 + e^x) is x in every type; torch's own threshold of 20 would cost digits in float64."""
@@ -53,18 +52,10 @@ class SigmoidLoss(StreamedLoss):
         *,
         init_logit_scale: float,
         init_logit_bias: float,
-        mask_false_negatives: bool = True,
         dtype: torch.dtype = torch.float32,
-        prefixes: Prefixes | None = None,
-        tile_size: int = DEFAULT_TILE_SIZE,
-        negative_filter: FalseNegativeFilter | None = None,
+        **options: Unpack[StreamedOptions],
     ) -> None:
-        super().__init__(
-            mask_false_negatives=mask_false_negatives,
-            prefixes=prefixes,
-            tile_size=tile_size,
-            negative_filter=negative_filter,
-        )
+        super().__init__(**options)
         own = torch.promote_types(dtype, torch.float32)
         self.log_scale = nn.Parameter(torch.tensor(init_logit_scale, dtype=own))
         self.bias = nn.Parameter(torch.tensor(init_logit_bias, dtype=own))
@@ -75,11 +66,8 @@ class SigmoidLoss(StreamedLoss):
         return cls(
             init_logit_scale=keys.init_logit_scale,
             init_logit_bias=keys.init_logit_bias,
-            mask_false_negatives=keys.mask_false_negatives,
             dtype=common.dtype,
-            prefixes=Prefixes.of_keys(keys),
-            tile_size=common.tile_size,
-            negative_filter=FalseNegativeFilter.of_keys(keys),
+            **streamed_options(keys, common),
         )
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 
 from vembed.losses.base import BatchLoss, to_device
 from vembed.losses.cells import CellMap
-from vembed.losses.filters import TileFilter
+from vembed.losses.filters import FalseNegativeFilter, TileFilter
 from vembed.losses.masks import false_negative_mask
-from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
+from vembed.losses.prefixes import Prefixes
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, EmbeddingGradients, SimilarityTiles
 from vembed.losses.weights import query_shares
 
 if TYPE_CHECKING:
@@ -28,9 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.losses.base import BatchStructure
-    from vembed.losses.filters import FalseNegativeFilter
-    from vembed.losses.prefixes import Prefixes
+    from vembed.config.keys.loss import CellKeys
+    from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.statistics import Statistics
 
 
@@ -62,6 +62,25 @@ class LossGradients(NamedTuple):
     own: dict[str, Tensor]  # gradients of the loss's own parameters, by name
 
 
+class StreamedOptions(TypedDict, total=False):
+    """What every loss over the cells of the matrix is told."""
+
+    mask_false_negatives: bool
+    prefixes: Prefixes | None
+    tile_size: int
+    negative_filter: FalseNegativeFilter | None
+
+
+def streamed_options(keys: CellKeys, common: LossCommon) -> StreamedOptions:
+    """Return what the keys of a run say of them."""
+    return {
+        "mask_false_negatives": keys.mask_false_negatives,
+        "prefixes": Prefixes.of_keys(keys),
+        "tile_size": common.tile_size,
+        "negative_filter": FalseNegativeFilter.of_keys(keys),
+    }
+
+
 class StreamedLoss(BatchLoss):
     """A loss over the similarity matrix that never holds it, of rows with one vector or several."""
 
@@ -70,9 +89,9 @@ class StreamedLoss(BatchLoss):
     def __init__(
         self,
         *,
-        mask_false_negatives: bool,
-        prefixes: Prefixes | None,
-        tile_size: int,
+        mask_false_negatives: bool = True,
+        prefixes: Prefixes | None = None,
+        tile_size: int = DEFAULT_TILE_SIZE,
         negative_filter: FalseNegativeFilter | None = None,
     ) -> None:
         super().__init__()

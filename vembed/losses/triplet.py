@@ -22,7 +22,7 @@ Shape legend: Q queries of this rank, P its pairs of query and positive, T tripl
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self, Unpack
 
 import numpy as np
 import torch
@@ -30,12 +30,10 @@ import torch
 from vembed.batch import ranges
 from vembed.losses.base import to_device
 from vembed.losses.cells import CellMap
-from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.masks import named_mask, positive_mask
-from vembed.losses.prefixes import Prefixes, pair_similarity, weighted_similarities
+from vembed.losses.prefixes import pair_similarity, weighted_similarities
 from vembed.losses.statistics import LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients, streamed_options
 from vembed.losses.weights import relative_weights
 
 if TYPE_CHECKING:
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
     from vembed.losses.facts.triplet import TripletKeys
-    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.streamed import StreamedBatch, StreamedOptions
     from vembed.losses.tiles import SimilarityTiles
 
 Negatives = Literal["all", "hardest", "listed"]
@@ -69,17 +67,9 @@ class TripletLoss(StreamedLoss):
         *,
         margin: float,
         negatives: Negatives = "all",
-        mask_false_negatives: bool = True,
-        prefixes: Prefixes | None = None,
-        tile_size: int = DEFAULT_TILE_SIZE,
-        negative_filter: FalseNegativeFilter | None = None,
+        **options: Unpack[StreamedOptions],
     ) -> None:
-        super().__init__(
-            mask_false_negatives=mask_false_negatives,
-            prefixes=prefixes,
-            tile_size=tile_size,
-            negative_filter=negative_filter,
-        )
+        super().__init__(**options)
         self.margin = margin
         self.negatives = negatives
 
@@ -89,10 +79,7 @@ class TripletLoss(StreamedLoss):
         return cls(
             margin=keys.triplet_margin,
             negatives=keys.triplet_negatives,
-            mask_false_negatives=keys.mask_false_negatives,
-            prefixes=Prefixes.of_keys(keys),
-            tile_size=common.tile_size,
-            negative_filter=FalseNegativeFilter.of_keys(keys),
+            **streamed_options(keys, common),
         )
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:

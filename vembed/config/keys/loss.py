@@ -124,6 +124,10 @@ class LossChoice(Section):
     )
 
 
+class CellKeys(TileKeys, PrefixKeys, FilterKeys):
+    """Keys of losses over the cells of the matrix of similarities."""
+
+
 class LossKeys(TileKeys, PrefixKeys, MaskKeys, LossChoice):
     """What is minimised."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from vembed.config.fields import Positive, key
-from vembed.config.keys.loss import FilterKeys, PrefixKeys, TileKeys
+from vembed.config.keys.loss import CellKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 
-class CosentKeys(TileKeys, PrefixKeys, FilterKeys):
+class CosentKeys(CellKeys):
     """Keys of the CoSENT loss."""
 
     cosent_scale: Positive = key(20.0, "Factor on differences of similarities, as 1 / temperature is.")

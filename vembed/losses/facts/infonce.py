@@ -8,13 +8,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from vembed.config.fields import BrokenRules, NonNegative, key
-from vembed.config.keys.loss import DirectionKeys, FilterKeys, PrefixKeys, TemperatureKeys, TileKeys
+from vembed.config.keys.loss import CellKeys, DirectionKeys, TemperatureKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 from vembed.plan.memory import LOSS_STRIP_TILES
 
 
-class SoftmaxKeys(TileKeys, PrefixKeys, FilterKeys, TemperatureKeys, DirectionKeys):
+class SoftmaxKeys(CellKeys, TemperatureKeys, DirectionKeys):
     """Keys of InfoNCE over any negatives."""
 
 

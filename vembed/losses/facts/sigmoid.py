@@ -8,14 +8,14 @@ from typing import Annotated
 from pydantic import Field
 
 from vembed.config.fields import key
-from vembed.config.keys.loss import MAX_LOGIT_SCALE, FilterKeys, PrefixKeys, TileKeys
+from vembed.config.keys.loss import MAX_LOGIT_SCALE, CellKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 LARGEST_LOG_SCALE = math.log(MAX_LOGIT_SCALE)
 
 
-class SigmoidKeys(TileKeys, PrefixKeys, FilterKeys):
+class SigmoidKeys(CellKeys):
     """Keys of the sigmoid loss."""
 
     init_logit_scale: Annotated[float, Field(ge=0, le=LARGEST_LOG_SCALE)] = key(

@@ -7,12 +7,12 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from vembed.config.fields import BrokenRules, key
-from vembed.config.keys.loss import FilterKeys, PrefixKeys, TileKeys
+from vembed.config.keys.loss import CellKeys
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import LossFacts
 
 
-class TripletKeys(TileKeys, PrefixKeys, FilterKeys):
+class TripletKeys(CellKeys):
     """Keys of the triplet loss."""
 
     triplet_margin: Annotated[float, Field(gt=0, le=2)] = key(

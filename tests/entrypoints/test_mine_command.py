@@ -11,8 +11,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from command_cases import environment
 from mining_cases import made_rows, read, written
+from model_cases import write_cross_encoder
+from sentence_transformers import CrossEncoder
 
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
@@ -26,6 +29,23 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return written(tmp_path_factory.mktemp("rows") / "rows.jsonl", made_rows(80))
+
+
+def test_a_cross_encoder_as_teacher_scores_pairs_between_0_and_1_as_the_library_does(
+    call: Any, bag: Path, rows: Path, tmp_path: Path
+) -> None:
+    words = sorted({word for row in made_rows(80) for word in f"{row['query']} {row['positive']}".split()})
+    judge, output = write_cross_encoder(tmp_path / "judge", words), tmp_path / "mined.jsonl"
+    named = ["--output", output, "--replace", "--relative-margin", "none", "--negatives", "2"]
+    done = call("mine", bag, "--data", rows, *named, "--teacher", judge)
+    assert done.code == 0, done.err
+    row = json.loads(output.read_text("utf-8").splitlines()[4])
+    pairs = [[row["query"], document] for document in row["negatives"]]
+    library = CrossEncoder(str(judge), device="cpu")
+    expected = library.predict(pairs, activation_fn=torch.nn.Sigmoid(), show_progress_bar=False)
+    assert row["mined"]["teacher_scores"] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert row["mined"]["teacher_scores"] != pytest.approx(row["mined"]["scores"], abs=1e-3), "the model's own"
+    assert row["mined"]["teacher"] == str(judge)
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])

@@ -11,6 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import (
     BertConfig,
+    BertForSequenceClassification,
     BertModel,
     Gemma3TextConfig,
     Gemma3TextModel,
@@ -269,3 +270,20 @@ def edit_json(path: Path, **changes: Any) -> None:
     """Set keys of a JSON file; None removes one."""
     content = json.loads(path.read_text("utf-8")) | changes
     path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}), "utf-8")
+
+
+def write_cross_encoder(folder: Path, words: Sequence[str]) -> Path:
+    """Write a BERT of random weights that gives a pair of texts one score."""
+    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *words])}
+    core = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=32, **names).save_pretrained(folder)
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(
+        vocab_size=len(vocabulary), max_position_embeddings=32, num_labels=1, initializer_range=0.5, **size
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder

@@ -12,8 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from model_cases import write_cross_encoder
 
 from vembed.config.keys.model import ModelKeys
 from vembed.data.augment import Augmenter
@@ -71,23 +70,6 @@ def records_in(folder: Path) -> RecordTable:
 def write_bag(folder: Path, *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     NgramBag(NgramBagConfig(dimension=DIMENSION, buckets=64)).save(folder)
-    return folder
-
-
-def write_cross_encoder(folder: Path) -> Path:
-    """Write a BERT of random weights that gives a pair of texts one score."""
-    vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
-    core = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=32, **names).save_pretrained(folder)
-    torch.manual_seed(0)
-    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    config = BertConfig(
-        vocab_size=len(vocabulary), max_position_embeddings=32, num_labels=1, initializer_range=0.5, **size
-    )
-    BertForSequenceClassification(config).save_pretrained(folder)
     return folder
 
 
@@ -289,7 +271,7 @@ def test_what_a_cross_encoder_said_of_a_pair_is_what_the_library_says(
 ) -> None:
     from sentence_transformers import CrossEncoder as Library
 
-    write_cross_encoder(folder / "judge")
+    write_cross_encoder(folder / "judge", WORDS)
     use = TeacherUse(vectors=False, scores=True)
     teacher = find(folder, "judge", use=use)
     assert isinstance(teacher, PairTeacher)
@@ -316,7 +298,7 @@ def judged_on(rank: int, folder: str) -> np.ndarray:
 
 @pytest.mark.slow
 def test_two_processes_share_the_pairs_of_a_cross_encoder(two_ranks: RankPool, folder: Path) -> None:
-    write_cross_encoder(folder / "judge")
+    write_cross_encoder(folder / "judge", WORDS)
     teacher = find(folder, "judge", use=TeacherUse(vectors=False, scores=True))
     alone = filled(folder, teacher.answers(asking())).listed_scores_P
     for scores_P in two_ranks.run(judged_on, str(folder)):
@@ -324,7 +306,7 @@ def test_two_processes_share_the_pairs_of_a_cross_encoder(two_ranks: RankPool, f
 
 
 def test_a_teacher_that_cannot_say_what_is_read_is_refused_before_it_is_asked(folder: Path) -> None:
-    write_cross_encoder(folder / "judge")
+    write_cross_encoder(folder / "judge", WORDS)
     with pytest.raises(ConfigError, match="scores pairs, and the loss reads vectors"):
         find(folder, "judge")
     rows = [{"query_image": "red.png", "positive": "a"}, {"query_image": "red.png", "positive": "b"}]

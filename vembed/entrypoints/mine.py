@@ -50,10 +50,10 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument("--split", help="split of the data; default: the training split")
     parser.add_argument("--image-root", metavar="DIR", help="paths of pictures start here; default: the data's folder")
     add_mining_arguments(parser)
-    teacher = parser.add_mutually_exclusive_group()
-    teacher.add_argument("--teacher", metavar="MODEL", help="a better model, whose scores the margins look at")
-    teacher.add_argument(
-        "--cross-encoder", metavar="MODEL", help="the same with a cross-encoder of sentence-transformers"
+    parser.add_argument(
+        "--teacher",
+        metavar="MODEL",
+        help="a better model, whose scores the margins look at: encoder or cross-encoder of sentence-transformers",
     )
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --sampling random (default 0)")
@@ -170,7 +170,7 @@ def _mine(
     if ranks.is_first:
         facts = {"model": redact(model.name), "weights": model.identity.weights_sha256[:16], "settings": _shown(keys)}
         if teacher is not None:
-            facts["teacher"] = redact(parsed.teacher or parsed.cross_encoder)
+            facts["teacher"] = redact(parsed.teacher)
         with seconds.part("write"):
             write_rows(output, loaded.table, task, mined, facts, replaces=keys.mine_replace, poll=stop.poll_alone)
         report = MiningReport(task, mined, keys, facts, loaded.notes, seconds.parts, command)
@@ -197,16 +197,18 @@ def _teacher(
     parsed: argparse.Namespace, task: MiningTask, folder: Path, runtime: Runtime, stop: StopSignal
 ) -> Teacher | None:
     """Load the teacher and have it encode, where there is one."""
-    if parsed.cross_encoder is not None:
-        from vembed.mining.teacher import CrossEncoderTeacher
-
-        return CrossEncoderTeacher.load(parsed.cross_encoder, device=str(runtime.device), batch_rows=parsed.batch_size)
     if parsed.teacher is None:
         return None
     from vembed.api.model import load
-    from vembed.mining.teacher import EncoderTeacher
+    from vembed.config.keys.model import ModelKeys
+    from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
+    from vembed.models.cross_encoder import CrossEncoder
 
-    encode = load(parsed.teacher, bf16=parsed.bf16).item_encoder(parsed.batch_size, poll=stop.poll)
+    name, pickled = parsed.teacher, parsed.allow_pickle
+    keys = ModelKeys(model_name=name, allow_pickle=pickled)
+    if CrossEncoder.is_meant(keys):
+        return CrossEncoderTeacher(CrossEncoder(keys).to(runtime.device))
+    encode = load(name, allow_pickle=pickled, bf16=parsed.bf16).item_encoder(parsed.batch_size, poll=stop.poll)
     encode.ranks = runtime.ranks
     return EncoderTeacher.of(encode, task, folder / "teacher")
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vembed.batch import texts_of
-from vembed.errors import ConfigError, MachineError
+from vembed.errors import MachineError
 from vembed.mining.vectors import StoredVectors, shared_model_key, stored_vectors
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
     from vembed.mining.task import MiningTask
+    from vembed.models.cross_encoder import CrossEncoder
 
 PAIRS_BLOCK = 65_536
 """Pairs whose vectors, or texts, are in memory at a time."""
@@ -62,37 +63,14 @@ class EncoderTeacher:
 
 @dataclass(frozen=True, eq=False)
 class CrossEncoderTeacher:
-    """Scores of a cross-encoder of sentence-transformers, which reads query and document together."""
+    """Scores of a cross-encoder, which reads query and document together: between 0 and 1, as margins need them."""
 
-    name: str
-    model: Any  # a CrossEncoder
-    batch_rows: int
-
-    @classmethod
-    def load(cls, name: str, *, device: str, batch_rows: int) -> CrossEncoderTeacher:
-        """Load a cross-encoder.
-
-        Raises:
-            ConfigError: sentence-transformers is missing, or there is no such model.
-        """
-        try:
-            from sentence_transformers import CrossEncoder
-        except ImportError as error:
-            raise ConfigError(
-                "--cross-encoder needs sentence-transformers: pip install 'vembed[st]', or take an encoder as --teacher"
-            ) from error
-        try:
-            model = CrossEncoder(name, device=device)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--cross-encoder {name} can't be loaded: {error}") from error
-        return cls(name, model, batch_rows)
+    model: CrossEncoder
 
     @property
     def key(self) -> Key:
         """What its scores are made of."""
-        from vembed.models.fingerprint import tensors_sha256
-
-        return {"cross-encoder": tensors_sha256(sorted(self.model.model.state_dict().items()))}
+        return dict(self.model.key())
 
     def scores(
         self, task: MiningTask, queries_P: NDArray[np.int64], documents_P: NDArray[np.int64]
@@ -102,16 +80,16 @@ class CrossEncoderTeacher:
         Raises:
             MachineError: A score isn't finite.
         """
-        found = []
+        found = [np.zeros(0, dtype=np.float32)]
         for start in range(0, len(queries_P), PAIRS_BLOCK):
             own = slice(start, start + PAIRS_BLOCK)
             queries, documents = (
                 texts_of(items.take(rows[own]))
                 for items, rows in ((task.queries, queries_P), (task.documents, documents_P))
             )
-            pairs = list(zip(queries, documents, strict=True))
-            found.append(self.model.predict(pairs, batch_size=self.batch_rows, show_progress_bar=False))
-        scores = np.concatenate(found).astype(np.float32).reshape(len(queries_P), -1)[:, -1]
-        if not np.isfinite(scores).all():
-            raise MachineError(f"{self.name} gives scores that aren't finite")
-        return scores
+            logits_P = self.model.scores(list(zip(queries, documents, strict=True)))
+            found.append(logits_P.sigmoid().cpu().numpy())
+        scores_P = np.concatenate(found)
+        if not np.isfinite(scores_P).all():
+            raise MachineError(f"{self.model.name} gives scores that aren't finite")
+        return scores_P

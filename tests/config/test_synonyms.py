@@ -10,7 +10,7 @@ from vembed.config.dump import dump_config
 from vembed.config.load import LoadedConfig, load_config, load_values
 from vembed.config.resume import resume_differences
 from vembed.config.schema import Config, fields
-from vembed.config.synonyms import ALIASES, FOREIGN
+from vembed.config.synonyms import ALIASES, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, is_foreign
 from vembed.entrypoints import train
 from vembed.errors import ConfigError
 
@@ -139,3 +139,54 @@ def test_a_strategy_of_saving_that_never_saves_has_no_interval() -> None:
     assert load(save_strategy="epoch", save_steps=1000).config.save_strategy == "epoch"
     assert load(save_strategy="no", save_steps=0).config.save_steps is None
     assert "save_steps has no effect with save_strategy no" in refusal(save_strategy="no", save_steps=5)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("num_train_epochs", "epochs"),
+        ("base_model", "model_name"),
+        ("train_batch_size", "batch_size"),
+        ("datasets", "data"),
+        ("train_file", "data_path"),
+        ("lora_rank", "lora_r"),
+        ("--lr-scheduler-type", "scheduler_type"),
+        ("query_instruction_for_retrieval", "query_prompt"),
+        ("accum_freq", "gradient_accumulation_steps"),
+        ("Matryoshka_Dims", "mrl_dims"),
+    ],
+)
+def test_a_key_of_another_trainer_is_answered_with_ours(theirs: str, ours: str) -> None:
+    assert refusal(**{theirs: 1}) == f"configuration: {theirs}: unknown key; vembed calls it {ours}"
+    with pytest.raises(ConfigError, match=f"unknown key; vembed calls it {ours}$"):
+        load_config(None, ["model_name=m", f"{theirs}=1"])
+
+
+def test_a_misspelt_key_of_another_trainer_is_answered_with_ours() -> None:
+    assert refusal(num_train_epoch=3).endswith("unknown key; did you mean epochs?")
+
+
+@pytest.mark.parametrize(
+    ("key", "theirs", "ours"),
+    [
+        ("loss_type", "mnrl", "infonce"),
+        ("loss_type", "MultipleNegativesRankingLoss", "infonce"),
+        ("loss_type", "CosineSimilarityLoss", "cosine_mse"),
+        ("loss_type", "GISTEmbedLoss", "infonce with false_negative_filter: teacher"),
+        ("pooling_method", "eos", "last_token"),
+        ("torch_dtype", "bf16", "bfloat16"),
+        ("eval_strategy", "never", "no"),
+    ],
+)
+def test_a_value_of_another_trainer_is_answered_with_ours(key: str, theirs: str, ours: str) -> None:
+    assert refusal(**{key: theirs}).endswith(f", got '{theirs}'; vembed calls it {ours}")
+
+
+def test_no_name_of_another_trainer_is_one_of_ours() -> None:
+    assert set(OTHER_KEYS.values()) <= set(fields())
+    assert not [name for name in OTHER_KEYS if name in fields() or name in ALIASES or is_foreign(name)]
+    for key, values in VALUES_ELSEWHERE.items():
+        for ours, names in values.items():
+            assert f"{key}: must be" not in refusal(epochs=0, **{key: ours.partition(" ")[0]})
+            for name in names.split():
+                assert f"{key}: must be" in refusal(**{key: name})

@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from vembed.config.fields import LARGEST_COUNT, Section
 from vembed.config.schema import Config, config_class, key_names
-from vembed.config.synonyms import ALIASES, foreign
+from vembed.config.synonyms import ALIASES, OTHER_KEYS, foreign, our_value, plain_name
 from vembed.errors import ConfigError
 from vembed.redact import redact_value, shown
 
@@ -67,11 +67,21 @@ def unknown_key(name: str, *, suggest: bool = True) -> str:
     """
     if not suggest:
         return "unknown key"
-    known = [*key_schemas(), *ALIASES]
-    nearest = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1)
+    word = plain_name(name)
+    if word in OTHER_KEYS:
+        return f"unknown key; vembed calls it {OTHER_KEYS[word]}"
+    nearest = nearest_key(word)
     return (
-        f"unknown key; did you mean {nearest[0]}?" if nearest else "unknown key; docs/configuration.md lists every key"
+        "unknown key; docs/configuration.md lists every key"
+        if nearest is None
+        else f"unknown key; did you mean {nearest}?"
     )
+
+
+def nearest_key(name: str) -> str | None:
+    """Return the key or alias whose name, here or in other trainers, is the nearest."""
+    nearest = difflib.get_close_matches(plain_name(name), [*key_schemas(), *ALIASES, *OTHER_KEYS], n=1)
+    return OTHER_KEYS.get(nearest[0], nearest[0]) if nearest else None
 
 
 def explain(name: str, errors: Sequence[ErrorDetails], value: object) -> str:
@@ -100,7 +110,9 @@ def _explain(name: str, schema: Mapping[str, Any], errors: Sequence[ErrorDetails
         schema = schema["additionalProperties"]
     if len(errors) == 1 and kinds <= {*_BOUND_ERRORS, "value_error", "finite_number"}:
         return f"{_single(errors[0])}, got {show_value(value)}"
-    return f"must be {expectation(schema)}, got {show_value(value)}{_fix(schema, value)}"
+    ours = our_value(name, value) if isinstance(value, str) else None
+    fix = _fix(schema, value) if ours is None else f"; vembed calls it {ours}"
+    return f"must be {expectation(schema)}, got {show_value(value)}{fix}"
 
 
 def checked_section(section: type[AnySection], values: Mapping[str, Any]) -> AnySection:

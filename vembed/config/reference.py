@@ -11,7 +11,7 @@ from vembed.config.fields import LARGEST_COUNT
 from vembed.config.load import MAX_FILE_BYTES, MAX_TEXT_BYTES
 from vembed.config.messages import expectation, key_schemas
 from vembed.config.schema import SECTIONS, key_names, rules, section_keys
-from vembed.config.synonyms import ALIASES, EVERY, FOREIGN, Foreign
+from vembed.config.synonyms import ALIASES, EVERY, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, Foreign
 from vembed.config.text import write_mapping
 
 _INTRODUCTION = f"""# Configuration
@@ -66,7 +66,9 @@ the weights nor the order of the samples; a change of any other key is *refused*
 
 def render_reference() -> str:
     """Return the text of docs/configuration.md."""
-    return "\n".join([_INTRODUCTION, *(_section(title) for title in SECTIONS), _aliases(), _foreign(), _rules()])
+    return "\n".join(
+        [_INTRODUCTION, *(_section(title) for title in SECTIONS), _aliases(), _elsewhere(), _foreign(), _rules()]
+    )
 
 
 def _section(title: str) -> str:
@@ -99,6 +101,20 @@ def _aliases() -> str:
     lines += [
         f"| `{alias}` | {' and '.join(f'`{target}`' for target in targets)} |" for alias, targets in ALIASES.items()
     ]
+    return "\n".join([*lines, ""])
+
+
+def _elsewhere() -> str:
+    lines = ["## Names that other trainers have", ""]
+    lines += ["They are errors that say the name here. Values are written as `key: value`.", ""]
+    lines += ["| Here | Elsewhere |", "|---|---|"]
+    groups: dict[str, list[str]] = {}
+    for name, key in OTHER_KEYS.items():
+        groups.setdefault(f"`{key}`", []).append(f"`{name}`")
+    for key, values in VALUES_ELSEWHERE.items():
+        for ours, names in values.items():
+            groups[f"`{key}: {ours}`"] = [f"`{name}`" for name in names.split()]
+    lines += [f"| {here} | {', '.join(there)} |" for here, there in groups.items()]
     return "\n".join([*lines, ""])
 
 

@@ -164,14 +164,37 @@ def _compose(text: str) -> yaml.Node | None:
         line = text.count("\n", 0, error.position) + 1
         raise Refused(line, f"the character U+{error.character:04X} is not allowed; remove it") from error
     except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 0
-        if isinstance(error, yaml.composer.ComposerError):
-            reason = "a second YAML document starts here; a configuration is one document"
-        else:
-            reason = f"not valid YAML: {printable(', '.join(each for each in (error.context, error.problem) if each))}"
-        raise Refused(line, reason) from error
+        raise _refusal(error) from error
     except (ValueError, OverflowError) as error:
         raise Refused(line, "not valid YAML: an escape with \\U stands for no character") from error
+
+
+_BLAMED: tuple[tuple[str, str], ...] = (
+    ("could not find expected ':'", "there is no ': ' in this line; write `key: value`"),
+    ("found unexpected end of stream", "the quote that opens in this line is never closed"),
+    ("expected ',' or ", "the bracket that opens in this line is not closed before the next key"),
+)
+"""Problems that the parser notices lines later than where they begin -> what is wrong there."""
+
+_EXPLAINED: tuple[tuple[str, str], ...] = (
+    ("mapping values are not allowed here", "; put a text that holds ': ' in quotes, and begin each key at the margin"),
+    ("'\\t' that cannot start any token", "; indent with spaces, not tabs"),
+    ("that cannot start any token", "; put the value in quotes"),
+)
+
+
+def _refusal(error: yaml.MarkedYAMLError) -> Refused:
+    """Say what the parser found, at the line that is to blame."""
+    line = error.problem_mark.line + 1 if error.problem_mark else 0
+    if isinstance(error, yaml.composer.ComposerError):
+        return Refused(line, "a second YAML document starts here; a configuration is one document")
+    problem = error.problem or ""
+    for words, text in _BLAMED:
+        if problem.startswith(words) and error.context_mark is not None and error.context_mark.line < line - 1:
+            return Refused(error.context_mark.line + 1, f"not valid YAML: {text}")
+    said = printable(", ".join(each for each in (error.context, problem) if each))
+    fix = next((text for words, text in _EXPLAINED if words in problem), "")
+    return Refused(line, f"not valid YAML: {said}{fix}")
 
 
 def _value(node: yaml.Node) -> object:

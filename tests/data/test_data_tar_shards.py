@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import tarfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from image_cases import png
 
 from vembed.batch import Image, content_id
 from vembed.config.keys.data import DataKeys
-from vembed.data import record_store
+from vembed.data import blobs, record_store
 from vembed.data.blobs import MappedFile
 from vembed.data.collate import collate
 from vembed.data.corpus import Corpus
@@ -24,12 +26,11 @@ from vembed.data.images import ImageLimits, decode_image
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
-from vembed.errors import DataError
+from vembed.errors import DataError, MachineError
 from vembed.training.batches import assign_rows, estimated_costs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from rank_pool import RankPool
 
@@ -89,6 +90,27 @@ def test_pictures_stay_in_the_shard(tmp_path: Path) -> None:
     assert isinstance(picture.data, memoryview)
     assert isinstance(picture.data.obj, MappedFile)
     assert picture.data.obj.path == str(tmp_path / "a.tar")
+
+
+def test_more_shards_than_files_that_may_be_open_by_default_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "set").mkdir()
+    for number in range(60):
+        write(tmp_path / "set" / f"train-{number:06}.tar", captions(1, first=number))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len([*Path("/proc/self/fd").iterdir()]) + 30
+    try:
+        blobs._most_open_files.cache_clear()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        table = read(str(tmp_path / "set"))
+        assert len(table) == 60
+        monkeypatch.setattr(blobs, "_most_open_files", lambda: few)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+        with pytest.raises(MachineError, match=f"may open {few:,} files .*'ulimit -Hn'.* fewer and larger files"):
+            read(str(tmp_path / "set"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_members_name_columns_and_json_holds_them(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
+import resource
 import tempfile
 from array import array
 from contextlib import contextmanager
+from functools import cache
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
@@ -51,6 +54,14 @@ class Blobs:
         return self._data[chunk][begin:end]
 
 
+@cache
+def _most_open_files() -> int:
+    """Raise the limit of open files as far as the process may: by default a thousand are too few for many shards."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
 class MappedFile(mmap.mmap):
     """A file that is mapped to read.
 
@@ -62,14 +73,24 @@ class MappedFile(mmap.mmap):
 
     @classmethod
     def of(cls, path: Path | str) -> MappedFile:
-        """Map a file that holds something.
+        """Map a file that holds something; it stays open for as long as one of its views is used.
 
         Raises:
+            MachineError: Too many files are open.
             OSError: It is no regular file, or the system refuses.
             ValueError: It is empty.
         """
-        with open_regular(path) as file:
-            mapped = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
+        most = _most_open_files()
+        try:
+            with open_regular(path) as file:
+                mapped = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise MachineError(
+                f"{path}: this process may open {most:,} files and has no more left; raise the limit with "
+                f"'ulimit -Hn', or pack the data into fewer and larger files"
+            ) from error
         mapped.path = os.path.realpath(path)
         return mapped
 

@@ -1,5 +1,6 @@
 """What all tests share: real data where there is some, one thread, no network."""
 
+import gc
 import hashlib
 import os
 import pickle
@@ -18,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # bit-equality holds for one thread count, 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["VEMBED_CACHE"] = "never"  # nothing outside of the folders of tests is written
+gc.set_threshold(20_000, 20, 20)  # each full pass visits the million objects that imports leave
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is tested inherits that
 
 

@@ -7,6 +7,8 @@ imports no torch, so that `vembed train --validate` answers at once; the functio
 import importlib
 from typing import TYPE_CHECKING
 
+from vembed.collector import collector_paused
+
 if TYPE_CHECKING:
     from vembed.api.model import EmbeddingModel, load
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
@@ -76,7 +78,8 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first asked for."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    with collector_paused():
+        value: object = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 

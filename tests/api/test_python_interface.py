@@ -49,12 +49,16 @@ def keys(tmp_path: Path) -> dict[str, Any]:
 
 def test_importing_the_package_imports_nothing_heavy_and_its_names_still_work() -> None:
     program = (
-        "import sys, vembed\n"
+        "import gc, sys, vembed\n"
         "assert {'train', 'load', 'evaluate', 'build_index', 'open_index', '__version__'} <= set(dir(vembed))\n"
         "vembed.Config, vembed.DataError\n"
         "assert not {'torch', 'numpy', 'transformers', 'faiss'} & set(sys.modules), 'heavy'\n"
         "assert callable(vembed.load)\n"
         "assert 'torch' in sys.modules\n"
+        "assert callable(vembed.train)\n"
+        "late = {'matplotlib', 'scipy', 'transformers', 'torchvision', 'torch._dynamo', 'pandas', 'bm25s'}\n"
+        "assert not late & set(sys.modules), late & set(sys.modules)\n"
+        "assert gc.isenabled()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

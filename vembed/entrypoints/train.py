@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 if not __package__:  # started as a file: Python put this folder on the path, where the package's parent belongs
     sys.path[0] = str(Path(__file__).resolve().parents[2])
 
+from vembed.collector import collector_paused
 from vembed.config.load import file_values, load_config
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
@@ -82,8 +83,9 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
         if num_processes > 1:
             held.close()  # the first of them holds it
             return _launch(words, loaded.config, num_processes, called)
-        from vembed.distributed.runtime import shut_down
-        from vembed.training.wiring.run import run_from_config
+        with collector_paused():
+            from vembed.distributed.runtime import shut_down
+            from vembed.training.wiring.run import run_from_config
 
         quiet_libraries()
         command = redact(shlex.join([*called.split(), *words]))
@@ -104,7 +106,8 @@ def _processes_to_start(config: Config) -> int:
     """Return how many processes this one is to start: 1 for none, where it trains itself or is one of several."""
     if process_env().is_launched or config.num_processes == 1:
         return 1
-    from vembed.distributed.devices import processes_to_start
+    with collector_paused():
+        from vembed.distributed.devices import processes_to_start
 
     return processes_to_start(config.num_processes)
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import bm25s
 import numpy as np
 
 from vembed.batch import texts_of
@@ -21,6 +20,8 @@ from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder, counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import bm25s
 
     from vembed.batch import Item
     from vembed.data.retrieval import RetrievalData
@@ -32,9 +33,6 @@ B = 0.4
 
 POLL_QUERIES = 256
 """Queries between two polls: under a second on a corpus of 100,000 documents."""
-
-# bm25s sets its own logger to DEBUG when it is imported, which would fill a run's log.
-logging.getLogger("bm25s").setLevel(logging.WARNING)
 
 
 def why_no_bm25(task: RetrievalData) -> str | None:
@@ -91,8 +89,17 @@ def evaluate_bm25(
     return builder.result(SYSTEM, seconds=seconds, notes=notes)
 
 
+def _bm25s() -> Any:
+    """Import bm25s, and undo that it sets its own logger to DEBUG, which would fill a run's log."""
+    import bm25s
+
+    logging.getLogger("bm25s").setLevel(logging.WARNING)
+    return bm25s
+
+
 def _words(texts: Sequence[Item]) -> list[list[str]]:
     """Return the words of each text that count, in order."""
+    bm25s = _bm25s()
     words: list[list[str]] = bm25s.tokenize(
         texts_of(texts), lower=True, stopwords="english", stemmer=None, return_ids=False, show_progress=False
     )
@@ -104,7 +111,7 @@ def _index(texts: Sequence[Item]) -> bm25s.BM25 | None:
     words = _words(texts)
     if not any(words):
         return None
-    index = bm25s.BM25(k1=K1, b=B, method="lucene", backend="numpy")
+    index = _bm25s().BM25(k1=K1, b=B, method="lucene", backend="numpy")
     index.index(words, show_progress=False)
     return index
 

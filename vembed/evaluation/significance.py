@@ -21,7 +21,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
-from scipy.special import stdtrit
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -164,6 +163,8 @@ def _interval(parts: Sequence[NDArray[np.float64]], confidence: float) -> tuple[
     total = sum(square for square, _ in squares)
     reach = 0.0
     if total > 0.0:
+        from scipy.special import stdtrit  # a verdict comes at the end of a run; its start is spared the import
+
         freedom = total**2 / sum(square**2 / free for square, free in squares)
         reach = float(stdtrit(freedom, (1.0 + confidence) / 2.0)) * total**0.5
     return round(middle - reach, FLOAT_NOISE_DECIMALS), round(middle + reach, FLOAT_NOISE_DECIMALS)

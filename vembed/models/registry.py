@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING, TypeVar
 
+from vembed.collector import collector_paused
 from vembed.config.keys.model import ModelKeys, model_names
 from vembed.errors import ConfigError
 from vembed.models.files import ModelFiles, SkeletonFiles, saved_background
@@ -125,6 +126,7 @@ def load_skeleton(keys: ModelKeys, *, device: str = "meta") -> Encoder:
     return encoder
 
 
+@collector_paused()
 def load_from(files: ModelFiles, texts: Iterable[str]) -> Encoder:
     """Load an encoder from its files, by the class that they mean."""
     own = class_of(files)

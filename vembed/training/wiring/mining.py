@@ -12,7 +12,6 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.mining.mine import Miner
-from vembed.mining.report import MiningReport, write_mining_report
 from vembed.mining.task import MiningTask
 from vembed.redact import redact
 
@@ -61,6 +60,8 @@ class MiningWork:
         miner = Miner(self.encode, config, work, config.seed + epoch)
         mined = miner.mine(task)
         if self.encode.ranks.is_first:
+            from vembed.mining.report import MiningReport, write_mining_report  # with matplotlib
+
             source = {"model": f"{redact(config.model_name)} before epoch {epoch + 1}"}
             report = MiningReport(task, mined, config, source, (), miner.seconds.parts, "")
             write_mining_report(self.folder / f"epoch-{epoch + 1:05}", report)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from vembed.checkpoint.manager import CheckpointManager
+from vembed.collector import collector_paused
 from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.config.resume import resume_differences
 from vembed.distributed.runtime import start_runtime
@@ -132,7 +133,8 @@ def _run(
         watchdog=watchdog,
     )
     runtime.ranks.require_equal({**hashed_values(config), **package_versions()})
-    with ExitStack() as stack:
+    with ExitStack() as stack, ExitStack() as starting:
+        starting.enter_context(collector_paused())
         if not runtime.ranks.is_first:
             stack.enter_context(_only_warnings())
         if mode == "train":
@@ -168,6 +170,7 @@ def _run(
         may_adapt = takes_adapters(run.encoder) and not has_adapters(run.encoder)
         runtime.ranks.from_first(lambda: needs.refuse_small(free, output.path, config, may_adapt=may_adapt))
         runtime.ranks.from_first(lambda: _write_settings(run, given))
+        starting.close()
         return _train(run, command, stop)
 
 

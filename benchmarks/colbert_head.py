@@ -12,20 +12,16 @@ value is its mean over the seeds, and the interval is that of the paired differe
 from __future__ import annotations
 
 import argparse
-import json
-import shutil
-from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
+
+from paired_runs import mean_over_seeds, smaller_set
 
 from vembed.api.training import train
 from vembed.evaluation.significance import mean_interval, verdict
 from vembed.evaluation.store import read_evaluation
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from vembed.evaluation.result import EvaluationResult
 
 METRIC = "ndcg@10"
@@ -50,7 +46,9 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     arguments = parser.parse_args()
     arguments.output.mkdir(parents=True, exist_ok=True)
-    test = arguments.data if arguments.documents is None else _smaller(arguments)
+    test = arguments.data
+    if arguments.documents is not None:
+        test = smaller_set(arguments.data, arguments.split, arguments.documents, arguments.output / "data")
     found: dict[str, list[EvaluationResult]] = {kind: [] for kind in KINDS}
     for seed in arguments.seeds:
         for kind in KINDS:
@@ -60,10 +58,10 @@ def main() -> None:
             before, after = (read_evaluation(folder / "evaluation" / when) for when in ("baseline", "final"))
             print(f"{kind}, seed {seed}: {before.metrics[METRIC]:.4f} -> {after.metrics[METRIC]:.4f}", flush=True)
             found[kind].append(after)
-    one, several = (_mean(results) for results in found.values())
+    one, several = (mean_over_seeds(results, METRIC) for results in found.values())
     for kind, result in zip(KINDS, (one, several), strict=True):
         low, high = mean_interval([result], METRIC)
-        print(f"{kind}: {fmean(result.per_query[METRIC].values()):.4f}, 95% interval {low:.4f} to {high:.4f}")
+        print(f"{kind}: {result.metrics[METRIC]:.4f}, 95% interval {low:.4f} to {high:.4f}")
     print(f"from single vector to ColBERT head, {verdict(one, several, METRIC).sentence}")
 
 
@@ -90,27 +88,6 @@ def _train(arguments: argparse.Namespace, test: Path, kind: str, seed: int, fold
             **KINDS[kind],
         }
     )
-
-
-def _smaller(arguments: argparse.Namespace) -> Path:
-    """Write the set with fewer documents, the same for every run; all judged ones stay."""
-    folder: Path = arguments.output / "data"
-    (folder / "qrels").mkdir(parents=True, exist_ok=True)
-    shutil.copy(arguments.data / "queries.jsonl", folder)
-    judgements = shutil.copy(arguments.data / "qrels" / f"{arguments.split}.tsv", folder / "qrels")
-    judged = {line.split("\t")[1] for line in Path(judgements).read_text("utf-8").splitlines()[1:]}
-    lines = (arguments.data / "corpus.jsonl").read_text("utf-8").splitlines()
-    kept = {place for place, line in enumerate(lines) if json.loads(line)["_id"] in judged}
-    others = [place for place in range(len(lines)) if place not in kept]
-    kept |= set(others[:: max(1, -(-len(others) // (arguments.documents - len(kept))))])
-    (folder / "corpus.jsonl").write_text("\n".join(lines[place] for place in sorted(kept)) + "\n", "utf-8")
-    return folder
-
-
-def _mean(results: Sequence[EvaluationResult]) -> EvaluationResult:
-    """Return one result with each query's mean over the seeds."""
-    values = {query: fmean(each.per_query[METRIC][query] for each in results) for query in results[0].per_query[METRIC]}
-    return replace(results[0], per_query={METRIC: values})
 
 
 if __name__ == "__main__":

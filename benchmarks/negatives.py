@@ -1,0 +1,247 @@
+"""Train one encoder with several kinds of negatives, and say which of them helped.
+
+Each study trains recipes that differ in one thing, each with every seed, on the same pairs for the same number of
+pairs seen, and compares them with its first recipe. A query's value is its mean over the seeds; the interval and the
+p-value (randomisation test) are those of the paired difference over queries, the p-values corrected after Holm.
+
+    negatives   no hard negatives; those of the rows; mined: nearest, below 95% of the positive, the same by a teacher
+    batches     random batches of 1,024; batches of 256 and of 64 whose rows are hard negatives of each other
+    planted     mined negatives, of which 10% or 30% are answers in disguise; with and without false_negative_filter
+
+What has ended isn't repeated. `planted` takes rows of shell commands.
+
+    head -4400 tldr/train.jsonl > rows.jsonl
+    python benchmarks/negatives.py negatives --model MODEL --rows rows.jsonl --data tldr --teacher TUNED --output out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paired_runs import holm, mean_over_seeds, smaller_set
+
+import vembed
+from vembed.evaluation.randomisation import randomisation_test
+from vembed.evaluation.significance import verdict
+from vembed.evaluation.store import read_evaluation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from vembed.evaluation.result import EvaluationResult
+
+METRIC = "ndcg@10"
+TEACHER = "TEACHER"
+"""Stands for the folder of the teacher in a recipe."""
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "": {},
+    ", threshold": {"false_negative_filter": "threshold"},
+    ", teacher": {"false_negative_filter": "teacher", "teacher_model_name": TEACHER},
+}
+PLANTED = (10, 30)
+"""Percent of the mined negatives."""
+
+STUDIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
+    "negatives": {
+        "none": ("plain", {}),
+        "given": ("given", {}),
+        "mined, nearest": ("nearest", {}),
+        "mined, 95%": ("margin", {}),
+        "mined, 95% by a teacher": ("teacher", {}),
+    },
+    "batches": {
+        "random 1,024": ("plain", {"batch_size": 1024}),
+        "hard 256": ("plain", {"batch_size": 256, "batch_sampling": "hard"}),
+        "hard 64": ("plain", {"batch_size": 64, "batch_sampling": "hard"}),
+    },
+    "planted": {
+        "clean": ("margin", {}),
+        **{
+            f"{percent}% planted{name}": (f"planted-{percent}", keys)
+            for percent in PLANTED
+            for name, keys in FILTERS.items()
+        },
+    },
+}
+"""Study -> recipe -> the file that it trains on, and keys of its own. Others are held against the first recipe."""
+
+MINING = {"nearest": ["--relative-margin", "none"], "margin": [], "teacher": ["--teacher", TEACHER]}
+"""Mined file -> options of `vembed mine`."""
+
+WRAPPERS = ("sudo", "time", "env", "nohup")
+"""Commands that run the command behind them: a wrapped answer still answers."""
+
+
+def main() -> None:
+    """Prepare the files, train and evaluate what is missing, and print the table."""
+    arguments = _arguments()
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    test = arguments.data
+    if arguments.documents is not None:
+        test = smaller_set(arguments.data, arguments.split, arguments.documents, arguments.output / "test")
+    recipes = {name: STUDIES[arguments.study][name] for name in arguments.only or STUDIES[arguments.study]}
+    untrained = arguments.output / "untrained"
+    if not untrained.exists():
+        _evaluate(arguments, arguments.model, test, untrained)
+    found: dict[str, list[EvaluationResult]] = {name: [] for name in recipes}
+    for seed in arguments.seeds:
+        for name, (rows, keys) in recipes.items():
+            folder = arguments.output / f"{arguments.study}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
+            if not folder.exists():
+                _train(arguments, _file(arguments, rows), keys, seed, test, folder)
+            found[name].append(read_evaluation(folder))
+            print(f"{name}, seed {seed}: {found[name][-1].metrics[METRIC]:.4f}", flush=True)
+    print(_table(read_evaluation(untrained), found))
+    for line in _regained({name: mean_over_seeds(results, METRIC).metrics[METRIC] for name, results in found.items()}):
+        print(line)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=STUDIES)
+    parser.add_argument("--model", required=True, help="folder or hub id of the encoder")
+    parser.add_argument("--rows", type=Path, required=True, help="JSONL of query, positive and negatives")
+    parser.add_argument("--data", type=Path, required=True, help="test set in BEIR's layout")
+    parser.add_argument("--split", default="test", help="whose judgements decide")
+    parser.add_argument("--documents", type=int, help="search the judged documents and so many in all, evenly spaced")
+    parser.add_argument("--teacher", help="a better model, tuned on other rows")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", help="these recipes alone, the first of them as the baseline")
+    parser.add_argument("--pairs", type=int, default=2048, help="that a run sees")
+    parser.add_argument("--batch-size", type=int, default=128, help="of recipes that don't say otherwise")
+    parser.add_argument("--negatives", type=int, default=1, help="of each row")
+    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=5e-5, help="at --batch-size; scaled by the root")
+    return parser.parse_args()
+
+
+def _file(arguments: argparse.Namespace, name: str) -> Path:
+    """Return a file of training rows; write it first if it isn't there."""
+    path: Path = arguments.output / f"{name}.jsonl"
+    if path.exists():
+        return path
+    if name in MINING:
+        _mine(arguments, path, MINING[name])
+    elif name.startswith("planted"):
+        _write(path, _planted(_read(_file(arguments, "margin")), int(name.partition("-")[2]) / 100))
+    else:
+        count = arguments.negatives if name == "given" else 0
+        _write(path, ({**row, "negatives": row["negatives"][:count]} for row in _read(arguments.rows)))
+    return path
+
+
+def _mine(arguments: argparse.Namespace, path: Path, options: list[str]) -> None:
+    """Mine negatives among all documents of the rows, those that they give as negatives included."""
+    corpus = arguments.output / "corpus.jsonl"
+    texts = {text: None for row in _read(arguments.rows) for text in (row["positive"], *row["negatives"])}
+    _write(corpus, ({"_id": str(place), "text": text} for place, text in enumerate(texts)))
+    command = ["mine", arguments.model, "--data", _file(arguments, "plain"), "--corpus", corpus, "--output", path]
+    command += ["--negatives", arguments.negatives, "--max-seq-length", arguments.max_length]
+    command += [arguments.teacher if option == TEACHER else option for option in options]
+    subprocess.run([sys.executable, "-m", "vembed", *map(str, command)], check=True)
+
+
+def _planted(rows: list[dict[str, Any]], share: float) -> list[dict[str, Any]]:
+    """Put the row's own command, wrapped, in place of a share of the negatives; a larger share holds a smaller one."""
+    places = [(row, place) for row in rows for place in range(len(row.get("negatives", ())))]
+    random.Random(0).shuffle(places)
+    for row, place in places[: round(share * len(places))]:
+        row["negatives"][place] = f"{WRAPPERS[place % len(WRAPPERS)]} {row['positive']}"
+    return rows
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    part = path.with_suffix(".part")
+    part.write_text(text, "utf-8")
+    part.rename(path)
+
+
+def _train(
+    arguments: argparse.Namespace, rows: Path, keys: dict[str, Any], seed: int, test: Path, folder: Path
+) -> None:
+    """Train with a recipe, evaluate, and keep the evaluation alone."""
+    keys = {name: arguments.teacher if value == TEACHER else value for name, value in keys.items()}
+    batch = keys.get("batch_size", arguments.batch_size)
+    run = arguments.output / "run"
+    vembed.train(
+        {
+            "model_name": arguments.model,
+            "data_path": str(rows),
+            "output_dir": str(run),
+            "resume": "never",
+            "overwrite_output_dir": True,
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "bm25": False,
+            "batch_size": batch,
+            "max_steps": arguments.pairs // batch,
+            "max_seq_length": arguments.max_length,
+            "learning_rate": arguments.learning_rate,
+            "lr_scaling": "sqrt",
+            "lr_reference_batch": arguments.batch_size,
+            "weight_decay": 0.0,
+            "warmup_ratio": 0.1,
+            "temperature": 0.05,
+            "teacher_cache": str(arguments.output / "teacher-cache") if "teacher_model_name" in keys else "auto",
+            "seed": seed,
+            **keys,
+        }
+    )
+    _evaluate(arguments, str(run / "model"), test, folder)
+    shutil.rmtree(run)
+
+
+def _evaluate(arguments: argparse.Namespace, model: str, test: Path, folder: Path) -> None:
+    loaded = vembed.load(model, max_seq_length=arguments.max_length)
+    vembed.evaluate(loaded, test, split=arguments.split, output=folder)
+
+
+def _table(untrained: EvaluationResult, found: dict[str, list[EvaluationResult]]) -> str:
+    """Return the study as Markdown."""
+    means = {name: mean_over_seeds(results, METRIC) for name, results in found.items()}
+    baseline, *others = means
+    corrected = holm([randomisation_test(means[baseline], means[name], METRIC) for name in others])
+    p_values = dict(zip(others, corrected, strict=True))
+    lines = [
+        f"| | {METRIC}, mean | each seed | against {baseline}, 95% interval | p (Holm) | |",
+        "|---|---|---|---|---|---|",
+        f"| untrained | {untrained.metrics[METRIC]:.4f} | | | | |",
+    ]
+    for name, results in found.items():
+        cells = [name, f"{means[name].metrics[METRIC]:.4f}", ", ".join(f"{one.metrics[METRIC]:.4f}" for one in results)]
+        if name in p_values:
+            judged = verdict(means[baseline], means[name], METRIC)
+            pair = judged.comparison
+            interval = f"{pair.difference:+.4f}, {pair.low:+.4f} to {pair.high:+.4f}"
+            cells += [interval, f"{p_values[name]:.4f}", judged.word]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _regained(means: dict[str, float]) -> Iterator[str]:
+    """Say how much of what planted answers cost each filter brings back."""
+    for percent in PLANTED:
+        plain, *filtered = (f"{percent}% planted{name}" for name in FILTERS)
+        for name in filtered:
+            if {"clean", plain, name} <= means.keys():
+                lost, back = means["clean"] - means[plain], means[name] - means[plain]
+                share = f", {back / lost:.0%}" if lost > 0 else ""
+                yield f"{name}: {back:+.4f} of the {lost:.4f} that {plain} costs{share}"
+
+
+if __name__ == "__main__":
+    main()

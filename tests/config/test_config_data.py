@@ -31,7 +31,9 @@ def refusal(*overrides: str) -> str:
 def test_a_column_may_be_mapped_to_one_of_the_loss_and_to_no_other() -> None:
     config = load_config(None, ["model_name=m", "loss_type=toy", "column_mapping={t: topic, a: query}"]).config
     assert config.column_mapping == {"t": "topic", "a": "query"}
-    assert "label, weight, topic or null, got 'tpoic'; did you mean topic?" in refusal("column_mapping={t: tpoic}")
+    assert "label, title, weight, topic or null, got 'tpoic'; did you mean topic?" in refusal(
+        "column_mapping={t: tpoic}"
+    )
 
 
 def test_without_such_a_loss_the_column_is_unknown() -> None:

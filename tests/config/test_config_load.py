@@ -392,7 +392,8 @@ def test_a_nested_override_merges_into_the_mapping_of_the_file(write: Write) -> 
 
 def test_a_problem_of_a_mapping_is_told_at_the_line_of_its_entry(write: Write) -> None:
     path = write("model_name: m\ncolumn_mapping:\n  a: query\n  b: lable\n")
-    expected = "must be query, positive, negatives, query_image, positive_image, negative_images, label, weight or null"
+    names = "query, positive, negatives, query_image, positive_image, negative_images, label, title, weight"
+    expected = f"must be {names} or null"
     assert problems(path, "column_mapping.c=quer") == [
         f"configs/a.yaml:4: column_mapping.b: {expected}, got 'lable'; did you mean label?",
         f"override column_mapping.c=quer: {expected}, got 'quer'; did you mean query?",

@@ -110,7 +110,7 @@ def test_other_names_are_found_and_mapped(write_jsonl: WriteJsonl) -> None:
     )
     near = refusal(write_jsonl([{**row, "wieght": 3}]))
     assert "if 'wieght' is meant: column_mapping: {wieght: weight}" in near
-    with pytest.raises(ConfigError, match=r"they have query, .*, label, weight, topic and negative_1"):
+    with pytest.raises(ConfigError, match=r"they have query, .*, label, title, weight, topic and negative_1"):
         load_records(str(twice), options(column_mapping={"w": "weigt"}))
 
 

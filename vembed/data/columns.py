@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from vembed.data.column_guesses import guess
 from vembed.errors import ConfigError, DataError
 from vembed.text import cut
 
@@ -31,8 +32,12 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "positive_image": ("image", "image_path"),
     "negative_images": ("negative_image",),
     "label": ("score",),
+    "title": (),
 }
 """Our column names, each with its other names; `negative_1`, `negative_2`, ... together stand for `negatives`."""
+
+_TITLE = "title"
+"""The one column that needs more than its name to be read: see `column_guesses`."""
 
 _PICTURE_OF = {"query": "query_image", "positive": "positive_image"}
 PROVENANCE = "mined"
@@ -120,6 +125,7 @@ class RowShape(NamedTuple):
     query_image: str | None = None
     positive_image: str | None = None
     negative_images: str | None = None
+    title: str | None = None  # of the positive, which must be a text
     extra: tuple[tuple[ExtraColumn, str | None], ...] = ()  # what the loss asked for, and the column that holds it
 
     @property
@@ -127,14 +133,28 @@ class RowShape(NamedTuple):
         """All columns that are read."""
         pictures = (self.query_image, self.positive_image, self.negative_images)
         extra = (source for _, source in self.extra)
-        return frozenset({self.query, self.positive, self.label, *self.negatives, *pictures, *extra})
+        return frozenset({self.query, self.positive, self.title, self.label, *self.negatives, *pictures, *extra})
+
+
+class ColumnsRead(NamedTuple):
+    """Which columns of a source were read as what; empty where the form of the source fixes them."""
+
+    used: Mapping[str, Sequence[str]] = {}  # our column -> those of the data
+    guessed: Sequence[str] = ()  # of those, the ones that are neither named nor mapped so
+    ignored: Sequence[str] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """A sentence that names the ignored columns, or nothing."""
+        return (f"Ignored columns: {listing(self.ignored)}.",) if self.ignored else ()
 
 
 class ColumnResolver:
     """Resolve the shapes of one data source.
 
     Args:
-        column_mapping: Source column -> our name or one of its aliases; None drops the column.
+        column_mapping: Source column -> our name or one of its aliases, None to drop the column; several may be
+            negatives.
 
     Raises:
         ConfigError: The mapping names a target that records don't have, or one target twice.
@@ -148,6 +168,8 @@ class ColumnResolver:
         self._check_targets()
         self._shapes: dict[tuple[str, ...], RowShape] = {}
         self._seen: dict[str, None] = {}  # an ordered set
+        self._used: dict[str, dict[str, None]] = {}  # our column -> ordered set of those that were read as it
+        self._guessed: dict[str, None] = {}
         self._ignored: dict[str, None] = {}
 
     @property
@@ -195,9 +217,10 @@ class ColumnResolver:
                 )
                 raise DataError(msg)
 
-    def notes(self) -> tuple[str, ...]:
-        """Return a sentence that names the ignored columns, or nothing."""
-        return (f"Ignored columns: {listing(self._ignored)}.",) if self._ignored else ()
+    def read(self) -> ColumnsRead:
+        """Return what every column met so far was read as."""
+        used = {ours: tuple(sources) for ours, sources in self._used.items()}
+        return ColumnsRead(used, tuple(self._guessed), tuple(self._ignored))
 
     def missing(self, column: str, names: Iterable[str]) -> str:
         """Return why a row without a column is refused, with the nearest name that it has.
@@ -214,15 +237,22 @@ class ColumnResolver:
         return f"missing{others}; the row has {listing(names)}{fix}"
 
     def _resolve(self, names: tuple[str, ...], *, where: str) -> RowShape:
+        targets = {name: self._mapping.get(name, name) for name in names}
+        free = [name for name in names if name not in self._mapping and not self._is_named(name)]
+        named = {
+            self._canonical[target]
+            for name, target in targets.items()
+            if target in self._canonical and name not in free
+        }
+        guessed = guess(targets, named, free, where)
+        targets |= dict.fromkeys(free) | guessed
         found: dict[str, list[str]] = {column: [] for column in (*COLUMNS, *self._extra)}
         numbered: list[tuple[int, str]] = []
-        ignored = []
-        targets = {name: self._mapping.get(name, name) for name in names}
         text_is_query = self._text_is_query(targets)
         for name, target in targets.items():
-            if target is None:
+            number = NUMBERED_NEGATIVE.fullmatch(target or "")
+            if target is None or name == PROVENANCE:
                 continue
-            number = NUMBERED_NEGATIVE.fullmatch(target)
             if number:
                 numbered.append((int(number[1]), name))
             elif target == "text" and text_is_query:
@@ -231,39 +261,61 @@ class ColumnResolver:
                 found[self._canonical[target]].append(name)
             elif target == "images":
                 raise DataError(_images_message(name, where))
-            elif name != PROVENANCE:
-                ignored.append(name)
         image = next((name for name, target in targets.items() if target == "image"), None)
         if image is not None and not found["query"]:
             raise DataError(_image_message(image, where))
-        self._check_rivals(found, [name for _, name in sorted(numbered)], where)
-        self._remember(names, ignored)
+        self._check_rivals(found, [name for _, name in sorted(numbered)], {*self._mapping, *guessed}, where)
+        found["negatives"] = sorted(found["negatives"], key=self._place) or [name for _, name in sorted(numbered)]
+        self._remember(names, found, guessed, [name for name in free if name not in guessed])
         single = {column: sources[0] if sources else None for column, sources in found.items()}
-        negatives = (single["negatives"],) if single["negatives"] else tuple(name for _, name in sorted(numbered))
+        if single[_TITLE] and not single["positive"]:
+            raise DataError(
+                f"{where}: column {single[_TITLE]!r} is the title of a positive, and the row has no text as one"
+            )
         return RowShape(
             query=single["query"],
             positive=single["positive"],
-            negatives=negatives,
+            negatives=tuple(found["negatives"]),
             label=single["label"],
             query_image=single["query_image"],
             positive_image=single["positive_image"],
             negative_images=single["negative_images"],
+            title=single[_TITLE],
             extra=tuple((column, single[name]) for name, column in self._extra.items()),
         )
+
+    def _is_named(self, name: str) -> bool:
+        """Return whether a column's own name says what it is."""
+        known = (*self._canonical, "images", PROVENANCE)
+        return (name in known and name not in {_TITLE} - {*self._extra}) or NUMBERED_NEGATIVE.fullmatch(
+            name
+        ) is not None
+
+    def _place(self, name: str) -> tuple[int, list[tuple[str, int]]]:
+        """Return what orders columns of one kind: the user's mapping, then names with their numbers."""
+        mapped = list(self._mapping)
+        parts = [(word, int(digits or 0)) for word, digits in re.findall(r"(\D+)([0-9]{0,9})", name)]
+        return (mapped.index(name) if name in mapped else len(mapped), parts)
 
     def _text_is_query(self, targets: Mapping[str, str | None]) -> bool:
         """Return whether `text` names the caption of a positive picture."""
         columns = {self._canonical.get(target) for target in targets.values() if target is not None}
         return "positive_image" in columns and not columns & {"query", "query_image"}
 
-    def _check_rivals(self, found: Mapping[str, list[str]], numbered: list[str], where: str) -> None:
+    def _check_rivals(
+        self, found: Mapping[str, list[str]], numbered: list[str], chosen: Collection[str], where: str
+    ) -> None:
+        """Refuse two columns for one, but for negatives that the user or a guess calls so."""
         for column, sources in found.items():
             rivals = sources + numbered * (column == "negatives" and bool(sources))
-            if len(rivals) > 1:
+            if len(rivals) > 1 and not (column == "negatives" and {*rivals} <= {*chosen}):
                 raise DataError(self._rivals_message(column, rivals, where))
 
-    def _remember(self, names: Iterable[str], ignored: Iterable[str]) -> None:
-        for known, new in ((self._seen, names), (self._ignored, ignored)):
+    def _remember(
+        self, names: Iterable[str], found: Mapping[str, Iterable[str]], guessed: Iterable[str], ignored: Iterable[str]
+    ) -> None:
+        used = [(self._used.setdefault(column, {}), sources) for column, sources in found.items() if sources]
+        for known, new in ((self._seen, names), (self._guessed, guessed), (self._ignored, ignored), *used):
             if len(known) < MAX_SHAPES:
                 known.update(dict.fromkeys(new))
 
@@ -271,9 +323,12 @@ class ColumnResolver:
         mapped = [
             f"{name!r} (mapped to {self._mapping[name]!r})" if name in self._mapping else repr(name) for name in rivals
         ]
+        both = (
+            f", or take both with column_mapping: {{negatives: [{', '.join(rivals)}]}}" if column == "negatives" else ""
+        )
         return (
             f"{where}: columns {' and '.join(mapped[:2])} both stand for {column!r}: keep one, and drop the other with "
-            f"column_mapping: {{{rivals[-1]}: null}}"
+            f"column_mapping: {{{rivals[-1]}: null}}{both}"
         )
 
     def _check_targets(self) -> None:
@@ -289,7 +344,7 @@ class ColumnResolver:
                 )
                 raise ConfigError(msg)
             name = self._canonical.get(target, target)
-            if name in taken:
+            if name in taken and name != "negatives":
                 msg = f"column_mapping sends both {taken[name]!r} and {source!r} to {name!r}: keep one of them"
                 raise ConfigError(msg)
             taken[name] = source

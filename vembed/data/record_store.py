@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from vembed import __version__
 from vembed.config.keys.data import DataKeys
+from vembed.data.columns import ColumnsRead
 from vembed.data.files import SHARD_SUFFIX, suffix_of
 from vembed.data.records import LoadedRecords, RecordTable
 from vembed.errors import MachineError
@@ -47,7 +48,7 @@ LEAST_BYTES = 64 * 2**20
 FREE_SHARE = 2.0
 """Free disk that is asked for, as a multiple of the files' bytes."""
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the files change their meaning."""
 
 _MANIFEST = "manifest.json"
@@ -143,7 +144,9 @@ class _Store:
                 if file_sha256(self.folder / name) != digest:
                     raise ValueError(f"{name} is damaged")
             table = RecordTable.mapped(self.folder, self.columns)
-            loaded = LoadedRecords(table, tuple(manifest["notes"]), manifest["num_invalid"])
+            loaded = LoadedRecords(
+                table, tuple(manifest["notes"]), manifest["num_invalid"], ColumnsRead(**manifest["columns"])
+            )
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             _log.warning("%s: the data are read anew: %s", self.folder, error)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -181,6 +184,7 @@ class _Store:
         """Give the folder its name once it is on disk."""
         digests = {path.name: file_sha256(path) for path in sorted(temporary.iterdir())}
         manifest = {"files": digests, "notes": loaded.notes, "num_invalid": loaded.num_invalid}
+        manifest["columns"] = loaded.columns._asdict()
         for name in digests:
             fsync_path(temporary / name)
         write_durably(temporary / _MANIFEST, json.dumps(manifest, indent=1))

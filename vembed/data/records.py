@@ -23,7 +23,7 @@ import numpy as np
 
 from vembed.batch import Composed, Image
 from vembed.data.column_files import concatenated, filled, mapped_columns, new_columns
-from vembed.data.columns import WEIGHT_COLUMN
+from vembed.data.columns import WEIGHT_COLUMN, ColumnsRead
 from vembed.data.images import item_id
 from vembed.data.item_table import ItemTable, ItemWriter
 from vembed.files import replace_text
@@ -394,6 +394,7 @@ class LoadedRecords:
     table: RecordTable
     notes: tuple[str, ...] = ()  # what was skipped, ignored or is unusual, one plain sentence each
     num_invalid: int = 0  # rows that were dropped for being invalid
+    columns: ColumnsRead = field(default_factory=ColumnsRead)  # what they were read from
 
 
 def _column_types(columns: Sequence[ExtraColumn]) -> dict[str, Any]:

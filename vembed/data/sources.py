@@ -274,10 +274,11 @@ class _Loader:
         if not len(self._writer):
             msg = f"all {plural(self._num_rows, 'row')} of {source} are invalid: {self._log.notes()[0]}"
             raise DataError(msg)
-        kept = (*notes, *self._log.notes(), *self.columns.notes())
+        columns = self.columns.read()
+        kept = (*notes, *self._log.notes(), *columns.notes)
         table = self._writer.finish()
         _check_supervision(table, self.loss)
-        return LoadedRecords(table, kept, self._log.count)
+        return LoadedRecords(table, kept, self._log.count, columns)
 
     def _refuse(self, fault: Fault, row: Mapping[str, object], where: str) -> None:
         reason = fault.reason

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vembed.batch import Composed, Image, pictures_in
 from vembed.data.image_root import ImageRoot, PictureFault, joined_pictures
 from vembed.data.images import ImageError, item_id
-from vembed.data.texts import describe, text_fault, title_and_text
+from vembed.data.texts import describe, part_fault, text_fault, title_and_text
 from vembed.errors import DataError
 from vembed.text import quoted
 
@@ -167,7 +167,10 @@ class RowChecker:
         positives += self._pictures(row[column], column, where) if is_picture else _passages(row[column], column)
         if not positives:
             raise Fault(column, "no positives")
-        return positives
+        title = None if shape.title is None else row[shape.title]
+        if reason := part_fault(title, needed=False):
+            raise Fault(shape.title or "", reason)
+        return [title_and_text(title, item) if title and isinstance(item, str) else item for item in positives]
 
     def _negatives(self, row: Mapping[str, Any], shape: RowShape, where: str) -> list[Item]:
         def cell(column: str) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
+from vembed.data.description import describe
 from vembed.data.hold_out import hold_out
 from vembed.data.records import ItemColumn, LoadedRecords, RecordTable
 from vembed.data.retrieval_sources import load_retrieval, retrieval_from_records
@@ -46,12 +47,14 @@ class RunData:
     fingerprint: str  # hash of the training records and of the dev and test sets
     num_invalid: int = 0  # rows of the training data that were skipped because they can't be used
     sources: tuple[str, ...] = ()  # what the training records were read from
+    read: Mapping[str, str] = field(default_factory=dict)  # what was read of each source, by label, for the plan
     more_facts: tuple[tuple[str, str], ...] = ()  # what the run did with them, as (label, value)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, value) for the report."""
         counts = self.counts
         facts = [
+            *self.read.items(),
             ("training records", str(counts.num_records)),
             ("documents in them", str(counts.num_documents)),
             ("hard negatives among those", str(counts.num_negatives)),
@@ -61,7 +64,10 @@ class RunData:
         ]
         if len(self.sources) > 1:
             each = np.bincount(self.records.sources, minlength=len(self.sources))
-            facts[1:1] = [(f"of {path}", str(count)) for path, count in zip(self.sources, each.tolist(), strict=True)]
+            place = len(self.read) + 1
+            facts[place:place] = [
+                (f"of {path}", str(count)) for path, count in zip(self.sources, each.tolist(), strict=True)
+            ]
         if counts.items.has_pictures:
             facts += [
                 ("training direction", counts.items.direction),
@@ -143,8 +149,10 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     """
     refuse_missing_data(keys)
     sources = _sources(keys, loss)
-    loaded = _joined([load_records(path, options) for path, options in sources], [path for path, _ in sources])
+    paths, parts = [path for path, _ in sources], [load_records(path, options) for path, options in sources]
+    loaded = _joined(parts, paths)
     records, notes = loaded.table, list(loaded.notes)
+    held_out = None
     dev = test = None
     if keys.val_data_path is not None:
         dev = load_retrieval(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss))
@@ -153,6 +161,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     if dev is None and needs_dev:
         split = hold_out(records)
         dev = retrieval_from_records(records.subset(split.held_out_rows), name="held out")
+        held_out = np.bincount(records.sources[split.held_out_rows], minlength=len(parts)).tolist()
         records = records.subset(split.train_rows)
         notes += split.notes
     counts = RecordCounts.of(records, sources[0][1].image_limits)
@@ -171,7 +180,8 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
         counts,
         _fingerprint(records, tasks),
         loaded.num_invalid,
-        tuple(path for path, _ in sources),
+        tuple(paths),
+        _read(paths, parts, held_out or [None] * len(parts)),
     )
 
 
@@ -193,8 +203,20 @@ def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, S
     return found
 
 
+def _read(paths: Sequence[str], parts: Sequence[LoadedRecords], held_out: Sequence[int | None]) -> dict[str, str]:
+    """Return what was read of each source; the labels of several are numbered."""
+    read: dict[str, str] = {}
+    for number, (path, part, count) in enumerate(zip(paths, parts, held_out, strict=True), start=1):
+        end = f" {number}" if len(parts) > 1 else ""
+        read |= {f"{label}{end}": line for label, line in describe(path, part, held_out=count).items()}
+    return read
+
+
 def _joined(loaded: Sequence[LoadedRecords], paths: Sequence[str]) -> LoadedRecords:
-    """Return the records of all sources."""
+    """Return the records of all sources; which columns were ignored stands in what was read."""
+    loaded = [
+        replace(each, notes=tuple(note for note in each.notes if note not in each.columns.notes)) for each in loaded
+    ]
     if len(loaded) == 1:
         return loaded[0]
     notes = tuple(f"{path}: {note}" for path, each in zip(paths, loaded, strict=True) for note in each.notes)

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from vembed.config.fields import ANY, LARGEST_COUNT, Auto, Count, Name, key, rule
-from vembed.config.keys.sources import SourceKeys
+from vembed.config.keys.sources import LISTED_NEGATIVES, SourceKeys
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
 
-ColumnName = Literal["query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label"]
+ColumnName = Literal[
+    "query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label", "title"
+]
 """The columns that a row may have under our names."""
 
 LabelKind = Literal["auto", "class", "pair", "grade"]
@@ -36,10 +38,11 @@ class DataKeys(SourceKeys):
     test_data_split: Name | None = key(
         None, "Split of test_data_path; null is its test split.", acts_with={"test_data_path": ANY}
     )
-    column_mapping: Mapping[Name, ColumnName | None] = key(
+    column_mapping: Annotated[Mapping[Name, ColumnName | None], LISTED_NEGATIVES] = key(
         {},
         "Column of the data -> our column (query, positive, negatives, query_image, positive_image, negative_images, "
-        "label), or null to ignore it.",
+        "label, title), or null to ignore it. Several columns may be negatives: {negatives: [bad_1, bad_2]} says it of "
+        "all of them. A title is put before the text of the positive.",
     )
     label_kind: LabelKind = key(
         "auto",

@@ -3,12 +3,29 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vembed.config.fields import ANY, Name, Positive, Section, Text, key, rule
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
+
+
+def _one_by_one(mapping: object) -> object:
+    """Return a column mapping with a list of columns under `negatives` as an entry for each of them."""
+    listed = mapping.get("negatives") if isinstance(mapping, Mapping) else None
+    if not isinstance(mapping, Mapping) or not isinstance(listed, list):
+        return mapping
+    if not listed or not all(isinstance(name, str) and name.strip() for name in listed):
+        return mapping  # refused as any other value that is no column of ours
+    others = {name: target for name, target in mapping.items() if name != "negatives"}
+    if twice := [name for name in listed if name in others]:
+        raise ValueError(f"names {twice[0]} twice: under negatives and by itself")
+    return others | dict.fromkeys(listed, "negatives")
+
+
+LISTED_NEGATIVES = BeforeValidator(_one_by_one)
+"""Lets a column mapping list the columns that are negatives."""
 
 
 class Source(Section):
@@ -19,7 +36,9 @@ class Source(Section):
     weight: Positive = key(1.0, "How much more often its rows come.")
     query_prompt: Text | None = key(None, "Text before each query of these rows in training; null is the run's.")
     document_prompt: Text | None = key(None, "Text before each document of these rows in training; null is the run's.")
-    column_mapping: Mapping[Name, Name | None] | None = key(None, "As column_mapping; null is the run's.")
+    column_mapping: Annotated[Mapping[Name, Name | None] | None, LISTED_NEGATIVES] = key(
+        None, "As column_mapping; null is the run's."
+    )
 
     @property
     def prompts(self) -> dict[Literal["query", "document"], str]:

@@ -151,7 +151,8 @@ def _run(
         stack.enter_context(compile_errors_explained())
         run = _assemble(config, runtime, output, data, checkpoint, mode)
         watchdog.words.doing = "beginning"
-        facts = {"model": config.model_name, **run.encoder.describe(), "device": runtime.machine.device_name}
+        model = {"model": config.model_name, **run.encoder.describe()}
+        facts = {**model, **data.read, "device": runtime.machine.device_name}
         if launcher:
             facts["started by"] = launcher
         needs, free = _disk_needs(run), free_bytes(output.path)

@@ -1,0 +1,67 @@
+"""What was read of a source, in a few lines: rows, which column was taken as what, and one row."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vembed.batch import Composed, Image, pictures_in
+from vembed.data.columns import listing
+from vembed.data.problems import plural
+from vembed.text import cut, quoted
+
+if TYPE_CHECKING:
+    from vembed.batch import Item
+    from vembed.data.columns import ColumnsRead
+    from vembed.data.records import LoadedRecords, Record
+
+
+def columns_text(columns: ColumnsRead) -> str:
+    """Return every column in a line: "question as query, positive, bad_1, bad_2 as negatives (by their names)"."""
+    parts = []
+    for ours, theirs in columns.used.items():
+        part = listing(theirs) if [*theirs] == [ours] else f"{listing(theirs)} as {ours}"
+        part = f"{listing(theirs)} put before the positive" if ours == "title" else part
+        by_name = "by its name" if len(theirs) == 1 else "by their names"
+        parts.append(f"{part} ({by_name})" if {*theirs} <= {*columns.guessed} else part)
+    ignored = [f"ignored: {listing(columns.ignored)}"] if columns.ignored else []
+    return "; ".join([", ".join(parts)] * bool(parts) + ignored)
+
+
+def describe(path: str, loaded: LoadedRecords, *, held_out: int | None = None) -> dict[str, str]:
+    """Return what was read of a source of records by label: "data", "columns" (where the source has any), "example".
+
+    Args:
+        held_out: Rows among the loaded ones that aren't trained on; None says nothing of it.
+    """
+    table = loaded.table
+    counts = plural(len(table), "row")
+    parts = [f"{counts} of {cut(path, 200)}"]
+    if held_out is not None:
+        parts[0] += f": {len(table) - held_out:,} train, {held_out:,} dev"
+    if loaded.num_invalid:
+        parts.append(f"{plural(loaded.num_invalid, 'invalid row')} dropped")
+    parts.append(plural(len(table.numbers("negatives")[1]), "hard negative"))
+    columns = columns_text(loaded.columns)
+    return {"data": "; ".join(parts), **({"columns": columns} if columns else {}), "example": example(table[0])}
+
+
+def example(record: Record) -> str:
+    """Return one record in a line, every text shortened."""
+    parts = [f"query {_shown(record.query)}"]
+    for name, items in (("positive", record.positives), ("negative", record.negatives)):
+        if items:
+            more = f" and {len(items) - 1:,} more" if len(items) > 1 else ""
+            parts.append(f"{name} {_shown(items[0])}{more}")
+    if record.label is not None:
+        parts.append(f"label {cut(str(record.label), 40)}")
+    parts += ["scores " + ", ".join(f"{score:g}" for score in record.scores[:5])] if record.scores else []
+    parts += [f"{cut(name, 40)} {number:g}" for name, number in record.columns.items()]
+    return ", ".join(parts)
+
+
+def _shown(item: Item) -> str:
+    if isinstance(item, str):
+        return quoted(" ".join(item[:200].split()))
+    pictures = list(pictures_in([item]))
+    shown = f"picture {quoted(pictures[0].path)}" if isinstance(item, Image) or len(pictures) == 1 else "pictures"
+    return f"{shown} with {quoted(item.text)}" if isinstance(item, Composed) and item.text else shown

@@ -142,6 +142,7 @@ class ColumnsRead(NamedTuple):
     used: Mapping[str, Sequence[str]] = {}  # our column -> those of the data
     guessed: Sequence[str] = ()  # of those, the ones that are neither named nor mapped so
     ignored: Sequence[str] = ()
+    tables: Sequence[str] = ()  # how cells were told apart, where the suffix of a file doesn't say it
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -171,6 +172,7 @@ class ColumnResolver:
         self._used: dict[str, dict[str, None]] = {}  # our column -> ordered set of those that were read as it
         self._guessed: dict[str, None] = {}
         self._ignored: dict[str, None] = {}
+        self.tables: dict[str, None] = {}  # set by whoever reads tables
 
     @property
     def seen(self) -> tuple[str, ...]:
@@ -220,7 +222,7 @@ class ColumnResolver:
     def read(self) -> ColumnsRead:
         """Return what every column met so far was read as."""
         used = {ours: tuple(sources) for ours, sources in self._used.items()}
-        return ColumnsRead(used, tuple(self._guessed), tuple(self._ignored))
+        return ColumnsRead(used, tuple(self._guessed), tuple(self._ignored), tuple(self.tables))
 
     def missing(self, column: str, names: Iterable[str]) -> str:
         """Return why a row without a column is refused, with the nearest name that it has.

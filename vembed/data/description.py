@@ -24,7 +24,7 @@ def columns_text(columns: ColumnsRead) -> str:
         by_name = "by its name" if len(theirs) == 1 else "by their names"
         parts.append(f"{part} ({by_name})" if {*theirs} <= {*columns.guessed} else part)
     ignored = [f"ignored: {listing(columns.ignored)}"] if columns.ignored else []
-    return "; ".join([", ".join(parts)] * bool(parts) + ignored)
+    return "; ".join([", ".join(parts)] * bool(parts) + ignored + [*columns.tables])
 
 
 def describe(path: str, loaded: LoadedRecords, *, held_out: int | None = None) -> dict[str, str]:

@@ -6,15 +6,13 @@ makes the rest of the file unreadable is a `DataError` with file:line.
 
 from __future__ import annotations
 
-import csv
 import json
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from vembed.data import lines as limits
 from vembed.data.json_list import JsonList
-from vembed.data.lines import first_character, lines, pieces, reading, too_long
+from vembed.data.lines import first_character, lines, pieces, reading
 from vembed.data.parquet import MAX_COLUMNS, parquet_rows, repeated
+from vembed.data.tables import table_form, table_rows
 from vembed.data.tar_shards import shard_rows
 from vembed.errors import DataError
 from vembed.text import quoted
@@ -23,32 +21,40 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from vembed.data.tables import TableForm
+
 RawRow: TypeAlias = tuple[int, "dict[str, Any] | str"]
 """(line counted from 1, the row's columns or why it can't be read)."""
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 SHARD_SUFFIX = ".tar"
 ROW_SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), ".parquet", SHARD_SUFFIX)
+NAMED_SUFFIXES = (".txt", ".txt.gz")
+"""Of tables that are read where their file is named; one in a folder may be anything."""
+
 MAX_OBJECT_CHARACTERS = 512 * 2**20
 """Longest file that is one JSON object: it is read as a whole."""
 
 
 def suffix_of(path: Path) -> str | None:
-    """Return the suffix of `ROW_SUFFIXES` that a file name ends with, or None."""
+    """Return the suffix that a file name ends with, of `ROW_SUFFIXES` or of a text that may be a table; or None."""
     name = path.name.lower()
-    return max((suffix for suffix in ROW_SUFFIXES if name.endswith(suffix)), key=len, default=None)
+    return max((suffix for suffix in (*ROW_SUFFIXES, *NAMED_SUFFIXES) if name.endswith(suffix)), key=len, default=None)
 
 
 def holds_text_cells(path: Path) -> bool:
-    """Return whether a file's cells are texts without a type (CSV, TSV)."""
-    return (suffix_of(path) or "").startswith((".csv", ".tsv"))
+    """Return whether a file's cells are texts without a type (CSV, TSV and their like)."""
+    return (suffix_of(path) or "").startswith((".csv", ".tsv", ".txt"))
 
 
-def iter_rows(path: Path, wanted: Callable[[Sequence[str]], Sequence[str]]) -> Iterator[RawRow]:
+def iter_rows(
+    path: Path, wanted: Callable[[Sequence[str]], Sequence[str]], form: TableForm | None = None
+) -> Iterator[RawRow]:
     """Yield the rows of one file, in order.
 
     Args:
         wanted: Given the columns of a columnar file, says which to read.
+        form: Of a table of text; None tells it from the file.
 
     Raises:
         DataError: The file is empty, or can't be read on.
@@ -65,7 +71,7 @@ def iter_rows(path: Path, wanted: Callable[[Sequence[str]], Sequence[str]]) -> I
         elif suffix.startswith(".json"):
             yield from _json_rows(path)
         else:
-            yield from _csv_rows(path, "excel-tab" if suffix.startswith(".tsv") else "excel")
+            yield from table_rows(path, form or table_form(path))
 
 
 def jsonl_rows(path: Path) -> Iterator[RawRow]:
@@ -158,62 +164,3 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
     decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
     for line, value in JsonList(pieces(path), decoder, path.name):
         yield line, _row_of(value)
-
-
-def _csv_rows(path: Path, dialect: str) -> Iterator[RawRow]:
-    """Yield CSV rows by the line that they begin on; the first row names the columns."""
-    num_bytes = 0  # of the row that is being read
-
-    def texts() -> Iterator[str]:
-        nonlocal num_bytes
-        for number, line in lines(path):
-            num_bytes += len(line)
-            if num_bytes > limits.MAX_LINE_BYTES:
-                raise too_long(f"{path.name}:{number}", "row")
-            # Bytes that are not UTF-8 become lone surrogates, which the row check refuses in the columns that matter.
-            yield line.decode(errors="surrogateescape")
-
-    with _csv_cell_limit(limits.MAX_LINE_BYTES):
-        # Strict: a quote that is never closed is an error instead of one cell that swallows the rest of the file.
-        reader = csv.reader(texts(), dialect, strict=True)
-        header: list[str] | None = None
-        while True:
-            begin, num_bytes = reader.line_num + 1, 0
-            try:
-                cells = next(reader)
-            except StopIteration:
-                break
-            except csv.Error as error:
-                if header is None:
-                    msg = f"{path.name}:{begin}: bad header: {error}"
-                    raise DataError(msg) from error
-                yield begin, f"bad quoting or cells: {error} (a quote inside a quoted cell is written twice)"
-                continue
-            if not cells or cells == [""]:
-                continue
-            if header is None:
-                header = _header(cells, f"{path.name}:{begin}")
-            elif len(cells) != len(header):
-                yield begin, f"{len(cells)} cells for {len(header)} columns"
-            else:
-                yield begin, dict(zip(header, cells, strict=True))
-
-
-def _header(cells: Sequence[str], where: str) -> list[str]:
-    header = [cell.strip() for cell in cells]
-    if len(header) > MAX_COLUMNS:
-        raise DataError(f"{where}: {len(header):,} columns, and a row has at most {MAX_COLUMNS:,}")
-    if len(set(header)) != len(header):
-        twice = repeated(header)
-        raise DataError(f"{where}: the header names {quoted(twice) if twice else 'a column without a name'} twice")
-    return header
-
-
-@contextmanager
-def _csv_cell_limit(limit: int) -> Iterator[None]:
-    """Raise the csv module's process-wide limit of 128 KiB a cell, and put it back."""
-    before = csv.field_size_limit(limit)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)

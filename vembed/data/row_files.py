@@ -96,7 +96,8 @@ def _names(folder: Path, pattern: str) -> list[str]:
 def _folder_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
     """Return the row files of a folder: those of the wanted split where the names tell splits apart, else all."""
     with reading(folder):
-        found = sorted(path for path in folder.iterdir() if suffix_of(path) and path.name[0] != "." and is_file(path))
+        rows = (path for path in folder.iterdir() if suffix_of(path) in ROW_SUFFIXES and path.name[0] != ".")
+        found = sorted(filter(is_file, rows))
     if not found:
         msg = f"{folder} holds no data files; expected {', '.join(ROW_SUFFIXES)}, or the BEIR layout"
         raise DataError(msg)

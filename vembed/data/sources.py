@@ -26,6 +26,7 @@ from vembed.data.record_store import kept_or_read
 from vembed.data.records import LoadedRecords, Record, RecordWriter
 from vembed.data.row_files import row_files
 from vembed.data.splits import SPLIT_NAMES, SourceOptions
+from vembed.data.tables import table_form
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vembed.data.columns import LossNeeds
     from vembed.data.image_root import ImageRoot
     from vembed.data.records import RecordTable
+    from vembed.data.tables import TableForm
 
 BUILTIN_PREFIX = "builtin:"
 
@@ -97,8 +99,9 @@ def _read_files(
     loader = _Loader(options, folder)
     for file in files:
         wanted = partial(loader.columns.wanted, where=f"{file.name}:1")
-        rows, images = iter_rows(file, wanted), options.images(file.parent)
-        loader.read(rows, images, file=file.name, cells_are_text=holds_text_cells(file))
+        form = loader.table_form(file) if holds_text_cells(file) else None
+        rows, images = iter_rows(file, wanted, form), options.images(file.parent)
+        loader.read(rows, images, file=file.name, cells_are_text=form is not None)
     return loader.finish(path, notes)
 
 
@@ -153,6 +156,13 @@ class _Loader:
         self._has_header = False
         self._num_missing: Counter[str] = Counter()  # rows without a column that every row needs
         self._needed: dict[str, tuple[str, str]] = {}  # one that the loss asks for -> first row without it, and why
+
+    def table_form(self, file: Path) -> TableForm:
+        """Tell how the cells of a table of text are told apart, and remember it for people."""
+        with reading(file):
+            form = table_form(file)
+        self.columns.tables.update(dict.fromkeys(filter(None, [form.unusual(file)])))
+        return form
 
     def read(self, rows: Iterable[RawRow], images: ImageRoot, *, file: str, cells_are_text: bool = False) -> None:
         """Check the rows of one file and keep the valid ones."""

@@ -76,12 +76,21 @@ def read_beir(folder: Path, split: str | None, role: Role, images: ImageRoot | N
 
 
 def read_beir_split(
-    folder: Path, split: str | None, role: Role, images: ImageRoot | None = None, extra: Sequence[ExtraColumn] = ()
+    folder: Path,
+    split: str | None,
+    role: Role,
+    images: ImageRoot | None = None,
+    extra: Sequence[ExtraColumn] = (),
+    problems: ProblemLog | None = None,
 ) -> BeirSplit:
-    """Read one split as `read_beir` does, and keep where its queries stand and what of them a loss asks for."""
+    """Read one split as `read_beir` does, and keep where its queries stand and what of them a loss asks for.
+
+    Args:
+        problems: Collects the invalid rows; None refuses the folder for any.
+    """
     split, notes = find_split(folder, split, role)
     corpus_file, query_file = _part(folder, "corpus"), _part(folder, "queries")
-    log = ProblemLog()
+    log = problems or ProblemLog()
     images = images or ImageRoot(folder, ImageLimits())
     qrels = _read_qrels(folder / "qrels" / f"{split}.tsv", log)
     asked = {name for column in extra for name in (column.name, *column.aliases)}
@@ -142,7 +151,7 @@ def beir_rows(part: BeirSplit) -> Iterator[tuple[int, dict[str, Any]]]:
     for query_id, grades in part.data.qrels.items():
         positives = [documents[name] for name, grade in grades.items() if grade > 0]
         negatives = [documents[name] for name, grade in grades.items() if grade == 0]
-        if positives:
+        if positives and part.data.queries[query_id] != "":  # it was broken, and a check goes on without it
             row = {"query": part.data.queries[query_id], "positive": positives, "negatives": negatives}
             yield part.query_lines[query_id], row | part.cells.get(query_id, {})
 

@@ -6,13 +6,19 @@ counted and named, and one more refuses the source. A path that leads out of the
 
 from __future__ import annotations
 
+import re
+
 from vembed.errors import DataError
 from vembed.text import cut
 
 MAX_LISTED = 20
 MAX_LISTED_IN_NOTE = 3
+MAX_KINDS = 1_000
 MOST_SHOWN = 2_000
 """Characters of what is listed of one row."""
+
+_VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d[\d,.]*")
+"""What differs from row to row in a reason: quoted values and numbers."""
 
 
 class ProblemLog:
@@ -95,6 +101,48 @@ class ProblemLog:
         if self._skips is not None:
             return f"That is more than max_invalid_records: {self._skips}; fix the rows or raise it."
         return f"Fix the rows, or drop them with skip_invalid_records: true, max_invalid_records: {self.count}"
+
+
+class AllProblems(ProblemLog):
+    """Drop all invalid rows whatever their number, and keep what is wrong with them by kind, for a check of the data.
+
+    Attributes:
+        kinds: (column, reason without what differs from row to row) -> number of rows, and the first few as
+            (`file:line`, reason).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds: dict[tuple[str, str], tuple[int, list[tuple[str, str]]]] = {}
+
+    @property
+    def refused(self) -> bool:
+        """The source is never lost."""
+        return False
+
+    def add_alike(self, where: str, reason: str) -> None:
+        """Note a row as any other."""
+        self.add(where, reason)
+
+    def add(self, where: str, reason: str, *, column: str | None = None, may_drop: bool = True) -> None:
+        """Note one invalid row, and count its kind."""
+        super().add(where, reason, column=column, may_drop=may_drop)
+        reason = cut(reason or "missing", MOST_SHOWN)
+        general = "missing" if reason.startswith("missing") else _VARIABLE.sub("...", reason)
+        kind = (column or "", general)
+        if kind not in self.kinds and len(self.kinds) >= MAX_KINDS:
+            kind = ("", "other problems")
+        count, first = self.kinds.get(kind, (0, []))
+        self.kinds[kind] = (count + 1, first if len(first) >= MAX_LISTED_IN_NOTE else [*first, (where, reason)])
+
+    def listing(self, source: str) -> str:
+        """Return the first row of each kind, the most frequent first, and how many there are."""
+        lines = [f"{plural(self.count, 'invalid row')} in {source}:"]
+        for (column, _), (count, first) in sorted(self.kinds.items(), key=lambda each: -each[1][0])[:MAX_LISTED]:
+            where, reason = first[0]
+            more = f" (and {plural(count - 1, 'row')} alike)" if count > 1 else ""
+            lines.append(f"  {where}: {f'{cut(column)}: ' if column else ''}{reason}{more}")
+        return "\n".join(lines)
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:

@@ -221,6 +221,12 @@ class RecordTable:
         rows = pa.array(self._rows)
         return any(self._columns[name].take(rows).null_count < len(self) for name in ("label_text", "label_number"))
 
+    def column(self, name: str) -> Any:
+        """Return a column of `RecordWriter` as an Arrow array, a cell for each record."""
+        import pyarrow as pa
+
+        return self._columns[name].take(pa.array(self._rows))
+
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the content of all records in order; where they came from doesn't count.

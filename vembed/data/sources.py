@@ -70,11 +70,13 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
         return loader.complete(preset.records(options, options.log()), path, "a published set")
     if folder := beir_folder(path):
         images = options.images(folder)
-        part = read_beir_split(folder, options.split, options.role, images, loader.extra)
+        part = read_beir_split(folder, options.split, options.role, images, loader.extra, options.problems)
         return loader.read_beir(part, folder, images)
     files, notes = row_files(path, options)
     if not files:
         return _load_hub(path, options, loader)
+    if options.problems is not None:  # what is kept on disk doesn't say which rows were invalid
+        return _read_files(path, files, notes, options, options.scratch)
     return kept_or_read(files, options, loader.extra, partial(_read_files, path, files, notes, options))
 
 

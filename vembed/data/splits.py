@@ -38,6 +38,8 @@ class SourceOptions:
     split: str | None = None  # the split to read instead
     keys: DataKeys = field(default_factory=DataKeys)  # of these: columns, labels, pictures and invalid rows
     loss: LossNeeds | None = None  # what is trained on the rows; of other roles' rows, nothing is asked for it
+    problems: ProblemLog | None = None  # collects the invalid rows in place of the keys' policy; nothing is cached then
+    scratch: Path | None = None  # with `problems`: an empty folder that rows of files are read into; None: memory
 
     @property
     def image_limits(self) -> ImageLimits:
@@ -55,7 +57,7 @@ class SourceOptions:
 
     def log(self) -> ProblemLog:
         """Return what collects the invalid rows of a source."""
-        return ProblemLog(self.keys.max_invalid_records if self.keys.skip_invalid_records else None)
+        return self.problems or ProblemLog(self.keys.max_invalid_records if self.keys.skip_invalid_records else None)
 
 
 def split_for(available: Collection[str], split: str | None, role: Role) -> str | None:

@@ -1,0 +1,107 @@
+"""Check a data set: read it, look for everything that is wrong, and say what it is like."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vembed.data_check.contradictions import contradictions
+from vembed.data_check.duplicates import exact_duplicates, near_duplicates
+from vembed.data_check.findings import Finding, worst_first
+from vembed.data_check.leaks import leaks
+from vembed.data_check.pictures import check_pictures
+from vembed.data_check.profile import odd_texts, profile_of
+from vembed.data_check.source import Source
+from vembed.errors import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from vembed.data.splits import SourceOptions
+    from vembed.data_check.profile import Profile
+    from vembed.evaluation.encode import ItemEncoder
+
+
+@dataclass(frozen=True, eq=False)
+class DataCheck:
+    """What was found."""
+
+    source: Source
+    findings: Sequence[Finding]  # the worst first
+    profile: Profile
+    notes: Sequence[str]  # of reading, and of what could not be checked
+
+    def count(self, severity: str) -> int:
+        """Return how many kinds of findings of a severity there are."""
+        return sum(each.severity == severity for each in self.findings)
+
+    def exit_code(self, *, strict: bool) -> ExitCode:
+        """Return `DATA` where there are errors, or with `strict` warnings; else `OK`."""
+        return ExitCode.DATA if self.count("error") or (strict and self.count("warning")) else ExitCode.OK
+
+
+def check_data(
+    path: str,
+    options: SourceOptions,
+    against: Mapping[str, SourceOptions],
+    folder: Path,
+    encode: ItemEncoder | None = None,
+) -> DataCheck:
+    """Check the data that a path names.
+
+    Args:
+        against: Evaluation data by path, whose queries and documents must not be in the data.
+        folder: Gets what doesn't fit memory: rows and vectors; the caller removes it.
+        encode: Counts tokens, and looks for unlabelled answers.
+
+    Raises:
+        VembedError: No row can be read, or the model doesn't take them.
+    """
+    (folder / "data").mkdir()
+    source = Source.read(path, options, folder / "data")
+    notes, findings = list(source.notes), broken_rows(source)
+    for number, (name, test_options) in enumerate(against.items()):
+        (folder / f"against-{number}").mkdir()
+        test = Source.read(name, test_options, folder / f"against-{number}")
+        notes += [f"{name}: {note}" for note in test.notes]
+        findings += [*broken_rows(test), *leaks(source, test)]
+    findings += [*contradictions(source), *check_pictures(source, options.image_limits)]
+    tokens, texts = None, odd_texts(source)
+    if encode is not None:
+        from vembed.data_check.with_model import false_negatives, token_lengths  # brings torch
+
+        tokens, cut = token_lengths(source, encode)
+        texts = [each for each in texts if each.kind != "long_texts"] + cut
+        if source.table.has_classes:
+            notes.append("Rows have classes: unlabelled answers are not looked for among them.")
+        else:
+            findings += false_negatives(source, encode, folder)
+    findings += [*near_duplicates(source, "query"), *near_duplicates(source, "positives")]
+    findings += [*exact_duplicates(source), *texts]
+    return DataCheck(source, worst_first(findings), profile_of(source, tokens), notes)
+
+
+def broken_rows(source: Source) -> list[Finding]:
+    """Say what kept rows from being read."""
+    problems = source.problems
+    if not problems.count:
+        return []
+    examples = [
+        (f"{count:,}", column, where, reason)
+        for (column, _), (count, first) in sorted(problems.kinds.items(), key=lambda each: -each[1][0])
+        for where, reason in first
+    ]
+    return [
+        Finding(
+            "broken_rows",
+            "error",
+            problems.count,
+            f"row of {source.name} that can't be used",
+            f"rows of {source.name} that can't be used",
+            "Training refuses the data for them; skip_invalid_records: true drops them.",
+            ("Rows alike", "Column", "Row", "Why"),
+            examples[:50],
+            problems.count + len(source.table),
+        )
+    ]

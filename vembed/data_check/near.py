@@ -1,0 +1,177 @@
+"""Find texts that are nearly alike without comparing all of them with all others.
+
+1. A text is normalised (case, spaces and punctuation don't count) and cut into shingles: each run of `GRAM` characters.
+2. Its sketch is the least hash of its shingles under `BANDS * ROWS` orders, kept as one number of 4 bytes a band.
+3. Texts that share a band are candidates; the share of their shingles that both have, the Jaccard similarity, is then
+   computed exactly, so that a pair that is reported is as alike as it says.
+
+Two texts of similarity s share a band with the probability 1 - (1 - s^ROWS)^BANDS: 99.5% at 0.8, 48% at 0.5, 8% at 0.3.
+Sketches take 40 bytes a text, and NumPy makes those of a block of texts at once; `datasketch` would loop over texts in
+Python and hold a Python object for each of them and each band.
+Source: Broder, "On the resemblance and containment of documents", 1997; Leskovec et al., "Mining of Massive Datasets",
+chapter 3.
+Shape legend: N texts, P pairs, B bands.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from vembed.batch import ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from numpy.typing import NDArray
+
+GRAM = 4
+BANDS, ROWS = 10, 4
+SIMILAR = 0.8
+"""Least share of shingles that nearly equal texts have in common."""
+
+MOST_CHARACTERS = 20_000
+"""Characters of a text that are looked at: a book's beginning tells it from others."""
+
+MOST_COMPARED = 500_000
+"""Pairs that are compared at most, those that share most bands first; each takes about 20 microseconds."""
+
+_BETWEEN_WORDS = re.compile(r"[\W_]+")
+_draw = np.random.default_rng(20_240_611)
+_WEIGHTS = _draw.integers(0, 2**31, GRAM, dtype=np.uint32) * 2 + 1
+_ORDERS = _draw.integers(0, 2**31, BANDS * ROWS, dtype=np.uint32) * 2 + 1
+
+
+class Alike(NamedTuple):
+    """Pairs of texts that are nearly alike, the most alike first."""
+
+    first_P: NDArray[np.int64]
+    second_P: NDArray[np.int64]
+    similarity_P: NDArray[np.float64]
+    num_left: int = 0  # pairs of candidates that were not compared
+
+
+def normalised(text: str) -> str:
+    """Return a text without what doesn't count; one without any letter or digit keeps all but its spaces."""
+    if not text.isascii():
+        text = unicodedata.normalize("NFKC", text)
+    return _BETWEEN_WORDS.sub(" ", text.casefold()).strip() or "".join(text.split())
+
+
+def sketches(texts: Sequence[str]) -> NDArray[np.uint32]:
+    """Return the sketches of normalised texts, (B, N)."""
+    if not texts:
+        return np.empty((BANDS, 0), dtype=np.uint32)
+    padded = [_padded(text) for text in texts]
+    lengths = np.fromiter(map(len, padded), np.int64, len(padded))
+    codes = np.frombuffer("".join(padded).encode("utf-32-le", "replace"), dtype="<u4")
+    counts = lengths - GRAM + 1
+    at = ranges(np.cumsum(lengths) - lengths, counts)
+    grams = np.zeros(len(at), dtype=np.uint32)
+    for place, weight in enumerate(_WEIGHTS):
+        grams += codes[at + place] * weight
+    grams = _mixed(grams)
+    starts = np.cumsum(counts) - counts
+    bands = np.zeros((BANDS, len(texts)), dtype=np.uint32)
+    for number, order in enumerate(_ORDERS):
+        least = np.minimum.reduceat(grams * order, starts)
+        bands[number // ROWS] = _mixed(bands[number // ROWS] * np.uint32(31) + least)
+    return bands
+
+
+def alike_within(
+    bands_BN: NDArray[np.uint32], text: Callable[[NDArray[np.int64]], list[str]], least: float = SIMILAR
+) -> Alike:
+    """Return pairs of different texts; each text is compared with the first and the next that share a band with it.
+
+    Args:
+        text: Gives the normalised texts of some places.
+        least: The similarity that a pair has at least.
+    """
+
+    def pairs(order: NDArray[np.int64], first: NDArray[np.int64], starts: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+        follows = ~starts
+        return [np.stack([order[first[follows]], order[follows]]), np.stack([order[:-1], order[1:]])[:, follows[1:]]]
+
+    return _compared(_candidates(bands_BN, pairs), bands_BN.shape[1], text, least)
+
+
+def alike_between(
+    bands_BN: NDArray[np.uint32],
+    num_first: int,
+    text: Callable[[NDArray[np.int64]], list[str]],
+    least: float = SIMILAR,
+) -> Alike:
+    """Return pairs of one of the first texts and one of the others."""
+
+    def pairs(order: NDArray[np.int64], first: NDArray[np.int64], starts: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+        is_other = order >= num_first  # within a run the first ones come first: places are in order
+        ends = np.append(np.flatnonzero(starts)[1:], len(order)) - 1
+        last = np.repeat(ends, np.diff(np.append(np.flatnonzero(starts), len(order))))
+        crosses = ~is_other[first] & is_other[last]
+        of_first, of_other = crosses & is_other, crosses & ~is_other
+        return [
+            np.stack([order[first[of_first]], order[of_first]]),
+            np.stack([order[of_other], order[last[of_other]]]),
+        ]
+
+    return _compared(_candidates(bands_BN, pairs), bands_BN.shape[1], text, least)
+
+
+def _candidates(
+    bands_BN: NDArray[np.uint32],
+    pairs: Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]], list[NDArray[np.int64]]],
+) -> NDArray[np.int64]:
+    """Return pairs as one number each, as often as they share a band."""
+    count = bands_BN.shape[1]
+    found = [np.empty(0, dtype=np.int64)]
+    for band in bands_BN if count > 1 else ():
+        order = np.argsort(band, kind="stable")
+        starts = np.append(True, band[order][1:] != band[order][:-1])
+        first = np.maximum.accumulate(np.where(starts, np.arange(count), 0))
+        found += [each[0] * count + each[1] for each in pairs(order, first, starts)]
+    return np.concatenate(found)
+
+
+def _compared(
+    keys: NDArray[np.int64], count: int, text: Callable[[NDArray[np.int64]], list[str]], least: float
+) -> Alike:
+    """Return the candidates that are alike."""
+    keys, shared = np.unique(keys, return_counts=True)
+    keys = keys[np.argsort(-shared, kind="stable")]
+    num_left, keys = max(0, len(keys) - MOST_COMPARED), np.sort(keys[:MOST_COMPARED])
+    first_P, second_P = np.divmod(keys, max(1, count))
+    similarity_P = np.zeros(len(keys))
+    for start in range(0, len(keys), 4096):
+        part = slice(start, start + 4096)
+        sides = zip(text(first_P[part]), text(second_P[part]), strict=True)
+        similarity_P[part] = [jaccard(one, other) for one, other in sides]
+    order = np.argsort(-similarity_P, kind="stable")
+    order = order[similarity_P[order] >= least]
+    return Alike(first_P[order], second_P[order], similarity_P[order], num_left)
+
+
+def jaccard(one: str, other: str) -> float:
+    """Return the share of shingles that two normalised texts have in common."""
+    ours, theirs = (_shingles(text) for text in (one, other))
+    common = len(ours & theirs)
+    return common / (len(ours) + len(theirs) - common)
+
+
+def _shingles(text: str) -> set[str]:
+    padded = _padded(text)
+    return {padded[start : start + GRAM] for start in range(len(padded) - GRAM + 1)}
+
+
+def _padded(text: str) -> str:
+    return f" {text[:MOST_CHARACTERS]} ".ljust(GRAM)
+
+
+def _mixed(values: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Spread the bits of hashes."""
+    values = (values ^ (values >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    values = (values ^ (values >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return values ^ (values >> np.uint32(16))

@@ -1,0 +1,155 @@
+"""What only a model tells: how many tokens texts have, and which documents answer a query without saying so."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vembed.config.keys.mining import MiningKeys
+from vembed.data.item_table import BLOCK_ITEMS
+from vembed.data_check.duplicates import spread
+from vembed.data_check.findings import MOST_EXAMPLES, Finding
+from vembed.data_check.source import said
+from vembed.mining.false_negatives import estimate
+from vembed.mining.mine import Miner
+from vembed.mining.task import MiningTask
+from vembed.mining.vectors import shared_model_key, stored_vectors
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Side
+    from vembed.data_check.source import Source
+    from vembed.evaluation.encode import ItemEncoder
+    from vembed.mining.mine import Mined
+    from vembed.mining.vectors import StoredVectors
+
+NEAREST = 10
+"""Unlabelled documents of each query that are looked at."""
+
+
+def token_lengths(source: Source, encode: ItemEncoder) -> tuple[dict[str, NDArray[np.int32]], list[Finding]]:
+    """Return the tokens of each distinct text by side, prompts included, and how many texts are cut."""
+    lengths, findings = {}, []
+    sides: tuple[tuple[str, Side, NDArray[np.int64]], ...] = (
+        ("queries", "query", source.queries),
+        ("documents", "document", source.documents),
+    )
+    for name, side, used in sides:
+        numbers, parts, num_cut = used[source.facts.is_text[used]], [np.zeros(0, np.int32)], 0
+        for start in range(0, len(numbers), BLOCK_ITEMS):
+            features = encode.encoder.featurize(source.table.items.at(numbers[start : start + BLOCK_ITEMS]), side)
+            parts.append(features.lengths.astype(np.int32))
+            num_cut += features.num_truncated
+        lengths[name] = np.concatenate(parts)
+        if num_cut:
+            limit = encode.encoder.longest_text(side)
+            longest = numbers[np.argsort(-source.facts.words_I[numbers], kind="stable")[:MOST_EXAMPLES]]
+            words = [f"{count:,}" for count in source.facts.words_I[longest].tolist()]
+            findings.append(
+                Finding(
+                    f"cut_{name}",
+                    "warning",
+                    num_cut,
+                    f"{side} longer than the {limit} tokens that the model takes",
+                    f"{name} longer than the {limit} tokens that the model takes",
+                    "Their ends are cut. Raise max_seq_length if the model allows it, or split them.",
+                    ("Row", "Words", "Text"),
+                    list(zip(source.places(longest), words, source.said(longest), strict=True)),
+                    len(numbers),
+                )
+            )
+    return lengths, findings
+
+
+def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[Finding]:
+    """Find unlabelled documents, and given negatives, that the model puts above a query's own positives.
+
+    Args:
+        folder: Gets the vectors.
+
+    Raises:
+        VembedError: As `Miner.mine`.
+    """
+    task = MiningTask.of(source.table)
+    nearest = min(NEAREST, len(task.documents))
+    keys = MiningKeys(mine_negatives=nearest, mine_range_max=nearest, mine_relative_margin=None)
+    mined = Miner(encode, keys, folder).mine(task)
+    model = shared_model_key(encode)
+    queries = stored_vectors(task.queries, "query", encode, model, folder)
+    documents = stored_vectors(task.documents, "document", encode, model, folder)
+    scores = np.where(mined.rows_Un >= 0, mined.scores_Un, -np.inf)
+    at, places = np.nonzero(scores > mined.positive_U[:, None])
+    unlabelled = _finding(
+        task,
+        mined,
+        (at, mined.rows_Un[at, places], scores[at, places]),
+        "probable_false_negatives",
+        "unlabelled document that scores above the query's own positive",
+        "unlabelled documents that score above the query's own positive",
+        f"Of the {nearest} nearest without a label. {_estimated(mined)}As in-batch negatives they push right answers "
+        "away: try false_negative_filter.",
+    )
+    rows, numbers = source.table.numbers("negatives")
+    asked, given = task.query_of_record_N[rows], task.documents.rows_of(source.table.items.ids[numbers])
+    of_pair = _pair_scores(queries, documents, asked, given)
+    above = np.flatnonzero(of_pair > mined.positive_U[asked])
+    negatives = _finding(
+        task,
+        mined,
+        (asked[above], given[above], of_pair[above]),
+        "negatives_above_positives",
+        "hard negative that scores above its positive",
+        "hard negatives that score above their positive",
+        "Either the model can't tell them apart yet, which is what they are for, or they answer the query. Look at the "
+        "examples; vembed mine --replace finds others.",
+        of=len(rows),
+    )
+    return [each for each in (unlabelled, negatives) if each.count]
+
+
+def _estimated(mined: Mined) -> str:
+    found = estimate(mined.sample_positive_S, mined.sample_scores_SK, mined.sample_chosen_SK)
+    return "" if found is None else f"An estimated {100 * found.rate:.0f}% of those answer their query after all. "
+
+
+def _pair_scores(
+    queries: StoredVectors, documents: StoredVectors, asked: NDArray[np.int64], given: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return the score of each pair of rows."""
+    scores = np.empty(len(asked), dtype=np.float32)
+    for start in range(0, len(asked), BLOCK_ITEMS):
+        part = slice(start, start + BLOCK_ITEMS)
+        scores[part] = np.einsum("pe,pe->p", queries.take(asked[part]), documents.take(given[part]))
+    return scores
+
+
+def _finding(
+    task: MiningTask,
+    mined: Mined,
+    found: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]],
+    kind: str,
+    one: str,
+    many: str,
+    advice: str,
+    of: int = 0,
+) -> Finding:
+    queries_F, documents_F, scores_F = found
+    order = np.argsort(mined.positive_U[queries_F] - scores_F, kind="stable")  # those furthest above come first
+    shown = order[spread(len(order))] if len(order) else order
+    own = [task.positives.take(queries_F[[place]]).values[:1] for place in shown.tolist()]
+    examples = [
+        (
+            said(task.queries.take(queries_F[[place]])[0]),
+            said(task.documents.take(positive)[0]) if len(positive) else "",
+            f"{mined.positive_U[queries_F[place]]:.3f}",
+            said(task.documents.take(documents_F[[place]])[0]),
+            f"{scores_F[place]:.3f}",
+        )
+        for place, positive in zip(shown.tolist(), own, strict=True)
+    ]
+    heads = ("Query", "Its positive", "Score", "Scores higher", "Score of that")
+    return Finding(kind, "warning", len(order), one, many, advice, heads, examples, of)

@@ -1,0 +1,162 @@
+"""`vembed data check PATH [--against TEST]` and `vembed data show PATH`: what is in a data set, and what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+from vembed.config.keys.data import DataKeys, LabelKind
+from vembed.config.messages import checked_section
+from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
+from vembed.errors import ConfigError, ExitCode
+from vembed.files import home_path
+from vembed.redact import redact
+from vembed.registry import LOSSES
+from vembed.text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.data.splits import Role, SourceOptions
+    from vembed.evaluation.encode import ItemEncoder
+
+DESCRIPTION = "Look at training data before anything trains on them."
+
+CHECK_DESCRIPTION = (
+    "Look for what is wrong with a data set: rows that can't be used, duplicates, contradictions, broken pictures, and "
+    "with --against what leaks into an evaluation. Say how long its texts are, what they are written in, and how its "
+    "classes spread."
+)
+CHECK_EPILOG = (
+    "Exit code: 0 without errors, 3 with errors (rows that can't be used, broken pictures, contradictions, leaked "
+    "queries). Warnings fail with --strict only, notes never. 2: a wrong option; 5: the machine can't do it."
+)
+
+
+def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
+    """Parse the command line of a look at data."""
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    commands = parser.add_subparsers(dest="action", required=True, metavar="check|show")
+    check = commands.add_parser("check", description=CHECK_DESCRIPTION, epilog=CHECK_EPILOG, help="find what is wrong")
+    show = commands.add_parser("show", description="Print rows as training would see them.", help="print a few rows")
+    for each in (check, show):
+        _add_data_arguments(each)
+    check.add_argument(
+        "--against",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="TEST",
+        help="evaluation data, whose queries must not be in PATH",
+    )
+    check.add_argument("--against-split", metavar="SPLIT", help="split of the evaluation data; default: the test split")
+    check.add_argument("--json", type=Path, metavar="FILE", help="write all findings with examples as JSON")
+    check.add_argument("--html", type=Path, metavar="FILE", help="write them as a page")
+    check.add_argument("--strict", action="store_true", help="exit with 3 for warnings too")
+    check.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
+    show.add_argument("--rows", type=int, default=3, metavar="N", help="how many rows (default 3)")
+    return parser.parse_args(arguments)
+
+
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="data as data_path takes them")
+    parser.add_argument("--split", help="split of the data; default: the training split")
+    parser.add_argument(
+        "--column-mapping",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="THEIRS=OURS",
+        help="what a column is, e.g. title=positive; THEIRS=null drops it",
+    )
+    parser.add_argument("--label-kind", choices=get_args(LabelKind), default="auto", help="what numbers in label say")
+    parser.add_argument(
+        "--loss-type", default="infonce", metavar="NAME", help="whose columns are read (default infonce)"
+    )
+    parser.add_argument("--image-root", metavar="DIR", help="paths of pictures start here; default: the data's folder")
+    parser.add_argument("--model", metavar="MODEL", help="count its tokens; check: look for unlabelled answers too")
+    add_model_arguments(parser)
+    add_picture_argument(parser)
+
+
+def main(arguments: Sequence[str], *, program: str) -> int:
+    """Check a data set, or show some of its rows."""
+    parsed = parse_arguments(arguments, program=program)
+    command = redact(shlex.join([*program.split(), *arguments]))
+    return run_command(partial(_check, parsed, command) if parsed.action == "check" else partial(_show, parsed))
+
+
+def _check(parsed: argparse.Namespace, command: str) -> int:
+    options = _options(parsed, "train", parsed.split)
+    against = dict.fromkeys(parsed.against, _options(parsed, "test", parsed.against_split))
+    _refuse_missing({parsed.path: options, **against})
+    from vembed.data_check.check import check_data
+    from vembed.data_check.report import terminal_lines, write_html, write_json
+
+    encode = _encoder(parsed)
+    with tempfile.TemporaryDirectory(prefix="vembed-check-") as folder:
+        check = check_data(parsed.path, options, against, Path(folder), encode)
+        for line in terminal_lines(check):
+            print(visible(redact(line)))
+        for path, write in ((parsed.json, write_json), (parsed.html, write_html)):
+            if path is not None:
+                write(home_path(path), check, command)
+                print(f"written to {redact(str(path))}")
+        return check.exit_code(strict=parsed.strict)
+
+
+def _show(parsed: argparse.Namespace) -> int:
+    if parsed.rows < 1:
+        raise ConfigError(f"--rows must be at least 1, got {parsed.rows}")
+    options = _options(parsed, "train", parsed.split)
+    _refuse_missing({parsed.path: options})
+    from vembed.data_check.show import shown_rows
+
+    encode = _encoder(parsed)
+    for line in shown_rows(parsed.path, options, parsed.rows, None if encode is None else encode.encoder):
+        print(visible(redact(line)))
+    return ExitCode.OK
+
+
+def _options(parsed: argparse.Namespace, role: Role, split: str | None) -> SourceOptions:
+    """Return how the data are read, as a configuration with the same keys would have it."""
+    from vembed.data.splits import SourceOptions
+    from vembed.losses.registry import loss_facts
+
+    mapping = {}
+    for word in parsed.column_mapping:
+        theirs, equals, ours = word.rpartition("=")
+        if not equals or not theirs:
+            raise ConfigError(f"--column-mapping: {word!r} must read THEIRS=OURS, e.g. title=positive")
+        mapping[theirs] = None if ours == "null" else ours
+    given = {"column_mapping": mapping, "label_kind": parsed.label_kind, "image_root": parsed.image_root}
+    if parsed.max_image_pixels is not None:
+        given["max_image_pixels"] = parsed.max_image_pixels
+    if parsed.loss_type not in LOSSES:
+        LOSSES.load(parsed.loss_type)  # refuses it with the nearest name
+    return SourceOptions(role, split, checked_section(DataKeys, given), loss_facts(parsed.loss_type))
+
+
+def _refuse_missing(sources: dict[str, SourceOptions]) -> None:
+    """Refuse paths that lead nowhere before a model is loaded, which takes seconds."""
+    from vembed.data.sources import refuse_missing
+
+    for path, options in sources.items():
+        refuse_missing(path, options)
+
+
+def _encoder(parsed: argparse.Namespace) -> ItemEncoder | None:
+    """Load the model, where there is one."""
+    if parsed.model is None:
+        return None
+    if getattr(parsed, "batch_size", 1) < 1:
+        raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    from vembed.api.model import load
+
+    quiet_libraries()
+    return load(parsed.model, **load_options(parsed)).item_encoder(getattr(parsed, "batch_size", 1))

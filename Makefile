@@ -39,6 +39,7 @@ check: lint types contract test
 
 docs:
 	python -m vembed.config.reference > docs/configuration.md
+	python -m vembed.config.typed_keys > docs/.keys.py && mv docs/.keys.py vembed/api/keys.py
 	python -m vembed.training.wiring.models_page > docs/models.md
 
 quickstart:

@@ -33,7 +33,7 @@ def test_every_example_runs(
     write_balls(tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
-    assert len(examples) == 7
+    assert len(examples) == 8
     names: dict[str, object] = {}
     for number, example in enumerate(examples):
         exec(compile(example, f"{DOCUMENT.name}, example {number + 1}", "exec"), names)

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Unpack
 
+from vembed.config.keys.sources import Source
 from vembed.config.load import load_values
 from vembed.config.schema import Config
+from vembed.data.images import ImageLimits
+from vembed.data.python_rows import ROWS_FOLDER, write_rows
+from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
+from vembed.errors import ConfigError
+from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.training.finish import RunResult
 from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
+
+    from vembed.api.keys import TrainKeys
+    from vembed.config.load import LoadedConfig
+    from vembed.data.python_rows import RowsInput
 
 __all__ = ["RunResult", "train"]
 
+_DATA_KEYS = {"data": "data_path", "val_data": "val_data_path", "test_data": "test_data_path"}
+"""Argument -> the key that a path in it stands for."""
 
-def train(config: str | Path | Mapping[str, object] | Config, /, **overrides: object) -> RunResult:
-    """Train what a configuration describes, as `vembed train` does, in this process.
+
+def train(
+    config: str | Path | Mapping[str, object] | Config | None = None,
+    /,
+    *,
+    model: str | Path | None = None,
+    data: RowsInput | str | Path | None = None,
+    val_data: RowsInput | str | Path | None = None,
+    test_data: RowsInput | str | Path | None = None,
+    **keys: Unpack[TrainKeys],
+) -> RunResult:
+    """Train a model, as `vembed train` does, in this process.
 
     In a script that torchrun or accelerate launch started, the processes train together.
 
     Args:
-        config: A YAML or JSON file, key -> value, or a `Config`.
-        overrides: Keys that win over it, e.g. `batch_size=32`.
+        config: A YAML or JSON file, key -> value, or a `Config`; None where the other arguments say everything.
+        model: As the key `model_name`.
+        data: Rows in memory (dictionaries in any iterable, a pandas, datasets, Arrow or polars table), a path as in
+            `data_path`, or a list of sources as in the key `data`. Rows are written into the output folder.
+        val_data: Likewise, of the dev set.
+        test_data: Likewise, of the test set.
+        keys: Keys that win over `config`, e.g. `batch_size=32`.
 
     Returns:
         The verdict, the evaluations before and after, and the output folder.
@@ -33,15 +62,67 @@ def train(config: str | Path | Mapping[str, object] | Config, /, **overrides: ob
     Raises:
         VembedError: As the command line; `exit_code` is the code that it would have ended with.
     """
-    base: Path | Mapping[str, object]
-    if isinstance(config, Config):
-        base = config.model_dump(include=config.model_fields_set)
-    else:
-        base = Path(config) if isinstance(config, str) else config
+    overrides: dict[str, object] = dict(keys)
+    rows: dict[str, Any] = {}  # key -> rows in memory, by the path that they will get
+    _add(overrides, "model_name", model, "model")
+    for name, given in (("data", data), ("val_data", val_data), ("test_data", test_data)):
+        if name == "data" and _lists_sources(given):
+            overrides["data"] = given
+        else:
+            is_path = given is None or isinstance(given, (str, Path))
+            _add(overrides, _DATA_KEYS[name], given if is_path else name, name)
+            rows |= {} if is_path else {name: given}
+    base = _base(config)
     loaded = load_values(base, overrides)
-    given = repr(str(config)) if isinstance(config, (str, Path)) else "config"
-    words = [given, *(f"{name}={value!r}" for name, value in overrides.items())]
-    command = redact(f"vembed.train({', '.join(words)})")
+    with ExitStack() as held:
+        if rows:
+            if process_env().rank == 0:  # with several, the first one holds the folder for all
+                held.enter_context(hold_output(Path(loaded.config.output_dir)))
+            overrides |= {_DATA_KEYS[name]: str(path) for name, path in _written(rows, loaded.config)}
+            loaded = load_values(base, overrides)
+        return _run(loaded, _command(config, overrides))
+
+
+def _base(config: str | Path | Mapping[str, object] | Config | None) -> Path | Mapping[str, object]:
+    if isinstance(config, Config):
+        return config.model_dump(include=config.model_fields_set)
+    if config is None:
+        return {}
+    return Path(config) if isinstance(config, str) else config
+
+
+def _add(overrides: dict[str, object], key: str, value: object, argument: str) -> None:
+    """Set the key that an argument stands for."""
+    if value is None:
+        return
+    if key in overrides:
+        raise ConfigError(f"{argument} and {key} say the same thing; keep one of them")
+    overrides[key] = value
+
+
+def _lists_sources(data: object) -> bool:
+    """Return whether a list is one of sources, as the key `data` has it, and not of rows."""
+    return (
+        isinstance(data, (list, tuple))
+        and bool(data)
+        and all(isinstance(each, Mapping) and "path" in each and each.keys() <= {*Source.model_fields} for each in data)
+    )
+
+
+def _written(rows: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Path]]:
+    """Write rows in memory into the output folder; yield each argument's name with the path of its file."""
+    limits = ImageLimits(max_pixels=config.max_image_pixels)
+    for name, given in rows.items():
+        yield name, write_rows(given, Path(config.output_dir) / ROWS_FOLDER, name, limits)
+
+
+def _command(config: object, overrides: Mapping[str, object]) -> str:
+    """Return the call that repeats the run."""
+    words = [] if config is None else [repr(str(config)) if isinstance(config, (str, Path)) else "config"]
+    return redact(f"vembed.train({', '.join([*words, *(f'{name}={value!r}' for name, value in overrides.items())])})")
+
+
+def _run(loaded: LoadedConfig, command: str) -> RunResult:
     watchdog = Watchdog()
     try:
         result = run_from_config(

@@ -1,11 +1,13 @@
 """Turn what a row says of a picture into a checked `Image`.
 
 A path is resolved under one folder, the root, and must lie inside it after every `..` and link is followed. Bytes come
-as they are, or in the {"bytes": ..., "path": ...} form of Parquet files and hub sets. Every picture's header is read.
+as they are, or in the {"bytes": ..., "path": ...} form of Parquet files and hub sets; JSON writes them as base64. Every
+picture's header is read.
 """
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 from collections.abc import Mapping
@@ -83,7 +85,7 @@ class ImageRoot:
             data, path = cell.get("bytes"), cell.get("path")
             if data is None and path is None:
                 raise PictureFault("expected a picture: neither 'bytes' nor 'path' holds anything")
-            cell = path if data is None else data
+            cell = path if data is None else _decoded(data) if isinstance(data, str) else data
         if isinstance(cell, str):
             verdict = self._verdict(cell)
             if isinstance(verdict, PictureFault):
@@ -172,3 +174,10 @@ class ImageRoot:
         if ".." not in Path(path).parts and is_file(above / path):
             return f" in {self._folder}; it is in {above}: set image_root: {above}"
         return f" in {self._folder}"
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise PictureFault("expected a picture: 'bytes' is a text that is not base64") from error

@@ -79,14 +79,14 @@ def _item(row: object, name: str, limits: ImageLimits) -> Item:
     elif isinstance(row, bytes):
         image = Image(name, row)
     elif isinstance(row, PIL.Image.Image):
-        image = Image(name, _as_png(row, name, limits))
+        image = Image(name, as_png(row, name, limits))
     else:
         raise TypeError(f"{name} is a {type(row).__name__}; every row is a text (str) or a picture ({PICTURE_FORMS})")
     check_image(image, limits)
     return image
 
 
-def _as_png(picture: PIL.Image.Image, name: str, limits: ImageLimits) -> bytes:
+def as_png(picture: PIL.Image.Image, name: str, limits: ImageLimits) -> bytes:
     """Encode a picture of Pillow without loss, turned as its EXIF says, so that it is decoded as a file would be."""
     if picture.mode not in _SAVED_AS:
         raise ImageError(name, f"pixels of mode {picture.mode!r} have no stated range; convert the picture to RGB")

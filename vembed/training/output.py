@@ -14,7 +14,7 @@ from vembed.files import replace_text
 from vembed.redact import RedactingFormatter
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
 OWN_NAMES = (
@@ -39,7 +39,7 @@ OWN_NAMES = (
 """Everything that a run writes, beside what `OWN_PATTERNS` match; nothing else in the folder is ever touched. The
 log is deleted last: what a kill leaves of a folder can still be told from other people's files."""
 
-OWN_PATTERNS = ("nonfinite-step-*.json", "metrics.jsonl.broken-*")
+OWN_PATTERNS = ("nonfinite-step-*.json", "metrics.jsonl.broken-*", "rows/*-????????????????.jsonl", "rows/.*.tmp")
 
 MARKS = ("plan.json", "train.log")
 """A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
@@ -121,12 +121,13 @@ class OutputFolder:
         """Whether there are checkpoints of a run; what a kill left of the first one (a hidden folder) is none."""
         return self.checkpoints.is_dir() and any(path.name[0] != "." for path in self.checkpoints.iterdir())
 
-    def start_fresh(self, *, overwrite: bool) -> None:
+    def start_fresh(self, *, overwrite: bool, data: Collection[Path] = ()) -> None:
         """Make the folder ready for a run from step 0.
 
         Args:
             overwrite: Whether another run's files may be deleted. Files of a run that was killed before its first
                 checkpoint are deleted in any case, but for what its teacher said: nothing else can be used.
+            data: Files that the new run reads: rows of a Python caller lie in the folder.
 
         Raises:
             ConfigError: The folder holds another run, or files that no run wrote.
@@ -138,14 +139,14 @@ class OutputFolder:
                 f"output_dir {self.path} holds another run. Go on with it (resume=auto), choose another output_dir, or "
                 f"delete it with overwrite_output_dir=true"
             )
-        kept = () if self.holds_run else (self.teacher,)
+        kept = {path.resolve() for path in (*data, *(() if self.holds_run else (self.teacher,)))}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for left in self.teacher.glob(".*.tmp"):  # by a kill
                 left.unlink()
             named = [path for pattern in OWN_PATTERNS for path in self.path.glob(pattern)]
             for entry in [*named, *(self.path / name for name in OWN_NAMES)]:
-                if entry in kept:
+                if entry.resolve() in kept:
                     continue
                 if entry.is_dir() and not entry.is_symlink():
                     shutil.rmtree(entry)

@@ -198,7 +198,9 @@ def _only_warnings() -> Iterator[None]:
 def _claim(config: Config, output: OutputFolder, mode: Mode, *, is_fresh: bool) -> None:
     """Make the output folder ready, or refuse it."""
     if mode == "train" and is_fresh:
-        output.start_fresh(overwrite=config.overwrite_output_dir)
+        sources = [source.path for source in config.data or ()]
+        read = filter(None, (config.data_path, config.val_data_path, config.test_data_path, *sources))
+        output.start_fresh(overwrite=config.overwrite_output_dir, data=[Path(path) for path in read])
     elif mode == "plan":
         output.refuse_other_files()
 

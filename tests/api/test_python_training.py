@@ -1,0 +1,129 @@
+"""`vembed.train` as people call it: rows in memory, typed keys."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vembed
+from vembed.api.keys import TrainKeys
+from vembed.config.schema import key_names
+from vembed.training.output import OutputFolder
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+ROOT = Path(__file__).resolve().parents[2]
+WORDS = ("red", "blue", "green", "white", "black", "fox", "tree", "car")
+ROWS = [{"query": f"a {one} {two}", "positive": f"{one[::-1]} {two[::-1]}"} for one in WORDS for two in WORDS]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": "builtin:ngram-bag",
+        "output_dir": tmp_path / "out",
+        "batch_size": 16,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "eval_strategy": "no",
+        "bm25": False,
+        "report_to": "none",
+    }
+
+
+@pytest.mark.slow
+def test_rows_in_memory_train_and_resume_as_a_file_of_the_same_rows(keys: dict[str, Any], tmp_path: Path) -> None:
+    weights = tmp_path / "out/model/model.safetensors"
+    result = vembed.train(**keys, data=ROWS[:48], test_data=iter(ROWS[48:]))
+    assert result.output == tmp_path / "out"
+    (train,) = (tmp_path / "out/rows").glob("data-*.jsonl")
+    (test,) = (tmp_path / "out/rows").glob("test_data-*.jsonl")
+    first = weights.read_bytes()
+    vembed.train(**keys | {"output_dir": tmp_path / "file"}, data=train, test_data=str(test))
+    assert (tmp_path / "file/model/model.safetensors").read_bytes() == first
+    weights.unlink()
+    vembed.train(tmp_path / "out/config.yaml")  # the run is whole without the rows in memory
+    assert weights.read_bytes() == first
+    weights.unlink()
+    vembed.train(**keys, data=(row for row in ROWS[:48]), test_data=ROWS[48:])
+    assert weights.read_bytes() == first, "the same rows go on with the same run"
+    with pytest.raises(vembed.ConfigError, match=r"data_path: .*/rows/data-\w{16}.jsonl' in the checkpoint"):
+        vembed.train(**keys, data=ROWS[:40], test_data=ROWS[48:])
+    again = keys | {"resume": "never", "overwrite_output_dir": True, "max_steps": 1}
+    vembed.train(**again, data=ROWS[:40], test_data=ROWS[48:])
+    assert not train.exists(), "the rows of the run that was deleted"
+    assert test.exists()
+
+
+def test_what_is_said_twice_or_wrong_is_refused_before_anything_is_written(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(vembed.ConfigError, match="model and model_name say the same thing"):
+        vembed.train(**keys, model_name="x", data=ROWS)
+    with pytest.raises(vembed.ConfigError, match="data and data_path say the same thing"):
+        vembed.train(**keys, data_path="x", data=ROWS)
+    with pytest.raises(vembed.ConfigError, match="did you mean batch_size"):
+        vembed.train(**keys, batch_sise=3, data=ROWS)  # type: ignore[call-arg]
+    with pytest.raises(vembed.DataError, match="lies/nowhere"):
+        vembed.train(**keys, data=[{"path": str(tmp_path / "lies/nowhere.jsonl"), "weight": 2.0}])
+    with pytest.raises(TypeError, match="data is a int"):
+        vembed.train(**keys, data=5)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_in_use_gets_no_rows(keys: dict[str, Any], tmp_path: Path) -> None:
+    import threading
+
+    from vembed.output_lock import hold_output
+
+    refused: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            vembed.train(**keys, data=ROWS)
+        except vembed.ConfigError as error:
+            refused.append(error)
+
+    with hold_output(tmp_path / "out"):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        assert not (tmp_path / "out/rows").exists()
+    assert "is written by another thread" in str(refused[0])
+
+
+def test_starting_afresh_deletes_rows_of_another_run_and_nothing_of_the_user(tmp_path: Path) -> None:
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    old, new = rows / f"data-{'0' * 16}.jsonl", rows / f"data-{'1' * 16}.jsonl"
+    for path in (old, new, rows / "mine.jsonl"):
+        path.write_text("")
+    OutputFolder(tmp_path).start_fresh(overwrite=False, data=[new])
+    assert sorted(path.name for path in rows.iterdir()) == [new.name, "mine.jsonl"]
+
+
+def test_the_typed_keys_are_those_of_the_schema() -> None:
+    done = subprocess.run([sys.executable, "-m", "vembed.config.typed_keys"], capture_output=True, check=True, cwd=ROOT)
+    assert (ROOT / "vembed/api/keys.py").read_text("utf-8") == done.stdout.decode(), "`make docs` writes it anew"
+    assert {*key_names()} - {"data"} <= {*TrainKeys.__annotations__}
+
+
+@pytest.mark.slow
+def test_a_type_checker_knows_the_keys(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import vembed\n"
+        "vembed.train(model='m', data=[{'query': 'a', 'positive': 'b'}], learning_rate=1e-5, loss_type='mine')\n"
+        "vembed.train(model='m', learning_rate='fast')\n"
+        "vembed.train(model='m', learning_rat=1e-5)\n"
+    )
+    mypy = pytest.importorskip("mypy.api", reason="mypy is not installed: pip install -e .[dev]")
+    options = ["--cache-dir", str(tmp_path), "--ignore-missing-imports", "--follow-imports=silent"]
+    out, _, _ = mypy.run([*options, str(program)])
+    assert "program.py:2" not in out
+    assert 'program.py:3: error: Argument "learning_rate"' in out
+    assert 'program.py:4: error: Unexpected keyword argument "learning_rat"' in out

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from vembed.config.schema import Config
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
-from vembed.data.records import RecordTable, RecordWriter
+from vembed.data.record_writer import RecordWriter
 from vembed.data.sampler import GlobalSampler
 from vembed.errors import DataError
 from vembed.training.wiring.data import build_sampler
+
+if TYPE_CHECKING:
+    from vembed.data.records import RecordTable
 
 
 def contents_of(*columns: np.ndarray) -> Contents:

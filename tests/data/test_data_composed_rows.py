@@ -11,7 +11,7 @@ from image_cases import png
 
 from vembed.batch import Composed, Image, content_id
 from vembed.config.keys.data import DataKeys
-from vembed.data.records import Record, RecordTable, RecordWriter
+from vembed.data.record_writer import RecordWriter
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from conftest import WriteJsonl, WritePicture
 
     from vembed.batch import Item
+    from vembed.data.records import Record, RecordTable
 
 
 def only(path: Path) -> Record:

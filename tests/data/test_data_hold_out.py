@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.data.hold_out import hold_out
-from vembed.data.records import RecordWriter
+from vembed.data.record_writer import RecordWriter
 from vembed.errors import DataError
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from vembed.data.blobs import BLOB_BYTES
 from vembed.data.collate import collate
 from vembed.data.hold_out import hold_out
 from vembed.data.images import ImageError
-from vembed.data.records import RecordWriter
+from vembed.data.record_writer import RecordWriter
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions

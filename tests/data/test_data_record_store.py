@@ -13,9 +13,10 @@ from image_cases import png
 
 from vembed.batch import Composed, Image
 from vembed.config.keys.data import DataKeys
-from vembed.data import record_store, records
+from vembed.data import record_store, record_writer
 from vembed.data.columns import ExtraColumn
-from vembed.data.records import RecordTable, RecordWriter
+from vembed.data.record_writer import RecordWriter
+from vembed.data.records import RecordTable
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError, MachineError
@@ -59,7 +60,7 @@ def is_mapped(loaded: LoadedRecords, caplog: pytest.LogCaptureFixture) -> bool:
 
 
 def test_every_kind_of_row_comes_back_from_disk_as_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "BLOCK_ROWS", 50)
+    monkeypatch.setattr(record_writer, "BLOCK_ROWS", 50)
     picture, other = Image("a.png", b"a picture"), Image("b.png", b"another one" * 1000)
     columns = (ExtraColumn("weight/of ü", "how much it counts"), ExtraColumn("times", "how often", kind="int"))
     count = 203

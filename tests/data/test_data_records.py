@@ -6,7 +6,8 @@ import pytest
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id, modality_of
 from vembed.data.columns import ExtraColumn
-from vembed.data.records import BLOCK_ROWS, ItemColumn, Record, RecordTable, RecordWriter
+from vembed.data.record_writer import RecordWriter
+from vembed.data.records import BLOCK_ROWS, ItemColumn, Record, RecordTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

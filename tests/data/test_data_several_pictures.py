@@ -13,7 +13,7 @@ from image_cases import png
 from vembed.batch import Composed, Image, content_id
 from vembed.data.corpus import Corpus
 from vembed.data.images import ImageError, ImageLimits, item_id
-from vembed.data.records import Record, RecordWriter
+from vembed.data.record_writer import RecordWriter
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from conftest import WriteJsonl, WritePicture
+
+    from vembed.data.records import Record
 
 
 def only(path: Path) -> Record:

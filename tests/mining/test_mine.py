@@ -12,7 +12,7 @@ from mining_cases import made_rows, read, reference, written
 from vembed.api.model import load
 from vembed.batch import Image, content_id
 from vembed.config.keys.mining import MiningKeys
-from vembed.data.records import RecordWriter
+from vembed.data.record_writer import RecordWriter
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, DataError
 from vembed.evaluation.encode import ItemEncoder

@@ -200,5 +200,12 @@ def concatenated(parts: Sequence[Any]) -> Any:
     """Return the parts of a column as one array; nulls, which have no type, take that of the others."""
     import pyarrow as pa
 
+    return pa.concat_arrays(of_one_type(parts))
+
+
+def of_one_type(parts: Sequence[Any]) -> list[Any]:
+    """Return the parts of a column; nulls, which have no type, take that of the others."""
+    import pyarrow as pa
+
     kind = next((part.type for part in parts if not pa.types.is_null(part.type)), pa.null())
-    return pa.concat_arrays([part.cast(kind) if pa.types.is_null(part.type) else part for part in parts])
+    return [part.cast(kind) if pa.types.is_null(part.type) else part for part in parts]

@@ -14,7 +14,7 @@ import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, pictures_in
 from vembed.data.blobs import BlobWriter, JoinedBlobs, mapped_blobs
-from vembed.data.column_files import concatenated, filled, mapped_columns, new_columns
+from vembed.data.column_files import filled, mapped_columns, new_columns, of_one_type
 from vembed.data.images import item_id
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class ItemTable:
 
     @classmethod
     def joined(cls, parts: Sequence[ItemTable]) -> ItemTable:
-        """Return the items of several tables, one after the other."""
+        """Return the items of several tables, one after the other; texts and paths stay where they are."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -97,7 +97,8 @@ class ItemTable:
             for name in names:
                 column = pa.nulls(len(part.columns))
                 if name in part.columns.column_names:
-                    column = part.columns[name].combine_chunks()
+                    column = part.columns[name]
+                    column = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()  # which copies
                 if name == "bytes" and column.null_count < len(column):
                     column = pc.add(column, first_blob)
                 if name == "further_bytes" and column.null_count < len(column):
@@ -105,7 +106,7 @@ class ItemTable:
                     column = pa.LargeListArray.from_arrays(column.offsets, moved, mask=column.is_null())
                 chunks[name].append(column)
             first_blob += len(part.blobs)
-        columns = pa.table({name: concatenated(chunks[name]) for name in names})
+        columns = pa.table({name: pa.chunked_array(of_one_type(chunks[name])) for name in names})
         return cls(columns, JoinedBlobs([part.blobs for part in parts]), np.concatenate([part.ids for part in parts]))
 
     @cached_property
@@ -142,13 +143,23 @@ class ItemTable:
         import pyarrow as pa
 
         distinct, places = np.unique(numbers, return_inverse=True)
-        table = self.columns.take(pa.array(distinct))
+        starts, batches = self._batches
+        cuts = np.searchsorted(distinct, starts)
+        own = [distinct[begin:end] - start for begin, end, start in zip(cuts[:-1], cuts[1:], starts[:-1], strict=True)]
+        taken = [batch.take(pa.array(each)) for batch, each in zip(batches, own, strict=True) if len(each)]
+        table = pa.Table.from_batches(taken, self.columns.schema)
         items: list[Item] = table["text"].to_pylist()
         if "path" in table.column_names:
             items = [
                 self._item(*cells) for cells in zip(*(table[name].to_pylist() for name in _item_types()), strict=True)
             ]
         return [items[place] for place in places.tolist()]
+
+    @cached_property
+    def _batches(self) -> tuple[NDArray[np.int64], list[Any]]:
+        """Where each part of the columns begins, with their end, and the parts: `take` of a whole would copy it."""
+        batches = self.columns.to_batches()
+        return np.cumsum([0, *map(len, batches)]), batches
 
     def _item(
         self, text: Any, path: str | None, number: int | None, paths: list[str] | None, numbers: list[int | None] | None

@@ -16,16 +16,16 @@ import json
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from vembed.batch import Composed, Image
-from vembed.data.column_files import concatenated, filled, mapped_columns, new_columns
+from vembed.data.column_files import concatenated, mapped_columns
 from vembed.data.columns import WEIGHT_COLUMN, ColumnsRead
 from vembed.data.images import item_id
-from vembed.data.item_table import ItemTable, ItemWriter
+from vembed.data.item_table import ItemTable
 from vembed.files import replace_text
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ BLOCK_ROWS = 8192
 ItemColumn: TypeAlias = Literal["query", "positives", "negatives"]
 """The columns that hold items."""
 
-_SIZES = "sizes.json"
+SIZES_FILE = "sizes.json"
 """What of a table on disk its columns don't say."""
 
 _SOURCE = "source"
 """The column of tables that were joined."""
 
-_ASKED = "asked:"
+ASKED = "asked:"
 """What the names of columns that the loss asked for begin with in the table, so that they may be any."""
 
 
@@ -75,6 +75,7 @@ class RecordTable:
         files: Names that the `file` column counts into.
         rows: Rows of `columns` that this table shows, in order; None shows all of them.
         folder: Where the table lies, for facts of it that take long to compute; None where it is in memory.
+        part: What tells the table from others that lie there.
 
     Attributes:
         folder: As given.
@@ -87,12 +88,14 @@ class RecordTable:
         files: tuple[str, ...],
         rows: NDArray[np.int64] | None = None,
         folder: Path | None = None,
+        part: str = "",
     ) -> None:
         self._columns = columns
         self._items = items
         self._files = files
         self._rows = np.arange(len(columns["query"]), dtype=np.int64) if rows is None else rows
         self.folder = folder
+        self._part = part
 
     @classmethod
     def mapped(cls, folder: Path, columns: Sequence[ExtraColumn] = ()) -> RecordTable:
@@ -102,9 +105,9 @@ class RecordTable:
             OSError: A file is missing.
             ValueError: A file is broken, too long or too short.
         """
-        sizes = json.loads((folder / _SIZES).read_text("utf-8"))
+        sizes = json.loads((folder / SIZES_FILE).read_text("utf-8"))
         items = ItemTable.mapped(folder, sizes["items"], sizes["blobs"], sizes["shards"])
-        rows = mapped_columns(_column_types(columns), folder, sizes["rows"])
+        rows = mapped_columns(column_types(columns), folder, sizes["rows"])
         return cls(rows, items, tuple(sizes["files"]), folder=folder)
 
     @classmethod
@@ -131,7 +134,12 @@ class RecordTable:
             files += table._files
             parts.append(part)
         columns = {name: concatenated([part[name] for part in parts]) for name in parts[0]}
-        return cls(columns, ItemTable.joined([table._items for table in tables]), tuple(files))
+        items = ItemTable.joined([table._items for table in tables])
+        folders = [table.folder for table in tables]
+        if None in folders:
+            return cls(columns, items, tuple(files))
+        held = [(str(table.folder), table._digest_of_rows()) for table in tables]
+        return cls(columns, items, tuple(files), folder=folders[0], part=json.dumps(held))
 
     @cached_property
     def sources(self) -> NDArray[np.int64]:
@@ -170,14 +178,16 @@ class RecordTable:
         Raises:
             IndexError: A position is negative or beyond the table.
         """
-        return RecordTable(self._columns, self._items, self._files, self._rows[self._checked(rows)], self.folder)
+        return RecordTable(
+            self._columns, self._items, self._files, self._rows[self._checked(rows)], self.folder, self._part
+        )
 
     def with_columns(self, columns: Sequence[ExtraColumn]) -> RecordTable:
         """Return the records with further columns, every row with the default."""
         import pyarrow as pa
 
-        types, count = _column_types(columns), len(self._columns["query"])
-        more = {f"{_ASKED}{each.name}": pa.scalar(each.typed(each.default)) for each in columns}
+        types, count = column_types(columns), len(self._columns["query"])
+        more = {f"{ASKED}{each.name}": pa.scalar(each.typed(each.default)) for each in columns}
         added = {name: pa.repeat(value.cast(types[name]), count) for name, value in more.items()}
         return RecordTable({**self._columns, **added}, self._items, self._files, self._rows)
 
@@ -236,13 +246,17 @@ class RecordTable:
         """
         if self.folder is None:
             return self._content_hash()
-        kept = self.folder / f"fingerprint-{hashlib.sha256(self._rows.tobytes()).hexdigest()[:32]}"
+        kept = self.folder / f"fingerprint-{self._digest_of_rows()}"
         with suppress(OSError):
             return kept.read_text("ascii")
         fingerprint = self._content_hash()
         with suppress(OSError):  # it is computed again then
             replace_text(kept, fingerprint, shared=True)
         return fingerprint
+
+    def _digest_of_rows(self) -> str:
+        """Return what tells these rows from others of the same folder."""
+        return hashlib.sha256(self._part.encode() + self._rows.tobytes()).hexdigest()[:32]
 
     def _content_hash(self) -> str:
         digest, same = hashlib.sha256(), (WEIGHT_COLUMN.name, WEIGHT_COLUMN.default)  # as without the column
@@ -285,112 +299,10 @@ class RecordTable:
                 texts[row] if numbers[row] is None else numbers[row],
                 f"{self._files[file]}:{line}",
                 tuple(scores[row] or ()),
-                {name.removeprefix(_ASKED): column[row] for name, column in values.items()},
+                {name.removeprefix(ASKED): column[row] for name, column in values.items()},
             )
             for row, (file, line) in enumerate(places)
         ]
-
-
-class RecordWriter:
-    """Collect checked rows into a `RecordTable`; at most `BLOCK_ROWS` rows are Python objects at a time.
-
-    Args:
-        columns: The columns of numbers that every row has beside its items.
-        folder: Where the table goes, whole once `finish` returns; None keeps it in memory. It exists and is empty.
-
-    Raises:
-        OSError: The disk of the folder refused; of every method.
-    """
-
-    def __init__(self, columns: Sequence[ExtraColumn] = (), folder: Path | None = None) -> None:
-        self._types = _column_types(columns)
-        self._folder = folder
-        self._start()
-
-    def _start(self) -> None:
-        self._files: dict[str, int] = {}
-        self._block: dict[str, list[Any]] = {name: [] for name in self._types}
-        self._columns = new_columns(self._types, self._folder)
-        self._num_rows = 0
-        self._items = ItemWriter(self._folder)
-
-    def __len__(self) -> int:
-        return self._num_rows
-
-    def add(
-        self,
-        query: Item,
-        *,
-        positives: Sequence[Item],
-        negatives: Sequence[Item] = (),
-        label: str | int | None = None,
-        scores: Sequence[float] = (),
-        columns: Mapping[str, int | float] | None = None,
-        file: str,
-        line: int,
-    ) -> None:
-        """Append one row, its values as in `Record`; the caller has checked it.
-
-        Args:
-            scores: Of the positives, then of the negatives.
-            columns: One number for each column that the writer was made with.
-            file: Name for people, without a line.
-            line: Line or row in that file, counted from 1.
-        """
-        place, block = self._items.place, self._block
-        block["query"].append(place(query))
-        block["positives"].append([place(item) for item in positives])
-        block["negatives"].append([place(item) for item in negatives])
-        block["label_text"].append(label if isinstance(label, str) else None)
-        block["label_number"].append(label if isinstance(label, int) else None)
-        block["scores"].append(scores or None)
-        block["file"].append(self._files.setdefault(file, len(self._files)))
-        block["line"].append(line)
-        for name, number in (columns or {}).items():
-            block[f"{_ASKED}{name}"].append(number)
-        self._num_rows += 1
-        if len(block["query"]) >= BLOCK_ROWS:
-            self._flush()
-
-    def finish(self) -> RecordTable:
-        """Return the table and leave the writer empty; one on disk can't be used any more.
-
-        Peak memory is the table plus a copy of its largest column, or on disk a few thousand rows.
-        """
-        self._flush()
-        columns = {name: column.finish() for name, column in self._columns.items()}
-        items, files = self._items.finish(), tuple(self._files)
-        if self._folder is None:
-            self._start()
-            return RecordTable(columns, items, files)
-        sizes = {
-            "rows": self._num_rows,
-            "items": len(items.columns),
-            "blobs": len(items.blobs),
-            "shards": [file.path for file in items.blobs.files],
-            "files": files,
-        }
-        (self._folder / _SIZES).write_text(json.dumps(sizes), "utf-8")
-        return RecordTable(columns, items.keep_ids(self._folder), files, folder=self._folder)
-
-    def _flush(self) -> None:
-        import pyarrow as pa
-
-        if not self._block["query"]:
-            return
-        numbers = self._items.flush()
-        for name, kind in self._types.items():
-            cells = self._block[name]
-            if name == "query":
-                chunk = pa.array(numbers[cells])
-            elif name in {"positives", "negatives"}:
-                offsets = np.cumsum([0, *map(len, cells)])
-                places = np.fromiter(chain.from_iterable(cells), np.int64, offsets[-1])
-                chunk = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(numbers[places]))
-            else:
-                chunk = filled(cells, kind)
-            self._columns[name].append(chunk)
-            cells.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,7 +315,7 @@ class LoadedRecords:
     columns: ColumnsRead = field(default_factory=ColumnsRead)  # what they were read from
 
 
-def _column_types(columns: Sequence[ExtraColumn]) -> dict[str, Any]:
+def column_types(columns: Sequence[ExtraColumn]) -> dict[str, Any]:
     """Return the Arrow type of each column of a row; items are their numbers in the item table."""
     import pyarrow as pa
 
@@ -416,7 +328,7 @@ def _column_types(columns: Sequence[ExtraColumn]) -> dict[str, Any]:
         "scores": pa.large_list(pa.float64()),
         "file": pa.int32(),
         "line": pa.int64(),
-        **{f"{_ASKED}{column.name}": pa.int64() if column.kind == "int" else pa.float64() for column in columns},
+        **{f"{ASKED}{column.name}": pa.int64() if column.kind == "int" else pa.float64() for column in columns},
     }
 
 

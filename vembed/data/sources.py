@@ -23,7 +23,8 @@ from vembed.data.lines import reading
 from vembed.data.presets import preset_path
 from vembed.data.problems import plural
 from vembed.data.record_store import kept_or_read
-from vembed.data.records import LoadedRecords, Record, RecordWriter
+from vembed.data.record_writer import RecordWriter
+from vembed.data.records import LoadedRecords, Record
 from vembed.data.row_files import row_files
 from vembed.data.splits import SPLIT_NAMES, SourceOptions
 from vembed.data.tables import table_form

@@ -22,7 +22,8 @@ import PIL.ImageFont
 from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet
 from vembed.data.problems import plural
-from vembed.data.records import LoadedRecords, RecordWriter
+from vembed.data.record_writer import RecordWriter
+from vembed.data.records import LoadedRecords
 from vembed.data.splits import SPLIT_NAMES
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet
 from vembed.data.images import content_name
 from vembed.data.problems import plural
-from vembed.data.records import LoadedRecords, RecordWriter
+from vembed.data.record_writer import RecordWriter
+from vembed.data.records import LoadedRecords
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import SPLIT_NAMES
 

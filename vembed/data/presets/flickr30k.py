@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.data.files import json_object, text_rows
 from vembed.data.presets.common import find_parts
-from vembed.data.records import LoadedRecords, RecordWriter
+from vembed.data.record_writer import RecordWriter
+from vembed.data.records import LoadedRecords
 from vembed.data.retrieval import RetrievalData
 from vembed.data.texts import encoding_fault, text_fault
 from vembed.errors import DataError

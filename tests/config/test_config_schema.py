@@ -338,6 +338,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"warmup_steps": 10, "max_steps": 10}, {"warmup_steps": 9, "max_steps": 10}, "set warmup_steps to 9 or less"),
     ({"data_split": "train"}, {"data_split": "train", "data_path": "d"}, "set data_path"),
     ({"val_data_split": "dev"}, {"val_data_split": "dev", "val_data_path": "d"}, "set val_data_path"),
+    ({"val_fraction": 0.1, "val_data_path": "d"}, {"val_fraction": 0.1}, "set val_data_path to null"),
     ({"test_data_split": "test"}, {"test_data_split": "test", "test_data_path": "d"}, "set test_data_path"),
     (
         {"max_invalid_records": 5},

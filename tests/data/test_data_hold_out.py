@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.data.hold_out import hold_out
+from vembed.data.hold_out import held_out_task, hold_out, resolution_notes
 from vembed.data.record_writer import RecordWriter
 from vembed.errors import DataError
 
@@ -85,7 +85,7 @@ def test_the_size_is_the_smaller_of_limit_and_fraction(count: int, fraction: flo
 def test_a_component_that_is_too_large_is_passed_over() -> None:
     rows = [(f"q{i}", ("the same answer",)) for i in range(50)] + [(f"r{i}", (f"p{i}",)) for i in range(50)]
     table = table_of(rows)
-    held = table.take(hold_out(table).held_out_rows)
+    held = table.take(hold_out(table, fraction=0.05).held_out_rows)
     assert len(held) == 5
     assert all(record.query.startswith("r") for record in held)
 
@@ -98,9 +98,9 @@ def test_chains_stay_together() -> None:
 
 
 def test_too_little_data_says_what_to_do() -> None:
-    with pytest.raises(DataError, match=r"19 records are too few.*val_data_path.*eval_strategy: no"):
-        hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(19)]))
-    assert len(hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(20)])).held_out_rows) == 1
+    with pytest.raises(DataError, match=r"4 records are too few.*val_data_path.*eval_strategy: no"):
+        hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(4)]))
+    assert len(hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(5)])).held_out_rows) == 1
 
 
 def test_data_that_hangs_together_says_what_to_do() -> None:
@@ -113,3 +113,70 @@ def test_fewer_rows_than_asked_for_are_noted() -> None:
     split = hold_out(table, fraction=0.05)  # 4 rows: one group of 3, and no group of 1
     assert len(split.held_out_rows) == 3
     assert "1 fewer than asked for" in split.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"), [(5, 1), (60, 12), (300, 60), (500, 100), (1999, 100), (2100, 105), (30_000, 1000)]
+)
+def test_more_of_a_small_set_is_held_out(count: int, expected: int) -> None:
+    split = hold_out(table_of([(f"q{i}", (f"p{i}",)) for i in range(count)]))
+    assert len(split.held_out_rows) == expected
+
+
+def test_training_documents_are_distractors_and_nothing_else_of_training_is() -> None:
+    rows = [(f"q{i}", (f"p{i}",)) for i in range(300)]
+    table = table_of(rows)
+    split = hold_out(table)
+    task = held_out_task(table, split)
+    train, held = (set(part.tolist()) for part in (split.train_rows, split.held_out_rows))
+    assert set(task.queries.values()) == {f"q{i}" for i in held}
+    assert set(task.documents.values()) == {f"p{i}" for i in range(300)} | {"shared negative"}
+    judged = {task.documents[name] for grades in task.qrels.values() for name in grades}
+    assert judged == {f"p{i}" for i in held}
+    assert train
+    assert "the held-out queries search their own 61 documents and 240 of training." in task.notes
+    shuffled = table_of(random.Random(3).sample(rows, len(rows)))
+    assert set(held_out_task(shuffled, hold_out(shuffled)).documents) == set(task.documents)
+
+
+def test_what_is_searched_is_filled_up_to_a_thousand_documents() -> None:
+    table = table_of([(f"q{i}", (f"p{i}", f"r{i}")) for i in range(900)])
+    split = hold_out(table)
+    task = held_out_task(table, split)
+    assert len(task.documents) == 1000
+    own = {text for row in split.held_out_rows.tolist() for text in (f"p{row}", f"r{row}")}
+    assert own < set(task.documents.values())
+    many = table_of([(f"q{i}", (f"p{i}", f"r{i}")) for i in range(15_000)])
+    assert len(held_out_task(many, hold_out(many)).documents) == 1501, "750 rows of two, and the negative"
+
+
+def test_a_training_document_of_a_held_out_class_is_no_distractor() -> None:
+    writer = RecordWriter()
+    for i in range(100):
+        writer.add(f"q{i}", positives=(f"p{i}",), label=i // 4, file="t.jsonl", line=i + 1)
+    table = writer.finish()
+    split = hold_out(table)
+    held = {row // 4 for row in split.held_out_rows.tolist()}
+    assert any(row // 4 in held for row in split.train_rows.tolist()), "a class must be on both sides"
+    own = {f"p{row}" for row in split.held_out_rows.tolist()}
+    added = set(held_out_task(table, split).documents.values()) - own
+    assert added == {f"p{row}" for row in split.train_rows.tolist() if row // 4 not in held}
+    assert added
+
+
+def test_a_held_out_query_is_no_document_of_its_own_set() -> None:
+    writer = RecordWriter()
+    for i in range(60):
+        writer.add(f"t{i}", positives=(f"p{i}",), negatives=(f"t{(i + 1) % 60}",), file="t.jsonl", line=i + 1)
+    table = writer.finish()
+    split = hold_out(table)
+    task = held_out_task(table, split)
+    given = {f"t{(row + 1) % 60}" for row in split.held_out_rows.tolist()}
+    assert {text for text in task.queries.values() if text in set(task.documents.values())} <= given
+
+
+def test_what_a_small_dev_set_cant_resolve_is_said() -> None:
+    (note,) = resolution_notes(15)
+    assert "15 queries: differences under about 0.12 nDCG@10 can't be told from chance" in note
+    assert "0.05" in resolution_notes(100)[0]
+    assert resolution_notes(1000) == ()

@@ -3,22 +3,44 @@
 1. Rows that share a query or a positive are linked; linked rows form a component.
 2. Components are ordered by their smallest content hash.
 3. Components are taken whole, in that order, while they fit; one that is too large is passed over.
+
+Held-out queries search their own documents among some that are trained on: finding one of 15 documents is easy for any
+model. A training document of a held-out class would be a right answer and is left out.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from vembed.data.images import content_name
 from vembed.data.problems import plural
+from vembed.data.retrieval_sources import retrieval_from_records
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.data.records import RecordTable
+    from vembed.data.retrieval import RetrievalData
+
+SHARE, MOST_ROWS = 0.05, 1000
+"""What is held out of a large set: this share, at most so many rows."""
+
+LARGEST_SHARE, ENOUGH_ROWS = 0.2, 100
+"""Of a small set more is held out: up to so many rows, at most this share."""
+
+FEWEST_DOCUMENTS = 1000
+"""What the held-out queries search is filled up to so many documents with those of training rows."""
+
+SPREAD = 0.23
+"""Standard deviation of the difference of two models' nDCG@10 over queries: 0.18 to 0.26 in the runs of docs/log.md."""
+
+COARSE = 0.03
+"""Difference of nDCG@10 from which it is worth saying that a dev set can't resolve it."""
 
 MIN_TRAIN_ROWS = 2
 FIX = "give val_data_path, or set eval_strategy: no"
@@ -32,34 +54,34 @@ class HeldOut(NamedTuple):
     notes: tuple[str, ...]  # what was held out, one plain sentence each
 
 
-def hold_out(table: RecordTable, *, fraction: float = 0.05, limit: int = 1000) -> HeldOut:
+def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | None = None) -> HeldOut:
     """Split off rows for validation: the same content gives the same split, whatever the order of the rows.
 
     No text or picture that is a query or a positive on one side is a query or a positive on the other.
 
     Args:
-        fraction: Largest share of the rows to hold out, above 0 and below 1.
+        fraction: Largest share of the rows to hold out, above 0 and below 1; None takes more of small sets.
+        limit: Most rows to hold out.
 
     Raises:
         DataError: Nothing can be held out, or too little would be left to train on.
         ImageError: A picture can't be read any more.
         ValueError: An argument is outside its range.
     """
-    if not 0 < fraction < 1 or limit < 1:
+    if not 0 < (fraction or 0.5) < 1 or (limit or 1) < 1:
         msg = f"fraction must lie between 0 and 1, and limit be at least 1: {fraction}, {limit}"
         raise ValueError(msg)
     num_rows = len(table)
-    # Rounded first: 0.29 * 100 is 28.999999999999996.
-    budget = min(limit, math.floor(round(fraction * num_rows, 9)), num_rows - MIN_TRAIN_ROWS)
+    budget = min(_wanted(num_rows, fraction), num_rows - MIN_TRAIN_ROWS, limit or num_rows)
     if budget < 1:
-        msg = f"{plural(num_rows, 'record')} are too few to hold {fraction:.0%} out for validation: {FIX}"
+        msg = f"{plural(num_rows, 'record')} are too few to hold some out for validation: {FIX}"
         raise DataError(msg)
     component_of, smallest_hash = _components(table)
     chosen = _choose(component_of, smallest_hash, budget)
     if not chosen.any():
         msg = (
             f"no rows can be held out for validation: every group of rows that share a query or a positive has over "
-            f"{plural(budget, 'row')} ({fraction:.0%} of {num_rows:,}): {FIX}"
+            f"{plural(budget, 'row')} ({budget / num_rows:.0%} of {num_rows:,}): {FIX}"
         )
         raise DataError(msg)
     count = int(chosen.sum())
@@ -67,6 +89,59 @@ def hold_out(table: RecordTable, *, fraction: float = 0.05, limit: int = 1000) -
     if count < budget:
         notes.append(f"That is {budget - count:,} fewer than asked for: rows that share a text stay together.")
     return HeldOut(np.flatnonzero(~chosen), np.flatnonzero(chosen), tuple(notes))
+
+
+def _wanted(num_rows: int, fraction: float | None) -> int:
+    """Return how many rows to hold out: a share that was asked for, or as many as tell models apart."""
+
+    def part(share: float) -> int:
+        return math.floor(round(share * num_rows, 9))  # 0.29 * 100 is 28.999999999999996
+
+    if fraction is not None:
+        return part(fraction)
+    return min(MOST_ROWS, max(part(SHARE), min(ENOUGH_ROWS, part(LARGEST_SHARE))))
+
+
+def held_out_task(table: RecordTable, split: HeldOut) -> RetrievalData:
+    """Return held-out rows as a task, whose documents are filled up with those of training rows.
+
+    Raises:
+        DataError: No held-out row has a positive.
+        ImageError: A picture can't be read any more.
+    """
+    task = retrieval_from_records(table.subset(split.held_out_rows), name="held out")
+    missing = FEWEST_DOCUMENTS - len(task.documents)
+    numbers = _distractors(table, split)[: max(0, missing)]
+    added = {content_name(item): item for item in table.items.at(numbers)}
+    if not added:
+        return task
+    own = plural(len(task.documents), "document")
+    note = f"the held-out queries search their own {own} and {len(added):,} of training."
+    return replace(task, documents={**added, **task.documents}, notes=(*task.notes, note))
+
+
+def _distractors(table: RecordTable, split: HeldOut) -> NDArray[np.int64]:
+    """Return the documents of training rows, each content once, by content hash: numbers in the table's items."""
+    held_out, train_rows = table.subset(split.held_out_rows), split.train_rows
+    if table.has_classes:
+        classes = {record.label for record in held_out} - {None}
+        others = [record.label not in classes for record in table.subset(train_rows)]
+        train_rows = train_rows[np.array(others, dtype=np.bool_)]
+    train = table.subset(train_rows)
+    numbers = np.concatenate([train.numbers("positives")[1], train.numbers("negatives")[1]])
+    own = np.concatenate([held_out.numbers(column)[1] for column in ("query", "positives", "negatives")])
+    ids = table.items.ids.view(np.uint64)
+    distinct, first = np.unique(ids[numbers], return_index=True)
+    return numbers[first[~np.isin(distinct, ids[own])]]
+
+
+def resolution_notes(num_queries: int) -> tuple[str, ...]:
+    """Say which differences so few queries can't resolve, where they matter."""
+    least = 2 * SPREAD / math.sqrt(max(1, num_queries))
+    if least < COARSE:
+        return ()
+    size = plural(num_queries, "query", "queries")
+    return (f"the dev set has {size}: differences under about {least:.2f} nDCG@10 can't be told from chance.",)
 
 
 def _components(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:

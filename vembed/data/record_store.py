@@ -55,7 +55,15 @@ _MANIFEST = "manifest.json"
 _NOT_READ = frozenset(
     {
         *("data_path", "val_data_path", "test_data_path", "data_split", "val_data_split", "test_data_split"),
-        *("image_augmentation", "image_flip", "retrieval_mode", "num_workers", "prefetch_factor", "drop_last"),
+        *(
+            "val_fraction",
+            "image_augmentation",
+            "image_flip",
+            "retrieval_mode",
+            "num_workers",
+            "prefetch_factor",
+            "drop_last",
+        ),
     }
 )
 """Keys of the data that change nothing of what is read from files."""

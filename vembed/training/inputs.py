@@ -11,9 +11,9 @@ import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
 from vembed.data.description import describe
-from vembed.data.hold_out import hold_out
+from vembed.data.hold_out import held_out_task, hold_out, resolution_notes
 from vembed.data.records import ItemColumn, LoadedRecords, RecordTable
-from vembed.data.retrieval_sources import load_retrieval, retrieval_from_records
+from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
@@ -54,7 +54,6 @@ class RunData:
         """Return (label, value) for the report."""
         counts = self.counts
         facts = [
-            *self.read.items(),
             ("training records", str(counts.num_records)),
             ("documents in them", str(counts.num_documents)),
             ("hard negatives among those", str(counts.num_negatives)),
@@ -64,15 +63,13 @@ class RunData:
         ]
         if len(self.sources) > 1:
             each = np.bincount(self.records.sources, minlength=len(self.sources))
-            place = len(self.read) + 1
-            facts[place:place] = [
-                (f"of {path}", str(count)) for path, count in zip(self.sources, each.tolist(), strict=True)
-            ]
+            facts[1:1] = [(f"of {path}", str(count)) for path, count in zip(self.sources, each.tolist(), strict=True)]
         if counts.items.has_pictures:
             facts += [
                 ("training direction", counts.items.direction),
                 ("distinct pictures in them", counts.pictures.text),
             ]
+        facts += self.read.items()
         for label, task in (("dev set", self.dev), ("test set", self.test)):
             if task is not None:
                 facts.append((label, _task_fact(task)))
@@ -159,11 +156,12 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     if keys.test_data_path is not None:
         test = load_retrieval(keys.test_data_path, SourceOptions("test", keys.test_data_split, keys, loss))
     if dev is None and needs_dev:
-        split = hold_out(records)
-        dev = retrieval_from_records(records.subset(split.held_out_rows), name="held out")
+        split = hold_out(records, fraction=None if keys.val_fraction == "auto" else keys.val_fraction)
+        dev = held_out_task(records, split)
         held_out = np.bincount(records.sources[split.held_out_rows], minlength=len(parts)).tolist()
         records = records.subset(split.train_rows)
         notes += split.notes
+    notes += () if dev is None else resolution_notes(len(dev.queries))
     counts = RecordCounts.of(records, sources[0][1].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(path for path, _ in sources))
     tasks = [task for task in (dev, test) if task is not None]

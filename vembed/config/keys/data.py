@@ -30,6 +30,13 @@ class DataKeys(SourceKeys):
     val_data_path: Name | None = key(
         None, "Data that chooses the best checkpoint; null holds out a part of the training data."
     )
+    val_fraction: Auto | Annotated[float, Field(gt=0, le=0.5)] = key(
+        "auto",
+        "Share of the training rows that is held out to choose the best checkpoint, where val_data_path is null. auto: "
+        "5%, at least 100 rows where that is at most a fifth, at most 1,000. No text or picture is a query or a "
+        "positive on both sides; documents of training rows fill what the held-out queries search up to 1,000.",
+        acts_with={"val_data_path": (None,)},
+    )
     test_data_path: Name | None = key(None, "Data of the verdict, never used to choose anything.")
     data_split: Name | None = key(None, "Split of data_path; null is its training split.", acts_with={"data_path": ANY})
     val_data_split: Name | None = key(

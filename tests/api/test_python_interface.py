@@ -205,7 +205,7 @@ def test_the_output_folder_of_a_run_stands_for_its_model(bag: Path, tmp_path: Pa
 def test_what_is_no_model_is_refused(tmp_path: Path, bag: Path) -> None:
     with pytest.raises(vembed.ConfigError, match="trained from scratch"):
         vembed.load("builtin:ngram-bag")
-    with pytest.raises(vembed.ConfigError, match="is no folder"):
+    with pytest.raises(vembed.ConfigError, match="there is no folder"):
         vembed.load(tmp_path / "nothing")
     with pytest.raises(vembed.ConfigError, match="model_revision to the commit"):
         vembed.load(bag, trust_remote_code=True, model_revision="main")

@@ -72,7 +72,7 @@ def test_what_is_always_on_is_accepted_with_one_line(key: str) -> None:
 
 def test_the_line_is_printed_by_validate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.yaml"
-    path.write_text("model_name: m\ndata_path: d\nvalidate_data: true\nsave_steps: 0\n")
+    path.write_text("model_name: m\ndata_path: builtin:pages\nvalidate_data: true\nsave_steps: 0\n")
     assert train.main([str(path), "--validate"]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0].endswith("valid, 3 keys set, the others have their defaults")

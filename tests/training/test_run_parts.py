@@ -14,9 +14,10 @@ from torch import nn
 from vembed.config.keys.data import DataKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, MachineError, NonFiniteError
+from vembed.models.names import RUN_MARKS
 from vembed.training.checks import refuse_nonfinite_weights
 from vembed.training.inputs import load_run_data
-from vembed.training.output import EARLY_END, MARKS, OWN_NAMES, OutputFolder
+from vembed.training.output import EARLY_END, OWN_NAMES, OutputFolder
 from vembed.training.saving import load_module, module_tensors
 from vembed.training.state import RunState
 
@@ -75,7 +76,7 @@ def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_makes_room(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "teacher"], "what is known by its content"
 
 
-@pytest.mark.parametrize("name", [name for name in OWN_NAMES if name not in {*MARKS, *EARLY_END}])
+@pytest.mark.parametrize("name", [name for name in OWN_NAMES if name not in {*RUN_MARKS, *EARLY_END}])
 def test_a_file_that_only_has_a_runs_name_is_never_deleted(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     for overwrite in (False, True):

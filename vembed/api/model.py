@@ -23,8 +23,8 @@ from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
 from vembed.files import home_path, is_folder
 from vembed.models.fingerprint import ModelIdentity, identify
+from vembed.models.names import MODEL_FOLDER, is_run, locate
 from vembed.models.registry import is_builtin, load_encoder
-from vembed.training.output import MARKS, OutputFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -280,23 +280,14 @@ def locate_model(path_or_name: str | Path) -> tuple[str, Path | None]:
         raise ConfigError(
             f"{name} is a model to be trained from scratch; train it, then name the output folder of the run"
         )
-    folder = home_path(name)
-    if not is_folder(folder):
-        if isinstance(path_or_name, Path) or name.startswith(("/", "./", "../", "~")) or os.path.lexists(folder):
-            raise ConfigError(f"{name} is no folder; name that of a model or of a run")
+    located = locate(name)
+    if not is_folder(located.name):
+        if isinstance(path_or_name, Path) or os.path.lexists(home_path(name)):
+            raise ConfigError(f"there is no folder {name}; name that of a model, or of a run")
         return name, None
-    folder = folder.resolve()
-    if _is_run(folder):
-        model = OutputFolder(folder).model
-        if not model.is_dir():
-            raise ConfigError(
-                f"{name} is a run that has not finished: it has no {model.name}/ yet. Resume it first, with the "
-                f"command that started it"
-            )
-        return str(model), folder
-    of_run = folder == OutputFolder(folder.parent).model and _is_run(folder.parent)
-    return str(folder), folder.parent if of_run else None
-
-
-def _is_run(folder: Path) -> bool:
-    return any((folder / mark).is_file() for mark in MARKS)
+    if located.run is not None:
+        _log.info("%s", located.note)
+        run = located.run.resolve()
+        return str(run / MODEL_FOLDER), run
+    folder = Path(located.name).resolve()
+    return str(folder), folder.parent if folder.name == MODEL_FOLDER and is_run(folder.parent) else None

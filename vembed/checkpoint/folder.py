@@ -15,6 +15,7 @@ import shutil
 from typing import TYPE_CHECKING, Final
 
 from vembed.checkpoint.format import (
+    MANIFEST,
     FutureCheckpointError,
     InvalidCheckpointError,
     Manifest,
@@ -22,7 +23,7 @@ from vembed.checkpoint.format import (
     read_manifest,
     step_name,
 )
-from vembed.errors import MachineError
+from vembed.errors import ConfigError, MachineError
 from vembed.files import fsync_path, replace_text
 
 if TYPE_CHECKING:
@@ -207,6 +208,22 @@ def steps_in(folder: Path) -> list[int]:
         return []
     found = (parse_step(path.name) for path in folder.iterdir())
     return sorted(step for step in found if step is not None)
+
+
+def refuse_other_folder(path: Path) -> None:
+    """Refuse a path that is no checkpoint, and name the newest one nearby.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if path.is_dir() and (parse_step(path.name) is not None or (path / MANIFEST).exists()):
+        return
+    for near in (path, path / "checkpoints", path.parent):
+        if steps := steps_in(near):
+            raise ConfigError(
+                f"resume: {path} is not a checkpoint; the newest one nearby is {near / step_name(steps[-1])}"
+            )
+    raise ConfigError(f"resume: {path} is not a checkpoint; name a step-... folder, or use --resume auto")
 
 
 def _remove_tree(path: Path) -> None:

@@ -20,18 +20,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 from vembed.checkpoint.contents import ALONE, LoadedCheckpoint, accept, read_checkpoint, validate, write_checkpoint
-from vembed.checkpoint.folder import CheckpointFolder, free_disk_bytes, steps_in
+from vembed.checkpoint.folder import CheckpointFolder, free_disk_bytes, refuse_other_folder
 from vembed.checkpoint.format import (
     JSON,
-    MANIFEST,
     Checkpoint,
     IncompleteCheckpointError,
     InvalidCheckpointError,
     Manifest,
-    parse_step,
     step_name,
 )
-from vembed.errors import ConfigError, MachineError, NonFiniteError, VembedError
+from vembed.errors import MachineError, NonFiniteError, VembedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -157,7 +155,7 @@ class CheckpointManager:
         """
         if source == "auto":
             return self._load_newest(required, check)
-        self.ranks.from_first(lambda: _refuse_other_folder(source))
+        self.ranks.from_first(lambda: refuse_other_folder(source))
         self._refuse_unseen(source)
         manifest = validate(source, self.ranks)
         return read_checkpoint(source, manifest, required=required, check=check, ranks=self.ranks)
@@ -321,19 +319,3 @@ def _validates(folder: Path) -> bool:
     except VembedError:
         return False
     return True
-
-
-def _refuse_other_folder(path: Path) -> None:
-    """Refuse a path that is no checkpoint, and name the newest one nearby.
-
-    Raises:
-        ConfigError: It is none.
-    """
-    if path.is_dir() and (parse_step(path.name) is not None or (path / MANIFEST).exists()):
-        return
-    for near in (path, path / "checkpoints", path.parent):
-        if steps := steps_in(near):
-            raise ConfigError(
-                f"resume: {path} is not a checkpoint; the newest one nearby is {near / step_name(steps[-1])}"
-            )
-    raise ConfigError(f"resume: {path} is not a checkpoint; name a step-... folder, or use --resume auto")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from vembed.data.tables import TableForm
 
 BUILTIN_PREFIX = "builtin:"
+
+FIRST_ROWS = 100
+"""Rows that tell in milliseconds whether the others have the columns that they need."""
 
 
 def load_records(path: str, options: SourceOptions) -> LoadedRecords:
@@ -88,11 +92,28 @@ def refuse_missing(path: str, options: SourceOptions) -> None:
         DataError: As `load_records`.
         MachineError: As `load_records`.
     """
-    if path.startswith(BUILTIN_PREFIX) or preset_path(path) or beir_folder(path):
-        return
-    for file in row_files(path, options)[0]:
+    for file in _own_files(path, options):
         with reading(file):
             file.open("rb").close()
+
+
+def refuse_by_first_rows(path: str, options: SourceOptions) -> None:
+    """Refuse local files of rows where the columns of the first rows show that `load_records` would.
+
+    Raises:
+        VembedError: As `load_records`.
+    """
+    if files := _own_files(path, options):
+        loader = _Loader(options, keeps=False)
+        loader.read_file(files[0], most=FIRST_ROWS)
+        loader.check_first(path if len(files) == 1 else str(files[0]), is_alone=len(files) == 1)
+
+
+def _own_files(path: str, options: SourceOptions) -> Sequence[Path]:
+    """Return the local files of rows that a path names; none where it names a set of another kind."""
+    if path.startswith(BUILTIN_PREFIX) or preset_path(path) or beir_folder(path):
+        return ()
+    return row_files(path, options)[0]
 
 
 def _read_files(
@@ -101,10 +122,7 @@ def _read_files(
     """Read local files of rows into a folder, or with None into memory."""
     loader = _Loader(options, folder)
     for file in files:
-        wanted = partial(loader.columns.wanted, where=f"{file.name}:1")
-        form = loader.table_form(file) if holds_text_cells(file) else None
-        rows, images = iter_rows(file, wanted, form), options.images(file.parent)
-        loader.read(rows, images, file=file.name, cells_are_text=form is not None)
+        loader.read_file(file)
     return loader.finish(path, notes)
 
 
@@ -146,19 +164,25 @@ def beir_folder(path: str) -> Path | None:
 class _Loader:
     """Collect the rows of one source under the options' policy, in memory or on disk in a folder."""
 
-    def __init__(self, options: SourceOptions, folder: Path | None = None) -> None:
+    def __init__(self, options: SourceOptions, folder: Path | None = None, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self.loss = options.loss if options.role == "train" else None
         extra = () if options.loss is None else tuple(options.loss.columns)
         self.extra = () if self.loss is None else extra
         self.columns = ColumnResolver(options.keys.column_mapping, extra)
         self._options = options
+        self._folder = folder
         self._log = options.log()
-        self._writer = RecordWriter(self.extra, folder)
         self._unclear = UnclearLabels()
         self._num_rows = 0
         self._has_header = False
         self._num_missing: Counter[str] = Counter()  # rows without a column that every row needs
         self._needed: dict[str, tuple[str, str]] = {}  # one that the loss asks for -> first row without it, and why
+
+    @cached_property
+    def _writer(self) -> RecordWriter:
+        """What keeps rows; rows that are only looked at need none."""
+        return RecordWriter(self.extra, self._folder)
 
     def table_form(self, file: Path) -> TableForm:
         """Tell how the cells of a table of text are told apart, and remember it for people."""
@@ -167,9 +191,28 @@ class _Loader:
         self.columns.tables.update(dict.fromkeys(filter(None, [form.unusual(file)])))
         return form
 
+    def read_file(self, file: Path, *, most: int | None = None) -> None:
+        """Check the rows of a local file, or the first `most` of them, and keep the valid ones."""
+        wanted = partial(self.columns.wanted, where=f"{file.name}:1")
+        form = self.table_form(file) if holds_text_cells(file) else None
+        rows, images = islice(iter_rows(file, wanted, form), most), self._options.images(file.parent)
+        self.read(rows, images, file=file.name, cells_are_text=form is not None)
+
+    def check_first(self, source: str, *, is_alone: bool) -> None:
+        """Refuse a source by what is known of its columns after its first rows.
+
+        Args:
+            is_alone: Whether there is no other file, which may have a column that this one lacks.
+        """
+        is_known = self._has_header or self._num_rows < FIRST_ROWS
+        if is_alone and is_known and self._num_rows:
+            self.columns.check_mapping(source, trains=self._options.role == "train")
+        if self._log.refused or self._has_header:
+            self._check_missing(source if is_known else f"the first {FIRST_ROWS} rows of {source}")
+
     def read(self, rows: Iterable[RawRow], images: ImageRoot, *, file: str, cells_are_text: bool = False) -> None:
         """Check the rows of one file and keep the valid ones."""
-        columns, writer, log = self.columns, self._writer, self._log
+        columns, log = self.columns, self._log
         self._has_header = cells_are_text
         checker = RowChecker(
             images,
@@ -190,9 +233,9 @@ class _Loader:
             except Fault as fault:
                 self._refuse(fault, row, where)
                 continue
-            if not log.refused:
+            if self._keeps and not log.refused:
                 query, positives, negatives, label, scores, numbers = fields
-                writer.add(
+                self._writer.add(
                     query,
                     positives=positives,
                     negatives=negatives,
@@ -276,12 +319,7 @@ class _Loader:
             raise DataError(msg)
         # One mapping serves all sets: a column that training drops need not stand in the others.
         self.columns.check_mapping(source, trains=self._options.role == "train")
-        for column, count in self._num_missing.items():
-            if count == self._num_rows:
-                first, needed = self._needed.get(column, ("", ""))
-                reason = self.columns.missing(column, self.columns.seen)
-                header = "; the first line of a CSV or TSV file names its columns" if self._has_header else ""
-                raise DataError(f"{first}no row of {source} has a column {column!r}: {reason}{needed}{header}")
+        self._check_missing(source)
         self._unclear.check()
         self._log.check(source)
         if not len(self._writer):
@@ -292,6 +330,15 @@ class _Loader:
         table = self._writer.finish()
         _check_supervision(table, self.loss)
         return LoadedRecords(table, kept, self._log.count, columns)
+
+    def _check_missing(self, source: str) -> None:
+        """Refuse rows that all lack a column which every row needs."""
+        for column, count in self._num_missing.items():
+            if count == self._num_rows:
+                first, needed = self._needed.get(column, ("", ""))
+                reason = self.columns.missing(column, self.columns.seen)
+                header = "; the first line of a CSV or TSV file names its columns" if self._has_header else ""
+                raise DataError(f"{first}no row of {source} has a column {column!r}: {reason}{needed}{header}")
 
     def _refuse(self, fault: Fault, row: Mapping[str, object], where: str) -> None:
         reason = fault.reason

@@ -192,6 +192,10 @@ def _benchmark_options(
 
 
 def _model_keys(parsed: argparse.Namespace, name: str) -> ModelKeys:
+    from vembed.models.names import locate
+
+    if (note := locate(name).note) is not None:
+        print(redact(note))
     names = ["model_revision", "trust_remote_code", "allow_pickle", "max_seq_length", "query_prompt", "document_prompt"]
     return checked_section(ModelKeys, {"model_name": name, **{key: getattr(parsed, key) for key in names}})
 

@@ -65,20 +65,21 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
 def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog: Watchdog, stop: StopSignal) -> int:
     loaded = _load(parsed)
     if parsed.validate:
-        if loaded.config.data is not None:
-            from vembed.training.inputs import refuse_missing_data
+        from vembed.training.wiring.early import refuse_wrong_run
 
-            refuse_missing_data(loaded.config)
+        refuse_wrong_run(loaded.config, needs_data=False)
         _say_valid(loaded)
         return ExitCode.OK
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
-            from vembed.training.inputs import refuse_missing_data
+            from vembed.training.wiring.early import refuse_wrong_inputs, refuse_wrong_output
 
-            refuse_missing_data(loaded.config)
-        if mode == "train" and not process_env().is_launched:
-            held.enter_context(hold_output(Path(loaded.config.output_dir)))
+            refuse_wrong_inputs(loaded.config)
+            if mode == "train":
+                held.enter_context(hold_output(Path(loaded.config.output_dir)))
+            if mode != "plan":
+                refuse_wrong_output(loaded.config)
         num_processes = 1 if parsed.plan else _processes_to_start(loaded.config)
         if num_processes > 1:
             held.close()  # the first of them holds it

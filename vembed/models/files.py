@@ -23,6 +23,7 @@ from vembed.data.images import Background
 from vembed.errors import ConfigError, MachineError
 from vembed.files import is_folder
 from vembed.models.adapters.quantized import four_bit_config
+from vembed.models.names import locate, nearest_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -50,9 +51,9 @@ class ModelFiles:
     """A model by its name: what the user said about it, and its files."""
 
     def __init__(self, keys: ModelKeys, *, load_in_4bit: bool = False) -> None:
-        self.keys = keys
+        self.name = locate(keys.model_name).name  # hub id, folder, or another name that a family of models takes
+        self.keys = keys if self.name == keys.model_name else keys.model_copy(update={"model_name": self.name})
         self.load_in_4bit = load_in_4bit  # the weights of linear layers
-        self.name = keys.model_name  # hub id, folder, or another name that a family of models takes
         self.folder = Path(self.name) if is_folder(self.name) else None
         self.dtype = DTYPES[keys.torch_dtype]
         self.device = torch.device("cpu")  # where parameters are made
@@ -114,8 +115,9 @@ class ModelFiles:
             module.load_state_dict(safetensors.torch.load_file(self.folder / file))
 
     def _unreachable(self, error: Exception) -> MachineError:
+        near = nearest_folder(Path(self.name)) if is_folder(Path(self.name).parent) else ""
         return MachineError(
-            f"model_name {self.name!r} is no folder here and could not be read from the hub: "
+            f"model_name {self.name!r} is no folder here{near} and could not be read from the hub: "
             f"{_first_line(error)}. Check the spelling, log in for a private model, or name a local folder; "
             f"a model that was loaded once works offline with HF_HUB_OFFLINE=1."
         )

@@ -126,12 +126,22 @@ def refuse_missing_data(keys: DataKeys) -> None:
         DataError: No training data is named, or a path leads nowhere.
         MachineError: A file can't be opened.
     """
-    for path, options in _sources(keys):
+    for path, options in all_sources(keys):
         refuse_missing(path, options)
+
+
+def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
+    """Return the path of each source of a run's data, and how it is read: those to train on, the dev and the test set.
+
+    Raises:
+        DataError: No training data is named.
+    """
+    found = _sources(keys, loss)
     if keys.val_data_path is not None:
-        refuse_missing(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys))
+        found.append((keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss)))
     if keys.test_data_path is not None:
-        refuse_missing(keys.test_data_path, SourceOptions("test", keys.test_data_split, keys))
+        found.append((keys.test_data_path, SourceOptions("test", keys.test_data_split, keys, loss)))
+    return found
 
 
 def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = None) -> RunData:

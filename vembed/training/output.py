@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import shutil
 import sys
 from contextlib import contextmanager, suppress
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vembed.errors import ConfigError, MachineError
 from vembed.files import replace_text
+from vembed.models.names import MODEL_FOLDER, RUN_MARKS
 from vembed.redact import RedactingFormatter
 
 if TYPE_CHECKING:
@@ -28,7 +31,7 @@ OWN_NAMES = (
     "teacher",
     "hard_vectors",
     "mining",
-    "model",
+    MODEL_FOLDER,
     "adapter",
     "evaluation",
     "report",
@@ -40,9 +43,6 @@ OWN_NAMES = (
 log is deleted last: what a kill leaves of a folder can still be told from other people's files."""
 
 OWN_PATTERNS = ("nonfinite-step-*.json", "metrics.jsonl.broken-*", "rows/*-????????????????.jsonl", "rows/.*.tmp")
-
-MARKS = ("plan.json", "train.log")
-"""A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
 
 EARLY_END = ["exit.json"]
 """What a run of several processes leaves that failed before it began to write; beside other files it marks nothing."""
@@ -96,7 +96,7 @@ class OutputFolder:
     @property
     def model(self) -> Path:
         """The exported model."""
-        return self.path / "model"
+        return self.path / MODEL_FOLDER
 
     @property
     def adapter(self) -> Path:
@@ -110,7 +110,7 @@ class OutputFolder:
             ConfigError: They would be replaced.
         """
         found = [name for name in OWN_NAMES if (self.path / name).exists()]
-        if found and found != EARLY_END and not any(name in MARKS for name in found):
+        if found and found != EARLY_END and not any(name in RUN_MARKS for name in found):
             raise ConfigError(
                 f"output_dir {self.path} holds {', '.join(found)}, which no run wrote and a run would replace; choose "
                 f"an output_dir of its own, such as {self.path / 'run'}"
@@ -120,6 +120,34 @@ class OutputFolder:
     def holds_run(self) -> bool:
         """Whether there are checkpoints of a run; what a kill left of the first one (a hidden folder) is none."""
         return self.checkpoints.is_dir() and any(path.name[0] != "." for path in self.checkpoints.iterdir())
+
+    def refuse_taken(self, *, overwrite: bool) -> None:
+        """Refuse a folder in which a run can't start from step 0.
+
+        Args:
+            overwrite: Whether another run's files may be deleted.
+
+        Raises:
+            ConfigError: The folder holds another run, or files that no run wrote.
+        """
+        self.refuse_other_files()
+        if self.holds_run and not overwrite:
+            raise ConfigError(
+                f"output_dir {self.path} holds another run. Go on with it (resume=auto), choose another output_dir, or "
+                f"delete it with overwrite_output_dir=true"
+            )
+
+    def refuse_unwritable(self) -> None:
+        """Refuse a folder that can't be made or written, as far as that shows without writing.
+
+        Raises:
+            MachineError: It can't.
+        """
+        path = self.path.expanduser().absolute()
+        there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+        code = errno.ENOTDIR if not there.is_dir() else 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
+        if code:
+            raise MachineError(f"output folder {path} can't be written: {os.strerror(code)}. Choose another folder")
 
     def start_fresh(self, *, overwrite: bool, data: Collection[Path] = ()) -> None:
         """Make the folder ready for a run from step 0.
@@ -133,12 +161,7 @@ class OutputFolder:
             ConfigError: The folder holds another run, or files that no run wrote.
             MachineError: The folder can't be written.
         """
-        self.refuse_other_files()
-        if self.holds_run and not overwrite:
-            raise ConfigError(
-                f"output_dir {self.path} holds another run. Go on with it (resume=auto), choose another output_dir, or "
-                f"delete it with overwrite_output_dir=true"
-            )
+        self.refuse_taken(overwrite=overwrite)
         kept = {path.resolve() for path in (*data, *(() if self.holds_run else (self.teacher,)))}
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from vembed.config.keys.sources import SourceKeys
     from vembed.config.schema import Config
     from vembed.data.arrangements import Arrangement
+    from vembed.data.columns import LossNeeds
     from vembed.data.records import RecordTable
+    from vembed.losses.registry import LossFacts
     from vembed.models.encoder import Encoder
     from vembed.training.inputs import RunData
 
@@ -33,16 +35,23 @@ def load_data(config: Config) -> RunData:
     """
     needs_dev = config.eval_strategy != "no" or config.test_data_path is None
     loss = config.loss_facts()
-    if not teacher_gives_scores(config):
-        return load_run_data(config, needs_dev=needs_dev, loss=loss)
-    any_row = replace(loss, takes=(*loss.takes, "positives"))  # the teacher scores what it has
-    data = load_run_data(config, needs_dev=needs_dev, loss=any_row)
-    if not {"pairs", "positives"} & set(loss.takes) and data.counts.num_documents == data.counts.num_records:
+    data = load_run_data(config, needs_dev=needs_dev, loss=loss_needs(config))
+    if (
+        teacher_gives_scores(config)
+        and not {"pairs", "positives"} & set(loss.takes)
+        and data.counts.num_documents == data.counts.num_records
+    ):
         raise DataError(
             f"{config.data_path}: loss_type {loss.name} learns nothing from rows of one document, and all are; add the "
             f"column negatives"
         )
     return data
+
+
+def loss_needs(config: Config) -> LossNeeds:
+    """Return what the loss asks of the data; where a teacher scores a row's documents, any row will do."""
+    loss: LossFacts = config.loss_facts()
+    return replace(loss, takes=(*loss.takes, "positives")) if teacher_gives_scores(config) else loss
 
 
 def build_sampler(

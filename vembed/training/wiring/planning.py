@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from vembed.config.keys.model import renamed
+from vembed.config.keys.model import model_names, renamed
 from vembed.config.schema import default_of
 from vembed.distributed.runtime import start_runtime
 from vembed.json_text import fit
 from vembed.models.files import DTYPES
+from vembed.models.names import locate
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
 from vembed.plan.devices import Devices
@@ -97,6 +98,7 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
         picture_bytes=model.picture_bytes,
         teacher_dimension=teacher_dimension(config),
         notes=(
+            *(note for name in model_names(config) if (note := locate(name).note) is not None),
             *data.notes,
             *_idle_augmentation(config, data),
             *_idle_towers(model, data),

@@ -15,10 +15,9 @@ import torch
 from vembed.checkpoint.manager import CheckpointManager
 from vembed.collector import collector_paused
 from vembed.config.dump import dump_config, hashed_values, plain_values
-from vembed.config.resume import resume_differences
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
-from vembed.errors import ConfigError, MachineError, PreemptedError
+from vembed.errors import MachineError, PreemptedError
 from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters.lora import has_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
@@ -36,6 +35,7 @@ from vembed.training.state import RunState
 from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import build_sampler, load_data
+from vembed.training.wiring.early import accepted_differences, refuse_other_place
 from vembed.training.wiring.launcher import under_launcher
 from vembed.training.wiring.mining import mining_bytes, mining_facts
 from vembed.training.wiring.model import build_alike, build_encoder, build_loss
@@ -295,22 +295,10 @@ def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> Loa
         if lost:
             _log.warning("%s: no checkpoint of the %d steps that it tells of; they are done again", output.path, lost)
         return None
-    if checkpoint.path.resolve().parent != output.checkpoints.resolve():
-        raise ConfigError(
-            f"resume: {checkpoint.path} is not in {output.checkpoints}, and a run goes on only beside its baseline and "
-            f"its metrics.jsonl; set output_dir to the folder of the run that the checkpoint is of"
-        )
+    refuse_other_place(checkpoint.path, output)
     saved = checkpoint.stamp["config"]
     assert isinstance(saved, dict)
-    differences = resume_differences(saved, config)
-    refused = [difference for difference in differences if difference.kind == "refused"]
-    if refused:
-        listed = "".join(f"\n  {each.key}: {each.old!r} in the checkpoint, {each.new!r} now" for each in refused)
-        raise ConfigError(
-            f"{checkpoint.path} was trained with another configuration:{listed}\nSet these back, choose another "
-            f"output_dir, or start anew with resume=never overwrite_output_dir=true"
-        )
-    for difference in differences:
+    for difference in accepted_differences(checkpoint.path, saved, config):
         _log.info("resume: %s was %r and is %r now", difference.key, difference.old, difference.new)
     _log.info("resume: going on from %s", checkpoint.path)
     return checkpoint

@@ -1,0 +1,120 @@
+"""What is told of a run before torch is imported: by `--validate`, and before any run begins."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from vembed.checkpoint.format import Checkpoint, FileEntry, write_manifest
+from vembed.config.dump import plain_values
+from vembed.config.load import load_values
+from vembed.entrypoints import train
+from vembed.errors import ConfigError, DataError, MachineError
+from vembed.training.wiring.early import refuse_wrong_inputs, refuse_wrong_output
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from vembed.config.schema import Config
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"query": f"q{n}", "positive": f"p{n}"}) + "\n" for n in range(3)))
+    return path
+
+
+def configured(data: Path, **values: object) -> Config:
+    given = {"model_name": "builtin:ngram-bag", "data_path": str(data), "output_dir": str(data.parent / "out")}
+    return load_values(given | values, {}).config
+
+
+def test_a_valid_run_is_let_through_and_nothing_is_written(data: Path) -> None:
+    refuse_wrong_inputs(configured(data))
+    refuse_wrong_output(configured(data))
+    assert list(data.parent.iterdir()) == [data]
+
+
+def test_validate_tells_all_wrong_paths_at_once(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (data.parent / "file").touch()
+    words = {
+        "model_name": "all-MiniLM-L6-v2",
+        "val_data_path": data.parent / "row.jsonl",
+        "test_data_path": data.parent / "zzz.jsonl",
+        "data_path": data,
+        "output_dir": data.parent / "file" / "out",
+    }
+    overrides = [f"{key}={value}" for key, value in words.items()]
+    assert train.main(["--validate", "--config_override", *overrides]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "did you mean sentence-transformers/all-MiniLM-L6-v2?" in said[0]
+    assert said[1].endswith("row.jsonl doesn't exist (did you mean 'rows.jsonl'?)")
+    assert "zzz.jsonl doesn't exist" in said[2]
+    assert said[3].endswith("out can't be written: Not a directory. Choose another folder")
+    assert len(said) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.csv", "q,positive\n1,2\n", "no row of {path} has a column 'query'"),
+        ("a.tsv", "query\tp\n1\t2\n", "no row of {path} has a column 'positive'"),
+        ("a.jsonl", '{"querry": "a", "positive": "b"}\n', "if 'querry' is meant: column_mapping: {querry: query}"),
+        ("a.jsonl", '{"querry": "a", "positive": "b"}\n' * 200, "no row of the first 100 rows of {path} has a column"),
+        ("a.csv", "query,anchor,positive\n1,2,3\n", "columns 'query' and 'anchor' both stand for 'query'"),
+    ],
+)
+def test_columns_that_lack_are_told_from_the_first_rows(data: Path, name: str, text: str, reason: str) -> None:
+    path = data.with_name(name)
+    path.write_text(text)
+    for key in ("data_path", "val_data_path"):
+        with pytest.raises(DataError) as refused:
+            refuse_wrong_inputs(configured(data, **{key: str(path)}))
+        assert reason.replace("{path}", str(path)) in str(refused.value)
+
+
+def test_rows_that_may_be_dropped_and_columns_of_later_files_are_not_judged_early(data: Path) -> None:
+    path = data.with_name("late.jsonl")
+    path.write_text('{"zzz": 1}\n' * 100 + data.read_text())
+    refuse_wrong_inputs(configured(path, skip_invalid_records=True))
+    (data.parent / "parts").mkdir()
+    (data.parent / "parts" / "0.csv").write_text("query,positive\na,b\n")
+    (data.parent / "parts" / "1.csv").write_text("query,positive,extra\na,b,c\n")
+    refuse_wrong_inputs(configured(data.parent / "parts", column_mapping={"extra": None}))
+
+
+def test_an_output_folder_that_is_not_free_is_refused(data: Path) -> None:
+    out = data.parent / "out"
+    (out / "model").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds model, which no run wrote"):
+        refuse_wrong_output(configured(data))
+    (out / "plan.json").write_text("{}")
+    refuse_wrong_output(configured(data))
+    with pytest.raises(MachineError, match="Not a directory"):
+        refuse_wrong_output(configured(data, output_dir=str(data)))
+
+
+def test_a_checkpoint_of_another_configuration_is_refused_with_the_ways_on(data: Path) -> None:
+    first = configured(data)
+    checkpoint = data.parent / "out" / "checkpoints" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    (data.parent / "out" / "plan.json").write_text("{}")
+    stamp = {"config": plain_values(first), "config_hash": "", "strategy": "single", "world_size": 1}
+    refuse_wrong_output(configured(data, learning_rate=1e-4))  # a broken one is for the run to judge
+    (checkpoint / "state.json").touch()
+    write_manifest(checkpoint, Checkpoint(4, False, {}, {}, stamp), {"state.json": FileEntry(0, "")})
+    refuse_wrong_output(first)
+    refuse_wrong_output(configured(data, logging_steps=3))
+    with pytest.raises(ConfigError) as refused:
+        refuse_wrong_output(configured(data, learning_rate=1e-4))
+    said = str(refused.value)
+    assert "learning_rate: 2e-05 in the checkpoint, 0.0001 now" in said
+    assert f"set model_name={data.parent / 'out' / 'model'} and another output_dir" in said
+    with pytest.raises(ConfigError, match="holds another run"):
+        refuse_wrong_output(configured(data, resume="never"))
+    refuse_wrong_output(configured(data, resume="never", overwrite_output_dir=True, learning_rate=1e-4))
+    with pytest.raises(ConfigError, match="is not a checkpoint; the newest one nearby is"):
+        refuse_wrong_output(configured(data, resume=str(checkpoint.parent)))

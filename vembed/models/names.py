@@ -1,0 +1,110 @@
+"""What the name of a model means before anything of it is read: a folder, a run, or a model of the hub. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+
+from vembed.config.keys.model import PAIR_SIGN
+from vembed.errors import ConfigError
+from vembed.files import home_path, is_file, is_folder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUN_MARKS = ("plan.json", "train.log")
+"""A folder that holds one of these is a run's. The other names are common: a project's own `model/`, `config.yaml`."""
+
+MODEL_FOLDER = "model"
+"""Where a run keeps its model."""
+
+_OWNERS = {
+    "sentence-transformers": (
+        "all-minilm all-mpnet all-distilroberta all-roberta multi-qa paraphrase- msmarco- distiluse- labse gtr-t5 "
+        "sentence-t5 clip-vit-b-32 clip-vit-b-16 clip-vit-l-14 static-retrieval static-similarity nli- stsb-"
+    ),
+    "BAAI": "bge-",
+    "intfloat": "e5- multilingual-e5",
+    "thenlper": "gte-small gte-base gte-large",
+    "Alibaba-NLP": "gte-modernbert gte-qwen gte-multilingual",
+    "Qwen": "qwen",
+    "google": "embeddinggemma siglip",
+    "nomic-ai": "nomic-embed modernbert-embed",
+    "answerdotai": "modernbert- answerai-colbert",
+    "mixedbread-ai": "mxbai-",
+    "jinaai": "jina-",
+    "Snowflake": "snowflake-arctic",
+    "openai": "clip-vit-base clip-vit-large",
+    "facebook": "dinov2 dinov3 vit-mae contriever",
+    "colbert-ir": "colbertv2",
+    "vidore": "colpali colqwen colsmol",
+}
+"""Owner on the hub -> how the names of its models begin, in lower case; the longest beginning decides."""
+
+
+class Located(NamedTuple):
+    """What a model is loaded by."""
+
+    name: str  # a folder, a hub id, or a name that a family of models takes
+    run: Path | None = None  # the output folder that was named in place of the model in it
+
+    @property
+    def note(self) -> str | None:
+        """A line that says which model was taken, where a run was named."""
+        return None if self.run is None else f"{self.run} is a run: its model is {self.name}"
+
+
+def locate(name: str) -> Located:
+    """Return what a model is loaded by; the output folder of a run stands for the model in it.
+
+    Raises:
+        ConfigError: A path leads to no folder, a run has no model yet, or a name of the hub lacks its owner.
+    """
+    folder = home_path(name)
+    if is_folder(folder):
+        if not is_run(folder):
+            return Located(str(folder) if name.startswith("~") else name)
+        if not is_folder(folder / MODEL_FOLDER):
+            raise ConfigError(
+                f"{name} is a run that has not finished: it has no {MODEL_FOLDER}/ yet. Resume it first, with the "
+                f"command that started it"
+            )
+        return Located(str(folder / MODEL_FOLDER), folder)
+    if is_file(folder) or ":" in name.partition("/")[0] or PAIR_SIGN in name:  # of a shape, `builtin:NAME`, two towers
+        return Located(name)
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or os.path.lexists(folder):
+        raise ConfigError(f"there is no folder {name}{nearest_folder(folder)}; name that of a model, or of a run")
+    owner = None if "/" in name else _owner(name)
+    if owner is not None:
+        raise ConfigError(f"{name} is no folder, and a name of the hub has an owner; did you mean {owner}/{name}?")
+    return Located(name)
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a folder is the output of a run."""
+    return any(is_file(folder / mark) for mark in RUN_MARKS)
+
+
+def nearest_folder(path: Path) -> str:
+    """Return ` (did you mean X?)` for a folder that isn't there, or nothing where no name is near."""
+    names: list[str] = []
+    for parent in path.parents:
+        if is_folder(parent):
+            below = path.relative_to(parent).parts
+            with suppress(OSError):
+                names = [entry.name for entry in os.scandir(parent) if entry.is_dir()]
+            near = difflib.get_close_matches(below[0], names, n=1)
+            if not near:
+                return ""
+            found = parent.joinpath(near[0], *below[1:])
+            return f" (did you mean {found if is_folder(found) else parent / near[0]}?)"
+    return ""
+
+
+def _owner(name: str) -> str | None:
+    """Return who publishes a well-known model."""
+    begins = {begin: owner for owner, names in _OWNERS.items() for begin in names.split()}
+    fitting = [begin for begin in begins if name.lower().startswith(begin)]
+    return begins[max(fitting, key=len)] if fitting else None

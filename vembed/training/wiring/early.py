@@ -1,0 +1,146 @@
+"""What can be told of a run within a second: before torch is imported, a model is loaded and all rows are read.
+
+The run refuses all of it too; nothing here is a rule of its own. No torch here.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vembed.checkpoint.folder import refuse_other_folder, steps_in
+from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError, read_manifest, step_name
+from vembed.config.keys.model import model_names
+from vembed.config.resume import ResumeDifference, resume_differences
+from vembed.data.sources import refuse_by_first_rows, refuse_missing
+from vembed.errors import ConfigError, VembedError
+from vembed.files import is_file
+from vembed.models.names import MODEL_FOLDER, locate
+from vembed.training.inputs import all_sources
+from vembed.training.output import OutputFolder
+from vembed.training.wiring.data import loss_needs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Any
+
+    from vembed.config.schema import Config
+
+
+def refuse_wrong_run(config: Config, *, needs_data: bool = True) -> None:
+    """Refuse what `refuse_wrong_inputs` and `refuse_wrong_output` refuse, together.
+
+    Raises:
+        VembedError: A line for each problem.
+    """
+    _refuse_all([partial(refuse_wrong_inputs, config, needs_data=needs_data), partial(refuse_wrong_output, config)])
+
+
+def refuse_wrong_inputs(config: Config, *, needs_data: bool = True) -> None:
+    """Refuse names that lead to no model, and data whose first rows show that a run can't train on them.
+
+    Args:
+        needs_data: Whether a configuration without training data is refused.
+
+    Raises:
+        VembedError: A line for each problem.
+    """
+    named = [("model_name", name) for name in model_names(config)]
+    if config.teacher_model_name is not None:
+        named.append(("teacher_model_name", config.teacher_model_name))
+    models = [partial(_refuse_wrong_model, key, name) for key, name in named]
+    has_data = config.data is not None or config.data_path is not None
+    _refuse_all([*models, *([partial(_refuse_wrong_data, config)] if has_data or needs_data else [])])
+
+
+def refuse_wrong_output(config: Config) -> None:
+    """Refuse an output folder in which the run can neither start nor go on.
+
+    Raises:
+        VembedError: The folder can't be written, holds something else, or a checkpoint of another configuration.
+    """
+    output = OutputFolder(Path(config.output_dir))
+    output.refuse_unwritable()
+    if config.resume == "never" or (config.resume == "auto" and not steps_in(output.checkpoints)):
+        output.refuse_taken(overwrite=config.overwrite_output_dir)
+    elif (checkpoint := _newest_checkpoint(config, output)) is not None:
+        saved = read_manifest(checkpoint).stamp.get("config")
+        if isinstance(saved, dict):
+            accepted_differences(checkpoint, saved, config)
+
+
+def accepted_differences(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> list[ResumeDifference]:
+    """Return which keys have changed since a checkpoint was saved.
+
+    Raises:
+        ConfigError: Some of them change what is trained.
+    """
+    differences = resume_differences(saved, config)
+    refused = [difference for difference in differences if difference.kind == "refused"]
+    if refused:
+        listed = "".join(f"\n  {each.key}: {each.old!r} in the checkpoint, {each.new!r} now" for each in refused)
+        run = checkpoint.parent.parent
+        raise ConfigError(
+            f"{checkpoint} was trained with another configuration:{listed}\nSet these back, choose another "
+            f"output_dir, or start anew with resume=never overwrite_output_dir=true. To train on with the new values "
+            f"from what it has learned, set model_name={run / MODEL_FOLDER} and another output_dir"
+        )
+    return differences
+
+
+def refuse_other_place(checkpoint: Path, output: OutputFolder) -> None:
+    """Refuse to go on from a checkpoint of another folder.
+
+    Raises:
+        ConfigError: The checkpoint isn't among those of the output folder.
+    """
+    if checkpoint.resolve().parent != output.checkpoints.resolve():
+        raise ConfigError(
+            f"resume: {checkpoint} is not in {output.checkpoints}, and a run goes on only beside its baseline and "
+            f"its metrics.jsonl; set output_dir to the folder of the run that the checkpoint is of"
+        )
+
+
+def _refuse_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Make all checks, and raise what they refuse as one error, of the kind of the first."""
+    refused: list[VembedError] = []
+    for check in checks:
+        try:
+            check()
+        except VembedError as error:
+            refused.append(error)
+    if refused:
+        raise type(refused[0])("\n".join(dict.fromkeys(map(str, refused)))) from refused[0]
+
+
+def _refuse_wrong_model(key: str, name: str) -> None:
+    try:
+        located = locate(name).name
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+    if is_file(located):
+        raise ConfigError(f"{key}: {name} is a file; name the folder of the model")
+
+
+def _refuse_wrong_data(config: Config) -> None:
+    sources = all_sources(config, loss_needs(config))
+    _refuse_all(partial(refuse_missing, path, options) for path, options in sources)
+    _refuse_all(partial(refuse_by_first_rows, path, options) for path, options in sources)
+
+
+def _newest_checkpoint(config: Config, output: OutputFolder) -> Path | None:
+    """Return the checkpoint that the run would go on from, as far as the sizes of its files tell."""
+    if config.resume != "auto":
+        named = Path(config.resume)
+        refuse_other_folder(named)
+        refuse_other_place(named, output)
+        return named
+    for step in reversed(steps_in(output.checkpoints)):
+        folder = output.checkpoints / step_name(step)
+        try:
+            read_manifest(folder)
+        except (InvalidCheckpointError, FutureCheckpointError):
+            continue  # the run says what is wrong with it
+        return folder
+    return None

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.metrics import register_metric
     from vembed.losses.registry import register_loss
     from vembed.models.registry import register_encoder
+    from vembed.training.callbacks import EndEvent, EvaluationEvent, LearningRate, SaveEvent, StepEvent, Stop
     from vembed.training.trackers.registry import register_tracker
 
 __version__ = "0.1.0"
@@ -29,14 +30,20 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EmbeddingModel",
+    "EndEvent",
+    "EvaluationEvent",
     "EvaluationResult",
     "Hit",
     "IndexMeta",
+    "LearningRate",
     "MachineError",
     "NonFiniteError",
     "PreemptedError",
     "RunResult",
+    "SaveEvent",
     "Searcher",
+    "StepEvent",
+    "Stop",
     "VembedError",
     "__version__",
     "build_index",
@@ -68,6 +75,7 @@ _MODULES = {
     "vembed.evaluation.metrics": ("register_metric",),
     "vembed.losses.registry": ("register_loss",),
     "vembed.models.registry": ("register_encoder",),
+    "vembed.training.callbacks": (*("EndEvent", "EvaluationEvent", "LearningRate", "SaveEvent", "StepEvent", "Stop"),),
     "vembed.training.trackers.registry": ("register_tracker",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

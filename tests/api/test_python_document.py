@@ -33,7 +33,7 @@ def test_every_example_runs(
     write_balls(tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     examples = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
-    assert len(examples) == 8
+    assert len(examples) == 10
     names: dict[str, object] = {}
     for number, example in enumerate(examples):
         exec(compile(example, f"{DOCUMENT.name}, example {number + 1}", "exec"), names)
@@ -47,7 +47,7 @@ def test_every_example_runs(
     assert promised == [out.splitlines()[-1]]
     for words in re.findall(r"^vembed ((?:encode|search) .*)", DOCUMENT.read_text("utf-8"), flags=re.MULTILINE):
         if "--serve" not in words:
-            run_again(shlex.split(words))
+            run_again(shlex.split(words, comments=True))
     assert re.search(r"^ 1 .*  red\.png$", capsys.readouterr().out, flags=re.MULTILINE)
 
 

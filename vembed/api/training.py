@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
+from vembed.api.result import RunResult
 from vembed.config.keys.sources import Source
 from vembed.config.load import load_values
 from vembed.config.schema import Config
@@ -17,15 +18,16 @@ from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError
 from vembed.output_lock import hold_output
 from vembed.redact import redact
-from vembed.training.finish import RunResult
+from vembed.training.callbacks import Callbacks
 from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from vembed.api.keys import TrainKeys
     from vembed.config.load import LoadedConfig
     from vembed.data.python_rows import RowsInput
+    from vembed.training.callbacks import Callback
 
 __all__ = ["RunResult", "train"]
 
@@ -41,6 +43,7 @@ def train(
     data: RowsInput | str | Path | None = None,
     val_data: RowsInput | str | Path | None = None,
     test_data: RowsInput | str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
     **keys: Unpack[TrainKeys],
 ) -> RunResult:
     """Train a model, as `vembed train` does, in this process.
@@ -54,14 +57,18 @@ def train(
             `data_path`, or a list of sources as in the key `data`. Rows are written into the output folder.
         val_data: Likewise, of the dev set.
         test_data: Likewise, of the test set.
+        callbacks: Functions of an event, or objects with some of the methods `on_step`, `on_evaluation`, `on_save` and
+            `on_end`; they may return `vembed.Stop` or `vembed.LearningRate`.
         keys: Keys that win over `config`, e.g. `batch_size=32`.
 
     Returns:
-        The verdict, the evaluations before and after, and the output folder.
+        The verdict, the evaluations before and after, the output folder, the model and the report.
 
     Raises:
         VembedError: As the command line; `exit_code` is the code that it would have ended with.
+        Exception: What a callback has raised; the same call goes on after its step.
     """
+    asked = Callbacks(callbacks)
     overrides: dict[str, object] = dict(keys)
     rows: dict[str, Any] = {}  # key -> rows in memory, by the path that they will get
     _add(overrides, "model_name", model, "model")
@@ -80,7 +87,7 @@ def train(
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
             overrides |= {_DATA_KEYS[name]: str(path) for name, path in _written(rows, loaded.config)}
             loaded = load_values(base, overrides)
-        return _run(loaded, _command(config, overrides))
+        return _run(loaded, _command(config, overrides), asked)
 
 
 def _base(config: str | Path | Mapping[str, object] | Config | None) -> Path | Mapping[str, object]:
@@ -119,18 +126,29 @@ def _written(rows: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Pat
 def _command(config: object, overrides: Mapping[str, object]) -> str:
     """Return the call that repeats the run."""
     words = [] if config is None else [repr(str(config)) if isinstance(config, (str, Path)) else "config"]
-    return redact(f"vembed.train({', '.join([*words, *(f'{name}={value!r}' for name, value in overrides.items())])})")
+    return redact(
+        f"vembed.train({', '.join([*words, *(f'{name}={_shown(value)}' for name, value in overrides.items())])})"
+    )
 
 
-def _run(loaded: LoadedConfig, command: str) -> RunResult:
+def _shown(value: object) -> str:
+    return repr(str(value) if isinstance(value, Path) else value)
+
+
+def _run(loaded: LoadedConfig, command: str, callbacks: Callbacks) -> RunResult:
     watchdog = Watchdog()
     try:
         result = run_from_config(
-            loaded.config, command=command, sources=loaded.sources, notes=loaded.notes, watchdog=watchdog
+            loaded.config,
+            command=command,
+            sources=loaded.sources,
+            notes=loaded.notes,
+            watchdog=watchdog,
+            callbacks=callbacks,
         )
     except BaseException:
         watchdog.stop(together=False)
         raise
     watchdog.stop()
     assert result is not None  # only a plan or a dry run has none
-    return result
+    return RunResult.of(result)

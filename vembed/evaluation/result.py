@@ -18,9 +18,9 @@ class EvaluationResult:
     # Mean over the judged queries of each metric, e.g. `{"ndcg@10": 0.645, "recall@10": 0.783}`.
     metrics: Mapping[str, float]
     # The same per query: metric -> query id -> value. Same queries for every metric.
-    per_query: Mapping[str, Mapping[str, float]]
+    per_query: Mapping[str, Mapping[str, float]] = field(repr=False)
     # query id -> (document id, score), best first; ties in the order that trec_eval gives them
-    run: Mapping[str, Sequence[tuple[str, float]]]
+    run: Mapping[str, Sequence[tuple[str, float]]] = field(repr=False)
     num_queries: int  # judged queries that the means are over
     num_documents: int  # documents searched
     # what was left out or clipped, one plain sentence each ("3 queries have no relevant document ...")

@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 PACKAGES = ("vembed", "torch", "transformers", "accelerate", "numpy", "faiss-cpu", "datasets")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RunResult:
     """Verdict and results of a finished run."""
 
@@ -60,6 +60,9 @@ class RunResult:
     output: Path
     reverse: Reverse | None = None  # baseline and kept model with documents that search queries, where that is measured
     last: EvaluationResult | None = None  # the model of the last step, where another one is kept
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.output}: {self.verdict.sentence}>"
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,6 +120,7 @@ class Updater:
         ranks: Ranks | None = None,
     ) -> None:
         self.schedule = schedule
+        self.own_rate: float | None = None  # in place of the schedule's, where a callback set one
         self.loss_scaling = loss_scaling
         self._ranks = ranks or Ranks()
         self._max_grad_norm = keys.max_grad_norm
@@ -153,6 +154,10 @@ class Updater:
         """Factor that the engine puts on all gradients; 1.0 without loss scaling."""
         return self._scale.value
 
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of a step, counted from 0."""
+        return self.schedule.learning_rate(step) if self.own_rate is None else self.own_rate
+
     def gradient_norm(self) -> float:
         """Take the scale off the gradients, clip them, and return their global L2 norm before clipping.
 
@@ -181,7 +186,7 @@ class Updater:
             step: Steps done before this one.
         """
         for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule.learning_rate(step)
+            group["lr"] = self.learning_rate(step)
         if not self._overflowed:
             self.optimizer.step()
         self._scale.update(overflowed=self._overflowed)

@@ -24,6 +24,7 @@ from vembed.training.state import RunState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -187,11 +188,14 @@ class RunCheckpoints:
     stamp: Mapping[str, JSON]  # all that a checkpoint says of its run
     words: LastWords = field(default_factory=LastWords)  # hears of what was saved
 
-    def save(self, state: RunState, *, best: bool, is_last: bool = False) -> None:
+    def save(self, state: RunState, *, best: bool, is_last: bool = False) -> Path | None:
         """Save the present step. A disk that refuses is warned of by the manager, and training goes on.
 
         Args:
             is_last: Whether the model is written next: the checkpoint must leave room for it.
+
+        Returns:
+            The checkpoint's folder; None where the disk refused it.
         """
         tensors, packed = self.updater.state()
         parts = {"model": module_tensors(self.encoder), "loss": module_tensors(self.loss), "optimizer": tensors}
@@ -201,6 +205,7 @@ class RunCheckpoints:
             state.step, tensors=parts, state=content, stamp=self.stamp, best=best, reserved=reserved
         )
         self.words.checkpoint = saved.path or self.words.checkpoint
+        return saved.path
 
     def restore(self, checkpoint: LoadedCheckpoint) -> RunState:
         """Go on from a checkpoint.

@@ -32,6 +32,8 @@ class RunState:
     evaluations: list[tuple[int, dict[str, float]]] = field(default_factory=list)  # (step, dev metrics), in order
     # what the engine's next step may hold in memory; None where memory never ran out
     step_limits: StepLimits | None = None
+    stopped: str | None = None  # why a callback ended the training
+    learning_rate: float | None = None  # set by a callback, in place of the schedule's
 
     def record(self, metrics: Mapping[str, float], metric: str) -> bool:
         """Take in an evaluation of the present step.

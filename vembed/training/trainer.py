@@ -6,13 +6,14 @@ import logging
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
 
 from vembed.errors import PreemptedError
+from vembed.training.callbacks import Callbacks, EvaluationEvent, SaveEvent, StepEvent
 from vembed.training.guards import StepFacts
 from vembed.training.memory import peak_memory_bytes
 from vembed.training.timing import RankMeter, seconds_of_parts
@@ -72,8 +73,10 @@ class Trainer:
     output_keys: OutputKeys  # when it logs and saves
     evaluation_keys: EvaluationKeys  # what chooses the best checkpoint, and when to stop early
     seed: int
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def __post_init__(self) -> None:
+        self.updater.own_rate = self.state.learning_rate
         self._meter = RankMeter(self.ranks, self.source.device)
         self._last_save = time.monotonic()
         self._last_saved: int | None = None  # step, whatever became of its save
@@ -87,30 +90,63 @@ class Trainer:
         Raises:
             PreemptedError: A signal came; a checkpoint of the present step is saved.
             NonFiniteError: The numbers went bad, and the policy is to stop.
+            Exception: What a callback has raised; a checkpoint of the present step is saved.
         """
         state = self.state
         try:
             baseline = self.evaluations.baseline()
             if self._evaluate_if_due():  # the one that the run was stopped in
                 self._save(best=True)
+            self._raise_failure()
             for step in self._steps():
-                self._log(self._train_step(step))
+                measured = self._train_step(step)
+                self._log(measured)
+                self._ask(
+                    StepEvent(state.step, self.plan.steps.total, measured["loss"], measured["learning_rate"], measured)
+                )
                 is_best = self._evaluate_if_due()
                 if self._saves_at(state.step) or is_best:
                     self._save(best=is_best, is_last=state.step == self.plan.steps.total)
+                self._raise_failure()
                 self.stop.poll()
-                if self._stops_early():
+                if self._is_over():
                     break
         except PreemptedError:
             self._save(best=False)
             raise
         if self._last_saved != state.step:
             self._save(best=False, is_last=True)
+        self._raise_failure()
         return baseline
+
+    def _ask(self, event: StepEvent | EvaluationEvent) -> None:
+        """Tell the callbacks, and keep what they decide in the state, which every checkpoint has."""
+        decision = self.callbacks.ask(event, self.ranks)
+        if decision.stop is not None:
+            self.state.stopped = decision.stop
+        if decision.learning_rate is not None:
+            self.state.learning_rate = self.updater.own_rate = decision.learning_rate
+
+    def _raise_failure(self) -> None:
+        """End the run where a callback failed, with a checkpoint of the present step."""
+        failure = self.callbacks.failure
+        if failure is None:
+            return
+        if self._last_saved != self.state.step:
+            self._save(best=False)
+        failure.add_note(f"raised by a callback; the run is saved at step {self.state.step}, and the same call goes on")
+        raise failure
+
+    def _is_over(self) -> bool:
+        """Return whether a callback, or a dev metric that stands still, has ended the training."""
+        if self.state.stopped is None:
+            return self._stops_early()
+        _log.info("stopped at step %d by a callback: %s", self.state.step, self.state.stopped)
+        return True
 
     def _steps(self) -> tqdm[int]:
         """Return the steps still to do, counted from 0, with a progress bar on a terminal."""
-        first = self.state.step if not self._stops_early() else self.plan.steps.total
+        first = self.state.step if not self._is_over() else self.plan.steps.total
         steps = range(first, self.plan.steps.total)
         total = self.plan.steps.total
         hidden = not (self.ranks.is_first and sys.stderr.isatty())
@@ -123,7 +159,7 @@ class Trainer:
         totals = self._accumulate(step)
         with self.engine.stopwatch.part("update"):
             grad_norm = self.updater.gradient_norm()
-        learning_rate = self.updater.schedule.learning_rate(step)
+        learning_rate = self.updater.learning_rate(step)
         temperature = self.engine.loss.temperature
         facts = StepFacts(step + 1, totals.loss, grad_norm, totals.record_ids, temperature, self.updater.module_norms)
         if math.isfinite(totals.loss) and self.updater.overflowed(grad_norm):
@@ -215,7 +251,9 @@ class Trainer:
         result = self.evaluations.at_step(state.step)
         for tracker in self.trackers:
             tracker.log_evaluation(state.step, result.metrics)
-        return state.record(result.metrics, self.evaluation_keys.metric_for_best_model)
+        is_best = state.record(result.metrics, self.evaluation_keys.metric_for_best_model)
+        self._ask(EvaluationEvent(state.step, result.metrics, is_best, tuple(state.evaluations)))
+        return is_best
 
     def _stops_early(self) -> bool:
         """Return whether the dev metric has stood still for as long as the user would wait."""
@@ -243,5 +281,7 @@ class Trainer:
         return self.ranks.any(due, self.source.device)
 
     def _save(self, *, best: bool, is_last: bool = False) -> None:
-        self.checkpoints.save(self.state, best=best, is_last=is_last)
+        folder = self.checkpoints.save(self.state, best=best, is_last=is_last)
+        if folder is not None:  # of all ranks or of none
+            self.callbacks.ask(SaveEvent(self.state.step, folder), self.ranks)
         self._last_save, self._last_saved = time.monotonic(), self.state.step

@@ -25,6 +25,7 @@ from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.output_lock import FolderInUseError, hold_output
 from vembed.plan.explain import explain
 from vembed.plan.table import comparison
+from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.checks import dry_run, refuse_batch_norm
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
@@ -83,6 +84,7 @@ def run_from_config(
     notes: Sequence[str] = (),
     watchdog: Watchdog | None = None,
     stop: StopSignal | None = None,
+    callbacks: Callbacks | None = None,
 ) -> RunResult | None:
     """Run what a configuration describes.
 
@@ -94,6 +96,7 @@ def run_from_config(
         notes: What the plan says first: keys of other trainers, and what they come to here.
         watchdog: Of whoever reports how this process ends.
         stop: The signals that this process has been taking; None takes them while the loop runs.
+        callbacks: What a Python caller wants to be told and asked.
 
     Returns:
         The verdict and results of the run; None unless `mode` is "train".
@@ -103,7 +106,7 @@ def run_from_config(
     """
     watchdog = watchdog or Watchdog()
     try:
-        return _run(config, mode, command, sources or {}, tuple(notes), watchdog, stop)
+        return _run(config, mode, command, sources or {}, tuple(notes), watchdog, stop, callbacks or Callbacks())
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}{watchdog.words}") from stopped
     except (RuntimeError, MemoryError) as error:
@@ -121,6 +124,7 @@ def _run(
     notes: tuple[str, ...],
     watchdog: Watchdog,
     stop: StopSignal | None,
+    callbacks: Callbacks,
 ) -> RunResult | None:
     given, (config, launcher, asked) = config, under_launcher(config, sources)
     output = OutputFolder(Path(config.output_dir))
@@ -132,7 +136,7 @@ def _run(
         plans_only=mode == "plan",
         watchdog=watchdog,
     )
-    runtime.ranks.require_equal({**hashed_values(config), **package_versions()})
+    runtime.ranks.require_equal({**hashed_values(config), **package_versions(), "callbacks": callbacks.names})
     with ExitStack() as stack, ExitStack() as starting:
         starting.enter_context(collector_paused())
         if not runtime.ranks.is_first:
@@ -172,7 +176,7 @@ def _run(
         runtime.ranks.from_first(lambda: needs.refuse_small(free, output.path, config, may_adapt=may_adapt))
         runtime.ranks.from_first(lambda: _write_settings(run, given))
         starting.close()
-        return _train(run, command, stop)
+        return _train(run, command, stop, callbacks)
 
 
 def _dry_run(run: Run) -> None:
@@ -198,9 +202,13 @@ def _only_warnings() -> Iterator[None]:
 def _claim(config: Config, output: OutputFolder, mode: Mode, *, is_fresh: bool) -> None:
     """Make the output folder ready, or refuse it."""
     if mode == "train" and is_fresh:
-        sources = [source.path for source in config.data or ()]
-        read = filter(None, (config.data_path, config.val_data_path, config.test_data_path, *sources))
-        output.start_fresh(overwrite=config.overwrite_output_dir, data=[Path(path) for path in read])
+        read = (
+            config.data_path,
+            config.val_data_path,
+            config.test_data_path,
+            *(each.path for each in config.data or ()),
+        )
+        output.start_fresh(overwrite=config.overwrite_output_dir, data=[Path(path) for path in read if path])
     elif mode == "plan":
         output.refuse_other_files()
 
@@ -309,7 +317,7 @@ def _check(checkpoint: LoadedCheckpoint) -> None:
     check_decisions(checkpoint)
 
 
-def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
+def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks) -> RunResult:
     """Run the loop from where it stands, and finish."""
     config = run.config
     run.runtime.watchdog.words.doing = "choosing batches"
@@ -358,6 +366,7 @@ def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
                     output_keys=config,
                     evaluation_keys=config,
                     seed=config.seed,
+                    callbacks=callbacks,
                 )
                 baseline = trainer.run()
         finally:
@@ -377,4 +386,8 @@ def _train(run: Run, command: str, stop: StopSignal | None) -> RunResult:
             machine=run.runtime.machine,
             command=command,
         )
-        return finish_run(finish, state, baseline)
+        result = finish_run(finish, state, baseline)
+        callbacks.ask(EndEvent(result), ranks)
+        if callbacks.failure is not None:
+            raise callbacks.failure
+        return result

@@ -1,0 +1,102 @@
+"""Callbacks of a run: they hear it, stop it, set its rate, survive a resume, and may fail."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import vembed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.slow]
+
+WORDS = ("red", "blue", "green", "white", "black", "fox", "tree", "car")
+ROWS = [{"query": f"a {one} {two}", "positive": f"{one[::-1]} {two[::-1]}"} for one in WORDS for two in WORDS]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, Any]:
+    return {
+        "model": "builtin:ngram-bag",
+        "data": ROWS[:48],
+        "val_data": ROWS[48:],
+        "output_dir": tmp_path / "out",
+        "batch_size": 16,
+        "max_steps": 6,
+        "learning_rate": 1e-2,
+        "scheduler_type": "constant",
+        "warmup_ratio": 0.0,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "bm25": False,
+        "report_to": "none",
+    }
+
+
+def rates(folder: Path) -> list[float]:
+    return [json.loads(line)["learning_rate"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_heard_from_the_first_evaluation_to_the_result(keys: dict[str, Any], tmp_path: Path) -> None:
+    heard: list[Any] = []
+    result = vembed.train(**keys, callbacks=[heard.append])
+    kinds = [(type(event).__name__, getattr(event, "step", None)) for event in heard]
+    assert kinds[:2] == [("EvaluationEvent", 0), ("StepEvent", 1)]
+    assert [step for kind, step in kinds if kind == "StepEvent"] == [1, 2, 3, 4, 5, 6]
+    assert [step for kind, step in kinds if kind == "EvaluationEvent"] == [0, 2, 4, 6]
+    assert ("SaveEvent", 6) in kinds
+    assert all(event.folder.is_dir() for event in heard if isinstance(event, vembed.SaveEvent) and event.step == 6)
+    assert isinstance(heard[-1], vembed.EndEvent)
+    assert heard[-1].result.verdict == result.verdict
+    last = next(event for event in reversed(heard) if isinstance(event, vembed.EvaluationEvent))
+    assert [step for step, _ in last.history] == [0, 2, 4, 6]
+
+
+def test_a_decision_holds_after_a_failure_and_the_resume_repeats_the_run_that_had_none(
+    keys: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vembed")
+
+    def halve(event: object) -> object:
+        if isinstance(event, vembed.StepEvent) and event.step == 2:
+            return vembed.LearningRate(event.learning_rate / 2)
+        return vembed.Stop("reached step 5") if isinstance(event, vembed.StepEvent) and event.step == 5 else None
+
+    class Fails:
+        def on_step(self, event: vembed.StepEvent) -> None:
+            if event.step == 3:
+                raise KeyError("a mistake of mine")
+
+    vembed.train(**keys, callbacks=[halve])
+    assert rates(tmp_path / "out") == [1e-2, 1e-2, 5e-3, 5e-3, 5e-3], (
+        "the rate is set from step 3, and step 6 is not done"
+    )
+    assert "stopped at step 5 by a callback: reached step 5" in caplog.text
+    again = keys | {"output_dir": tmp_path / "again"}
+    with pytest.raises(KeyError, match="a mistake of mine") as failed:
+        vembed.train(**again, callbacks=[halve, Fails()])
+    assert "the run is saved at step 3" in failed.value.__notes__[0]
+    vembed.train(**again, callbacks=[halve])
+    assert rates(tmp_path / "again") == rates(tmp_path / "out")
+    weights = [(tmp_path / name / "model/model.safetensors").read_bytes() for name in ("out", "again")]
+    assert weights[0] == weights[1]
+    vembed.train(**again)
+    assert len(rates(tmp_path / "again")) == 5, "a run that a callback ended stays ended"
+
+
+def test_the_early_stopping_of_the_documentation(keys: dict[str, Any], tmp_path: Path) -> None:
+    class StopsAt:
+        def __init__(self, target: float) -> None:
+            self.target = target
+
+        def on_evaluation(self, event: vembed.EvaluationEvent) -> vembed.Stop | None:
+            reached = event.metrics["ndcg@10"] >= self.target
+            return vembed.Stop(f"ndcg@10 reached {self.target}") if reached else None
+
+    vembed.train(**keys, callbacks=[StopsAt(0.0)])
+    assert not (tmp_path / "out/metrics.jsonl").exists() or rates(tmp_path / "out") == []
+    assert (tmp_path / "out/model").is_dir()

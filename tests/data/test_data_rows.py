@@ -226,15 +226,41 @@ def test_unknown_columns_are_ignored_and_named_once(write_jsonl: WriteJsonl) -> 
     assert load_records(str(write_jsonl([GOOD])), TRAIN).notes == ()
 
 
-def test_the_first_twenty_problems_and_the_count_are_listed(write_jsonl: WriteJsonl) -> None:
-    rows: list[Any] = [GOOD] + [{"query": "", "positive": "p"}] * 33
+def test_rows_with_one_problem_are_one_line(write_jsonl: WriteJsonl) -> None:
+    bad = {"query": "", "positive": "p"}
+    with pytest.raises(DataError) as caught:
+        load_records(str(write_jsonl([GOOD, *[bad] * 33, "{"])), TRAIN)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("34 invalid rows in ")
+    assert lines[1] == "  train.jsonl:2, 3, 4 and 30 more rows: query: empty text"
+    assert lines[2].startswith("  train.jsonl:35: bad JSON")
+    assert "max_invalid_records: 34" in lines[3]
+    with pytest.raises(DataError, match=r"  all 33 rows, the first train.jsonl:1: query: empty text\n"):
+        load_records(str(write_jsonl([bad] * 33)), TRAIN)
+    with pytest.raises(DataError, match=r"  train.jsonl:1, 3: query: empty text\n"):
+        load_records(str(write_jsonl([bad, GOOD, bad])), TRAIN)
+
+
+def test_problems_that_differ_by_a_value_are_one_line_with_the_first(write_jsonl: WriteJsonl) -> None:
+    rows: list[Any] = [{"caption": "c", "image": f"{number}.png"} for number in range(300)]
     with pytest.raises(DataError) as caught:
         load_records(str(write_jsonl(rows)), TRAIN)
     lines = str(caught.value).splitlines()
-    assert lines[0].startswith("33 invalid rows in ")
-    assert lines[1:21] == [f"  train.jsonl:{n}: query: empty text" for n in range(2, 22)]
-    assert lines[21] == "  ... and 13 more"
-    assert "max_invalid_records: 33" in lines[22]
+    assert lines[1].startswith("  all 300 rows, the first train.jsonl:1: image: '0.png': no such file in")
+    assert len(lines) == 3
+    with pytest.raises(DataError, match=r"train.jsonl:2, 3, 4 and 297 more rows, the first: image: '0.png': no such"):
+        load_records(str(write_jsonl([{"caption": "c", "image": "https://x"}, *rows])), TRAIN)
+
+
+def test_the_first_twenty_kinds_of_problems_and_the_count_are_listed(write_jsonl: WriteJsonl) -> None:
+    names = [chr(ord("a") + number) for number in range(25)]
+    rows: list[Any] = [{**GOOD, f"bad_{name}": ""} for name in names for _ in range(2)]
+    with pytest.raises(DataError) as caught:
+        load_records(str(write_jsonl(rows)), TRAIN)
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("50 invalid rows in ")
+    assert lines[1:21] == [f"  train.jsonl:{2 * n + 1}, {2 * n + 2}: bad_{names[n]}: empty text" for n in range(20)]
+    assert lines[21] == "  ... and 10 more rows"
 
 
 def test_skip_drops_counts_and_names_up_to_the_budget(write_jsonl: WriteJsonl) -> None:

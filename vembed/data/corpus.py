@@ -199,10 +199,7 @@ class Corpus:
             try:
                 yield from self._checked(row, where, known, images)
             except _RowFault as fault:
-                if fault.column is None:
-                    self._log.add_alike(where, fault.reason)
-                else:
-                    self._log.add(where, fault.reason, column=fault.column)
+                self._log.add(where, fault.reason, column=fault.column)
 
     def _rows(self, file: Path) -> Iterator[RawRow]:
         if file.name.lower().endswith(TEXT_FILES):

@@ -7,12 +7,15 @@ counted and named, and one more refuses the source. A path that leads out of the
 from __future__ import annotations
 
 import re
+from itertools import islice
+from typing import NamedTuple
 
 from vembed.errors import DataError
 from vembed.text import cut
 
 MAX_LISTED = 20
 MAX_LISTED_IN_NOTE = 3
+MAX_PLACES = 3
 MAX_KINDS = 1_000
 MOST_SHOWN = 2_000
 """Characters of what is listed of one row."""
@@ -21,17 +24,41 @@ _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d[\d,.]*")
 """What differs from row to row in a reason: quoted values and numbers."""
 
 
+_MISSING = "missing"
+"""What the reason of a missing column begins with; what else it says differs from row to row."""
+
+
+class Kind(NamedTuple):
+    """The rows with which the same is wrong, but for what differs from row to row."""
+
+    size: int
+    first: list[tuple[str, str]]  # (`file:line`, reason) of the first few
+    is_same: bool  # whether all have one reason to the letter
+
+    def line(self, column: str, num_rows: int | None) -> str:
+        """Return what is wrong in one line: "t.csv:3, 7, 9 and 41 more rows: query: empty text"."""
+        where, reason = self.first[0]
+        if self.size == num_rows and self.size > 1:
+            where = f"all {num_rows:,} rows, the first {where}"
+        elif self.size > 1:
+            more = f" and {plural(self.size - len(self.first), 'more row')}" if self.size > len(self.first) else ""
+            where = _places([place for place, _ in self.first]) + more + ("" if self.is_same else ", the first")
+        return cut(f"{where}: {f'{cut(column)}: ' if column else ''}{reason}", MOST_SHOWN)
+
+
 class ProblemLog:
-    """Count the invalid rows of one source; keep the first few.
+    """Count the invalid rows of one source by what is wrong with them; keep the first few of each kind.
 
     Args:
         skips: Most invalid rows that may be dropped; None refuses the source for any.
+
+    Attributes:
+        kinds: By (column, reason without what differs from row to row), in the order met.
     """
 
     def __init__(self, skips: int | None = None) -> None:
         self._skips = skips
-        self._listed: list[str] = []
-        self._alike: dict[str, list[int]] = {}  # reason -> its line in the list, and how many rows it stands for
+        self.kinds: dict[tuple[str, str], Kind] = {}
         self._num_never_dropped = 0
         self.count = 0
 
@@ -40,59 +67,58 @@ class ProblemLog:
         """Whether the source is lost already, so that its valid rows need not be kept."""
         return self.count > (self._skips or 0) or self._num_never_dropped > 0
 
-    @property
-    def lists_next(self) -> bool:
-        """Whether the next invalid row will be shown, so that its reason is worth finding words for."""
-        return len(self._listed) < MAX_LISTED
-
-    def add_alike(self, where: str, reason: str) -> None:
-        """Note a row with what is usually wrong in every row of a file: listed once, with how many rows there are."""
-        if reason in self._alike:
-            self.count += 1
-            self._alike[reason][1] += 1
-        else:
-            if self.lists_next:
-                self._alike[reason] = [len(self._listed), 1]
-            self.add(where, reason)
+    def lists_missing(self, column: str) -> bool:
+        """Return whether the next row without a column will be shown, so that its reason is worth finding words for."""
+        return (column, _MISSING) not in self.kinds
 
     def add(self, where: str, reason: str, *, column: str | None = None, may_drop: bool = True) -> None:
         """Note one invalid row.
 
         Args:
             where: `file:line`.
+            reason: Empty for a missing column after the first row without it.
             column: The column at fault, None for the row as a whole.
             may_drop: Whether it may be dropped; False refuses the source.
         """
         self.count += 1
         self._num_never_dropped += not may_drop
-        if self.lists_next:
-            self._listed.append(cut(f"{where}: {f'{cut(column)}: ' if column else ''}{reason}", MOST_SHOWN))
+        reason = cut(reason, MOST_SHOWN) or _MISSING
+        general = _MISSING if reason.startswith(_MISSING) else _VARIABLE.sub("...", reason)
+        name = (column or "", general)
+        if name not in self.kinds and len(self.kinds) >= MAX_KINDS:
+            name = ("", "other problems")
+        known = self.kinds.get(name, Kind(0, [], is_same=True))
+        is_same = known.is_same and (general == _MISSING or not known.first or known.first[0][1] == reason)
+        first = known.first if len(known.first) >= MAX_PLACES else [*known.first, (where, reason)]
+        self.kinds[name] = Kind(known.size + 1, first, is_same)
 
-    def check(self, source: str) -> None:
+    def check(self, source: str, num_rows: int | None = None) -> None:
         """Refuse the source when its invalid rows are over the budget.
+
+        Args:
+            num_rows: Of the source, valid or not.
 
         Raises:
             DataError: With the first problems and how many there are.
         """
         if self.refused:
-            raise DataError(f"{self.listing(source)}\n{self._fix()}")
+            raise DataError(f"{self.listing(source, num_rows)}\n{self._fix()}")
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence about the rows that were dropped, or nothing."""
         if not self.count:
             return ()
-        rest = "; ..." if self.count > MAX_LISTED_IN_NOTE else ""
-        return (f"{plural(self.count, 'invalid row')} dropped: {'; '.join(self._listed[:MAX_LISTED_IN_NOTE])}{rest}.",)
+        lines = [kind.line(column, None) for (column, _), kind in islice(self.kinds.items(), MAX_LISTED_IN_NOTE)]
+        rest = "; ..." if len(self.kinds) > MAX_LISTED_IN_NOTE else ""
+        return (f"{plural(self.count, 'invalid row')} dropped: {'; '.join(lines)}{rest}.",)
 
-    def listing(self, source: str) -> str:
-        """Return the first problems, one a line, and how many there are."""
+    def listing(self, source: str, num_rows: int | None = None) -> str:
+        """Return what is wrong, a line for each kind, and how many rows there are."""
         lines = [f"{plural(self.count, 'invalid row')} in {source}:"]
-        lines += [f"  {problem}" for problem in self._listed]
-        for place, rows in self._alike.values():
-            lines[1 + place] += f" (and {plural(rows - 1, 'row')} alike)" if rows > 1 else ""
-        told = len(self._listed) + sum(rows - 1 for _, rows in self._alike.values())
-        if self.count > told:
-            lines.append(f"  ... and {self.count - told:,} more")
+        listed = list(islice(self.kinds.items(), MAX_LISTED))
+        lines += [f"  {kind.line(column, num_rows)}" for (column, _), kind in listed]
+        if (rest := self.count - sum(kind.size for _, kind in listed)) > 0:
+            lines.append(f"  ... and {plural(rest, 'more row')}")
         return "\n".join(lines)
 
     def _fix(self) -> str:
@@ -104,45 +130,22 @@ class ProblemLog:
 
 
 class AllProblems(ProblemLog):
-    """Drop all invalid rows whatever their number, and keep what is wrong with them by kind, for a check of the data.
-
-    Attributes:
-        kinds: (column, reason without what differs from row to row) -> number of rows, and the first few as
-            (`file:line`, reason).
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds: dict[tuple[str, str], tuple[int, list[tuple[str, str]]]] = {}
+    """Drop all invalid rows whatever their number, for a check of the data."""
 
     @property
     def refused(self) -> bool:
         """The source is never lost."""
         return False
 
-    def add_alike(self, where: str, reason: str) -> None:
-        """Note a row as any other."""
-        self.add(where, reason)
 
-    def add(self, where: str, reason: str, *, column: str | None = None, may_drop: bool = True) -> None:
-        """Note one invalid row, and count its kind."""
-        super().add(where, reason, column=column, may_drop=may_drop)
-        reason = cut(reason or "missing", MOST_SHOWN)
-        general = "missing" if reason.startswith("missing") else _VARIABLE.sub("...", reason)
-        kind = (column or "", general)
-        if kind not in self.kinds and len(self.kinds) >= MAX_KINDS:
-            kind = ("", "other problems")
-        count, first = self.kinds.get(kind, (0, []))
-        self.kinds[kind] = (count + 1, first if len(first) >= MAX_LISTED_IN_NOTE else [*first, (where, reason)])
-
-    def listing(self, source: str) -> str:
-        """Return the first row of each kind, the most frequent first, and how many there are."""
-        lines = [f"{plural(self.count, 'invalid row')} in {source}:"]
-        for (column, _), (count, first) in sorted(self.kinds.items(), key=lambda each: -each[1][0])[:MAX_LISTED]:
-            where, reason = first[0]
-            more = f" (and {plural(count - 1, 'row')} alike)" if count > 1 else ""
-            lines.append(f"  {where}: {f'{cut(column)}: ' if column else ''}{reason}{more}")
-        return "\n".join(lines)
+def _places(places: list[str]) -> str:
+    """Return some `file:line`s in a row, a file once: "a.csv:3, 7, b.csv:1"."""
+    shown, last = [], ""
+    for place in places:
+        file, colon, line = place.rpartition(":")
+        shown.append(line if colon and file == last else place)
+        last = file
+    return ", ".join(shown)
 
 
 def plural(count: int, noun: str, many: str | None = None) -> str:

@@ -321,7 +321,7 @@ class _Loader:
         self.columns.check_mapping(source, trains=self._options.role == "train")
         self._check_missing(source)
         self._unclear.check()
-        self._log.check(source)
+        self._log.check(source, self._num_rows)
         if not len(self._writer):
             msg = f"all {plural(self._num_rows, 'row')} of {source} are invalid: {self._log.notes()[0]}"
             raise DataError(msg)
@@ -344,8 +344,8 @@ class _Loader:
         reason = fault.reason
         if fault.missing:
             self._num_missing[fault.column] += 1
-            reason = self.columns.missing(fault.column, row) if self._log.lists_next else ""
+            reason = self.columns.missing(fault.column, row) if self._log.lists_missing(fault.column) else ""
             if fault.reason:
                 self._needed.setdefault(fault.column, (f"{where}: ", f"; {fault.reason}"))
-                reason = f"{reason}; {fault.reason}"
+                reason = f"{reason}; {fault.reason}" if reason else ""
         self._log.add(where, reason, column=fault.column, may_drop=not fault.escapes)

@@ -88,9 +88,9 @@ def broken_rows(source: Source) -> list[Finding]:
     if not problems.count:
         return []
     examples = [
-        (f"{count:,}", column, where, reason)
-        for (column, _), (count, first) in sorted(problems.kinds.items(), key=lambda each: -each[1][0])
-        for where, reason in first
+        (f"{kind.size:,}", column, where, reason)
+        for (column, _), kind in sorted(problems.kinds.items(), key=lambda each: -each[1].size)
+        for where, reason in kind.first
     ]
     return [
         Finding(

@@ -177,6 +177,9 @@ def test_arrangements_and_sources_go_together() -> None:
     for batch in epoch_batches(sampler, 0):
         assert len(set(labels[batch])) == 2
         assert len({label.partition(":")[0] for label in labels[batch]}) == 1
+    few = RecordTable.joined([tables[0], table_of("b", 80, label=["one class"] * 80)])
+    with pytest.raises(DataError, match="holds 2 classes, and the smallest of the sources has 1"):
+        build_sampler(Config.model_validate(keys), few, 8)
     sampler = build_sampler(Config.model_validate({**base, "batch_sampling": "no_duplicates"}), records, 8)
     assert all(len(set(batch.tolist())) == len(batch) for batch in epoch_batches(sampler, 0))
     assert sum(map(len, epoch_batches(sampler, 0))) == 120

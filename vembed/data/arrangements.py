@@ -146,29 +146,32 @@ class ByClass:
     per_class: int  # rows of each class in a batch
 
     @classmethod
-    def of_records(cls, records: RecordTable, per_class: int, batch_size: int) -> ByClass:
+    def of_records(cls, records: RecordTable, per_class: int, batch_size: int, *, single: bool = False) -> ByClass:
         """Number the classes of records.
+
+        Args:
+            single: Whether every batch is of one source.
 
         Raises:
             DataError: A record has no class, or there are too few classes for a batch.
         """
-        numbers: dict[str | int, int] = {}
-        classes = []
-        for record in records:
-            if record.label is None:
-                raise DataError(
-                    f"{record.location}: batch_sampling classes needs the class of every row, and this one has no "
-                    f"label; add the column label, with label_kind: class for numbers"
-                )
-            classes.append(numbers.setdefault(record.label, len(numbers)))
-        wanted = batch_size // per_class
-        if len(numbers) < wanted:
+        classes, _ = records.classes
+        without = np.flatnonzero(classes < 0)
+        if len(without):
+            raise DataError(
+                f"{records[int(without[0])].location}: batch_sampling classes needs the class of every row, and this "
+                f"one has no label; add the column label, with label_kind: class for numbers"
+            )
+        wanted, sources = batch_size // per_class, records.sources if single else np.zeros_like(classes)
+        fewest = min(len(np.unique(classes[sources == source])) for source in np.unique(sources).tolist())
+        if fewest < wanted:
+            whose = "the smallest of the sources has" if single else "the data have"
             raise DataError(
                 f"batch_sampling classes: a batch of {batch_size} with {per_class} rows of each class holds {wanted} "
-                f"classes, and the data have {len(numbers)}; lower the batch size to {per_class * len(numbers)}, or "
-                f"raise samples_per_class to {-(-batch_size // len(numbers))}"
+                f"classes, and {whose} {fewest}; lower the batch size to {per_class * fewest}, or "
+                f"raise samples_per_class to {-(-batch_size // fewest)}"
             )
-        return cls(np.array(classes, dtype=np.int64), per_class)
+        return cls(classes, per_class)
 
     def batches(
         self, rows: NDArray[np.int64], generator: np.random.Generator, starts: NDArray[np.int64]

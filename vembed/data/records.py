@@ -238,6 +238,19 @@ class RecordTable:
         return self._columns[name].take(pa.array(self._rows))
 
     @cached_property
+    def classes(self) -> tuple[NDArray[np.int64], list[str | int]]:
+        """The number of each record's class, -1 without one, and the classes by number."""
+        names, numbers_N = list[str | int](), np.full(len(self), -1, dtype=np.int64)
+        for name in ("label_text", "label_number"):
+            labels = self.column(name)
+            if labels.null_count < len(labels):
+                coded = labels.dictionary_encode()
+                numbers = coded.indices.fill_null(-1).to_numpy().astype(np.int64)
+                numbers_N = np.where(numbers >= 0, numbers + len(names), numbers_N)
+                names += coded.dictionary.to_pylist()
+        return numbers_N, names
+
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) over the content of all records in order; where they came from doesn't count.
 

@@ -112,7 +112,7 @@ def _graded(source: Source, pairs: Pairs, places: NDArray[np.int64], scores: NDA
 
 def _classes(source: Source) -> list[Finding]:
     """Find queries of two classes, and classes of one row."""
-    classes_N, names = source.classes
+    classes_N, names = source.table.classes
     labelled = np.flatnonzero(classes_N >= 0)
     if not len(labelled):
         return []

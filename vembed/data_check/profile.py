@@ -75,7 +75,7 @@ def profile_of(source: Source, tokens: Mapping[str, NDArray[np.int32]] | None) -
         counts = np.bincount(facts.scripts_I[numbers], minlength=len(SCRIPTS)) if len(numbers) else np.zeros(0, int)
         order = [place for place in np.argsort(-counts, kind="stable").tolist() if counts[place]]
         scripts[side] = {SCRIPTS[place]: int(counts[place]) for place in order}
-    classes_N, names = source.classes
+    classes_N, names = source.table.classes
     counts = np.bincount(classes_N[classes_N >= 0], minlength=len(names))
     largest = np.argsort(-counts, kind="stable")[:MOST_CLASSES]
     return Profile(

@@ -122,19 +122,6 @@ class Source:
         return facts
 
     @cached_property
-    def classes(self) -> tuple[NDArray[np.int64], list[str | int]]:
-        """The number of each record's class, -1 without one, and the classes by number."""
-        names, numbers_N = list[str | int](), np.full(len(self.table), -1, dtype=np.int64)
-        for name in ("label_text", "label_number"):
-            labels = self.table.column(name)
-            if labels.null_count < len(labels):
-                coded = labels.dictionary_encode()
-                numbers = coded.indices.fill_null(-1).to_numpy().astype(np.int64)
-                numbers_N = np.where(numbers >= 0, numbers + len(names), numbers_N)
-                names += coded.dictionary.to_pylist()
-        return numbers_N, names
-
-    @cached_property
     def scores(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """(position of the record, score) of all listed pairs: of its positives, then of its negatives."""
         import pyarrow.compute as pc

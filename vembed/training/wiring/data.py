@@ -16,7 +16,6 @@ from vembed.errors import DataError
 from vembed.training.inputs import load_run_data
 
 if TYPE_CHECKING:
-    from vembed.config.keys.sampling import SamplingKeys
     from vembed.config.keys.sources import SourceKeys
     from vembed.config.schema import Config
     from vembed.data.arrangements import Arrangement
@@ -108,11 +107,11 @@ def prompted(keys: SourceKeys, encoder: Encoder) -> tuple[Encoder, ...]:
     return tuple(encoder.with_prompts(source.prompts) if source.prompts else encoder for source in keys.data or ())
 
 
-def _arrangement(keys: SamplingKeys, records: RecordTable, batch_size: int) -> Arrangement | None:
+def _arrangement(keys: Config, records: RecordTable, batch_size: int) -> Arrangement | None:
     if keys.batch_sampling == "no_duplicates":
         return WithoutRepeats(Contents.of_records(records))
     if keys.batch_sampling == "classes":
-        return ByClass.of_records(records, keys.samples_per_class, batch_size)
+        return ByClass.of_records(records, keys.samples_per_class, batch_size, single=keys.source_batches == "single")
     return None
 
 

@@ -235,7 +235,7 @@ def test_a_model_counts_tokens_and_finds_unlabelled_answers(bag: Path, tmp_path:
     found = {each.kind: each for each in check.findings}
     unlabelled = found["probable_false_negatives"]
     planted = {(rows[number]["query"], f"{rows[number]['query']} karan") for number in range(0, 20, 2)}
-    assert unlabelled.count <= 12
+    assert 8 <= unlabelled.count <= 12
     assert len(planted & {(example[0], example[3]) for example in unlabelled.examples}) >= 8
     assert found["negatives_above_positives"].count == 1
     assert check.profile.unit == "tokens"
@@ -297,4 +297,6 @@ def test_scifact_has_near_leaks_and_no_exact_ones(real_data: Path, tmp_path: Pat
     found = {each.kind: each.count for each in check("test").findings}
     assert "leaked_queries" not in found
     assert (found["near_leaked_queries"], found["leaked_documents"]) == (57, 181)
-    assert "leaked_documents" not in {each.kind for each in check("test_unseen").findings}
+    unseen = check("test_unseen")
+    assert not {each.kind for each in unseen.findings if "leaked" in each.kind}
+    assert any("(test_unseen): none of its" in note for note in unseen.notes)

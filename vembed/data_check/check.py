@@ -13,6 +13,7 @@ from vembed.data_check.pictures import check_pictures
 from vembed.data_check.profile import odd_texts, profile_of
 from vembed.data_check.source import Source
 from vembed.errors import ExitCode
+from vembed.evaluation.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,9 +64,14 @@ def check_data(
     notes, findings = list(source.notes), broken_rows(source)
     for number, (name, test_options) in enumerate(against.items()):
         (folder / f"against-{number}").mkdir()
-        test = Source.read(name, test_options, folder / f"against-{number}")
-        notes += [f"{name}: {note}" for note in test.notes]
-        findings += [*broken_rows(test), *leaks(source, test)]
+        label = f"{name} ({test_options.split})" if test_options.split else name
+        test = Source.read(name, test_options, folder / f"against-{number}", label)
+        notes += [f"{label}: {note}" for note in test.notes]
+        leaked = leaks(source, test)
+        if not leaked:
+            sizes = plural(len(test.queries), "query", "queries"), plural(len(test.positives), "answer")
+            notes.append(f"{label}: none of its {sizes[0]} and {sizes[1]} is in the training data.")
+        findings += [*broken_rows(test), *leaked]
     findings += [*contradictions(source), *check_pictures(source, options.image_limits)]
     tokens, texts = None, odd_texts(source)
     if encode is not None:

@@ -79,7 +79,7 @@ def exact_duplicates(source: Source) -> list[Finding]:
             len(again),
             "pair that repeats an earlier pair",
             "pairs that repeat an earlier pair",
-            "They count double and leave less room for others. Keep one of each.",
+            "They count double, and a batch with both has one negative less. Keep one of each.",
             ("Row", "First in", "Query", "Positive"),
             list(places),
             len(pairs.rows_P),

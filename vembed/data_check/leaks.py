@@ -67,8 +67,8 @@ def _of_side(
         "number or name may make all the difference."
     )
     found: list[tuple[str, Severity, str, str, _Leak]] = [
-        (f"leaked_{noun}", severity, "that the training data have too", advice, exact),
-        (f"near_leaked_{noun}", "warning", "that the training data have with few changes", f"{look} {advice}", near),
+        (f"leaked_{noun}", severity, "also in the training data", advice, exact),
+        (f"near_leaked_{noun}", "warning", "almost in the training data", f"{look} {advice}", near),
     ]
     findings = []
     for kind, level, phrase, words, leak in found:

@@ -53,17 +53,18 @@ class ItemFacts:
 class Source:
     """A data set that has been read."""
 
-    name: str  # as the user gave it
+    name: str  # for people
     table: RecordTable
     notes: tuple[str, ...]  # of reading it
     problems: AllProblems
 
     @classmethod
-    def read(cls, path: str, options: SourceOptions, folder: Path) -> Source:
+    def read(cls, path: str, options: SourceOptions, folder: Path, name: str = "") -> Source:
         """Read a data set, however many of its rows are broken.
 
         Args:
             folder: Gets the rows; it is empty.
+            name: What to call it; by default as the path.
 
         Raises:
             VembedError: As `load_records`, where no row can be read.
@@ -76,7 +77,7 @@ class Source:
                 raise
             raise DataError(f"{error}\n{problems.listing(path)}") from error
         notes = tuple(note for note in loaded.notes if note not in problems.notes())
-        return cls(path, loaded.table, notes, problems)
+        return cls(name or path, loaded.table, notes, problems)
 
     def numbers(self, column: ItemColumn) -> NDArray[np.int64]:
         """Return the distinct items of a column, as numbers in the table's items."""

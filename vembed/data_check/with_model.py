@@ -81,26 +81,26 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
     model = shared_model_key(encode)
     queries = stored_vectors(task.queries, "query", encode, model, folder)
     documents = stored_vectors(task.documents, "document", encode, model, folder)
-    scores = np.where(mined.rows_Un >= 0, mined.scores_Un, -np.inf)
-    at, places = np.nonzero(scores > mined.positive_U[:, None])
+    above = np.flatnonzero((mined.rows_Un[:, 0] >= 0) & (mined.scores_Un[:, 0] > mined.positive_U))
     unlabelled = _finding(
         task,
         mined,
-        (at, mined.rows_Un[at, places], scores[at, places]),
+        (above, mined.rows_Un[above, 0], mined.scores_Un[above, 0]),
         "probable_false_negatives",
-        "unlabelled document that scores above the query's own positive",
-        "unlabelled documents that score above the query's own positive",
-        f"Of the {nearest} nearest without a label. {_estimated(mined)}As in-batch negatives they push right answers "
-        "away: try false_negative_filter.",
+        "query whose positives all score below an unlabelled document",
+        "queries whose positives all score below an unlabelled document",
+        f"{_estimated(mined)}As in-batch negatives those push right answers away: try false_negative_filter. A model "
+        "that knows the field badly puts wrong documents there too: look at the examples.",
+        of=len(task.queries),
     )
     rows, numbers = source.table.numbers("negatives")
     asked, given = task.query_of_record_N[rows], task.documents.rows_of(source.table.items.ids[numbers])
     of_pair = _pair_scores(queries, documents, asked, given)
-    above = np.flatnonzero(of_pair > mined.positive_U[asked])
+    higher = np.flatnonzero(of_pair > mined.positive_U[asked])
     negatives = _finding(
         task,
         mined,
-        (asked[above], given[above], of_pair[above]),
+        (asked[higher], given[higher], of_pair[higher]),
         "negatives_above_positives",
         "hard negative that scores above its positive",
         "hard negatives that score above their positive",
@@ -113,7 +113,10 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
 
 def _estimated(mined: Mined) -> str:
     found = estimate(mined.sample_positive_S, mined.sample_scores_SK, mined.sample_chosen_SK)
-    return "" if found is None else f"An estimated {100 * found.rate:.0f}% of those answer their query after all. "
+    if found is None:
+        return ""
+    nearest = mined.rows_Un.shape[1]
+    return f"Of the {nearest} nearest unlabelled documents of a query, an estimated {100 * found.rate:.1f}% answer it. "
 
 
 def _pair_scores(
@@ -135,7 +138,7 @@ def _finding(
     one: str,
     many: str,
     advice: str,
-    of: int = 0,
+    of: int,
 ) -> Finding:
     queries_F, documents_F, scores_F = found
     order = np.argsort(mined.positive_U[queries_F] - scores_F, kind="stable")  # those furthest above come first

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import vembed
 from vembed.errors import ConfigError, ExitCode
 from vembed.registry import COMMANDS
 
@@ -11,7 +12,8 @@ _USAGE = """usage: vembed [--plugins MODULE,...] COMMAND ...
 
 {listing}
 
-vembed COMMAND --help tells more. --plugins imports Python modules first, such as those that a model needs."""
+vembed help COMMAND tells more. vembed --version says which version this is. --plugins imports Python modules first,
+such as those that a model needs."""
 
 
 def main() -> int:
@@ -32,6 +34,11 @@ def _run(words: list[str]) -> int:
 
             import_plugins(words[1].split(",") if words[1:] else [])
             words = words[2:]
+        if words[:1] in (["--version"], ["-V"], ["version"]):
+            print(f"vembed {vembed.__version__}")  # noqa: T201
+            return ExitCode.OK
+        if words[:1] == ["help"]:
+            words = [*words[1:2], "--help"]
         if not words or words[0] in ("-h", "--help"):
             print(_USAGE.format(listing=_listing()))  # noqa: T201
             return ExitCode.OK if words else ExitCode.CONFIG

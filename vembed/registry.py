@@ -116,7 +116,10 @@ COMMANDS = Registry(
     "command",
     {
         name: f"vembed.entrypoints.{name}:main"
-        for name in ("train", "plan", "evaluate", "mine", "merge", "encode", "search", "doctor", "export", "data")
+        for name in (
+            *("init", "explain", "train", "plan", "evaluate", "mine", "merge", "encode", "search", "doctor", "export"),
+            "data",
+        )
     },
 )
 """`vembed NAME`; the first line of a function's docstring is what the list of commands says."""

@@ -27,8 +27,8 @@ data_path: builtin:stdlib-code
 learning_rate: 1e-4
 ```
 
-`vembed train CONFIG --validate` checks a file without training. Every problem is listed at once, with its line and its
-fix.
+`vembed train CONFIG --validate` checks a file, its paths and the columns of its data without training. Every problem of
+the file is listed at once, with its line and its fix. `vembed explain KEY` prints what stands here of a key.
 
 ## Precedence
 
@@ -75,20 +75,54 @@ def _section(title: str) -> str:
     section = SECTIONS[title]
     lines = [f"## {title}", "", (section.__doc__ or "").strip(), ""]
     lines += ["| Key | Values | Default | Unit | Meaning | Aliases | On resume |", "|---|---|---|---|---|---|---|"]
-    lines += [_row(name, key_schemas()[name]) for name in section_keys(title)]
+    lines += map(_row, section_keys(title))
     return "\n".join([*lines, ""])
 
 
-def _row(name: str, schema: Mapping[str, Any]) -> str:
-    cells = [
-        f"`{name}`",
-        expectation(schema),
-        f"`{_yaml(schema['default'])}`" if "default" in schema else "required",
-        schema.get("unit", ""),
-        schema["description"],
-        ", ".join(f"`{alias}`" for alias, targets in ALIASES.items() if name in targets),
-        schema["on_resume"],
-    ]
+def key_facts(name: str) -> dict[str, str]:
+    """Return what the reference says of a key: the column of its table -> the cell, in Markdown."""
+    schema = key_schemas()[name]
+    return {
+        "Values": expectation(schema),
+        "Default": f"`{_yaml(schema['default'])}`" if "default" in schema else "required",
+        "Unit": schema.get("unit", ""),
+        "Meaning": schema["description"],
+        "Aliases": ", ".join(f"`{alias}`" for alias, targets in ALIASES.items() if name in targets),
+        "On resume": schema["on_resume"],
+    }
+
+
+def example(name: str) -> Any:
+    """Return a value that a key takes: not its default where its type names another one."""
+    schema = key_schemas()[name]
+    default, members = schema.get("default"), schema.get("anyOf", (schema,))
+    named = [each for member in members for each in (*member.get("enum", ()), *member.get("choices", ()))]
+    if others := [each for each in (*schema.get("choices", ()), *named) if each not in (default, "auto")]:
+        return others[0]
+    if isinstance(default, bool):
+        return not default
+    if default not in (None, "auto", [], {}):
+        return default
+    return next(_of_type(each) for each in members if each.get("type") not in (None, "null") and "const" not in each)
+
+
+def _of_type(member: Mapping[str, Any]) -> Any:
+    """Return a value of a type of JSON, of several the first."""
+    member = member.get("anyOf", (member,))[0]
+    if "enum" in member:
+        return member["enum"][0]
+    if member["type"] == "array":
+        return [_of_type(member["items"])]
+    if member["type"] == "object":
+        inner = member.get("properties", {"NAME": member.get("additionalProperties")})
+        return {part: _of_type(inner[part]) for part in member.get("required", inner)}
+    if member["type"] == "number":
+        return member.get("maximum", member.get("exclusiveMaximum", 2.0)) / 2
+    return {"boolean": True, "integer": member.get("minimum", 1), "string": "NAME"}[member["type"]]
+
+
+def _row(name: str) -> str:
+    cells = [f"`{name}`", *key_facts(name).values()]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

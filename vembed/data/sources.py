@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.data.builtin import Rows
-    from vembed.data.columns import LossNeeds
+    from vembed.data.columns import ColumnsRead, LossNeeds
     from vembed.data.image_root import ImageRoot
     from vembed.data.records import RecordTable
     from vembed.data.tables import TableForm
@@ -97,16 +97,33 @@ def refuse_missing(path: str, options: SourceOptions) -> None:
             file.open("rb").close()
 
 
-def refuse_by_first_rows(path: str, options: SourceOptions) -> None:
+def refuse_by_first_rows(path: str, options: SourceOptions) -> ColumnsRead:
     """Refuse local files of rows where the columns of the first rows show that `load_records` would.
+
+    Returns:
+        How their columns are read; nothing of a source of another kind.
 
     Raises:
         VembedError: As `load_records`.
     """
+    loader = _Loader(options, keeps=False)
     if files := _own_files(path, options):
-        loader = _Loader(options, keeps=False)
         loader.read_file(files[0], most=FIRST_ROWS)
         loader.check_first(path if len(files) == 1 else str(files[0]), is_alone=len(files) == 1)
+    return loader.columns.read()
+
+
+def first_rows(path: str, options: SourceOptions, most: int) -> list[dict[str, object]]:
+    """Return the first rows of local files as they are written, without those that can't be read.
+
+    Raises:
+        VembedError: As `load_records`.
+    """
+    found: list[dict[str, object]] = []
+    for file in _own_files(path, options)[:1]:
+        form = table_form(file) if holds_text_cells(file) else None
+        found += [row for _, row in islice(iter_rows(file, list, form), most) if isinstance(row, dict)]
+    return found
 
 
 def _own_files(path: str, options: SourceOptions) -> Sequence[Path]:

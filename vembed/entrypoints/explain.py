@@ -1,0 +1,74 @@
+"""`vembed explain [KEY]`: what a key of the configuration does, as docs/configuration.md says it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from vembed.config.messages import key_schemas, nearest_key, show_value
+from vembed.config.reference import example, key_facts
+from vembed.config.schema import SECTIONS, rules, section_keys
+from vembed.config.synonyms import ALIASES, EVERY, FOREIGN, OTHER_KEYS, plain_name
+from vembed.config.text import write_mapping
+from vembed.entrypoints.command import run_command
+from vembed.errors import ConfigError, ExitCode
+from vembed.text import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DESCRIPTION = "Say what a key of the configuration does: its values, default, effect and rules. Without KEY, list all."
+
+
+def main(arguments: Sequence[str], *, program: str) -> int:
+    """Say what a key of the configuration does."""
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    parser.add_argument("key", nargs="?", metavar="KEY", help="key, alias, section, or what another trainer calls it")
+    parsed = parser.parse_args(arguments)
+    return run_command(lambda: _run(parsed.key))
+
+
+def _run(name: str | None) -> int:
+    word = "" if name is None else plain_name(name)
+    sections = [title for title in SECTIONS if name in (None, title) or title.lower() == word]
+    if sections and word not in key_schemas():
+        print("\n\n".join(map(_section, sections)))
+        return ExitCode.OK
+    assert name is not None
+    if word in ALIASES or word in OTHER_KEYS:
+        targets = ALIASES.get(word) or (OTHER_KEYS[word],)
+        said = "is another name of" if word in ALIASES else "is what other trainers call"
+        print(f"{word} {said} {' and '.join(targets)}\n")
+        print("\n\n".join(map(_key, targets)))
+    elif word in key_schemas():
+        print(_key(word))
+    elif elsewhere := [row for row in FOREIGN if row.key == word]:
+        print(f"{word} is a key of other trainers")
+        for row in elsewhere:
+            print(f"  {'' if row.value is EVERY else f'{show_value(row.value)}: '}{row.verdict}: {row.text}")
+    else:
+        near = nearest_key(word)
+        hint = "vembed explain lists every key" if near is None else f"did you mean {near}?"
+        raise ConfigError(f"there is no key {visible(name)}; {hint}")
+    return ExitCode.OK
+
+
+def _section(title: str) -> str:
+    """Return the keys of a section, each with the first sentence of what it does."""
+    names = section_keys(title)
+    width = max(map(len, names))
+    summaries = [str(key_schemas()[name]["description"]).partition(". ")[0].rstrip(".") for name in names]
+    return "\n".join([title, *(f"  {name:<{width}}  {text}" for name, text in zip(names, summaries, strict=True))])
+
+
+def _key(name: str) -> str:
+    """Return what the reference says of a key, the rules that it takes part in, and how it is written."""
+    facts = [(label, text) for label, text in key_facts(name).items() if text]
+    facts += [("Rule", each.summary) for each in rules() if name in each.keys]
+    value = example(name)
+    written = (
+        show_value(value) if isinstance(value, (dict, list)) else write_mapping({"": value}).partition(":")[2].strip()
+    )
+    facts += [("In the file", f"{name}: {written}"), ("As an override", f"{name}={written}")]
+    width = max(len(label) for label, _ in facts)
+    return "\n".join([name, *(f"  {label:<{width}}  {text.replace('`', '')}" for label, text in facts)])

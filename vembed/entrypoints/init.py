@@ -1,0 +1,150 @@
+"""`vembed init [DATA] [-o FILE]`: write a configuration for a file of rows, with a comment behind each key."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vembed.config.load import load_config
+from vembed.config.messages import checked_section, key_schemas
+from vembed.config.text import write_mapping
+from vembed.entrypoints.command import run_command
+from vembed.errors import ConfigError, DataError, ExitCode, MachineError, VembedError
+from vembed.files import home_path
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vembed.data.columns import ColumnsRead
+
+DESCRIPTION = (
+    "Write a configuration that trains on DATA: the keys that most runs set, each with a comment, chosen by the "
+    "columns of the data, and checked."
+)
+BUILTIN_DATA = "builtin:stdlib-code"
+TEXT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+PICTURE_MODEL = "openai/clip-vit-base-patch32"
+USUAL = ("epochs", "batch_size", "learning_rate")
+"""Keys that most runs change; they are written with their defaults."""
+
+FEW_ROWS = 1_000
+"""Rows read to choose a batch that a small set fills several times."""
+
+
+def main(arguments: Sequence[str], *, program: str) -> int:
+    """Write a configuration for your data."""
+    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
+    parser.add_argument("data", nargs="?", metavar="DATA", help="as data_path takes it; default: a built-in set")
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("config.yaml"), metavar="FILE", help="default: config.yaml"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
+    parsed = parser.parse_args(arguments)
+    return run_command(lambda: _run(parsed.data, home_path(parsed.output), overwrite=parsed.overwrite))
+
+
+def _run(data: str | None, output: Path, *, overwrite: bool) -> int:
+    if output.exists() and not overwrite:
+        raise ConfigError(f"{output} is there already; name another file with -o, or add --overwrite")
+    values, comments = _chosen(data or BUILTIN_DATA)
+    lines = [f"# Train with: vembed train {output}", "# What a key does: vembed explain KEY", ""]
+    for name, value in values.items():
+        written = write_mapping({name: value}).strip()
+        lines.append(f"{written}  # {comments.get(name) or _meaning(name)}")
+    try:
+        output.write_text("\n".join([*lines, ""]), "utf-8")
+    except OSError as error:
+        raise MachineError(f"{output} can't be written: {error.strerror or error}") from error
+    try:
+        _check(output)
+    except VembedError:
+        output.unlink()
+        raise
+    print(f"{output} is written and valid. Train with: vembed train {output}")
+    return ExitCode.OK
+
+
+def _check(path: Path) -> None:
+    from vembed.training.wiring.early import refuse_wrong_run
+
+    refuse_wrong_run(load_config(path).config)
+
+
+def _meaning(name: str) -> str:
+    """Return the first sentence of what the reference says of a key."""
+    return str(key_schemas()[name]["description"]).partition(". ")[0].rstrip(".")
+
+
+def _chosen(data: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of the keys to write, and the comments of those that the data have decided."""
+    columns, mapping, rows = _look(data)
+    shows = any(name.endswith(("_image", "_images")) for name in columns.used)
+    name = Path(data.removeprefix("builtin:")).name.partition(".")[0] or "run"
+    values: dict[str, Any] = {"model_name": PICTURE_MODEL if shows else TEXT_MODEL, "data_path": data}
+    comments = {
+        "model_name": "the model to start from: a hub id, a folder, or the output folder of a run",
+        "output_dir": "gets the model in model/ and the report in report/",
+    }
+    if columns.used:
+        read = [(" and ".join(theirs), ours) for ours, theirs in columns.used.items()]
+        comments["data_path"] = (
+            f"columns {', '.join(each if each == ours else f'{each} as {ours}' for each, ours in read)}"
+        )
+    if mapping:
+        values["column_mapping"] = mapping
+        comments["column_mapping"] = "guessed from the order of the columns: column of the data -> what it is here"
+    values |= _supervision(columns, rows)
+    values |= {key: key_schemas()[key]["default"] for key in USUAL}
+    while len(rows) < FEW_ROWS and rows and values["batch_size"] > max(2, len(rows) // 4):
+        values["batch_size"] //= 2
+    values["output_dir"] = f"runs/{name}"
+    return values, comments
+
+
+def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]:
+    """Return how the columns of local files of rows are read, a mapping where it takes one, and the first rows.
+
+    Of sets of another kind there is nothing to be looked at.
+    """
+    from vembed.config.keys.data import DataKeys
+    from vembed.data.columns import COLUMNS
+    from vembed.data.sources import first_rows, refuse_by_first_rows, refuse_missing
+    from vembed.data.splits import SourceOptions
+
+    options = SourceOptions("train")
+    refuse_missing(data, options)
+    rows = first_rows(data, options, FEW_ROWS)
+    known = {name for ours, others in COLUMNS.items() for name in (ours, *others)}
+    unknown = [name for name in (rows[0] if rows else ()) if name not in known]
+    try:
+        return refuse_by_first_rows(data, options), {}, rows
+    except DataError:
+        if len(unknown) != 2:
+            raise
+    mapping = dict(zip(unknown, ("query", "positive"), strict=True))
+    mapped = SourceOptions("train", keys=checked_section(DataKeys, {"column_mapping": mapping}))
+    return refuse_by_first_rows(data, mapped), mapping, rows
+
+
+def _supervision(columns: ColumnsRead, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the keys that say what numbers beside two texts mean."""
+    label = next(iter(columns.used.get("label", ())), None)
+    if label is None:
+        return {}
+    cells = [row[label] for row in rows if row.get(label) not in (None, "")]
+    numbers = [number for cell in cells if (number := _number(cell)) is not None]
+    if not numbers or len(numbers) < len(cells):
+        return {}
+    kind = (
+        "pair" if set(numbers) <= {0, 1} else "class" if all(number == int(number) for number in numbers) else "grade"
+    )
+    return {"label_kind": kind} | ({} if kind == "class" else {"loss_type": "cosent"})
+
+
+def _number(cell: object) -> float | None:
+    """Return the number of a label, which a table writes as a text."""
+    try:
+        return float(cell) if isinstance(cell, (str, int, float)) else None
+    except ValueError:
+        return None

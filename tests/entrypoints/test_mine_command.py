@@ -17,8 +17,10 @@ from mining_cases import made_rows, read, written
 from model_cases import write_cross_encoder
 from sentence_transformers import CrossEncoder
 
+from vembed.config.keys.data import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
+from vembed.losses.registry import loss_facts
 from vembed.mining import output as output_module
 from vembed.mining import vectors as vectors_module
 
@@ -65,6 +67,45 @@ def test_training_reads_the_rows_back_without_a_word_about_where_they_are_from(
         assert len(after.negatives) == len(before.negatives) + 3
         assert len({*after.negatives, *after.positives}) == len(after.negatives) + len(after.positives)
     assert sorted(path.name for path in output.parent.iterdir()) == sorted([output.name, "mined-report"])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
+    suffix: str, call: Any, bag: Path, tmp_path: Path
+) -> None:
+    given = [{**row, "ask": row["query"], "weight": 1 + number % 3} for number, row in enumerate(made_rows(60))]
+    for number, row in enumerate(given):
+        del row["query"]
+        if isinstance(row["positive"], str) and "negatives" not in row:
+            row["label"] = int(number % 5 > 0)
+    data, output = written(tmp_path / "rows.jsonl", [*given, {"ask": "", "positive": "x"}]), tmp_path / f"mined{suffix}"
+    words = ["--data", data, "--output", output, "--relative-margin", "none", "--column-mapping", "ask=query"]
+    refused = call("mine", bag, *words, "--label-kind", "pair")
+    assert refused.code == 3
+    assert "rows.jsonl:61: ask: empty text" in refused.err
+    done = call("mine", bag, *words, "--label-kind", "pair", "--skip-invalid", "1")
+    assert done.code == 0, done.err
+    options = {"label_kind": "pair", "skip_invalid_records": True}
+    before, after = (
+        load_records(str(path), SourceOptions("train", keys=DataKeys(**options, **more), loss=loss_facts("infonce")))
+        for path, more in ((data, {"column_mapping": {"ask": "query"}}), (output, {}))
+    )
+    for one, other in zip(before.table, after.table, strict=True):
+        assert (other.query, other.positives, other.columns) == (one.query, one.positives, one.columns)
+        assert other.negatives[: len(one.negatives)] == one.negatives
+        assert other.scores[: len(one.scores)] == one.scores
+        assert len(other.negatives) > len(one.negatives)
+    assert {record.columns["weight"] for record in after.table} == {1.0, 2.0, 3.0}
+    assert any(not record.positives for record in after.table)
+
+
+def test_grades_are_listed_with_those_of_the_mined(call: Any, bag: Path, tmp_path: Path) -> None:
+    rows = [{"query": row["query"], "positive": row["positive"], "label": 0.5} for row in made_rows(40)[8:]]
+    data, output = written(tmp_path / "rows.jsonl", rows), tmp_path / "mined.parquet"
+    words = ["--data", data, "--output", output, "--relative-margin", "none", "--label-kind", "grade"]
+    assert call("mine", bag, *words, "--negatives", "2").code == 0
+    loaded = load_records(str(output), SourceOptions("train", keys=DataKeys(label_kind="grade")))
+    assert {record.scores for record in loaded.table} == {(0.5, 0.0, 0.0)}
 
 
 def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(

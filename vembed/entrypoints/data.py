@@ -7,12 +7,11 @@ import shlex
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-from vembed.config.keys.data import DataKeys, LabelKind
-from vembed.config.messages import checked_section
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
+from vembed.entrypoints.row_arguments import add_row_arguments, row_keys
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
 from vembed.redact import redact
@@ -65,20 +64,10 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="data as data_path takes them")
-    parser.add_argument("--split", help="split of the data; default: the training split")
-    parser.add_argument(
-        "--column-mapping",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="THEIRS=OURS",
-        help="what a column is, e.g. title=positive; THEIRS=null drops it",
-    )
-    parser.add_argument("--label-kind", choices=get_args(LabelKind), default="auto", help="what numbers in label say")
+    add_row_arguments(parser)
     parser.add_argument(
         "--loss-type", default="infonce", metavar="NAME", help="whose columns are read (default infonce)"
     )
-    parser.add_argument("--image-root", metavar="DIR", help="paths of pictures start here; default: the data's folder")
     parser.add_argument("--model", metavar="MODEL", help="count its tokens; check: look for unlabelled answers too")
     add_model_arguments(parser)
     add_picture_argument(parser)
@@ -128,18 +117,9 @@ def _options(parsed: argparse.Namespace, role: Role, split: str | None) -> Sourc
     from vembed.data.splits import SourceOptions
     from vembed.losses.registry import loss_facts
 
-    mapping = {}
-    for word in parsed.column_mapping:
-        theirs, equals, ours = word.rpartition("=")
-        if not equals or not theirs:
-            raise ConfigError(f"--column-mapping: {word!r} must read THEIRS=OURS, e.g. title=positive")
-        mapping[theirs] = None if ours == "null" else ours
-    given = {"column_mapping": mapping, "label_kind": parsed.label_kind, "image_root": parsed.image_root}
-    if parsed.max_image_pixels is not None:
-        given["max_image_pixels"] = parsed.max_image_pixels
     if parsed.loss_type not in LOSSES:
         LOSSES.load(parsed.loss_type)  # refuses it with the nearest name
-    return SourceOptions(role, split, checked_section(DataKeys, given), loss_facts(parsed.loss_type))
+    return SourceOptions(role, split, row_keys(parsed), loss_facts(parsed.loss_type))
 
 
 def _refuse_missing(sources: dict[str, SourceOptions]) -> None:

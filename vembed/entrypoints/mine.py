@@ -16,6 +16,7 @@ from vembed.config.messages import checked_section
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
+from vembed.entrypoints.row_arguments import add_row_arguments, row_keys
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
 from vembed.output_lock import hold_output
@@ -47,8 +48,15 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument(
         "--corpus", metavar="CORPUS", help="further documents, as vembed encode takes them; default: those of the rows"
     )
-    parser.add_argument("--split", help="split of the data; default: the training split")
-    parser.add_argument("--image-root", metavar="DIR", help="paths of pictures start here; default: the data's folder")
+    add_row_arguments(parser)
+    parser.add_argument(
+        "--skip-invalid",
+        type=int,
+        nargs="?",
+        const=DataKeys.model_fields["max_invalid_records"].default,
+        metavar="N",
+        help="drop up to N rows that can't be used (default %(const)s) instead of stopping",
+    )
     add_mining_arguments(parser)
     parser.add_argument(
         "--teacher",
@@ -108,12 +116,12 @@ def _run(parsed: argparse.Namespace, command: str, watchdog: Watchdog) -> int:
     keys = _mining_keys(parsed)
     from vembed.data.sources import refuse_missing
     from vembed.data.splits import SourceOptions
+    from vembed.losses.registry import loss_facts
     from vembed.mining.output import refuse_output
 
     output = home_path(parsed.output)
     refuse_output(output, overwrite=parsed.overwrite)  # before torch is imported, which takes seconds
-    data_keys = DataKeys(image_root=parsed.image_root)
-    source = SourceOptions("train", parsed.split, data_keys)
+    source = SourceOptions("train", parsed.split, row_keys(parsed), loss_facts("infonce"))  # which weighs rows
     refuse_missing(parsed.data, source)
 
     from vembed.distributed.runtime import shut_down, start_runtime
@@ -172,7 +180,16 @@ def _mine(
         if teacher is not None:
             facts["teacher"] = redact(parsed.teacher)
         with seconds.part("write"):
-            write_rows(output, loaded.table, task, mined, facts, replaces=keys.mine_replace, poll=stop.poll_alone)
+            write_rows(
+                output,
+                loaded.table,
+                task,
+                mined,
+                facts,
+                replaces=keys.mine_replace,
+                lists_grades=parsed.label_kind == "grade",
+                poll=stop.poll_alone,
+            )
         report = MiningReport(task, mined, keys, facts, loaded.notes, seconds.parts, command)
         pages = output.with_name(f"{output.stem}-report")
         write_mining_report(pages, report)

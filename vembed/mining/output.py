@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.batch import Composed, Image, pictures_in
-from vembed.data.columns import PROVENANCE
+from vembed.data.columns import PROVENANCE, WEIGHT_COLUMN
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.files import disk_error, new_file
 
@@ -57,6 +57,7 @@ def write_rows(
     source: dict[str, str],
     *,
     replaces: bool,
+    lists_grades: bool = False,
     poll: Callable[[], None],
 ) -> None:
     """Write every record with its negatives; the file appears whole or not at all.
@@ -64,13 +65,14 @@ def write_rows(
     Args:
         source: What all rows were mined with: model, settings and so on.
         replaces: Whether the negatives that the records have are dropped.
+        lists_grades: Whether the label of a record with scores lists them, one for each document; else it is 1 or 0.
 
     Raises:
         DataError: A picture can't stand in such a file.
         MachineError: The file can't be written.
     """
     write = _write_jsonl if path.suffix == ".jsonl" else _write_parquet
-    blocks = partial(_blocks, records, task, mined, source, replaces=replaces)
+    blocks = partial(_blocks, records, task, mined, source, replaces=replaces, lists_grades=lists_grades)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with new_file(path) as temporary:
@@ -97,7 +99,8 @@ def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None]) -> None
     mined = {"model": text, "weights": text, "settings": text, "teacher": text}
     mined |= {"scores": numbers, "ranks": pa.list_(pa.int64()), "positive_score": pa.float64()}
     columns = {"query": text, "query_image": texts, "positive": texts, "positive_image": texts, "negatives": texts}
-    columns |= {"negative_images": texts}
+    columns |= {"negative_images": texts, WEIGHT_COLUMN.name: pa.float64()}
+    columns["label"] = numbers if any(isinstance(row.get("label"), list) for row in next(blocks(), [])) else pa.int64()
     # A column that no row fills would be read as one that is there: the rows say which there are.
     filled = {name for rows in blocks() for row in rows for name in row}
     details = pa.struct([*mined.items(), ("teacher_scores", numbers)])
@@ -115,7 +118,13 @@ def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None]) -> None
 
 
 def _blocks(
-    records: RecordTable, task: MiningTask, mined: Mined, source: dict[str, str], *, replaces: bool
+    records: RecordTable,
+    task: MiningTask,
+    mined: Mined,
+    source: dict[str, str],
+    *,
+    replaces: bool,
+    lists_grades: bool,
 ) -> Iterator[list[dict[str, Any]]]:
     for start in range(0, len(records), BLOCK_ROWS):
         own = np.arange(start, min(start + BLOCK_ROWS, len(records)))
@@ -133,8 +142,8 @@ def _blocks(
                 details["positive_score"] = _rounded(mined.positive_U[query : query + 1])[0]
             if count and np.isfinite(mined.teacher_Un[query, 0]):
                 details["teacher_scores"] = _rounded(mined.teacher_Un[query, :count])
-            given = () if replaces else record.negatives
-            block.append({**_row(record, [*given, *negatives]), PROVENANCE: details})
+            row = _row(record, negatives, replaces=replaces, lists_grades=lists_grades)
+            block.append({**row, PROVENANCE: details})
         yield block
 
 
@@ -142,7 +151,7 @@ def _rounded(values: Any) -> list[float]:
     return [round(float(value), DECIMALS) for value in values]
 
 
-def _row(record: Record, negatives: list[Item]) -> dict[str, Any]:
+def _row(record: Record, mined: list[Item], *, replaces: bool, lists_grades: bool) -> dict[str, Any]:
     """Return a record in the columns of the reader."""
     row: dict[str, Any] = {}
     query = record.query
@@ -152,7 +161,18 @@ def _row(record: Record, negatives: list[Item]) -> dict[str, Any]:
         if isinstance(query, Composed) and query.text:
             row["query"] = query.text
         row["query_image"] = [_path(image) for image in pictures_in([query])]
-    row |= _side(record.positives, "positive", "positive_image") | _side(negatives, "negatives", "negative_images")
+    # A pair that doesn't belong together has its document among the negatives; the label says so again.
+    positives = record.positives or record.negatives[:1]
+    given = () if replaces else (*record.positives, *record.negatives)[len(positives) :]
+    row |= _side(positives, "positive", "positive_image")
+    row |= _side([*given, *mined], "negatives", "negative_images")
+    if record.scores and lists_grades:
+        row["label"] = [*record.scores[: len(positives) + len(given)], *[0.0] * len(mined)]
+    elif record.scores:
+        row["label"] = int(record.scores[0])
+    weight = record.columns.get(WEIGHT_COLUMN.name, WEIGHT_COLUMN.default)
+    if weight != WEIGHT_COLUMN.default:
+        row[WEIGHT_COLUMN.name] = weight
     return row
 
 

@@ -11,6 +11,7 @@ from vembed.collector import collector_paused
 
 if TYPE_CHECKING:
     from vembed.api.model import EmbeddingModel, load
+    from vembed.api.peer import Predictor, Trainer
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
     from vembed.api.training import RunResult, train
     from vembed.config.schema import Config
@@ -38,12 +39,14 @@ __all__ = [
     "LearningRate",
     "MachineError",
     "NonFiniteError",
+    "Predictor",
     "PreemptedError",
     "RunResult",
     "SaveEvent",
     "Searcher",
     "StepEvent",
     "Stop",
+    "Trainer",
     "VembedError",
     "__version__",
     "build_index",
@@ -61,6 +64,7 @@ __all__ = [
 
 _MODULES = {
     "vembed.api.model": ("EmbeddingModel", "load"),
+    "vembed.api.peer": ("Predictor", "Trainer"),
     "vembed.api.retrieval": (
         *("EvaluationResult", "Hit", "IndexMeta", "Searcher"),
         *("build_index", "evaluate", "open_index"),

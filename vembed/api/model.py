@@ -8,11 +8,12 @@ import os
 import re
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 import numpy as np
 import torch
 
+from vembed.api.vectors import Scoring, form_of
 from vembed.batch import Ragged, modality_of
 from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
@@ -27,14 +28,15 @@ from vembed.models.names import MODEL_FOLDER, is_run, locate
 from vembed.models.registry import is_builtin, load_encoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
+    from vembed.api.vectors import Quantized
     from vembed.batch import Modality, Side
     from vembed.data.python_inputs import ItemInput
     from vembed.evaluation.encode import Vectors
-    from vembed.models.encoder import Encoder, Similarity
+    from vembed.models.encoder import Encoder
 
 _log = logging.getLogger(__name__)
 
@@ -118,9 +120,12 @@ class EmbeddingModel:
         return self._encoder.modalities
 
     @property
-    def similarity(self) -> Similarity:
-        """How vectors are compared: "cosine" (they have unit length) or "dot". Both are `queries @ documents.T`."""
-        return self._encoder.similarity
+    def similarity(self) -> Scoring:
+        """How vectors are compared: "cosine" (they have unit length) or "dot". Both are `queries @ documents.T`.
+
+        It is also the function that compares: `model.similarity(queries, documents)`, quantized ones too.
+        """
+        return Scoring(self._encoder.similarity)
 
     @property
     def max_length(self) -> int | None:
@@ -137,9 +142,56 @@ class EmbeddingModel:
         """Name, hash of the weights, and what else its vectors depend on."""
         return identify(self._encoder, name=self.name)
 
+    @overload
     def encode(
-        self, rows: Iterable[ItemInput], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE
-    ) -> NDArray[np.float32]:
+        self,
+        rows: Iterable[ItemInput],
+        side: Side,
+        *,
+        batch_size: int = ...,
+        normalize: bool = ...,
+        dims: int | None = ...,
+        quantize: None = ...,
+        as_tensor: Literal[False] = ...,
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def encode(
+        self,
+        rows: Iterable[ItemInput],
+        side: Side,
+        *,
+        batch_size: int = ...,
+        normalize: bool = ...,
+        dims: int | None = ...,
+        quantize: Quantized | None,
+        as_tensor: Literal[False] = ...,
+    ) -> NDArray[Any]: ...
+
+    @overload
+    def encode(
+        self,
+        rows: Iterable[ItemInput],
+        side: Side,
+        *,
+        batch_size: int = ...,
+        normalize: bool = ...,
+        dims: int | None = ...,
+        quantize: Quantized | None = ...,
+        as_tensor: Literal[True],
+    ) -> torch.Tensor: ...
+
+    def encode(
+        self,
+        rows: Iterable[ItemInput],
+        side: Side,
+        *,
+        batch_size: int = DEFAULT_BATCH_SIZE,
+        normalize: bool = False,
+        dims: int | None = None,
+        quantize: Quantized | None = None,
+        as_tensor: bool = False,
+    ) -> NDArray[Any] | torch.Tensor:
         """Turn texts and pictures into vectors.
 
         Args:
@@ -147,19 +199,33 @@ class EmbeddingModel:
                 of its file, a `PIL.Image.Image` or a `vembed.batch.Image`.
             side: Whether they are queries or documents: many models put another prompt before each.
             batch_size: Most rows of one encoder call; it changes no more than the speed.
+            normalize: Whether the vectors get unit length; those of a model that compares by cosine have it.
+            dims: How many of the first numbers are kept, for models trained with `mrl_dims` (Matryoshka).
+            quantize: "int8" (a byte for each number) or "binary" (a bit); docs/python.md says what they are.
+            as_tensor: Whether the result is a `torch.Tensor` on the CPU.
 
         Returns:
-            (n, E) float32, in the order of the rows.
+            (n, E) float32, in the order of the rows; int8, or of bits (n, E / 8) uint8, where they are quantized.
 
         Raises:
-            ConfigError: The model gives several vectors for each row.
+            ConfigError: The model gives several vectors for each row, or int8 would lose lengths that count.
             DataError: A picture is missing, broken or over the limits, or the model has no tower for a row.
             NonFiniteError: A vector holds NaN or infinity.
             TypeError: A row is neither a text nor a picture.
-            ValueError: There is no such side, or the batch size is below 1.
+            ValueError: There is no such side or form, or the batch size is below 1.
         """
         refuse_several_vectors(self._encoder)
-        return values_of(self._encode(rows, side, batch_size))
+        vectors = values_of(self._encode(rows, side, batch_size))
+        formed = form_of(vectors, self._encoder.similarity, normalize=normalize, dims=dims, quantize=quantize)
+        return torch.from_numpy(formed) if as_tensor else formed
+
+    def embed_documents(self, texts: Sequence[str]) -> list[list[float]]:
+        """Return the vectors of documents as lists, as LangChain asks for them."""
+        return cast("list[list[float]]", self.encode(texts, "document").tolist())
+
+    def embed_query(self, text: str) -> list[float]:
+        """Return the vector of a query as a list, as LangChain asks for it."""
+        return cast("list[float]", self.encode([text], "query")[0].tolist())
 
     def encode_multi_vector(
         self, rows: Iterable[ItemInput], side: Side, *, batch_size: int = DEFAULT_BATCH_SIZE

@@ -16,6 +16,7 @@ from vembed.data.python_rows import ROWS_FOLDER, write_rows
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError
+from vembed.losses.registry import register_loss
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.training.callbacks import Callbacks
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from vembed.api.keys import TrainKeys
     from vembed.config.load import LoadedConfig
     from vembed.data.python_rows import RowsInput
+    from vembed.losses.base import BatchLoss
     from vembed.training.callbacks import Callback
 
 __all__ = ["RunResult", "train"]
@@ -43,6 +45,7 @@ def train(
     data: RowsInput | str | Path | None = None,
     val_data: RowsInput | str | Path | None = None,
     test_data: RowsInput | str | Path | None = None,
+    loss: str | type[BatchLoss] | None = None,
     callbacks: Sequence[Callback] = (),
     **keys: Unpack[TrainKeys],
 ) -> RunResult:
@@ -57,6 +60,7 @@ def train(
             `data_path`, or a list of sources as in the key `data`. Rows are written into the output folder.
         val_data: Likewise, of the dev set.
         test_data: Likewise, of the test set.
+        loss: As the key `loss_type`, or the class of a loss of your own, which is registered.
         callbacks: Functions of an event, or objects with some of the methods `on_step`, `on_evaluation`, `on_save` and
             `on_end`; they may return `vembed.Stop` or `vembed.LearningRate`.
         keys: Keys that win over `config`, e.g. `batch_size=32`.
@@ -72,6 +76,7 @@ def train(
     overrides: dict[str, object] = dict(keys)
     rows: dict[str, Any] = {}  # key -> rows in memory, by the path that they will get
     _add(overrides, "model_name", model, "model")
+    _add(overrides, "loss_type", register_loss(loss).name if isinstance(loss, type) else loss, "loss")
     for name, given in (("data", data), ("val_data", val_data), ("test_data", test_data)):
         if name == "data" and _lists_sources(given):
             overrides["data"] = given

@@ -50,3 +50,10 @@ def show_count(count: float) -> str:
         if count >= 0.9995 * limit:
             return f"{count / limit:.3g}{unit}"
     return f"{count:.0f}"
+
+
+def show_duration(seconds: float) -> str:
+    """Return a duration for people, e.g. "0:40", "1:02:05"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

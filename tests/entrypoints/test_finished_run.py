@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 import yaml
 from command_cases import Site, evaluation, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 
+import vembed.__main__
 import vembed.evaluation.report.write
 from vembed.config.keys.model import ModelKeys
 from vembed.data.retrieval_sources import load_retrieval
@@ -49,6 +51,33 @@ def test_the_run_ends_well_and_its_last_line_is_the_verdict(finished: Outcome) -
     assert "Traceback" not in finished.out + finished.err
     report = json.loads((finished.folder / "report" / "report.json").read_text())
     assert finished.last_line in json.dumps(report, ensure_ascii=False)
+
+
+def test_the_end_tells_the_time_and_commands_that_work_as_they_stand(
+    finished: Outcome, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = finished.out.splitlines()
+    assert re.fullmatch(
+        r"trained 16 steps in \d+:\d\d: \d+:\d\d steps, \d+:\d\d evaluation, \d+:\d\d start, saving and report",
+        lines[-2],
+    )
+    place = next(number for number, line in enumerate(lines) if line.startswith("next "))
+    commands = [line.removeprefix("next").strip() for line in lines[place:-2]]
+    assert [command.split()[:3] for command in commands] == [
+        ["vembed", "evaluate", f"{finished.folder}/model"], ["vembed", "export", str(finished.folder)]
+    ]  # fmt: skip
+    monkeypatch.setattr("sys.argv", shlex.split(commands[0]))
+    assert vembed.__main__.main() == 0
+    final = evaluation(finished.folder, "final")["metrics"]["ndcg@10"]
+    assert f"{final:.3f}"[1:] in capsys.readouterr().out, "the number of the run"
+
+
+def test_the_lines_of_steps_stand_in_columns_and_tell_the_time_left(finished: Outcome) -> None:
+    lines = [line for line in finished.out.splitlines() if re.match(r"step +\d+/16  ", line)]
+    assert len(lines) == 16
+    assert len({line.index("samples/s") for line in lines}) == 1
+    assert all(re.search(r"  \d+:\d\d left$", line) for line in lines[:-1])
+    assert lines[-1].endswith("samples/s")
 
 
 def test_the_output_folder_holds_the_files_of_the_contract_and_nothing_else(finished: Outcome) -> None:

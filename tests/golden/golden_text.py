@@ -26,6 +26,8 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 _QUANTITY = r"[-+\u2212]?[\d.,]+"
 _BYTES = rf"{_QUANTITY} [KMGT]?i?B"
 _MEASURED = [
+    (re.compile(r" +[\d.]+ samples/s(?:  [\d:]+ left)?$"), "  # samples/s"),
+    (re.compile(r"(trained [\d,]+ steps?) in .*"), r"\1 in #"),
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:\d\d| UTC)?"), "TIME"),
     (re.compile(r"A step took [^|\]]*"), "A step took #"),
     (re.compile(rf"peak memory {_BYTES}"), "peak memory #"),
@@ -40,6 +42,7 @@ _MEASURED = [
     (re.compile(r"(Python|vembed|transformers|torch|safetensors|open_clip|faiss|peft) \d+(?:\.\d+)+\S*?(?=[,.;)\s]|$)"),
      r"\1 #"),
 ]  # fmt: skip
+_HEARTBEAT = re.compile(r"step \d+: (encoding|second pass|waiting|loss over|adding gradients|clipping)")
 _SPEED = re.compile(r"time of a step|Waiting for data|waiting for data|per second|Peak memory")
 
 
@@ -246,8 +249,9 @@ class _Page(HTMLParser):
 
 
 def text_lines(text: str, places: dict[str, str]) -> list[str]:
-    """Return the lines of a text, as `plain`."""
-    return [line.rstrip() for line in plain(text, places).split("\n")]
+    """Return the lines of a text, as `plain`, without those that a slow machine adds."""
+    lines = plain(text, places).split("\n")
+    return [line.rstrip() for line in lines if not _HEARTBEAT.match(line)]
 
 
 def digest(content: bytes | str) -> str:

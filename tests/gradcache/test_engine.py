@@ -179,6 +179,26 @@ def test_a_single_chunk_is_encoded_once_and_chunks_twice(case_maker: Any) -> Non
     assert calls == 1 + 2 * result.num_chunks
 
 
+def test_who_looks_on_sees_which_chunk_is_running(case_maker: Any) -> None:
+    case, loss = case_maker(dropout=0.0, negatives=1), make_loss()
+    engine = GradCacheEngine(loss, EngineOptions(ChunkBudget(4, 10**6), CPU, retain=0.5))
+    seen: list[Any] = []
+    case.encoder[0].register_forward_hook(lambda *_: seen.append(engine.passes.running))
+    count = engine.step(case.pools, case.structure).num_chunks
+    first, second = seen[:count], seen[count:]
+    assert [(each.doing, each.number, each.total) for each in first] == [
+        ("encoding", number, count) for number in range(1, count + 1)
+    ]
+    assert 0 < len(second) < count, "some chunks are kept, some encoded again"
+    assert [each.number for each in second] == list(range(count - len(second) + 1, count + 1)), "the kept ones first"
+    assert {each.doing for each in second} == {"second pass over"}
+    shares = [each.share for each in seen]
+    assert shares[0] == 0.0
+    assert shares == sorted(set(shares))
+    assert shares[-1] < 1
+    assert engine.passes.running is None
+
+
 def test_two_towers_that_fit_the_budget_together_are_encoded_once(case_maker: Any) -> None:
     case, loss = case_maker(dropout=0.0, negatives=1, towers=2), make_loss()
     value = reference_step(case.pools, case.structure, loss)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from vembed.gradcache.transfer import Transfer
 from vembed.losses.base import to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from numpy.typing import NDArray
@@ -176,6 +176,26 @@ def _shortest(pool: Pool, calls: Sequence[Call]) -> Chunk:
     return Chunk(rows=np.array([shortest]), width=width, packed=pool.packs)
 
 
+class CallProgress(NamedTuple):
+    """Which encoder call of a step is running."""
+
+    doing: str
+    number: int  # of the call in its pass, from 1
+    total: int
+    share: float  # of the work of both passes that is done
+
+
+def _announced(calls: Sequence[Call]) -> Iterator[CallProgress]:
+    """Yield what is running, call by call of both passes; a backward pass is worth two forward passes."""
+    num_retained = sum(call.retained for call in calls)
+    costs = [*[1] * len(calls), *[2] * num_retained, *[3] * (len(calls) - num_retained)]
+    done = 0
+    for place, cost in enumerate(costs):
+        doing = "encoding" if place < len(calls) else "second pass over"
+        yield CallProgress(doing, place % len(calls) + 1, len(calls), done / sum(costs))
+        done += cost
+
+
 def _inputs(call: Call) -> dict[str, Tensor]:
     """Return the inputs of a call, on the CPU."""
     return call.pool.collate(call.pool.features, call.chunk.rows, call.chunk.width)
@@ -187,6 +207,9 @@ class Passes:
     Args:
         replay_rng: Whether pass 2 replays the random state; False only serves to show that the drift monitor works.
         is_sharded: Whether the weights are: their units reduce gradients before a shared copy would have its own.
+
+    Attributes:
+        running: The call that is running, for a thread that looks on; None between the passes.
     """
 
     def __init__(
@@ -201,6 +224,8 @@ class Passes:
         self.autocast_dtype = autocast_dtype
         self.replay_rng = replay_rng
         self.is_sharded = is_sharded
+        self.running: CallProgress | None = None
+        self._announced: Iterator[CallProgress] = iter(())
         self._transfer = Transfer(device)
 
     def shared_casts(self) -> AbstractContextManager[None]:
@@ -224,7 +249,9 @@ class Passes:
         """
         table: Tensor | None = None
         frozen: dict[int, bool] = {}
+        self._announced = _announced(calls)
         for call, inputs in self._transfer.ahead(calls, _inputs):
+            self.running = next(self._announced, None)
             call.rng = RngState.capture(self.device)
             # A spare call draws no random numbers from those of the rank's own rows.
             drawing = call.rng.replayed() if call.is_spare else nullcontext()
@@ -241,6 +268,7 @@ class Passes:
                 table = z.new_empty(num_vectors, z.shape[1])
             table[call.places] = call.kept(z.detach())
             del z, inputs
+        self.running = None
         if table is None:
             raise ValueError("a step needs at least one row on every rank, if only a spare one")
         return table.detach()
@@ -257,18 +285,21 @@ class Passes:
         worst = z_VE.new_zeros(())
         for call in reversed(calls):
             if call.graph is not None:
+                self.running = next(self._announced, None)
                 graph, call.graph = call.graph, None
                 torch.autograd.backward(graph, call.gradient(u_VE, graph))
                 del graph
         replayed = [call for call in calls if not (call.retained or call.frozen)]
         for call, inputs in self._transfer.ahead(replayed, _inputs):
             assert call.rng is not None
+            self.running = next(self._announced, None)
             with call.rng.replayed() if self.replay_rng else nullcontext():
                 z = self._encode(call, inputs)
             if not call.is_spare:
                 worst = torch.maximum(worst, (call.kept(z.detach()) - z_VE[call.places]).abs().max())
             torch.autograd.backward(z, call.gradient(u_VE, z))
             del z, inputs
+        self.running = None
         return worst
 
     def _encode(self, call: Call, inputs: dict[str, Tensor]) -> Tensor:

@@ -106,6 +106,7 @@ class GradCacheEngine:
     Attributes:
         limits: What the next step begins with; less than the options after memory ran out twice.
         stopwatch: Counts what each part of the steps takes; whoever logs reads it.
+        passes: Runs the encoder calls, and says which one is running.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class GradCacheEngine:
         self._gradients: Gradients = (
             ReplicatedGradients(parameters, options.ranks) if sharded is None else ShardedGradients(sharded)
         )
-        self._passes = Passes(
+        self.passes = Passes(
             options.device, options.autocast_dtype, replay_rng=options.replay_rng, is_sharded=sharded is not None
         )
         self._loss_stage = LossStage(loss, options.ranks, tf32=options.loss_tf32)
@@ -164,7 +165,7 @@ class GradCacheEngine:
         while True:
             self._gradients.begin()
             try:
-                with self._passes.shared_casts():
+                with self.passes.shared_casts():
                     result = self._attempt(pools, structure, assignment, gradient_scale)
                 break
             except RepairNeeded as repair:
@@ -193,7 +194,7 @@ class GradCacheEngine:
         # 2. Encode them.
         vectors = assignment if counts_N is None else assignment.of_vectors(counts_N)
         num_vectors = vectors.counts[self.options.ranks.rank]
-        z_VE = self._together("encode", lambda: self._passes.first(calls, num_vectors=num_vectors), calls)
+        z_VE = self._together("encode", lambda: self.passes.first(calls, num_vectors=num_vectors), calls)
 
         # 3. Compute the loss and its gradient with respect to each embedding.
         def run_loss() -> LossResult:
@@ -204,7 +205,7 @@ class GradCacheEngine:
         else:
             found = self._loss_as_it_is(run_loss, vectors.num_rows)
         # 4. Backward the retained calls, and encode the others again.
-        drift = self._together("encode", lambda: self._passes.second(calls, z_VE, found.u_VE), calls)
+        drift = self._together("encode", lambda: self.passes.second(calls, z_VE, found.u_VE), calls)
         # 5. Add the gradients of all ranks up.
         with self.stopwatch.part("reduce"):
             self._gradients.finish()

@@ -22,9 +22,14 @@ with the gather of its embeddings, the reduction of the gradients, clipping and 
 
 
 class Stopwatch:
-    """Adds up the seconds of each part of a step."""
+    """Adds up the seconds of each part of a step.
+
+    Attributes:
+        running: The part that is running, for a thread that looks on.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.running: Part | None = None
         self._on_cuda = device.type == "cuda"
         self._seconds: dict[Part, float] = {}
         self._pending: list[tuple[Part, torch.cuda.Event, torch.cuda.Event]] = []
@@ -32,11 +37,13 @@ class Stopwatch:
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
         """Count what runs inside the block to a part; blocks of one step may repeat a part, but not nest."""
+        self.running = name
         if not self._on_cuda:
             started = time.perf_counter()
             try:
                 yield
             finally:
+                self.running = None
                 self._add(name, time.perf_counter() - started)
             return
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -44,6 +51,7 @@ class Stopwatch:
         try:
             yield
         finally:
+            self.running = None
             end.record()
             self._pending.append((name, start, end))
 

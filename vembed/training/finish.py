@@ -25,6 +25,7 @@ from vembed.plan.hardware import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes
 from vembed.training.diagnosis import diagnose, diagnosis_text, performance, setup_of
+from vembed.training.next_steps import next_commands
 from vembed.training.saving import gather_encoder, model_bytes
 from vembed.training.trackers.jsonl import read_rows
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from vembed.training.evaluations import Evaluations
     from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
+    from vembed.training.progress import RunClock
     from vembed.training.saving import RunCheckpoints
     from vembed.training.state import RunState
 
@@ -81,11 +83,13 @@ class FinishParts:
     max_image_pixels: int  # of a picture that may be decoded for the report
     machine: Machine
     command: str  # the command that repeats the run
+    clock: RunClock
 
 
 def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) -> RunResult:
     """Export the best model, evaluate it, judge it, report it."""
-    last = _last(parts, state)
+    with parts.clock.evaluating():
+        last = _last(parts, state)
     kept = _load_kept(parts, state)
     whole = gather_encoder(parts.checkpoints.encoder, parts.ranks, parts.fresh)
     parts.ranks.from_first(lambda: _export(whole, parts.output, parts.checkpoints.manager, kept))
@@ -94,7 +98,8 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
         merge_adapters(encoder)  # as the first rank just did: all of them evaluate what was written
         if narrowed_bytes(encoder):
             _round_as_written(encoder, whole, parts.ranks)
-    final, bm25 = parts.evaluations.final(), parts.evaluations.bm25()
+    with parts.clock.evaluating():
+        final, bm25 = parts.evaluations.final(), parts.evaluations.bm25()
     reversed_baseline = parts.evaluations.baseline_reversed()
 
     def conclude() -> RunResult:
@@ -177,6 +182,9 @@ def _publish(parts: FinishParts, state: RunState, result: RunResult, *, kept_ste
     )
     _log.info("model   %s", parts.output.model)
     _log.info("report  %s", parts.output.path / "report" / "report.html")
+    for number, command in enumerate(next_commands(parts.output.path, parts.config)):
+        _log.info("%-7s %s", "" if number else "next", command)
+    _log.info("%s", parts.clock.total(read_rows(parts.output.path / "metrics.jsonl")))
     if result.reverse is not None:
         _log.info("reversed  %s: %s", result.reverse.task.direction, result.reverse.verdict.sentence)
         before = Directions(result.baseline, result.reverse.baseline)

@@ -13,9 +13,12 @@ import torch
 from tqdm import tqdm
 
 from vembed.errors import PreemptedError
+from vembed.evaluation.report.time_split import PARTS
+from vembed.text import show_duration
 from vembed.training.callbacks import Callbacks, EvaluationEvent, SaveEvent, StepEvent
 from vembed.training.guards import StepFacts
 from vembed.training.memory import peak_memory_bytes
+from vembed.training.progress import Heartbeat, step_line
 from vembed.training.timing import RankMeter, seconds_of_parts
 from vembed.training.totals import StepTotals
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from vembed.training.evaluations import Evaluations
     from vembed.training.guards import NonFiniteGuard, StopSignal
     from vembed.training.optimizer import Updater
+    from vembed.training.progress import RunClock
     from vembed.training.saving import RunCheckpoints
     from vembed.training.state import RunState
     from vembed.training.trackers.base import Tracker
@@ -73,9 +77,12 @@ class Trainer:
     output_keys: OutputKeys  # when it logs and saves
     evaluation_keys: EvaluationKeys  # what chooses the best checkpoint, and when to stop early
     seed: int
+    clock: RunClock
     callbacks: Callbacks = field(default_factory=Callbacks)
 
     def __post_init__(self) -> None:
+        self._heartbeat = Heartbeat(self._doing)
+        self._batch_began, self._batches_left = time.monotonic(), 0
         self.updater.own_rate = self.state.learning_rate
         self._meter = RankMeter(self.ranks, self.source.device)
         self._last_save = time.monotonic()
@@ -94,23 +101,13 @@ class Trainer:
         """
         state = self.state
         try:
-            baseline = self.evaluations.baseline()
+            with self.clock.evaluating():
+                baseline = self.evaluations.baseline()
             if self._evaluate_if_due():  # the one that the run was stopped in
                 self._save(best=True)
             self._raise_failure()
-            for step in self._steps():
-                measured = self._train_step(step)
-                self._log(measured)
-                self._ask(
-                    StepEvent(state.step, self.plan.steps.total, measured["loss"], measured["learning_rate"], measured)
-                )
-                is_best = self._evaluate_if_due()
-                if self._saves_at(state.step) or is_best:
-                    self._save(best=is_best, is_last=state.step == self.plan.steps.total)
-                self._raise_failure()
-                self.stop.poll()
-                if self._is_over():
-                    break
+            with self._heartbeat.watching():
+                self._run_steps()
         except PreemptedError:
             self._save(best=False)
             raise
@@ -143,6 +140,22 @@ class Trainer:
             return self._stops_early()
         _log.info("stopped at step %d by a callback: %s", self.state.step, self.state.stopped)
         return True
+
+    def _run_steps(self) -> None:
+        for step in self._steps():
+            with self._heartbeat.step(step + 1):
+                measured = self._train_step(step)
+            self._log(measured)
+            self._ask(
+                StepEvent(self.state.step, self.plan.steps.total, measured["loss"], measured["learning_rate"], measured)
+            )
+            is_best = self._evaluate_if_due()
+            if self._saves_at(self.state.step) or is_best:
+                self._save(best=is_best, is_last=self.state.step == self.plan.steps.total)
+            self._raise_failure()
+            self.stop.poll()
+            if self._is_over():
+                break
 
     def _steps(self) -> tqdm[int]:
         """Return the steps still to do, counted from 0, with a progress bar on a terminal."""
@@ -185,6 +198,7 @@ class Trainer:
         for number in range(step * count, (step + 1) * count):
             asked = time.perf_counter()
             batch = self.source.batch(number)
+            self._batch_began, self._batches_left = time.monotonic(), (step + 1) * count - number - 1
             totals.data_seconds += time.perf_counter() - asked
             torch.manual_seed(batch_seed(self.seed, number, rank=self.ranks.rank))
             scale = self.updater.gradient_scale / count
@@ -223,6 +237,7 @@ class Trainer:
     def _log(self, metrics: Mapping[str, float]) -> None:
         """Send the numbers of the present step to the trackers and, now and then, to the log."""
         step = self.state.step
+        self.clock.add_step(metrics["step_seconds"])
         is_shown = step % self.output_keys.logging_steps == 0 or step in (1, self.plan.steps.total)
         reading = self._meter.read() if is_shown else None
         for tracker in self.trackers:
@@ -230,16 +245,20 @@ class Trainer:
             if reading is not None:
                 tracker.log_ranks(step, reading.by_rank)
         if is_shown:
-            _log.info(
-                "step %d/%d  epoch %.2f  loss %.4f  grad norm %.3g  lr %.3g  %.1f samples/s",
-                step,
-                self.plan.steps.total,
-                metrics["epoch"],
-                metrics["loss"],
-                metrics["grad_norm"],
-                metrics["learning_rate"],
-                metrics["samples_per_second"],
-            )
+            left = self.clock.seconds_left(self.plan.steps, step)
+            _log.info("%s", step_line(metrics, self.plan.steps, step, seconds_left=left))
+            self._heartbeat.spoken()
+
+    def _doing(self) -> str:
+        """Return what a step that takes long is at, and how long it will take yet where that can be told."""
+        call, part = self.engine.passes.running, self.engine.stopwatch.running
+        if call is None:
+            return PARTS["data_seconds" if part is None else f"{part}_seconds"][0]
+        said = f"{call.doing} chunk {call.number:,} of {call.total:,}"
+        if call.share == 0.0:
+            return said
+        batch = (time.monotonic() - self._batch_began) / call.share
+        return f"{said}, about {show_duration(batch * (1 - call.share + self._batches_left))} left in this step"
 
     def _evaluate_if_due(self) -> bool:
         """Evaluate on the dev set when the plan says so and it isn't done; return whether it was the best so far."""
@@ -248,7 +267,9 @@ class Trainer:
             return False
         if state.step % every != 0 and state.step != self.plan.steps.total:
             return False
-        result = self.evaluations.at_step(state.step)
+        with self.clock.evaluating(comes_again=True):
+            result = self.evaluations.at_step(state.step)
+        self._heartbeat.spoken()
         for tracker in self.trackers:
             tracker.log_evaluation(state.step, result.metrics)
         is_best = state.record(result.metrics, self.evaluation_keys.metric_for_best_model)

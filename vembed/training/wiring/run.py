@@ -30,6 +30,7 @@ from vembed.training.checks import dry_run, refuse_batch_norm
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.output import OutputFolder
+from vembed.training.progress import RunClock
 from vembed.training.saving import PARTS, check_shape, refuse_other_run
 from vembed.training.space import DiskNeeds, free_bytes
 from vembed.training.state import RunState
@@ -126,6 +127,7 @@ def _run(
     stop: StopSignal | None,
     callbacks: Callbacks,
 ) -> RunResult | None:
+    clock = RunClock()
     given, (config, launcher, asked) = config, under_launcher(config, sources)
     output = OutputFolder(Path(config.output_dir))
     watchdog.exit_files.expect(output.path)
@@ -176,7 +178,7 @@ def _run(
         runtime.ranks.from_first(lambda: needs.refuse_small(free, output.path, config, may_adapt=may_adapt))
         runtime.ranks.from_first(lambda: _write_settings(run, given))
         starting.close()
-        return _train(run, command, stop, callbacks)
+        return _train(run, command, stop, callbacks, clock)
 
 
 def _dry_run(run: Run) -> None:
@@ -317,7 +319,7 @@ def _check(checkpoint: LoadedCheckpoint) -> None:
     check_decisions(checkpoint)
 
 
-def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks) -> RunResult:
+def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks, clock: RunClock) -> RunResult:
     """Run the loop from where it stands, and finish."""
     config = run.config
     run.runtime.watchdog.words.doing = "choosing batches"
@@ -344,6 +346,7 @@ def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks
         evaluations = build_evaluations(run, stop)
         if state.step > 0:
             evaluations.require_baseline()
+            clock.go_on(run.output.path / "evaluation")
         try:
             stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
             words.doing = "asking the teacher" if run.teacher else words.doing
@@ -367,6 +370,7 @@ def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks
                     evaluation_keys=config,
                     seed=config.seed,
                     callbacks=callbacks,
+                    clock=clock,
                 )
                 baseline = trainer.run()
         finally:
@@ -385,6 +389,7 @@ def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks
             max_image_pixels=config.max_image_pixels,
             machine=run.runtime.machine,
             command=command,
+            clock=clock,
         )
         result = finish_run(finish, state, baseline)
         callbacks.ask(EndEvent(result), ranks)

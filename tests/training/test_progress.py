@@ -1,0 +1,125 @@
+"""What a run says while it trains: columns, the time left, a word in a long step, the total, the next commands."""
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vembed.plan.batching import Steps
+from vembed.text import show_duration
+from vembed.training import progress
+from vembed.training.next_steps import next_commands
+from vembed.training.progress import Heartbeat, RunClock, evaluation_seconds, step_line
+
+STEPS = Steps(total=1000, per_epoch=100, warmup=10, eval_every=300)
+METRICS = {"epoch": 0.01, "loss": 4.05, "grad_norm": 15.53, "learning_rate": 0.0, "samples_per_second": 9.0}
+KEYS: dict[str, Any] = {
+    "data_path": "train.jsonl",
+    "test_data_path": None,
+    "test_data_split": None,
+    "val_data_path": None,
+    "val_data_split": None,
+    "column_mapping": {},
+    "image_root": None,
+    "label_kind": "auto",
+    "plugins": (),
+    "trust_remote_code": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (40, "0:40"), (192, "3:12"), (59.6, "1:00"), (3725, "1:02:05")]
+)
+def test_durations_read_as_on_a_clock(seconds: float, text: str) -> None:
+    assert show_duration(seconds) == text
+
+
+def test_the_lines_of_a_run_stand_in_columns_and_all_but_the_last_tell_the_time_left() -> None:
+    later = {"epoch": 10.0, "loss": 11.5, "grad_norm": 0.836, "learning_rate": 1.23e-5, "samples_per_second": 12345.6}
+    first = step_line(METRICS, STEPS, 1, seconds_left=754)
+    last = step_line(METRICS | later, STEPS, 1000, seconds_left=0)
+    assert first == (
+        "step    1/1000  epoch  0.01  loss  4.0500  grad norm 15.5      lr 0             9.0 samples/s  12:34 left"
+    )
+    for word in ("epoch", "loss", "grad norm", "lr", "samples/s"):
+        assert first.index(word) == last.index(word), word
+    assert last.endswith("samples/s")
+
+
+def test_the_time_left_counts_later_steps_and_the_evaluations_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    clock = RunClock()
+    clock.add_step(60.0)
+    assert clock.seconds_left(STEPS, 1) == 999 * 60, "nothing better is known"
+    for _ in range(2):
+        clock.add_step(2.0)
+    assert clock.seconds_left(STEPS, 3) == 997 * 2, "the first step warms up"
+    with clock.evaluating(comes_again=True):
+        now[0] += 50
+    with clock.evaluating():
+        now[0] += 7
+    assert clock.seconds_left(STEPS, 900) == 100 * 2 + 50, "one evaluation after the last step"
+    assert clock.seconds_left(STEPS, 590) == 410 * 2 + 3 * 50, "steps 600, 900 and 1000"
+
+
+def test_the_total_counts_the_whole_run_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress, "evaluation_seconds", lambda _: 20.0)
+    clock = RunClock()
+    clock.go_on(Path("evaluation"))
+    clock.add_step(10.0)
+    with clock.evaluating():
+        now[0] += 5
+    now[0] = 145.0  # ten of it the step, five the evaluation
+    rows = [{"step_seconds": 80.0}, {"step_seconds": 10.0}]
+    assert clock.total(rows) == ("trained 2 steps in 2:25: 1:30 steps, 0:25 evaluation, 0:30 start, saving and report")
+
+
+def test_earlier_evaluations_count_once_each(tmp_path: Path) -> None:
+    seconds = {"step-0": 2.5, "baseline": 2.5, "step-8": 3.0, "baseline-reversed": 9.0}
+    for name, value in seconds.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.json").write_text(json.dumps({"seconds": value}))
+    assert evaluation_seconds(tmp_path) == 5.5, "a copy and a search in reverse are part of another"
+
+
+def test_only_a_step_that_takes_long_speaks_and_ever_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(progress, "FIRST_SILENCE_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "LONGEST_SILENCE_SECONDS", 0.4)
+    monkeypatch.setattr(progress, "POLL_SECONDS", 0.01)
+    heartbeat = Heartbeat(lambda: "encoding chunk 3 of 40, about 1:20 left in this step")
+    with caplog.at_level(logging.INFO, "vembed"), heartbeat.watching():
+        for number in range(10):
+            with heartbeat.step(number):
+                time.sleep(0.05)
+        assert not caplog.messages, "no step of these takes long"
+        with heartbeat.step(11):
+            time.sleep(1.0)
+    assert caplog.messages[0] == "step 11: encoding chunk 3 of 40, about 1:20 left in this step"
+    assert 1 <= len(caplog.messages) <= 3
+
+
+def test_next_commands_name_the_sets_of_the_run(tmp_path: Path) -> None:
+    assert next_commands(Path("runs/a b"), KEYS) == ["vembed export 'runs/a b' --output 'runs/a b-export'"]
+    shapes = KEYS | {"test_data_path": "builtin:shapes", "plugins": ("own",), "image_root": "root"}
+    search = "vembed --plugins own search runs/q-index"
+    assert next_commands(Path("runs/q"), shapes) == [
+        "vembed --plugins own evaluate runs/q/model --data builtin:shapes --image-root root --output runs/q-evaluation",
+        f"vembed --plugins own encode runs/q --data builtin:shapes --output runs/q-index && {search}",
+        "vembed --plugins own export runs/q --output runs/q-export",
+    ]
+    (tmp_path / "corpus.jsonl").touch()
+    beir = next_commands(Path("r"), KEYS | {"val_data_path": str(tmp_path), "val_data_split": "dev"})
+    assert beir[0] == f"vembed evaluate r/model --data {tmp_path} --split dev --output r-evaluation"
+    assert beir[1].startswith(f"vembed encode r --data {tmp_path} --output r-index && vembed search")
+    rows = KEYS | {"test_data_path": "test.jsonl"}
+    assert [line.split()[1] for line in next_commands(Path("r"), rows)] == ["evaluate", "export"]
+    assert len(next_commands(Path("r"), rows | {"column_mapping": {"q": "query"}})) == 1, "evaluate knows no columns"
+    assert next_commands(Path("r"), rows | {"trust_remote_code": True}) == []

@@ -1,0 +1,152 @@
+"""What a run says while it trains: aligned lines, the time left, a word in a long step, and the total at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from vembed.text import show_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from vembed.plan.batching import Steps
+
+_log = logging.getLogger(__name__)
+
+FIRST_SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 10.0, 60.0
+"""How long a step may pass without a line: short at first, twice as long after each line."""
+
+POLL_SECONDS = 1.0
+
+PACE_STEPS = 20
+"""The latest steps, by which the time left is told."""
+
+
+class RunClock:
+    """Where the time of a run goes; it begins with this object."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._earlier_evaluation = 0.0
+        self._steps = self._evaluation = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
+        self._dev_seconds = 0.0  # of the latest evaluation that comes again
+
+    def go_on(self, evaluations: Path) -> None:
+        """Count the evaluations of a run that goes on, which their folder tells of; its steps are in metrics.jsonl."""
+        self._earlier_evaluation = evaluation_seconds(evaluations)
+
+    @contextmanager
+    def evaluating(self, *, comes_again: bool = False) -> Iterator[None]:
+        """Count what runs inside the block as evaluation.
+
+        Args:
+            comes_again: Whether it is one of those that training is interrupted by.
+        """
+        began = time.monotonic()
+        yield
+        seconds = time.monotonic() - began
+        self._evaluation += seconds
+        self._dev_seconds = seconds if comes_again else self._dev_seconds
+
+    def add_step(self, seconds: float) -> None:
+        """Count a step."""
+        if len(self._step_seconds) == 1 and self._steps == self._step_seconds[0]:
+            self._step_seconds.clear()  # the first step of a process compiles, allocates and waits for its batch
+        self._steps += seconds
+        self._step_seconds.append(seconds)
+
+    def seconds_left(self, steps: Steps, done: int) -> float:
+        """Return about how long the rest of training takes, evaluations on the dev set included."""
+        pace = sum(self._step_seconds) / len(self._step_seconds)
+        every = steps.eval_every
+        evaluations = 0 if every is None else -(-steps.total // every) - done // every
+        return (steps.total - done) * pace + evaluations * self._dev_seconds
+
+    def total(self, rows: Sequence[Mapping[str, float]]) -> str:
+        """Return how long the run took and what for, e.g. "trained 200 steps in 3:12: 1:50 steps, ...".
+
+        Args:
+            rows: Those of metrics.jsonl, which has the steps of earlier processes too.
+        """
+        parts = {
+            "steps": sum(row["step_seconds"] for row in rows),
+            "evaluation": self._earlier_evaluation + self._evaluation,
+            "start, saving and report": time.monotonic() - self._started - self._steps - self._evaluation,
+        }
+        said = ", ".join(f"{show_duration(seconds)} {name}" for name, seconds in parts.items())
+        noun = "step" if len(rows) == 1 else "steps"
+        return f"trained {len(rows):,} {noun} in {show_duration(sum(parts.values()))}: {said}"
+
+
+def evaluation_seconds(folder: Path) -> float:
+    """Return how long the evaluations of a folder took; reversed ones are part of the others, copies count once."""
+    paths = [path for path in folder.glob("*/metrics.json") if not path.parent.name.endswith("-reversed")]
+    seconds: set[float] = {json.loads(path.read_text("utf-8"))["seconds"] for path in paths}
+    return sum(seconds)
+
+
+def step_line(metrics: Mapping[str, float], steps: Steps, done: int, *, seconds_left: float) -> str:
+    """Return the line of a step; those of a run stand in columns."""
+    count, epochs = len(str(steps.total)), len(f"{steps.total / steps.per_epoch:.2f}")
+    left = f"  {show_duration(seconds_left)} left" if done < steps.total else ""
+    return (
+        f"step {done:{count}d}/{steps.total}  epoch {metrics['epoch']:{epochs}.2f}  loss {metrics['loss']:7.4f}  "
+        f"grad norm {metrics['grad_norm']:<8.3g}  lr {metrics['learning_rate']:<8.3g}  "
+        f"{metrics['samples_per_second']:7.1f} samples/s{left}"
+    )
+
+
+class Heartbeat:
+    """Says from a thread of its own where a step is that takes long, so that nobody takes it for a hang.
+
+    Args:
+        doing: Returns what the step is at, in words.
+    """
+
+    def __init__(self, doing: Callable[[], str]) -> None:
+        self._doing = doing
+        self._silence = FIRST_SILENCE_SECONDS
+        self._running: tuple[int, float] | None = None  # the step, and when it began
+        self._spoke = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="vembed-heartbeat", daemon=True)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the steps inside the block."""
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._ended.set()
+            self._thread.join()
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Speak inside the block, where the step takes long."""
+        self._running = number, time.monotonic()
+        try:
+            yield
+        finally:
+            self._running = None
+
+    def spoken(self) -> None:
+        """Begin the silence anew: something else was said."""
+        self._spoke = time.monotonic()
+
+    def _run(self) -> None:
+        while not self._ended.wait(POLL_SECONDS):
+            running, now = self._running, time.monotonic()
+            if running is None or now - self._spoke < self._silence or now - running[1] < FIRST_SILENCE_SECONDS:
+                continue
+            _log.info("step %d: %s", running[0], self._doing())
+            self._silence = min(2 * self._silence, LONGEST_SILENCE_SECONDS)
+            self.spoken()

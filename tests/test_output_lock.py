@@ -68,7 +68,7 @@ def test_a_second_process_is_refused_and_told_whom_it_met(other: subprocess.Pope
     started = time.monotonic()
     with pytest.raises(FolderInUseError) as refused, hold_output(tmp_path / "out"):
         pass
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 10
     assert refused.value.exit_code == ExitCode.CONFIG
     written = json.loads((tmp_path / "out" / LOCK_FILE).read_text())
     for part in (f"process {other.pid} on {os.uname().nodename}", written["since"], str(tmp_path / "out"), " fork"):

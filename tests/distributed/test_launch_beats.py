@@ -185,7 +185,7 @@ def test_a_launcher_that_is_gone_before_its_processes_met_is_named_at_once(monke
     start = time.monotonic()
     with pytest.raises(MachineError, match=r"rank 1 of 2: the launcher at 127\.0\.0\.1 is gone .* start the run again"):
         start_runtime(deterministic=False)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
 def test_rank_0_which_may_keep_the_store_leaves_last() -> None:

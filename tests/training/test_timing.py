@@ -20,15 +20,15 @@ CPU = torch.device("cpu")
 
 
 def test_the_stopwatch_adds_up_each_part_and_begins_anew_when_read() -> None:
-    watch = Stopwatch(CPU)
+    watch, start = Stopwatch(CPU), time.perf_counter()
     for _ in range(2):
         with watch.part("encode"):
             time.sleep(0.02)
     with watch.part("loss"):
         pass
     seconds = watch.read()
-    assert 0.04 <= seconds["encode"] < 0.2
-    assert seconds["loss"] < 0.02
+    assert seconds["encode"] >= 0.04
+    assert sum(seconds.values()) <= time.perf_counter() - start
     assert watch.read() == {}
 
 

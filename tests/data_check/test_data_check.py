@@ -161,6 +161,22 @@ def test_all_broken_rows_are_told_by_kind(checked: Callable[..., Any]) -> None:
     assert any("bad JSON" in reason for reason in by_reason)
 
 
+def test_broken_rows_of_a_beir_folder_are_told_once(tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "qrels").mkdir(parents=True)
+    queries = [{"_id": f"q{number}", "text": row["query"]} for number, row in enumerate(clean_rows(6))]
+    documents = [{"_id": f"d{number}", "text": row["positive"]} for number, row in enumerate(clean_rows(6))]
+    queries[2]["text"] = ""
+    documents[4]["text"] = 7
+    written(folder / "queries.jsonl", queries)
+    written(folder / "corpus.jsonl", documents)
+    (folder / "qrels" / "train.tsv").write_text("".join(f"q{n}\td{n}\t1\n" for n in range(6)) + "q1\td1\thigh\n")
+    check = check_data(str(folder), SourceOptions("train"), {}, tmp_path)
+    (found,) = check.findings
+    assert (found.kind, found.count, len(check.source.table)) == ("broken_rows", 3, 4)
+    assert {example[2] for example in found.examples} == {"queries.jsonl:3", "corpus.jsonl:5", "train.tsv:7"}
+
+
 def test_a_set_without_a_usable_row_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = written(tmp_path / "train.jsonl", [{"query": "", "positive": "a"}] * 50)
     assert main(["check", str(data)], program="vembed data") == 3

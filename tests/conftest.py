@@ -23,17 +23,18 @@ gc.set_threshold(20_000, 20, 20)  # each full pass visits the million objects th
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and what is tested inherits that
 
 
-SAMPLED_ROOMS = ("gradcache", "losses", "models")
-SAMPLED_CASES = 3
+SAMPLED_ROOMS = (
+    "checkpoint", "data", "distributed", "entrypoints", "evaluation", "gradcache", "losses", "models", "training"
+)  # fmt: skip
+SAMPLED_CASES = 2
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run whole commands first, and leave most cases of the large tables to the slow tests.
 
-    At the end only short tests are left to share out. Tests of encoders, losses and the engine go through tables of
-    families, losses and settings: of each table a few rows, drawn by their names, are enough to see at once that
-    something broke.
+    At the end only short tests are left to share out. Many tests go through tables of families, losses, settings or
+    broken inputs: of each table two rows, drawn by their names, are enough to see at once that something broke.
     """
     items.sort(key=lambda item: "entrypoints" not in item.path.parts)
     cases = defaultdict(list)

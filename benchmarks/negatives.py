@@ -6,9 +6,10 @@ p-value (randomisation test) are those of the paired difference over queries, th
 
     negatives   no hard negatives; those of the rows; mined: nearest, below 95% of the positive, the same by a teacher
     batches     random batches of 1,024; batches of 256 and of 64 whose rows are hard negatives of each other
-    planted     mined negatives, of which 10% or 30% are answers in disguise; with and without false_negative_filter
+    planted     mined negatives, 10% or 30% of them in truth relevant; with and without false_negative_filter
 
-What has ended isn't repeated. `planted` takes rows of shell commands.
+What has ended isn't repeated. `planted` takes tldr and judges by pages: relevant is any command of the query's page. A
+row's given negatives are such commands: mining leaves them out, and they are what is planted.
 
     head -4400 tldr/train.jsonl > rows.jsonl
     python benchmarks/negatives.py negatives --model MODEL --rows rows.jsonl --data tldr --teacher TUNED --output out
@@ -63,7 +64,7 @@ STUDIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "hard 64": ("plain", {"batch_size": 64, "batch_sampling": "hard"}),
     },
     "planted": {
-        "clean": ("margin", {}),
+        "clean": ("apart", {}),
         **{
             f"{percent}% planted{name}": (f"planted-{percent}", keys)
             for percent in PLANTED
@@ -73,11 +74,13 @@ STUDIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
 }
 """Study -> recipe -> the file that it trains on, and keys of its own. Others are held against the first recipe."""
 
-MINING = {"nearest": ["--relative-margin", "none"], "margin": [], "teacher": ["--teacher", TEACHER]}
-"""Mined file -> options of `vembed mine`."""
-
-WRAPPERS = ("sudo", "time", "env", "nohup")
-"""Commands that run the command behind them: a wrapped answer still answers."""
+MINING = {
+    "nearest": ("plain", ["--relative-margin", "none"]),
+    "margin": ("plain", []),
+    "teacher": ("plain", ["--teacher", TEACHER]),
+    "apart": ("all given", ["--replace"]),
+}
+"""Mined file -> the file that it is mined for, and options of `vembed mine`."""
 
 
 def main() -> None:
@@ -87,6 +90,8 @@ def main() -> None:
     test = arguments.data
     if arguments.documents is not None:
         test = smaller_set(arguments.data, arguments.split, arguments.documents, arguments.output / "test")
+    if arguments.study == "planted":
+        test = _by_pages(arguments.data, arguments.split, arguments.output / "pages")
     recipes = {name: STUDIES[arguments.study][name] for name in arguments.only or STUDIES[arguments.study]}
     untrained = arguments.output / "untrained"
     if not untrained.exists():
@@ -130,33 +135,53 @@ def _file(arguments: argparse.Namespace, name: str) -> Path:
     if path.exists():
         return path
     if name in MINING:
-        _mine(arguments, path, MINING[name])
+        _mine(arguments, path, *MINING[name])
     elif name.startswith("planted"):
-        _write(path, _planted(_read(_file(arguments, "margin")), int(name.partition("-")[2]) / 100))
+        rows = zip(_read(_file(arguments, "apart")), _read(arguments.rows), strict=True)
+        _write(path, _planted(list(rows), int(name.partition("-")[2]) / 100))
     else:
-        count = arguments.negatives if name == "given" else 0
+        count = {"plain": 0, "given": arguments.negatives, "all given": None}[name]
         _write(path, ({**row, "negatives": row["negatives"][:count]} for row in _read(arguments.rows)))
     return path
 
 
-def _mine(arguments: argparse.Namespace, path: Path, options: list[str]) -> None:
+def _mine(arguments: argparse.Namespace, path: Path, rows: str, options: list[str]) -> None:
     """Mine negatives among all documents of the rows, those that they give as negatives included."""
     corpus = arguments.output / "corpus.jsonl"
     texts = {text: None for row in _read(arguments.rows) for text in (row["positive"], *row["negatives"])}
     _write(corpus, ({"_id": str(place), "text": text} for place, text in enumerate(texts)))
-    command = ["mine", arguments.model, "--data", _file(arguments, "plain"), "--corpus", corpus, "--output", path]
+    command = ["mine", arguments.model, "--data", _file(arguments, rows), "--corpus", corpus, "--output", path]
     command += ["--negatives", arguments.negatives, "--max-seq-length", arguments.max_length]
     command += [arguments.teacher if option == TEACHER else option for option in options]
     subprocess.run([sys.executable, "-m", "vembed", *map(str, command)], check=True)
 
 
-def _planted(rows: list[dict[str, Any]], share: float) -> list[dict[str, Any]]:
-    """Put the row's own command, wrapped, in place of a share of the negatives; a larger share holds a smaller one."""
-    places = [(row, place) for row in rows for place in range(len(row.get("negatives", ())))]
+def _planted(rows: list[tuple[dict[str, Any], dict[str, Any]]], share: float) -> list[dict[str, Any]]:
+    """Put given negatives in place of a share of the mined ones; a larger share holds a smaller one."""
+    places = [
+        (mined, given, place)
+        for mined, given in rows
+        for place in range(min(len(mined.get("negatives", ())), len(given["negatives"])))
+    ]
     random.Random(0).shuffle(places)
-    for row, place in places[: round(share * len(places))]:
-        row["negatives"][place] = f"{WRAPPERS[place % len(WRAPPERS)]} {row['positive']}"
-    return rows
+    count = round(share * sum(len(mined.get("negatives", ())) for mined, _ in rows))
+    for mined, given, place in places[:count]:
+        mined["negatives"][place] = given["negatives"][place]
+    return [mined for mined, _ in rows]
+
+
+def _by_pages(data: Path, split: str, folder: Path) -> Path:
+    """Write a set in which all commands of a query's page are relevant; an id is PAGE#N."""
+    (folder / "qrels").mkdir(parents=True, exist_ok=True)
+    for name in ("corpus.jsonl", "queries.jsonl"):
+        shutil.copyfile(data / name, folder / name)
+    pages: dict[str, list[str]] = {}
+    for row in _read(data / "corpus.jsonl"):
+        pages.setdefault(row["_id"].partition("#")[0], []).append(row["_id"])
+    queries = [row["_id"] for row in _read(data / "queries.jsonl")]
+    lines = [f"{query}\t{one}\t1" for query in queries for one in pages[query.removeprefix("q:").partition("#")[0]]]
+    (folder / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n", "utf-8")
+    return folder
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -21,9 +21,9 @@ def test_holm_gives_the_numbers_of_a_worked_example(benchmark: Any) -> None:
 
 def test_a_larger_share_of_planted_answers_holds_a_smaller_one(benchmark: Any) -> None:
     def planted(share: float) -> set[tuple[int, int]]:
-        rows = [{"positive": f"run {n}", "negatives": ["stop", "wait"]} for n in range(50)]
+        rows = [({"negatives": ["mined", "mined"]}, {"negatives": ["given", "given"]}) for _ in range(50)]
         found = benchmark("negatives")._planted(rows, share)
-        return {(n, k) for n, row in enumerate(found) for k in (0, 1) if row["negatives"][k].endswith(f" run {n}")}
+        return {(n, k) for n, row in enumerate(found) for k in (0, 1) if row["negatives"][k] == "given"}
 
     assert len(planted(0.1)) == 10
     assert len(planted(0.3)) == 30

@@ -195,6 +195,7 @@ def test_broken_and_tiny_pictures_are_found(checked: Callable[..., Any], tmp_pat
     found = kinds(document)
     assert code == 3
     assert found["broken_pictures"]["examples"][0]["Row"] == "train.jsonl:3"
+    assert found["broken_pictures"]["examples"][0]["Picture"] == f"[…/{tmp_path.name}/cut.png]"
     assert found["tiny_pictures"]["examples"][0]["Pixels"] == "8 x 8"
     assert "no such file" in found["broken_rows"]["examples"][0]["Why"]
     assert "cut.png" in page

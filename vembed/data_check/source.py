@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 SHOWN_CHARACTERS = 160
 """Of a text in an example."""
 
+SHOWN_PARTS = 2
+"""Of a picture's path: more wouldn't fit beside a text."""
+
 
 @dataclass(frozen=True, eq=False)
 class ItemFacts:
@@ -161,7 +164,13 @@ class Source:
 def said(item: Item) -> str:
     """Return a text cut for an example, or the paths of pictures and the text beside them."""
     if isinstance(item, Image):
-        return f"[{item.path}]"
+        return _picture(item)
     text = item.text if isinstance(item, Composed) else item
-    paths = [f"[{image.path}]" for image in item.images] if isinstance(item, Composed) else []
+    paths = [_picture(image) for image in item.images] if isinstance(item, Composed) else []
     return " ".join([*paths, clip(text, SHOWN_CHARACTERS).short]).strip()
+
+
+def _picture(image: Image) -> str:
+    """Return the end of a picture's path."""
+    parts = image.path.split("/")
+    return f"[{'…/' * (len(parts) > SHOWN_PARTS)}{'/'.join(parts[-SHOWN_PARTS:])}]"

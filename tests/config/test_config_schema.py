@@ -340,6 +340,8 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"val_data_split": "dev"}, {"val_data_split": "dev", "val_data_path": "d"}, "set val_data_path"),
     ({"val_fraction": 0.1, "val_data_path": "d"}, {"val_fraction": 0.1}, "set val_data_path to null"),
     ({"test_data_split": "test"}, {"test_data_split": "test", "test_data_path": "d"}, "set test_data_path"),
+    ({"guard_data_split": "test"}, {"guard_data_split": "test", "guard_data": ["d"]}, "set guard_data"),
+    ({"guard_data": ["d", "d"]}, {"guard_data": ["d", "e"]}, "guard_data lists d twice; name it once"),
     (
         {"max_invalid_records": 5},
         {"max_invalid_records": 5, "skip_invalid_records": True},

@@ -88,7 +88,8 @@ def test_the_configuration_is_valid() -> None:
         Config.model_validate({"model_name": "m"} | yaml.safe_load(text)) for kind, text in BLOCKS if kind == "yaml"
     )
     assert first.retrieval_mode == "m2i"
-    assert [each.source_batches for each in others] == ["single"]
+    assert [each.source_batches for each in others] == ["mixed", "single"]
+    assert [each.guard_data for each in others] == ["data/scifact", None]
 
 
 def test_every_column_name_and_every_set_is_listed() -> None:

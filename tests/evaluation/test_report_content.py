@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_report_samples import METRIC, STEPS, VALUES, page, result, sample
 
-from vembed.evaluation.report.comparison import forward_comparisons, row_decimals
+from vembed.evaluation.report.comparison import forward_comparisons, verdict_decimals
 from vembed.evaluation.report.content import (
     MAX_EVALUATION_ROWS,
     build_content,
@@ -125,11 +125,10 @@ def test_each_metric_has_its_own_paired_interval_and_the_verdict_row_comes_first
 
 
 def test_a_bound_that_decides_never_reads_as_zero() -> None:
-    row = forward_comparisons(sample()).rows[0]
     comparison = Comparison(METRIC, 0.5, 0.51, 0.01, 0.00004, 0.02, 100, 0.95)
-    assert row_decimals(replace(row, verdict=Verdict("improved", comparison, ""))) == 5
-    assert row_decimals(replace(row, verdict=Verdict("within noise", comparison, ""))) == 3
-    assert row_decimals(replace(row, verdict=Verdict("improved", replace(comparison, low=0.004), ""))) == 3
+    assert verdict_decimals(Verdict("improved", comparison, "")) == 5
+    assert verdict_decimals(Verdict("within noise", comparison, "")) == 3
+    assert verdict_decimals(Verdict("improved", replace(comparison, low=0.004), "")) == 3
 
 
 def test_the_baseline_is_step_0_only_where_it_is_on_the_dev_set() -> None:

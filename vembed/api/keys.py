@@ -56,11 +56,14 @@ class TrainKeys(TypedDict, total=False):
     source_temperature: float
     data_path: str | Path | None
     val_data_path: str | Path | None
-    test_data_path: str | Path | None
+    val_fraction: Literal["auto"] | float
+    test_data_path: str | Path | Sequence[str] | None
+    guard_data: str | Sequence[str] | None
     data_split: str | None
     val_data_split: str | None
     test_data_split: str | None
-    column_mapping: Mapping[str, Literal["query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label", "weight"] | None]
+    guard_data_split: str | None
+    column_mapping: Mapping[str, Literal["query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label", "title", "weight"] | None]
     label_kind: Literal["auto", "class", "pair", "grade"]
     image_root: str | Path | None
     max_image_pixels: int

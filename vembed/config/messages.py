@@ -101,6 +101,7 @@ def explain_entry(name: str, part: str, errors: Sequence[ErrorDetails], value: o
 
 
 def _explain(name: str, schema: Mapping[str, Any], errors: Sequence[ErrorDetails], value: object) -> str:
+    errors = [error for error in errors if error["type"] != "list_type"] or errors  # a text is told as a text
     kinds = {error["type"] for error in errors}
     if "missing" in kinds:
         return f"a required key is missing; set it, such as {name}: NAME ({schema['description']})"

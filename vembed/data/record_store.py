@@ -54,7 +54,8 @@ FORMAT = 2
 _MANIFEST = "manifest.json"
 _NOT_READ = frozenset(
     {
-        *("data_path", "val_data_path", "test_data_path", "data_split", "val_data_split", "test_data_split"),
+        *("data_path", "val_data_path", "test_data_path", "guard_data"),
+        *("data_split", "val_data_split", "test_data_split", "guard_data_split"),
         *(
             "val_fraction",
             "image_augmentation",

@@ -16,17 +16,28 @@ if TYPE_CHECKING:
 
     from vembed.data.columns import LossNeeds
 
-Role: TypeAlias = Literal["train", "validation", "test"]
+Role: TypeAlias = Literal["train", "validation", "test", "guard"]
 
 SPLIT_NAMES: dict[Role, tuple[str, ...]] = {
     "train": ("train",),
     "validation": ("dev", "val", "validation"),
     "test": ("test",),
+    "guard": ("test",),
 }
 """The names that a role's split goes by, the preferred one first."""
 
-PATH_KEYS: dict[Role, str] = {"train": "data_path", "validation": "val_data_path", "test": "test_data_path"}
-SPLIT_KEYS: dict[Role, str] = {"train": "data_split", "validation": "val_data_split", "test": "test_data_split"}
+PATH_KEYS: dict[Role, str] = {
+    "train": "data_path",
+    "validation": "val_data_path",
+    "test": "test_data_path",
+    "guard": "guard_data",
+}
+SPLIT_KEYS: dict[Role, str] = {
+    "train": "data_split",
+    "validation": "val_data_split",
+    "test": "test_data_split",
+    "guard": "guard_data_split",
+}
 """The config keys of each role, for error messages."""
 
 

@@ -16,7 +16,7 @@ Information Retrieval (SIGIR 2019), for retrieval metrics.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -79,6 +79,39 @@ def verdict(
     """
     comparison = compare(baseline, candidate, metric, confidence=confidence)
     word = _word(comparison)
+    return Verdict(word, comparison, _sentence(word, comparison))
+
+
+def guard_verdict(baseline: EvaluationResult, candidate: EvaluationResult, metric: str) -> Verdict:
+    """Judge a set on which the candidate should lose nothing: where it is worse, the sentence says that it forgets.
+
+    Raises:
+        ValueError: The query sets differ, or the metric is missing.
+    """
+    found = verdict(baseline, candidate, metric)
+    return replace(found, sentence=found.sentence.replace("worse:", "forgets:", 1)) if found.word == "worse" else found
+
+
+def mean_verdict(pairs: Sequence[tuple[EvaluationResult, EvaluationResult]], metric: str) -> Verdict:
+    """Judge the mean over several sets, each counting the same, of a baseline and a candidate on each.
+
+    Raises:
+        ValueError: The query sets of a pair differ, or the metric is missing.
+    """
+    values = [_paired_values(*pair, metric) for pair in pairs]
+    parts = [(after_Q - before_Q) / len(pairs) for before_Q, after_Q in values]
+    low, high = _interval(parts, CONFIDENCE)
+    comparison = Comparison(
+        metric=f"mean {metric} of {len(pairs)} sets",
+        baseline=fmean(fmean(before_Q) for before_Q, _ in values),
+        candidate=fmean(fmean(after_Q) for _, after_Q in values),
+        difference=round(sum(float(part.mean()) for part in parts), FLOAT_NOISE_DECIMALS),
+        low=low,
+        high=high,
+        num_queries=sum(map(len, parts)),
+        confidence=CONFIDENCE,
+    )
+    word = _word(comparison) if min(map(len, parts)) > 1 else "within noise"
     return Verdict(word, comparison, _sentence(word, comparison))
 
 

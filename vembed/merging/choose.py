@@ -20,7 +20,7 @@ from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.stored import Stored, read_stored, write_stored
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.provenance import task_key
-from vembed.evaluation.significance import compare, verdict
+from vembed.evaluation.significance import compare, guard_verdict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -78,7 +78,7 @@ class Choice:
     def loses(self, point: Point) -> bool:
         """Return whether a mixture is worse than the first model on a guard set."""
         pairs = zip(self.first.guards, point.guards, strict=True)
-        return any(verdict(before, after, self.metric).word == "worse" for before, after in pairs)
+        return any(guard_verdict(before, after, self.metric).word == "worse" for before, after in pairs)
 
     def differences(self, point: Point) -> tuple[list[Comparison], list[Comparison]]:
         """Return a mixture beside the first model, on each target set and each guard set."""

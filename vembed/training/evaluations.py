@@ -11,6 +11,7 @@ from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.directions import Directions, encode_directions, search_directions
 from vembed.evaluation.evaluator import EvaluationOptions
+from vembed.evaluation.sets import SetOutcome
 from vembed.evaluation.store import read_evaluation, write_evaluation
 from vembed.redact import redact
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EncodedTask
     from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.sets import FurtherSet
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Evaluations:
     # whether the untrained and the trained model are measured in reverse too, on the verdict's set; evaluations in
     # between never are
     both_directions: bool = False
+    further: tuple[FurtherSet, ...] = ()  # measured before and after training, besides
     ranks: Ranks = field(default_factory=Ranks)  # who takes part. All must make the same calls.
     _said: set[str] = field(default_factory=set)
 
@@ -64,6 +67,7 @@ class Evaluations:
         """
         names = ["step-0" if self.test is None else "baseline"]
         names += [f"baseline{REVERSED_SUFFIX}"] if self.both_directions else []
+        names += [f"{each.folder}/baseline" for each in self.further]
         for name in names:
             if not self._is_there(name):
                 raise MachineError(
@@ -72,7 +76,12 @@ class Evaluations:
                 )
 
     def baseline(self) -> EvaluationResult:
-        """Return the result of the untrained model on the verdict's set. On resuming it is read back."""
+        """Return the result of the untrained model on the verdict's set, and measure it on the further ones.
+
+        On resuming they are read back.
+        """
+        for each in self.further:
+            self._once(f"{each.folder}/baseline", each.task)
         reversed_name = self._reversed_name("baseline")
         if self.test is not None:
             return self._once("baseline", self.test, reversed_name)
@@ -95,6 +104,14 @@ class Evaluations:
     def final(self) -> Directions:
         """Evaluate the kept model on the verdict's set."""
         return self._evaluate("final", self.verdict_task, self._reversed_name("final"))
+
+    def outcomes(self) -> tuple[SetOutcome, ...]:
+        """Evaluate the kept model on the further sets."""
+        found = []
+        for each in self.further:
+            final = self._evaluate(f"{each.folder}/final", each.task).forward
+            found.append(SetOutcome.of(each.role, self._read(f"{each.folder}/baseline"), final, self.metric))
+        return tuple(found)
 
     def last(self, step: int) -> Directions | None:
         """Evaluate the model of the last step on the verdict's set, where another one is kept.

@@ -17,6 +17,7 @@ from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.directions import Directions, recall_sums
 from vembed.evaluation.report.data import Reverse, RunReport
+from vembed.evaluation.sets import SetOutcome, headline, overall
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.files import new_folder, share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from vembed.checkpoint.manager import CheckpointManager
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.sets import SetRole
     from vembed.models.encoder import Encoder
     from vembed.plan.hardware import Machine
     from vembed.plan.plan import Plan
@@ -55,13 +57,14 @@ PACKAGES = ("vembed", "torch", "transformers", "accelerate", "numpy", "faiss-cpu
 class RunResult:
     """Verdict and results of a finished run."""
 
-    verdict: Verdict  # whether the model got better
+    verdict: Verdict  # whether the model got better, in the mean over several test sets
     baseline: EvaluationResult  # the model before training
     final: EvaluationResult
     bm25: EvaluationResult | None  # BM25 on the same set, if asked for
     output: Path
     reverse: Reverse | None = None  # baseline and kept model with documents that search queries, where that is measured
     last: EvaluationResult | None = None  # the model of the last step, where another one is kept
+    sets: tuple[SetOutcome, ...] = ()  # of each test set, that of baseline and final first, and each guard set
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.output}: {self.verdict.sentence}>"
@@ -99,18 +102,21 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
         if narrowed_bytes(encoder):
             _round_as_written(encoder, whole, parts.ranks)
     with parts.clock.evaluating():
-        final, bm25 = parts.evaluations.final(), parts.evaluations.bm25()
+        final, bm25, further = parts.evaluations.final(), parts.evaluations.bm25(), parts.evaluations.outcomes()
     reversed_baseline = parts.evaluations.baseline_reversed()
 
     def conclude() -> RunResult:
+        role: SetRole = "dev" if parts.evaluations.test is None else "test"
+        sets = (SetOutcome.of(role, baseline, final.forward, parts.evaluations.metric), *further)
         result = RunResult(
-            verdict=verdict(baseline, final.forward, parts.evaluations.metric),
+            verdict=overall(sets),
             baseline=baseline,
             final=final.forward,
             bm25=bm25,
             output=parts.output.path,
             reverse=_reverse(parts.evaluations, reversed_baseline, final, last),
             last=None if last is None else last.forward,
+            sets=sets,
         )
         _publish(parts, state, result, kept_step=kept)
         return result
@@ -190,7 +196,9 @@ def _publish(parts: FinishParts, state: RunState, result: RunResult, *, kept_ste
         before = Directions(result.baseline, result.reverse.baseline)
         if sums := recall_sums(before, Directions(result.final, result.reverse.final)):
             _log.info("rsum      %.1f -> %.1f", sums[0].value, sums[1].value)
-    _log.info("%s", result.verdict.sentence)
+    for outcome in result.sets if len(result.sets) > 1 else ():
+        _log.info("%-5s  %s", outcome.role, outcome.line)
+    _log.info("%s", headline(result.verdict, result.sets))
 
 
 def _last(parts: FinishParts, state: RunState) -> Directions | None:
@@ -254,7 +262,9 @@ def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step
     }
     return RunReport(
         title=redact(parts.output.path.name),
-        verdict=result.verdict,
+        verdict=result.sets[0].verdict,
+        overall=result.verdict,
+        sets=result.sets,
         task=parts.evaluations.verdict_task,
         baseline=result.baseline,
         final=result.final,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
+from vembed.config.keys.data import listed
 from vembed.data.description import describe
 from vembed.data.hold_out import held_out_task, hold_out, resolution_notes
 from vembed.data.records import ItemColumn, LoadedRecords, RecordTable
@@ -17,6 +18,7 @@ from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
+from vembed.evaluation.sets import FurtherSet
 from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ class RunData:
 
     records: RecordTable  # to train on
     dev: RetrievalData | None  # set that chooses the best checkpoint
-    test: RetrievalData | None  # set of the verdict
+    test: RetrievalData | None  # set of the verdict, the first of several
     notes: tuple[str, ...]  # what was held out, skipped or ignored, one plain sentence each
     counts: RecordCounts  # what the training records hold
     fingerprint: str  # hash of the training records and of the dev and test sets
@@ -49,6 +51,7 @@ class RunData:
     sources: tuple[str, ...] = ()  # what the training records were read from
     read: Mapping[str, str] = field(default_factory=dict)  # what was read of each source, by label, for the plan
     more_facts: tuple[tuple[str, str], ...] = ()  # what the run did with them, as (label, value)
+    further: tuple[FurtherSet, ...] = ()  # other test sets, and guard sets
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, value) for the report."""
@@ -70,7 +73,8 @@ class RunData:
                 ("distinct pictures in them", counts.pictures.text),
             ]
         facts += self.read.items()
-        for label, task in (("dev set", self.dev), ("test set", self.test)):
+        named = [("dev set", self.dev), ("test set", self.test)]
+        for label, task in [*named, *((f"{each.role} set", each.task) for each in self.further)]:
             if task is not None:
                 facts.append((label, _task_fact(task)))
         return [*facts, *self.more_facts, *(("note", note) for note in self.notes)]
@@ -131,7 +135,7 @@ def refuse_missing_data(keys: DataKeys) -> None:
 
 
 def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
-    """Return the path of each source of a run's data, and how it is read: those to train on, the dev and the test set.
+    """Return the path of each source of a run's data, and how it is read: training, dev, test and guard sets.
 
     Raises:
         DataError: No training data is named.
@@ -139,9 +143,7 @@ def all_sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str
     found = _sources(keys, loss)
     if keys.val_data_path is not None:
         found.append((keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss)))
-    if keys.test_data_path is not None:
-        found.append((keys.test_data_path, SourceOptions("test", keys.test_data_split, keys, loss)))
-    return found
+    return [*found, *_judged(keys, loss)]
 
 
 def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = None) -> RunData:
@@ -160,11 +162,15 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     loaded = _joined(parts, paths)
     records, notes = loaded.table, list(loaded.notes)
     held_out = None
-    dev = test = None
+    dev = None
     if keys.val_data_path is not None:
         dev = load_retrieval(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss))
-    if keys.test_data_path is not None:
-        test = load_retrieval(keys.test_data_path, SourceOptions("test", keys.test_data_split, keys, loss))
+    judged = [(options.role, load_retrieval(path, options)) for path, options in _judged(keys, loss)]
+    test = judged.pop(0)[1] if keys.test_data_path else None
+    further = tuple(
+        FurtherSet("guard" if role == "guard" else "test", number, task)
+        for number, (role, task) in enumerate(judged, start=1)
+    )
     if dev is None and needs_dev:
         split = hold_out(records, fraction=None if keys.val_fraction == "auto" else keys.val_fraction)
         dev = held_out_task(records, split)
@@ -175,8 +181,11 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     counts = RecordCounts.of(records, sources[0][1].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(path for path, _ in sources))
     tasks = [task for task in (dev, test) if task is not None]
+    tasks += [each.task for each in further]
+    guards = [each.task for each in further if each.role == "guard"]
     for task in tasks:
-        ItemCounts.of(task).require(keys.retrieval_mode, task.name)
+        if not any(task is guard for guard in guards):  # those may be of any kind
+            ItemCounts.of(task).require(keys.retrieval_mode, task.name)
         notes += task.notes
     if keys.image_root is not None and not _any_pictures(counts, tasks):
         notes.append("image_root has no effect: the data hold no pictures.")
@@ -190,7 +199,20 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
         loaded.num_invalid,
         tuple(paths),
         _read(paths, parts, held_out or [None] * len(parts)),
+        further=further,
     )
+
+
+def _judged(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:
+    """Return the path of each test set and each guard set, and how it is read."""
+    tests, guards = (
+        SourceOptions("test", keys.test_data_split, keys, loss),
+        SourceOptions("guard", keys.guard_data_split, keys, loss),
+    )
+    return [
+        *((path, tests) for path in listed(keys.test_data_path)),
+        *((path, guards) for path in listed(keys.guard_data)),
+    ]
 
 
 def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:

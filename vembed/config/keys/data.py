@@ -17,6 +17,9 @@ ColumnName = Literal[
 ]
 """The columns that a row may have under our names."""
 
+Paths = Annotated[list[Name], Field(min_length=1)]
+"""Several paths; all that is read of them is read the same way."""
+
 LabelKind = Literal["auto", "class", "pair", "grade"]
 """What a label says: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
 
@@ -37,13 +40,25 @@ class DataKeys(SourceKeys):
         "positive on both sides; documents of training rows fill what the held-out queries search up to 1,000.",
         acts_with={"val_data_path": (None,)},
     )
-    test_data_path: Name | None = key(None, "Data of the verdict, never used to choose anything.")
+    test_data_path: Name | Paths | None = key(
+        None,
+        "Data of the verdict, never used to choose anything. Of several sets each gets a verdict, and so does their "
+        "mean, which is the run's; the report shows the first in detail.",
+    )
+    guard_data: Name | Paths | None = key(
+        None,
+        "Sets on which the model should lose nothing: evaluated before and after training, each with a line in the "
+        "verdict that says whether the model forgets. As test_data_path.",
+    )
     data_split: Name | None = key(None, "Split of data_path; null is its training split.", acts_with={"data_path": ANY})
     val_data_split: Name | None = key(
         None, "Split of val_data_path; null is its validation split.", acts_with={"val_data_path": ANY}
     )
     test_data_split: Name | None = key(
         None, "Split of test_data_path; null is its test split.", acts_with={"test_data_path": ANY}
+    )
+    guard_data_split: Name | None = key(
+        None, "Split of guard_data; null is its test split.", acts_with={"guard_data": ANY}
     )
     column_mapping: Annotated[Mapping[Name, ColumnName | None], LISTED_NEGATIVES] = key(
         {},
@@ -104,6 +119,21 @@ class DataKeys(SourceKeys):
         acts_with={"skip_invalid_records": (True,)},
     )
     drop_last: bool = key(False, "Drop the last, smaller batch of each epoch.")
+
+
+def listed(paths: str | list[str] | None) -> list[str]:
+    """Return the value of a key that names one path, several or none."""
+    return [paths] if isinstance(paths, str) else list(paths or ())
+
+
+@rule("test_data_path", "guard_data")
+def _sets_differ(config: "Config") -> str | None:
+    """`test_data_path` and `guard_data` must not name a set twice."""
+    for name, paths in (("test_data_path", listed(config.test_data_path)), ("guard_data", listed(config.guard_data))):
+        for place, path in enumerate(paths):
+            if path in paths[:place]:
+                return f"{name} lists {path} twice; name it once"
+    return None
 
 
 @rule("label_kind", "loss_type", "added_losses")

@@ -65,6 +65,11 @@ class SetFacts:
     metrics: tuple[MetricFacts, ...]  # the metric of the verdict first
     sentence: str = ""  # the verdict
 
+    @property
+    def forgets(self) -> bool:
+        """Whether the model lost on it what it was to keep."""
+        return self.sentence.startswith("forgets")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:

@@ -11,7 +11,7 @@ from vembed.errors import DataError, MachineError
 from vembed.evaluation.card.facts import MetricFacts, RunFacts, SetFacts
 from vembed.evaluation.card.names import PublicName, public_name, without_paths
 from vembed.evaluation.metrics import HEADLINE
-from vembed.evaluation.significance import verdict
+from vembed.evaluation.significance import guard_verdict, mean_verdict, verdict
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
 from vembed.evaluation.text import value_text
 from vembed.losses.registry import loss_facts
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
 
     from vembed.evaluation.result import EvaluationResult
 
-DATA_KEYS = (("training", "data_path"), ("dev", "val_data_path"), ("test", "test_data_path"))
+DATA_KEYS = (
+    ("training", "data_path"),
+    ("dev", "val_data_path"),
+    ("test", "test_data_path"),
+    ("guard", "guard_data"),
+)
 TOWER_KEYS = ("text_model_name", "image_model_name")
-PATH_KEYS = ("model_name", *TOWER_KEYS, "image_root", "output_dir", *(key for _, key in DATA_KEYS))
+PATH_KEYS = ("model_name", *TOWER_KEYS, "image_root", "output_dir")
 
 CONFIG_SETTINGS = (
     *("batch_size", "epochs", "learning_rate", "scheduler_type", "weight_decay", "adam_beta1"),
@@ -58,7 +63,7 @@ def gather_run(
     """
     bases = _started_from(folder, config)
     paths = PATH_KEYS[1:] if config.get(TOWER_KEYS[0]) else PATH_KEYS  # model_name then holds two
-    given = [*(str(config[key]) for key in paths if config.get(key)), *_source_paths(config)]
+    given = [*(str(config[key]) for key in paths if config.get(key)), *(path for _, path in _data_paths(config))]
     known = [*(each for each in given if public_name(each, bases).kind == "local"), str(folder.resolve())]
     plan = _read_object(folder / "plan.json")
     notes: list[str] = []
@@ -114,15 +119,17 @@ def _base(config: Mapping[str, object], bases: Sequence[Path]) -> PublicName:
 
 
 def _data(config: Mapping[str, object], bases: Sequence[Path]) -> tuple[tuple[str, PublicName], ...]:
-    sources = [("training", path) for path in _source_paths(config)]
-    named = [*sources, *((label, str(config[key])) for label, key in DATA_KEYS if config.get(key))]
-    return tuple((label, public_name(path, bases)) for label, path in named)
+    return tuple((label, public_name(path, bases)) for label, path in _data_paths(config))
 
 
-def _source_paths(config: Mapping[str, object]) -> list[str]:
-    """Return where the training data are, if there are several sources."""
+def _data_paths(config: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Return (what it is for, where it is) of all data of a run."""
     sources = config.get("data")
-    return [str(source["path"]) for source in sources] if isinstance(sources, list) else []
+    found = [("training", str(source["path"])) for source in sources] if isinstance(sources, list) else []
+    for label, key in DATA_KEYS:
+        value = config.get(key)
+        found += [(label, str(path)) for path in (value if isinstance(value, list) else [value] if value else [])]
+    return found
 
 
 def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[tuple[str, str]]:
@@ -167,17 +174,32 @@ def _sets(folder: Path, config: Mapping[str, object], notes: list[str]) -> list[
         ("baseline", "final", "bm25", role),
         ("baseline-reversed", "final-reversed", "", turned),
     ]
+    further = _further_folders(folder)
+    untouched = "no checkpoint was chosen on it"
+    uses = {"test": ("test set", untouched), "guard": ("guard set", f"training should lose nothing on it; {untouched}")}
+    names += [(f"{each}/baseline", f"{each}/final", "", uses[each.partition("-")[0]]) for each in further]
     step = _kept_step(folder)
     if has_test and step is not None:
         names.append(("step-0", step, "", ("dev set", "it chose the checkpoint")))
-    sets = []
+    sets, pairs = [], []
     for before, after, lexical, described in names:
         found = [_result(folder, name, notes) for name in (before, after, lexical)]
         if found[1] is not None:
             sets.append(_set_facts(found[0], found[1], found[2], metric, described))
+        if described[0] == "test set" and found[0] is not None and found[1] is not None:
+            pairs.append((found[0], found[1]))
+    if len(pairs) > 1:
+        notes.append(f"Over the test sets: {mean_verdict(pairs, metric).sentence}.")
     if not any(each.role == role[0] for each in sets):
         notes.append("The run has no final evaluation: nothing was measured of this model.")
     return sets
+
+
+def _further_folders(folder: Path) -> list[str]:
+    """Return the folders of the other test sets and the guard sets, below `evaluation/`, in the order of the run."""
+    found = [path.name for role in ("test", "guard") for path in (folder / "evaluation").glob(f"{role}-*")]
+    numbered = [name for name in found if name.rpartition("-")[2].isdecimal()]
+    return sorted(numbered, key=lambda name: int(name.rpartition("-")[2]))
 
 
 def _kept_step(folder: Path) -> str | None:
@@ -222,7 +244,8 @@ def _set_facts(
         )
         for name in names
     ]
-    sentence = judged[metric].sentence if metric in judged else ""
+    judge = guard_verdict if role[0] == "guard set" else verdict
+    sentence = judge(baseline, final, metric).sentence if baseline is not None and metric in judged else ""
     return SetFacts(
         name=final.task,
         role=role[0],

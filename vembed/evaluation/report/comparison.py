@@ -62,14 +62,14 @@ class Comparisons:
         models = [key for key in self.results if key != "bm25"]
         others = [key for key in self.results if key == "bm25"]
         heads = ["Metric", *(self.heads[key] for key in models), "Difference", "Reading"]
-        reach = _reach(rows)
+        reach = bars_reach(rows)
         body: list[list[str | Cell]] = [
             [
                 one_line(row.name),
-                *(_mean_cell(row, key) for key in models),
-                _difference_cell(row),
-                _reading_cell(row, reach=reach),
-                *(_mean_cell(row, key) for key in others),
+                *(mean_cell(row, key) for key in models),
+                difference_cell(row),
+                reading_cell(row, reach=reach),
+                *(mean_cell(row, key) for key in others),
             ]
             for row in rows
         ]
@@ -82,28 +82,34 @@ class Comparisons:
         )
 
 
-def _mean_cell(row: MetricRow, key: SystemKey) -> Cell:
-    decimals = row_decimals(row)
+def mean_cell(row: MetricRow, key: SystemKey) -> Cell:
+    """Return the mean of a system with its interval."""
+    decimals = verdict_decimals(row.verdict)
     return Cell(metric_text(row.values.get(key), decimals), bounds_text(row.intervals.get(key), decimals))
 
 
-def _difference_cell(row: MetricRow) -> Cell:
+def difference_cell(row: MetricRow) -> Cell:
+    """Return the difference of baseline and final with its interval."""
     if row.verdict is None:
         return Cell(metric_text(None))
-    comparison, decimals = row.verdict.comparison, row_decimals(row)
+    comparison, decimals = row.verdict.comparison, verdict_decimals(row.verdict)
     return Cell(signed_text(comparison.difference, decimals), difference_text(comparison, decimals))
 
 
-def _reading_cell(row: MetricRow, *, reach: float) -> Cell:
-    """Return what the interval says, drawn and in a word."""
+def reading_cell(row: MetricRow, *, reach: float, called: str | None = None) -> Cell:
+    """Return what the interval says, drawn and in a word.
+
+    Args:
+        called: Another word for the verdict.
+    """
     drawing = draw_interval(row, reach=reach)
     if row.verdict is None:
         return Cell("not compared", drawing=drawing, tone="muted")
     word = row.verdict.word
-    return Cell(f"{SYMBOLS[word]} {word}", drawing=drawing, tone=word.replace(" ", "-"))
+    return Cell(f"{SYMBOLS[word]} {called or word}", drawing=drawing, tone=word.replace(" ", "-"))
 
 
-def _reach(rows: Sequence[MetricRow]) -> float:
+def bars_reach(rows: Sequence[MetricRow]) -> float:
     """Return the largest bound of the table's intervals: what its little bars are drawn against."""
     compared = [row.verdict.comparison for row in rows if row.verdict]
     bounds = [abs(bound) for comparison in compared for bound in (comparison.low, comparison.high)]
@@ -204,11 +210,11 @@ def _intervals(result: EvaluationResult, names: Sequence[str]) -> dict[str, tupl
     return {name: mean_interval([result], name) for name in known}
 
 
-def row_decimals(row: MetricRow) -> int:
+def verdict_decimals(found: Verdict | None) -> int:
     """Return 3 decimals, or as many as keep the bound that decided from reading as zero, at most 6."""
-    if row.verdict is None or row.verdict.word == "within noise":
+    if found is None or found.word == "within noise":
         return 3
-    bound = row.verdict.comparison.low if row.verdict.word == "improved" else row.verdict.comparison.high
+    bound = found.comparison.low if found.word == "improved" else found.comparison.high
     return next((decimals for decimals in (3, 4, 5) if round(bound, decimals)), 6)
 
 

@@ -11,15 +11,17 @@ from vembed.evaluation.report.comparison import (
     forward_comparisons,
     recall_sums,
     reverse_comparisons,
-    row_decimals,
     systems_note,
+    verdict_decimals,
 )
 from vembed.evaluation.report.curves import OPTIONAL_CURVES, STEP_CURVES, Curve, dev_curve, sparkline, step_curve
 from vembed.evaluation.report.examples import Group, choose_examples, paired_values, shown_pictures
 from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.report.ranks import Ranks, build_ranks
+from vembed.evaluation.report.sets import sets_table
 from vembed.evaluation.report.settings import PlanParts, plan_parts
 from vembed.evaluation.report.time_split import TimeSplit, split_time
+from vembed.evaluation.sets import headline
 from vembed.evaluation.text import count_text, finite, metric_text, one_line, plural, signed_text, value_text
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.directions import RecallSum
     from vembed.evaluation.report.comparison import Comparisons, SystemKey
     from vembed.evaluation.report.data import RunReport
+    from vembed.evaluation.significance import Verdict
 
 MAX_EVALUATION_ROWS = 30
 """Most rows of the table of dev metrics; the curve and report.json have the rest."""
@@ -57,6 +60,34 @@ class Content:
     plan: PlanParts
 
     @property
+    def verdict(self) -> Verdict:
+        """The verdict of the run."""
+        return self.report.overall or self.report.verdict
+
+    @property
+    def headline(self) -> str:
+        """The verdict as a sentence, with what the model forgets."""
+        return headline(self.verdict, self.report.sets)
+
+    @property
+    def guard_lines(self) -> list[str]:
+        """What the verdict's block says of each guard set."""
+        return [f"Guard set {one_line(each.line)}" for each in self.report.sets if each.role == "guard"]
+
+    @property
+    def sets(self) -> Table | None:
+        """All sets beside each other, where there are several."""
+        return sets_table(self.report)
+
+    @property
+    def sets_note(self) -> str:
+        """What the table of sets shows."""
+        return (
+            f"{one_line(self.report.verdict.comparison.metric)} before and after training. Each interval speaks of one "
+            f"set; they aren't corrected for their number."
+        )
+
+    @property
     def share(self) -> str:
         """The confidence of the intervals, e.g. "95%"."""
         return f"{100 * self.report.verdict.comparison.confidence:g}%"
@@ -69,7 +100,7 @@ class Content:
     @property
     def decimals(self) -> int:
         """Decimals of the verdict's numbers."""
-        return row_decimals(self.metrics.rows[0])
+        return verdict_decimals(self.verdict)
 
     @property
     def facts(self) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.sets import SetOutcome
     from vembed.evaluation.significance import Verdict
 
 
@@ -40,7 +41,7 @@ class RunReport:
     """Everything that a report shows. Values are shown as they are: secrets must be gone before they come here."""
 
     title: str
-    verdict: Verdict  # its metric is the one that queries are compared by
+    verdict: Verdict  # on `task`; its metric is the one that queries are compared by
     task: RetrievalData  # texts or pictures, and judgements, of the evaluated set
     baseline: EvaluationResult  # the model before training, on `task`
     final: EvaluationResult  # the trained model, on `task`
@@ -56,6 +57,8 @@ class RunReport:
     image_limits: ImageLimits = field(default_factory=ImageLimits)  # which pictures may be decoded for the page
     last: EvaluationResult | None = None  # the model of the last step on `task`, where `final` is an earlier one
     reverse: Reverse | None = None  # the other direction, where it is measured
+    overall: Verdict | None = None  # of the mean over several test sets; None: `verdict`
+    sets: Sequence[SetOutcome] = ()  # test sets, that of `task` first, then guard sets
     kept_step: int | None = None  # step that `final` is of; None: not known
     last_step: int | None = None  # last step of training; None: not known
     findings: Sequence[Finding] | None = None  # what the numbers of the training say; None: nobody looked

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.curves import Curve
     from vembed.evaluation.report.ranks import Ranks, ScoreSplit
     from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.sets import SetOutcome
 
 SCHEMA_VERSION = 1
 """Raised when a key changes its meaning or goes away; a new key doesn't raise it."""
@@ -31,7 +32,8 @@ def render_json(content: Content) -> str:
     document: Mapping[str, object] = {
         "schema_version": SCHEMA_VERSION,
         "title": report.title,
-        "verdict": asdict(report.verdict),
+        "verdict": asdict(content.verdict),
+        "sets": [_set(each) for each in report.sets],
         "task": {
             "name": report.task.name,
             "num_queries": report.final.num_queries,
@@ -65,6 +67,18 @@ def render_json(content: Content) -> str:
         "command": report.command,
     }
     return json.dumps(plain(document), indent=2, allow_nan=False) + "\n"
+
+
+def _set(outcome: SetOutcome) -> Mapping[str, object]:
+    """Return what training did on one set."""
+    return {
+        "task": outcome.final.task,
+        "role": outcome.role,
+        "num_queries": outcome.final.num_queries,
+        "num_documents": outcome.final.num_documents,
+        "forgets": outcome.forgets,
+        "verdict": asdict(outcome.verdict),
+    }
 
 
 def _systems(comparisons: Comparisons) -> dict[str, object]:

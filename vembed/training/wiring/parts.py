@@ -292,6 +292,7 @@ def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:
         encode=replace(_item_encoder(run), poll=stop.poll),
         dev=run.data.dev,
         test=run.data.test,
+        further=run.data.further,
         folder=run.output.path / "evaluation",
         metric=run.config.metric_for_best_model,
         poll=stop.poll if ranks.is_one else stop.poll_alone,

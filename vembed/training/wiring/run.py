@@ -29,6 +29,7 @@ from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.checks import dry_run, refuse_batch_norm
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
+from vembed.training.inputs import all_sources
 from vembed.training.output import OutputFolder
 from vembed.training.progress import RunClock
 from vembed.training.saving import PARTS, check_shape, refuse_other_run
@@ -204,13 +205,8 @@ def _only_warnings() -> Iterator[None]:
 def _claim(config: Config, output: OutputFolder, mode: Mode, *, is_fresh: bool) -> None:
     """Make the output folder ready, or refuse it."""
     if mode == "train" and is_fresh:
-        read = (
-            config.data_path,
-            config.val_data_path,
-            config.test_data_path,
-            *(each.path for each in config.data or ()),
-        )
-        output.start_fresh(overwrite=config.overwrite_output_dir, data=[Path(path) for path in read if path])
+        read = [Path(path) for path, _ in all_sources(config)]
+        output.start_fresh(overwrite=config.overwrite_output_dir, data=read)
     elif mode == "plan":
         output.refuse_other_files()
 

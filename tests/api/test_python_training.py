@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,27 @@ def test_rows_in_memory_train_and_resume_as_a_file_of_the_same_rows(keys: dict[s
     vembed.train(**again, data=ROWS[:40], test_data=ROWS[48:])
     assert not train.exists(), "the rows of the run that was deleted"
     assert test.exists()
+
+
+def test_the_lines_of_the_command_are_printed_unless_quiet_or_logged_elsewhere(
+    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*_: object, **__: object) -> None:
+        logging.getLogger("vembed.training.trainer").info("step 1/4")
+        logging.getLogger("vembed.training.trainer").warning("odd")
+        raise vembed.MachineError("enough")
+
+    monkeypatch.setattr("vembed.api.training.run_from_config", run)
+    for quiet, handlers, printed in (
+        (False, [], "step 1/4\nwarning: odd\n"),
+        (True, [], ""),
+        (False, [logging.NullHandler()], ""),
+    ):
+        monkeypatch.setattr(logging.getLogger(), "handlers", handlers)  # pytest has some
+        with pytest.raises(vembed.MachineError, match="enough"):
+            vembed.train(**keys, data_path="builtin:stdlib-code", quiet=quiet)
+        assert capsys.readouterr().out == printed
+    assert logging.getLogger("vembed").handlers == []
 
 
 def test_what_is_said_twice_or_wrong_is_refused_before_anything_is_written(

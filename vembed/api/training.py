@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from vembed.errors import ConfigError
 from vembed.losses.registry import register_loss
 from vembed.output_lock import hold_output
 from vembed.redact import redact
+from vembed.terminal import printed_lines
 from vembed.training.callbacks import Callbacks
 from vembed.training.wiring.run import run_from_config
 
@@ -47,6 +49,7 @@ def train(
     test_data: RowsInput | str | Path | None = None,
     loss: str | type[BatchLoss] | None = None,
     callbacks: Sequence[Callback] = (),
+    quiet: bool = False,
     **keys: Unpack[TrainKeys],
 ) -> RunResult:
     """Train a model, as `vembed train` does, in this process.
@@ -63,6 +66,7 @@ def train(
         loss: As the key `loss_type`, or the class of a loss of your own, which is registered.
         callbacks: Functions of an event, or objects with some of the methods `on_step`, `on_evaluation`, `on_save` and
             `on_end`; they may return `vembed.Stop` or `vembed.LearningRate`.
+        quiet: Whether to print nothing. A program that has set logging up gets the lines there instead.
         keys: Keys that win over `config`, e.g. `batch_size=32`.
 
     Returns:
@@ -87,6 +91,8 @@ def train(
     base = _base(config)
     loaded = load_values(base, overrides)
     with ExitStack() as held:
+        if not quiet and not logging.getLogger("vembed").hasHandlers():
+            held.enter_context(printed_lines(errors_only=process_env().rank > 0))
         if rows:
             if process_env().rank == 0:  # with several, the first one holds the folder for all
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,61 +13,20 @@ from vembed.distributed.failures import LAUNCHER_FOLDER, UNEXPECTED_CODE
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, ExitCode, VembedError
-from vembed.redact import RedactingFormatter, redact
+from vembed.redact import redact
 from vembed.registry import COMMANDS
-from vembed.text import visible
+from vembed.terminal import open_terminal, printed_lines
 from vembed.training.guards import LeaveNow, StopSignal
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import TracebackType
-    from typing import TextIO, TypeAlias
+    from typing import TypeAlias
 
     from vembed.distributed.failures import Failure
 
     Command: TypeAlias = Callable[..., int]
-
-
-class _TerminalHandler(logging.Handler):
-    """Print log lines without tearing a progress bar apart.
-
-    Args:
-        to_stderr: Whether they go to the standard error, where the output is for other programs.
-    """
-
-    def __init__(self, *, to_stderr: bool) -> None:
-        super().__init__()
-        self._to_stderr = to_stderr
-
-    def emit(self, record: logging.LogRecord) -> None:
-        line = self.format(record)
-        stream = sys.stderr if self._to_stderr or record.levelno >= logging.ERROR else sys.stdout
-        bars = sys.modules.get("tqdm")
-        with _open_terminal(stream):
-            if bars is not None and sys.stderr.isatty():
-                bars.tqdm.write(line, file=stream)
-            else:
-                print(line, file=stream, flush=True)
-
-
-@contextmanager
-def _open_terminal(stream: TextIO) -> Iterator[None]:
-    """Let a run outlive its terminal: what was closed, with a SIGHUP or by the reader of a pipe, is written no more."""
-    try:
-        yield
-    except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
-
-
-class _TerminalFormatter(RedactingFormatter):
-    """Show plain lines as they are, and say the level of those that need attention."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        message = visible(super().format(record))
-        return message if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {message}"
 
 
 def register_command(function: Command) -> Command:
@@ -147,37 +104,25 @@ def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, w
         return error.exit_code
     if process.world_size > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost peer is named here, not by torch's sockets
-    handler = _TerminalHandler(to_stderr=log_to_stderr)
     prefix = f"rank {process.rank}: " if process.world_size > 1 else ""
-    if process.rank > 0:
-        handler.setLevel(logging.ERROR)
-    handler.setFormatter(_TerminalFormatter("%(message)s"))
-    logger = logging.getLogger("vembed")
-    level, propagate = logger.level, logger.propagate
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        return command()
-    except LeaveNow as left:
-        return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
-    except VembedError as error:
-        return _end(watchdog, error, code=error.exit_code, message=str(error), prefix=prefix)
-    except KeyboardInterrupt as error:
-        return _end(watchdog, error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
-    except Exception as error:
-        message = redact(f"{type(error).__name__}: {error}")
-        reported = watchdog.report(error, code=UNEXPECTED_CODE, message=message)
-        if reported is None:
-            sys.excepthook = _show_traceback
-            raise
-        if reported[0].message == message:
-            _show_traceback(type(error), error, error.__traceback__)
-        return _say(*reported, message, prefix)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)  # a program that calls the command keeps its own logging
-        logger.propagate = propagate
+    with printed_lines(to_stderr=log_to_stderr, errors_only=process.rank > 0):
+        try:
+            return command()
+        except LeaveNow as left:
+            return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
+        except VembedError as error:
+            return _end(watchdog, error, code=error.exit_code, message=str(error), prefix=prefix)
+        except KeyboardInterrupt as error:
+            return _end(watchdog, error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
+        except Exception as error:
+            message = redact(f"{type(error).__name__}: {error}")
+            reported = watchdog.report(error, code=UNEXPECTED_CODE, message=message)
+            if reported is None:
+                sys.excepthook = _show_traceback
+                raise
+            if reported[0].message == message:
+                _show_traceback(type(error), error, error.__traceback__)
+            return _say(*reported, message, prefix)
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -207,7 +152,7 @@ def _say(first: Failure, is_ours: bool, message: str, prefix: str) -> int:
 
 
 def _tell(line: str) -> None:
-    with _open_terminal(sys.stderr):
+    with open_terminal(sys.stderr):
         print(line, file=sys.stderr, flush=True)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -100,3 +102,27 @@ def test_the_early_stopping_of_the_documentation(keys: dict[str, Any], tmp_path:
     vembed.train(**keys, callbacks=[StopsAt(0.0)])
     assert not (tmp_path / "out/metrics.jsonl").exists() or rates(tmp_path / "out") == []
     assert (tmp_path / "out/model").is_dir()
+
+
+def test_processes_of_a_script_train_together_on_rows_in_memory_and_ask_one_of_them(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, vembed\n"
+        f"rows = {ROWS!r}\n"
+        "calls = []\n"
+        "def decide(event):\n"
+        "    calls.append(event)\n"
+        "    if isinstance(event, vembed.StepEvent):\n"
+        "        return vembed.LearningRate(5e-3) if event.step == 1 else vembed.Stop('two')\n"
+        "result = vembed.train(model='builtin:ngram-bag', data=iter(rows[:48]), test_data=rows[48:],\n"
+        "    output_dir='out', batch_size=8, max_steps=4, learning_rate=1e-2, warmup_ratio=0.0, bm25=False,\n"
+        "    report_to='none', eval_strategy='no', callbacks=[decide])\n"
+        "open(os.environ['RANK'], 'w').write(f'{len(calls)} {result.verdict.word}')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+    assert rates(tmp_path / "out") == [1e-2, 5e-3]
+    assert len(list((tmp_path / "out/rows").iterdir())) == 2
+    first, second = ((tmp_path / rank).read_text().split(maxsplit=1) for rank in ("0", "1"))
+    assert int(first[0]) > 2
+    assert second == ["0", first[1]]

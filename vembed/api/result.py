@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib
 import json
 import re
 from dataclasses import dataclass, fields
@@ -74,18 +73,10 @@ class RunResult(FinishedRun):
             MachineError: matplotlib isn't installed.
         """
         try:
-            from matplotlib.figure import Figure
-
-            importlib.import_module("matplotlib.pyplot")  # notebooks show figures once it is imported
+            from vembed.api.plots import draw_curves
         except ImportError as error:
             raise MachineError("plot() needs matplotlib; install it with: pip install matplotlib") from error
-        curves = self._curves()
-        figure = Figure(figsize=(4.5 * len(curves), 3), layout="constrained")
-        for axes, (name, points) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-            axes.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else None)
-            axes.set(xlabel="step", ylabel=name)
-            axes.grid(alpha=0.3)
-        return figure
+        return draw_curves(self._curves())
 
     def _curves(self) -> dict[str, list[tuple[float, float]]]:
         """Return (step, value) of each curve that has values."""

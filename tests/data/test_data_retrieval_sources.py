@@ -2,10 +2,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 from vembed.batch import content_id
 from vembed.config.keys.data import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
+from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,3 +65,25 @@ def test_a_beir_folder_is_taken_as_it_is(beir_files: Path) -> None:
     assert task.qrels["q1"] == {"d1": 2, "d2": 0}
     mapped = load_retrieval(str(beir_files), SourceOptions("test", keys=DataKeys(column_mapping={"x": None})))
     assert mapped.notes == ("column_mapping has no effect on a BEIR folder.",)
+
+
+@pytest.mark.parametrize("name", ["nowhere.jsonl", "*.jsonl", "{0..3}.jsonl", "flickr30k:nowhere"])
+def test_what_a_command_was_given_is_named_as_the_command_names_it(name: str, tmp_path: Path) -> None:
+    options = SourceOptions("test", named=("--data", "--split"))
+    with pytest.raises(DataError, match=r"^--data: "):
+        load_retrieval(f"{tmp_path}/{name}" if ":" not in name else name, options)
+
+
+def test_a_split_that_is_not_there_is_named_as_the_command_names_it(tmp_path: Path) -> None:
+    rows = '{"query": "a", "positive": "b"}\n'
+    (tmp_path / "train.jsonl").write_text(rows)
+    (tmp_path / "dev.jsonl").write_text(rows)
+    options = SourceOptions("test", "tset", named=("--data", "--split"))
+    with pytest.raises(DataError, match="Choose one with --split, or name the file in --data"):
+        load_retrieval(str(tmp_path), options)
+    (tmp_path / "qrels").mkdir()
+    (tmp_path / "qrels" / "test.tsv").write_text("query-id\tcorpus-id\tscore\n")
+    for part in ("corpus", "queries"):
+        (tmp_path / f"{part}.jsonl").touch()
+    with pytest.raises(DataError, match=r"Choose one with --split$"):
+        load_retrieval(str(tmp_path), options)

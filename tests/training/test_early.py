@@ -12,6 +12,7 @@ from vembed.config.dump import plain_values
 from vembed.config.load import load_values
 from vembed.entrypoints import train
 from vembed.errors import ConfigError, DataError, MachineError
+from vembed.training.wiring.data import load_data
 from vembed.training.wiring.early import refuse_wrong_inputs, refuse_wrong_output
 
 if TYPE_CHECKING:
@@ -118,3 +119,28 @@ def test_a_checkpoint_of_another_configuration_is_refused_with_the_ways_on(data:
     refuse_wrong_output(configured(data, resume="never", overwrite_output_dir=True, learning_rate=1e-4))
     with pytest.raises(ConfigError, match="is not a checkpoint; the newest one nearby is"):
         refuse_wrong_output(configured(data, resume=str(checkpoint.parent)))
+
+
+LISTED = [
+    {"loss_type": "triplet", "triplet_negatives": "listed"},
+    {"hardness_mode": "hard_negatives"},
+    {"loss_type": "cosent", "added_losses": {"triplet": 0.5}, "triplet_negatives": "listed", "label_kind": "pair"},
+]
+
+
+@pytest.mark.parametrize("keys", LISTED)
+def test_a_loss_of_hard_negatives_alone_is_refused_where_no_row_has_any(data: Path, keys: dict[str, object]) -> None:
+    rows = [json.loads(line) | ({"label": 1} if "label_kind" in keys else {}) for line in data.open()]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    name = "hardness_mode" if "hardness_mode" in keys else "triplet_negatives"
+    with pytest.raises(DataError) as refused:
+        load_data(configured(data, **keys, val_data_path=str(data)))
+    assert str(refused.value) == (
+        f"{data}: {name} {keys[name]} learns from the hard negatives of rows, and no row has any; add the column "
+        f"negatives, let the run find some (mine=once), or set {name} to another value"
+    )
+    if "label_kind" not in keys:
+        load_data(configured(data, **keys, val_data_path=str(data), mine="once"))
+    rows[0] |= {"positive": rows[0]["positive"], "negatives": ["none of it"]}
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    load_data(configured(data, **keys, val_data_path=str(data)))

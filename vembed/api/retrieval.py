@@ -95,7 +95,7 @@ def evaluate(
     limits = model.image_limits if isinstance(model, EmbeddingModel) else ImageLimits()
     root = None if image_root is None else str(image_root)
     keys = DataKeys(image_root=root, max_image_pixels=limits.max_pixels, label_kind=label_kind)
-    task = load_retrieval(str(data), SourceOptions(role="test", split=split, keys=keys))
+    task = load_retrieval(str(data), SourceOptions("test", split, keys, named=("data", "split")))
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(batch_size)
     result = evaluate_task(encode, task, EvaluationOptions(system=redact(loaded.name)))

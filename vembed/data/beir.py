@@ -58,13 +58,16 @@ def is_beir(folder: Path) -> bool:
     return is_folder(folder / "qrels") or all(_find(folder, name) for name in ("corpus", "queries"))
 
 
-def read_beir(folder: Path, split: str | None, role: Role, images: ImageRoot | None = None) -> RetrievalData:
+def read_beir(
+    folder: Path, split: str | None, role: Role, images: ImageRoot | None = None, *, split_key: str | None = None
+) -> RetrievalData:
     """Read one split of a BEIR folder as a retrieval task.
 
     Args:
         folder: Holds corpus.jsonl, queries.jsonl and qrels/, the first two possibly as .gz.
         split: The qrels file, by name without `.tsv`; None chooses by role.
         images: What checks the pictures; None takes their paths from the folder, with the default limits.
+        split_key: What the user calls the split; the key of the role where that isn't said.
 
     Returns:
         All documents, the judged queries, and their judgements. A judged document that the corpus lacks is left out.
@@ -72,7 +75,7 @@ def read_beir(folder: Path, split: str | None, role: Role, images: ImageRoot | N
     Raises:
         DataError: A file is missing or broken, ids repeat, or nothing that is judged exists.
     """
-    return read_beir_split(folder, split, role, images).data
+    return read_beir_split(folder, split, role, images, split_key=split_key).data
 
 
 def read_beir_split(
@@ -82,13 +85,15 @@ def read_beir_split(
     images: ImageRoot | None = None,
     extra: Sequence[ExtraColumn] = (),
     problems: ProblemLog | None = None,
+    *,
+    split_key: str | None = None,
 ) -> BeirSplit:
     """Read one split as `read_beir` does, and keep where its queries stand and what of them a loss asks for.
 
     Args:
         problems: Collects the invalid rows; None refuses the folder for any.
     """
-    split, notes = find_split(folder, split, role)
+    split, notes = find_split(folder, split, role, split_key)
     corpus_file, query_file = _part(folder, "corpus"), _part(folder, "queries")
     log = problems or ProblemLog()
     images = images or ImageRoot(folder, ImageLimits())
@@ -114,7 +119,9 @@ def read_beir_split(
     return BeirSplit(data, query_lines, query_file.name, cells)
 
 
-def find_split(folder: Path, split: str | None, role: Role) -> tuple[str, tuple[str, ...]]:
+def find_split(
+    folder: Path, split: str | None, role: Role, split_key: str | None = None
+) -> tuple[str, tuple[str, ...]]:
     """Return which qrels file to read, and what is unusual about the choice.
 
     A split that the user names must exist. Otherwise the role decides: train; dev, val or validation; test. A folder's
@@ -137,7 +144,7 @@ def find_split(folder: Path, split: str | None, role: Role) -> tuple[str, tuple[
     hint = f", or train on its rows: {PATH_KEYS[role]}: {rows}" if role == "train" and is_file(rows) else ""
     msg = (
         f"{folder} has no split {' or '.join(repr(name) for name in names)}{closest(names[0], available)}; "
-        f"it has: {', '.join(available)}. Choose one with {SPLIT_KEYS[role]}{hint}"
+        f"it has: {', '.join(available)}. Choose one with {split_key or SPLIT_KEYS[role]}{hint}"
     )
     raise DataError(msg)
 

@@ -20,11 +20,12 @@ PICTURE_BATCH_ROWS = 64
 """Rows that are Python objects at a time where they hold bytes of pictures."""
 
 
-def hub_split(hub_id: str, split: str | None, role: Role) -> tuple[str, Any]:
+def hub_split(hub_id: str, split: str | None, role: Role, *, split_key: str | None = None) -> tuple[str, Any]:
     """Return the name and the rows of one split.
 
     Args:
         hub_id: `owner/name` or `owner/name:config`.
+        split_key: What the user calls the split; the key of the role where that isn't said.
 
     Returns:
         The split's name and a `datasets.Dataset`.
@@ -41,7 +42,7 @@ def hub_split(hub_id: str, split: str | None, role: Role) -> tuple[str, Any]:
         names = (split,) if split is not None else SPLIT_NAMES[role]
         msg = (
             f"{hub_id} has no split {' or '.join(repr(name) for name in names)}{closest(names[0], splits)}; "
-            f"it has: {', '.join(splits)}. Choose one with {SPLIT_KEYS[role]}"
+            f"it has: {', '.join(splits)}. Choose one with {split_key or SPLIT_KEYS[role]}"
         )
         raise DataError(msg)
     return chosen, splits[chosen]

@@ -41,7 +41,9 @@ def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
     judged: RetrievalData | None = None
     kind = ""
     if folder := beir_folder(path):
-        judged, kind = read_beir(folder, options.split, options.role, options.images(folder)), "a BEIR folder"
+        images = options.images(folder)
+        judged = read_beir(folder, options.split, options.role, images, split_key=options.split_key)
+        kind = "a BEIR folder"
     elif preset := preset_path(path):
         # A set with rows left out would no longer be the set that others report.
         judged, kind = preset.retrieval(options, ProblemLog()), "a published set"

@@ -14,7 +14,7 @@ from vembed.data.hub import HUB_ID
 from vembed.data.lines import nearest_entry, reading
 from vembed.data.presets import preset_hint
 from vembed.data.problems import plural
-from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, split_for
+from vembed.data.splits import SPLIT_NAMES, split_for
 from vembed.errors import DataError
 from vembed.files import home_path, is_file, is_folder
 from vembed.text import cut
@@ -40,18 +40,18 @@ def row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str,
     if is_file(local):
         found = [local]
     elif _NUMBERED.search(path):
-        found = _numbered(path, PATH_KEYS[options.role])
+        found = _numbered(path, options.path_key)
     elif glob.has_magic(path):
         found = _matching(local)
         if not found:
-            msg = f"{PATH_KEYS[options.role]}: no file matches {path}"
+            msg = f"{options.path_key}: no file matches {path}"
             raise DataError(msg)
     elif _may_be_hub_id(path):
         return [], ()
     else:
-        raise DataError(_missing_message(path, options.role))
+        raise DataError(_missing_message(path, options.path_key))
     if options.split is not None:
-        msg = f"{path} has no splits: remove {SPLIT_KEYS[options.role]}: {options.split}, or name a folder or hub id"
+        msg = f"{path} has no splits: remove {options.split_key}: {options.split}, or name a folder or hub id"
         raise DataError(msg)
     return _of_one_kind(found, path), ()
 
@@ -111,7 +111,7 @@ def _folder_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tup
         msg = (
             f"{folder} has no file of split {' or '.join(repr(name) for name in names)}"
             f"{closest(names[0], splits.values())}; it has: {', '.join(path.name for path in found)}. Choose one "
-            f"with {SPLIT_KEYS[options.role]}, or name the file in {PATH_KEYS[options.role]}"
+            f"with {options.split_key}, or name the file in {options.path_key}"
         )
         raise DataError(msg)
     files = _of_one_kind([path for path, split in splits.items() if split == chosen], f"{folder} ({chosen})")
@@ -144,8 +144,8 @@ def _may_be_hub_id(path: str) -> bool:
     return bool(HUB_ID.fullmatch(path)) and suffix_of(Path(path)) is None and not is_folder(Path(path).parent)
 
 
-def _missing_message(path: str, role: Role) -> str:
-    key, local, path = PATH_KEYS[role], home_path(path), cut(path, 1000)
+def _missing_message(path: str, key: str) -> str:
+    local, path = home_path(path), cut(path, 1000)
     if "://" in path:  # not echoed: an address may hold a password
         return f"{key} is an address; download it and name the local file, or give a hub id owner/name"
     if hint := preset_hint(path):

@@ -75,7 +75,9 @@ def load_records(path: str, options: SourceOptions) -> LoadedRecords:
         return loader.complete(preset.records(options, options.log()), path, "a published set")
     if folder := beir_folder(path):
         images = options.images(folder)
-        part = read_beir_split(folder, options.split, options.role, images, loader.extra, options.problems)
+        part = read_beir_split(
+            folder, options.split, options.role, images, loader.extra, options.problems, split_key=options.split_key
+        )
         return loader.read_beir(part, folder, images)
     files, notes = row_files(path, options)
     if not files:
@@ -145,7 +147,7 @@ def _read_files(
 
 def _load_hub(path: str, options: SourceOptions, loader: _Loader) -> LoadedRecords:
     """Read a hub set."""
-    split, dataset = hub_split(path, options.split, options.role)
+    split, dataset = hub_split(path, options.split, options.role, split_key=options.split_key)
     name = f"{path}/{split}"
     rows = hub_rows(dataset, partial(loader.columns.wanted, where=f"{name}:1"))
     loader.read(rows, options.images(None), file=name)

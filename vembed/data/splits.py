@@ -50,7 +50,18 @@ class SourceOptions:
     keys: DataKeys = field(default_factory=DataKeys)  # of these: columns, labels, pictures and invalid rows
     loss: LossNeeds | None = None  # what is trained on the rows; of other roles' rows, nothing is asked for it
     problems: ProblemLog | None = None  # collects the invalid rows in place of the keys' policy; nothing is cached then
+    named: tuple[str, str] | None = None  # what the user called path and split, where those aren't the keys of the role
     scratch: Path | None = None  # with `problems`: an empty folder that rows of files are read into; None: memory
+
+    @property
+    def path_key(self) -> str:
+        """What the user called the path."""
+        return PATH_KEYS[self.role] if self.named is None else self.named[0]
+
+    @property
+    def split_key(self) -> str:
+        """What the user called the split."""
+        return SPLIT_KEYS[self.role] if self.named is None else self.named[1]
 
     @property
     def image_limits(self) -> ImageLimits:

@@ -119,7 +119,8 @@ def _options(parsed: argparse.Namespace, role: Role, split: str | None) -> Sourc
 
     if parsed.loss_type not in LOSSES:
         LOSSES.load(parsed.loss_type)  # refuses it with the nearest name
-    return SourceOptions(role, split, row_keys(parsed), loss_facts(parsed.loss_type))
+    named = ("PATH", "--split") if role == "train" else ("--against", "--against-split")
+    return SourceOptions(role, split, row_keys(parsed), loss_facts(parsed.loss_type), named=named)
 
 
 def _refuse_missing(sources: dict[str, SourceOptions]) -> None:

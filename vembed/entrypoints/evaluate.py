@@ -98,7 +98,7 @@ def _run(parsed: argparse.Namespace, *, command: str) -> int:
     from vembed.data.splits import SourceOptions
 
     for path in parsed.data:  # told before torch is imported, which takes seconds
-        refuse_missing(path, SourceOptions("test", parsed.split))
+        refuse_missing(path, SourceOptions("test", parsed.split, named=("--data", "--split")))
     with hold_output(parsed.output):
         return _evaluate(parsed, command=command)
 

@@ -112,7 +112,7 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
     from vembed.data.sources import first_rows, refuse_by_first_rows, refuse_missing
     from vembed.data.splits import SourceOptions
 
-    options = SourceOptions("train")
+    options = SourceOptions("train", named=("DATA", "data_split"))
     refuse_missing(data, options)
     rows = first_rows(data, options, FEW_ROWS)
     known = {name for ours, others in COLUMNS.items() for name in (ours, *others)}

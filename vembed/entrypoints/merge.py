@@ -100,7 +100,7 @@ def _check(parsed: argparse.Namespace) -> None:
         close = difflib.get_close_matches(parsed.metric, known, n=1, cutoff=0.0)
         raise ConfigError(f"--metric: there is no {parsed.metric!r}; did you mean {close[0]}?")
     for path, split in _named_sets(parsed):
-        refuse_missing(path, SourceOptions("validation", split))
+        refuse_missing(path, SourceOptions("validation", split, named=("--data or --guard", "--split")))
 
 
 def _named_sets(parsed: argparse.Namespace) -> list[tuple[str, str | None]]:
@@ -157,7 +157,11 @@ def _load_sets(parsed: argparse.Namespace) -> list[RetrievalData]:
     from vembed.data.retrieval_sources import load_retrieval
     from vembed.data.splits import SourceOptions
 
-    return [load_retrieval(path, SourceOptions("validation", split, DataKeys())) for path, split in _named_sets(parsed)]
+    named = ("--data or --guard", "--split or --guard-split")
+    return [
+        load_retrieval(path, SourceOptions("validation", split, DataKeys(), named=named))
+        for path, split in _named_sets(parsed)
+    ]
 
 
 def _choose(

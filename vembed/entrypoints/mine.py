@@ -121,7 +121,8 @@ def _run(parsed: argparse.Namespace, command: str, watchdog: Watchdog) -> int:
 
     output = home_path(parsed.output)
     refuse_output(output, overwrite=parsed.overwrite)  # before torch is imported, which takes seconds
-    source = SourceOptions("train", parsed.split, row_keys(parsed), loss_facts("infonce"))  # which weighs rows
+    named, loss = ("--data", "--split"), loss_facts("infonce")  # which weighs rows
+    source = SourceOptions("train", parsed.split, row_keys(parsed), loss, named=named)
     refuse_missing(parsed.data, source)
 
     from vembed.distributed.runtime import shut_down, start_runtime

@@ -49,6 +49,8 @@ class LossFacts:
     listed: Callable[[Any], tuple[int, int]] = lambda _: (0, 0)
     # By its keys, alone or among all others: whether it reads a teacher's vectors (`BatchStructure.teacher_Q`).
     reads_teacher: Callable[[Any], bool] = filters_by_teacher
+    # By its keys, alone or among all others: "KEY VALUE" that learns from the hard negatives of rows alone, or nothing.
+    reads_negatives: Callable[[Any], str] = lambda _: ""
     # With memory "tiles", by its keys: copies of the embeddings of a device's queries that live at once.
     copies: Callable[[Any], int] = lambda _: 0
     multi_vector: bool = False
@@ -74,6 +76,7 @@ class LossFacts:
             columns=tuple({column.name: column for facts in every for column in facts.columns}.values()),
             takes=tuple(dict.fromkeys(what for facts in every for what in facts.takes)),
             reads_teacher=lambda config: any(facts.reads_teacher(config) for facts in every),
+            reads_negatives=lambda config: next(filter(None, (facts.reads_negatives(config) for facts in every)), ""),
             multi_vector=self.multi_vector,
             parts=parts,
         )

@@ -184,7 +184,9 @@ class Miner:
             parts = [_read(path) for path in paths]
         found = [part for part in parts if part is not None]
         if len(found) < len(paths):
-            raise MachineError(f"{self.folder} isn't seen by all processes: name an output that all machines share")
+            raise MachineError(
+                f"{self.folder} isn't seen by all processes: it must lie on a file system that all machines share"
+            )
         return Mined.joined(found)
 
     def _index(self, documents: StoredVectors) -> Any:

@@ -184,7 +184,8 @@ def _shared(report: MiningReport) -> dict[str, Any]:
         [name, count_text(len(each)), *(metric_text(float(value)) for value in np.quantile(each, QUANTILES))]
         for name, each in groups.items()
     ]
-    settings = [(name.removeprefix("mine_"), str(value)) for name, value in report.keys.mining().items()]
+    prefix = "mine_" if report.command else ""  # a run has keys, and the command options
+    settings = [(name.removeprefix(prefix), str(value)) for name, value in report.keys.mining().items()]
     return {
         "report": report,
         "key_facts": facts,

@@ -87,7 +87,9 @@ def stored_vectors(items: DistinctItems, side: Side, encode: ItemEncoder, model:
         encode.ranks.gather_objects(None)  # all wait: the first has written the last block
     for file in files:
         if not all(encode.ranks.gather_objects(file.array.is_file())):
-            raise MachineError(f"{file.array} isn't seen by all processes: name an output that all machines share")
+            raise MachineError(
+                f"{file.array} isn't seen by all processes: it must lie on a file system that all machines share"
+            )
     return StoredVectors(key, tuple(file.read(mapped=True) for file in files))
 
 

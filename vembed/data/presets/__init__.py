@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from vembed.data.columns import closest
 from vembed.data.presets import cirr, flickr30k, sop
 from vembed.data.presets.common import PresetSource
-from vembed.data.splits import PATH_KEYS, SPLIT_NAMES, Role, role_of, split_for
+from vembed.data.splits import SPLIT_NAMES, Role, role_of, split_for
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
 
@@ -76,7 +76,7 @@ class PresetPath(NamedTuple):
 
     def _opened(self, options: SourceOptions, log: ProblemLog) -> tuple[str, PresetSource]:
         if not is_folder(self.folder):
-            raise DataError(f"{PATH_KEYS[options.role]}: {self.label}: there is no folder {self.folder}")
+            raise DataError(f"{options.path_key}: {self.label}: there is no folder {self.folder}")
         split = _split(self.name, options.split, options.role)
         root = options.keys.image_root
         image_folder = self.folder if root is None else home_path(root)

@@ -160,9 +160,8 @@ def run_benchmark(
 def _load_sets(paths: Sequence[str], options: BenchmarkOptions) -> list[_Set]:
     """Read the sets, and refuse an index that one of them is too small for."""
     root = None if options.image_root is None else str(options.image_root)
-    source = SourceOptions(
-        role="test", split=options.split, keys=DataKeys(image_root=root, label_kind=options.label_kind)
-    )
+    keys = DataKeys(image_root=root, label_kind=options.label_kind)
+    source = SourceOptions("test", options.split, keys, named=("--data", "--split"))
     tasks = [load_retrieval(path, source) for path in paths]
     labels = set_labels([task.name for task in tasks], paths)
     wanted = []

@@ -44,6 +44,7 @@ FACTS = LossFacts(
     blocks=_blocks,
     listed=INFONCE.listed,
     reads_teacher=lambda _: True,
+    reads_negatives=INFONCE.reads_negatives,
     formula="L = distillation_alpha L_infonce + (1 - distillation_alpha) L_teacher",
     source='Hinton et al., 2015, "Distilling the Knowledge in a Neural Network"',
     citation="""@article{hinton2015distilling,

@@ -82,6 +82,7 @@ FACTS = LossFacts(
     blocks=lambda keys: (4, 0) if keys.loss_directions else softmax_blocks(keys),
     # The positives of a device and their gradients, while documents are compared with documents.
     copies=lambda keys: 2 if "document_to_document" in (keys.loss_directions or ()) else 0,
+    reads_negatives=lambda keys: "hardness_mode hard_negatives" if keys.hardness_mode == "hard_negatives" else "",
     formula="L_i = -log( sum over j in P(i) of exp(l_ij)  /  sum over j in P(i) and N(i) of exp(l_ij) )",
     source='van den Oord et al., 2018, "Representation Learning with Contrastive Predictive Coding"',
     citation="""@article{oord2018representation,

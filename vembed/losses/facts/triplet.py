@@ -47,6 +47,7 @@ FACTS = LossFacts(
     blocks=lambda keys: (3 + keys.filter_blocks, 0),  # the logits, the excess of some pairs, and the violations
     # Rows of pairs whose similarity is known first; triplets of rows are differentiated by themselves.
     copies=lambda keys: 1 if keys.triplet_negatives == "all" else 6,
+    reads_negatives=lambda keys: "triplet_negatives listed" if keys.triplet_negatives == "listed" else "",
     formula="L = mean over i, p in P(i), j in N(i) of max(0, triplet_margin - S_ip + S_ij)",
     source='Hermans et al., 2017, "In Defense of the Triplet Loss for Person Re-Identification"',
     citation="""@article{hermans2017defense,

@@ -44,6 +44,12 @@ def load_data(config: Config) -> RunData:
             f"{config.data_path}: loss_type {loss.name} learns nothing from rows of one document, and all are; add the "
             f"column negatives"
         )
+    what = loss.reads_negatives(config)
+    if what and config.mine == "never" and not data.counts.num_negatives:
+        raise DataError(
+            f"{' and '.join(data.sources)}: {what} learns from the hard negatives of rows, and no row has any; add the "
+            f"column negatives, let the run find some (mine=once), or set {what.partition(' ')[0]} to another value"
+        )
     return data
 
 

@@ -131,6 +131,35 @@ def test_a_configuration_is_planned_and_nothing_is_written(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "train.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "code", "reason"),
+    [
+        ("data_path=nowhere.jsonl", 3, "nowhere.jsonl doesn't exist"),
+        ("model_name=all-MiniLM-L6-v2", 2, "did you mean sentence-transformers/all-MiniLM-L6-v2?"),
+        ("output_dir=config.yaml/out", 5, "can't be written: Not a directory"),
+        ("mrl_dims=[99999]", 2, "mrl_dims: 99999 is more than"),
+    ],
+)
+def test_nothing_is_called_ready_where_the_run_would_fail(
+    wrong: str,
+    code: int,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"query": f"word {number}", "positive": f"text of {number}"} for number in range(200)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    right = {"model_name": "builtin:ngram-bag", "data_path": "train.jsonl", "output_dir": "out", "batch_size": "32"}
+    (tmp_path / "config.yaml").write_text("".join(f"{key}: {value}\n" for key, value in right.items()))
+    words = ["config.yaml", "--no-self-test", "--config_override", wrong]
+    assert doctor.main(words, program="vembed doctor") == code
+    said = capsys.readouterr()
+    assert reason in said.err
+    assert "to mend" not in said.out
+
+
 @pytest.mark.slow
 def test_the_whole_command_tests_two_real_processes(tmp_path: Path) -> None:
     done = subprocess.run(

@@ -47,6 +47,10 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     loaded = None if parsed.config is None else load_config(parsed.config, parsed.config_override)
+    if loaded is not None:
+        from vembed.training.wiring.early import refuse_wrong_run
+
+        refuse_wrong_run(loaded.config)  # what would end a run of it is told before the machine is looked at
     from vembed.doctor.checks import check_machine, odd_variables, shown_variables
     from vembed.doctor.facts import machine_facts  # imports torch, which a bad CONFIG must not wait for
     from vembed.doctor.self_test import self_tests
@@ -61,9 +65,10 @@ def _run(parsed: argparse.Namespace) -> int:
     tested = {} if parsed.no_self_test else self_tests(len(facts.devices))
     if not parsed.json:
         print(show_tests(tested, skipped=parsed.no_self_test))
+    plan = None if loaded is None else _plan(loaded)  # may refuse what it plans: only then is anything ready
+    if not parsed.json:
         print(show_checks(checks, tested))
-    plan = None if loaded is None else _plan(loaded)
-    if parsed.json:
+    else:
         print(json.dumps(as_document(facts, variables, checks, tested) | {"plan": plan}, indent=2))
     is_broken = any(check.level == "problem" for check in checks) or not all(map(passed, tested.values()))
     return ExitCode.ENVIRONMENT if is_broken else ExitCode.OK

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection, Iterator, Sequence
 
 
 def fsync_path(path: Path) -> None:
@@ -151,6 +151,34 @@ def is_file(path: Path | str) -> bool:
 def is_folder(path: Path | str) -> bool:
     """Return whether a name leads to a folder; one that is too long, or not allowed, leads to none."""
     return os.path.isdir(path)  # noqa: PTH112 - pathlib raises for such a name
+
+
+def as_one_path(paths: Sequence[str]) -> str:
+    """Return a list of paths as one text, which `listed_paths` reads back: "{a.jsonl,b.jsonl}".
+
+    Raises:
+        ValueError: A path holds what such a text can't.
+    """
+    path = paths[0] if len(paths) == 1 else "{" + ",".join(paths) + "}"
+    if listed_paths(path) != [*paths]:
+        raise ValueError("a path in a list can't hold a comma or a single brace; rename the file, or name a pattern")
+    return path
+
+
+def listed_paths(path: str) -> list[str]:
+    """Return the paths of a list "{a.jsonl,b.jsonl}", or the path alone."""
+    if not (path.startswith("{") and path.endswith("}")):
+        return [path]
+    found, depth = [""], 0
+    for character in path[1:-1]:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return [path]
+        if character == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += character
+    return found if len(found) > 1 and not depth and all(found) else [path]
 
 
 def home_path(path: Path | str) -> Path:

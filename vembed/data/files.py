@@ -1,4 +1,4 @@
-"""Read row files: JSONL, JSON, CSV, TSV, Parquet and tar shards become (line, row) pairs in bounded memory.
+"""Read row files: JSONL, JSON, CSV, TSV, Parquet, Arrow and tar shards become (line, row) pairs, in bounded memory.
 
 A row that can't be read is its reason, a plain sentence, in place of a dictionary: the caller's policy decides. What
 makes the rest of the file unreadable is a `DataError` with file:line.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vembed.data.json_list import JsonList
 from vembed.data.lines import first_character, lines, pieces, reading
-from vembed.data.parquet import MAX_COLUMNS, parquet_rows, repeated
+from vembed.data.parquet import MAX_COLUMNS, arrow_rows, parquet_rows, repeated
 from vembed.data.tables import table_form, table_rows
 from vembed.data.tar_shards import shard_rows
 from vembed.errors import DataError
@@ -28,7 +28,7 @@ RawRow: TypeAlias = tuple[int, "dict[str, Any] | str"]
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv")
 SHARD_SUFFIX = ".tar"
-ROW_SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), ".parquet", SHARD_SUFFIX)
+ROW_SUFFIXES = (*TEXT_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES), ".parquet", ".arrow", SHARD_SUFFIX)
 NAMED_SUFFIXES = (".txt", ".txt.gz")
 """Of tables that are read where their file is named; one in a folder may be anything."""
 
@@ -64,6 +64,8 @@ def iter_rows(
     with reading(path):
         if suffix == ".parquet":
             yield from parquet_rows(path, wanted)
+        elif suffix == ".arrow":
+            yield from arrow_rows(path, wanted)
         elif suffix == SHARD_SUFFIX:
             yield from shard_rows(path, json.JSONDecoder(object_pairs_hook=_unique_keys))
         elif suffix.startswith(".jsonl"):

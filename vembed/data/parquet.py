@@ -1,4 +1,4 @@
-"""Read the rows of a Parquet file, a few at a time.
+"""Read the rows of a Parquet file, or of a file of Arrow as `datasets` saves it, a few at a time.
 
 A small file may stand for much: a text that is stored once and repeated in every row, a billion nulls, pages that
 unpack to a thousand times their size. Such a file is refused by its own figures, or by what its rows came to.
@@ -61,7 +61,7 @@ def parquet_rows(
     number = 0
     try:
         with open_regular(path) as handle, pq.ParquetFile(handle, **_STREAMED) as file:
-            names = _wanted_columns(file, wanted, path.name)
+            names = _wanted_columns(file.schema_arrow.names, wanted, path.name)
             size = os.fstat(handle.fileno()).st_size
             _refuse_bomb(file.metadata, size, path)
             num_bytes = 0
@@ -92,8 +92,45 @@ def repeated(names: Iterable[str]) -> str:
     return ""
 
 
-def _wanted_columns(file: Any, wanted: Callable[[Sequence[str]], Sequence[str]], name: str) -> list[str]:
-    names: list[str] = file.schema_arrow.names
+def arrow_rows(
+    path: Path, wanted: Callable[[Sequence[str]], Sequence[str]]
+) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield rows as `parquet_rows` does, of a file in Arrow's stream or file form; the system maps it.
+
+    Raises:
+        DataError: The file can't be read on.
+        OSError: The system refuses to read it, or it is no regular file.
+    """
+    import pyarrow as pa
+
+    number = num_bytes = 0
+    with open_regular(path) as handle:
+        size, is_file_form = os.fstat(handle.fileno()).st_size, handle.read(6) == b"ARROW1"
+    try:
+        with pa.memory_map(str(path)) as source:
+            reader = pa.ipc.open_file(source) if is_file_form else pa.ipc.open_stream(source)
+            names = _wanted_columns(reader.schema.names, wanted, path.name)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file_form else reader
+            for batch in batches:
+                batch.validate(full=True)  # else broken offsets end the process
+                num_bytes += batch.nbytes
+                if num_bytes > max(ROW_FREE_BYTES, MAX_ROW_RATIO * size) or batch.num_rows > max(FREE_ROWS, size):
+                    raise DataError(
+                        f"{path.name}:{number + 1}: the rows so far hold over {MAX_ROW_RATIO:,} times the file"
+                    )
+                for start in range(0, batch.num_rows, BATCH_ROWS):
+                    part = batch.slice(start, BATCH_ROWS)
+                    for row in _batch_rows(part.select(names)) if names else [{}] * part.num_rows:
+                        number += 1
+                        yield number, row
+    except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"{path.name}:{number + 1}: can't be read as Arrow: {reason}") from error
+
+
+def _wanted_columns(names: list[str], wanted: Callable[[Sequence[str]], Sequence[str]], name: str) -> list[str]:
     if len(names) > MAX_COLUMNS:
         raise DataError(f"{name}: {len(names):,} columns, and a row has at most {MAX_COLUMNS:,}")
     if len(set(names)) != len(names):

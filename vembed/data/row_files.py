@@ -8,15 +8,16 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vembed.data.beir import is_beir
 from vembed.data.columns import closest
-from vembed.data.files import ROW_SUFFIXES, suffix_of
+from vembed.data.files import ROW_SUFFIXES, json_object, suffix_of
 from vembed.data.hub import HUB_ID
 from vembed.data.lines import nearest_entry, reading
 from vembed.data.presets import preset_hint
 from vembed.data.problems import plural
 from vembed.data.splits import SPLIT_NAMES, split_for
 from vembed.errors import DataError
-from vembed.files import home_path, is_file, is_folder
+from vembed.files import home_path, is_file, is_folder, listed_paths
 from vembed.text import cut
 
 if TYPE_CHECKING:
@@ -34,9 +35,11 @@ MAX_NUMBERED = 100_000
 
 def row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
     """Return the local files that a path names, and notes; no files when it is a hub id."""
+    if len(listed := listed_paths(path)) > 1:
+        return _listed_files(listed, options)
     local = home_path(path)
     if is_folder(local):
-        return _folder_files(local, options)
+        return _saved_files(local, options) or _folder_files(local, options)
     if is_file(local):
         found = [local]
     elif _NUMBERED.search(path):
@@ -54,6 +57,57 @@ def row_files(path: str, options: SourceOptions) -> tuple[list[Path], tuple[str,
         msg = f"{path} has no splits: remove {options.split_key}: {options.split}, or name a folder or hub id"
         raise DataError(msg)
     return _of_one_kind(found, path), ()
+
+
+def _listed_files(paths: Sequence[str], options: SourceOptions) -> tuple[list[Path], tuple[str, ...]]:
+    """Return the files of all paths of a list, which may be of several kinds."""
+    files: list[Path] = []
+    notes: list[str] = []
+    for path in paths:
+        local = home_path(path)
+        found, said = ([], ()) if is_folder(local) and is_beir(local) else row_files(path, options)
+        if not found:
+            raise DataError(
+                f"{options.path_key}: {cut(path, 1000)} stands in a list, which takes files and folders of "
+                "rows; name sets of other kinds one by one under data"
+            )
+        files += found
+        notes += said
+    return files, tuple(notes)
+
+
+def _saved_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tuple[str, ...]] | None:
+    """Return the files of what `datasets` saved with `save_to_disk`, of the wanted split; None of another folder."""
+    note: tuple[str, ...] = ()
+    chosen = None
+    if is_file(folder / "dataset_dict.json"):
+        splits = json_object(folder / "dataset_dict.json").get("splits")
+        if not isinstance(splits, list) or not all(isinstance(name, str) and _is_plain(name) for name in splits):
+            raise DataError(f"{folder / 'dataset_dict.json'}: expected the names of splits under 'splits'")
+        chosen = split_for(splits, options.split, options.role)
+        if chosen is None:
+            names = SPLIT_NAMES[options.role] if options.split is None else (options.split,)
+            raise DataError(
+                f"{folder} has no split {' or '.join(map(repr, names))}{closest(names[0], splits)}; it has: "
+                f"{', '.join(splits)}. Choose one with {options.split_key}"
+            )
+        note = (f"Read split {chosen!r} of {folder}.",)
+        folder /= chosen
+    elif not (is_file(folder / "state.json") and is_file(folder / "dataset_info.json")):
+        return None
+    if chosen is None and options.split is not None:
+        raise DataError(f"{folder} has no splits: remove {options.split_key}: {options.split}")
+    listed = json_object(folder / "state.json").get("_data_files")
+    files = listed if isinstance(listed, list) else []
+    stored = [each.get("filename") if isinstance(each, dict) else None for each in files]
+    if not stored or not all(isinstance(name, str) and _is_plain(name) for name in stored):
+        raise DataError(f"{folder / 'state.json'}: expected the names of files of Arrow under '_data_files'")
+    return _of_one_kind([folder / str(name) for name in stored], str(folder)), note
+
+
+def _is_plain(name: str) -> bool:
+    """Return whether a name leads to nowhere but an entry of its folder."""
+    return name not in ("", ".", "..") and "/" not in name and "\\" not in name and "\0" not in name
 
 
 def _numbered(path: str, key: str) -> list[Path]:

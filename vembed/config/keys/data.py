@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from vembed.config.fields import ANY, LARGEST_COUNT, Auto, Count, Name, key, rule
 from vembed.config.keys.sources import LISTED_NEGATIVES, SourceKeys
+from vembed.files import as_one_path
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
@@ -24,11 +25,19 @@ LabelKind = Literal["auto", "class", "pair", "grade"]
 """What a label says: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
 
 
+def _one_path(value: object) -> object:
+    """Return a list of paths as one."""
+    is_list = isinstance(value, list) and value and all(isinstance(path, str) and path.strip() for path in value)
+    return as_one_path(value) if is_list and isinstance(value, list) else value
+
+
 class DataKeys(SourceKeys):
     """Where the rows come from and what happens to broken ones."""
 
-    data_path: Name | None = key(
-        None, "Training data: file, folder, hub id, `builtin:SET`, or a published set as `flickr30k:FOLDER`."
+    data_path: Annotated[Name | None, BeforeValidator(_one_path)] = key(
+        None,
+        "Training data: file, folder, pattern or a list of those, [a.jsonl, b.jsonl]; hub id, `builtin:SET`, or a "
+        "published set as `flickr30k:FOLDER`.",
     )
     val_data_path: Name | None = key(
         None, "Data that chooses the best checkpoint; null holds out a part of the training data."

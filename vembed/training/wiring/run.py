@@ -18,6 +18,7 @@ from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import MachineError, PreemptedError
+from vembed.files import listed_paths
 from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters.lora import has_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
@@ -205,7 +206,7 @@ def _only_warnings() -> Iterator[None]:
 def _claim(config: Config, output: OutputFolder, mode: Mode, *, is_fresh: bool) -> None:
     """Make the output folder ready, or refuse it."""
     if mode == "train" and is_fresh:
-        read = [Path(path) for path, _ in all_sources(config)]
+        read = [Path(each) for path, _ in all_sources(config) for each in listed_paths(path)]
         output.start_fresh(overwrite=config.overwrite_output_dir, data=read)
     elif mode == "plan":
         output.refuse_other_files()

@@ -85,7 +85,7 @@ def train(
         if name == "data" and _lists_sources(given):
             overrides["data"] = given
         else:
-            is_path = given is None or isinstance(given, (str, Path))
+            is_path = given is None or _is_path(given)
             _add(overrides, _DATA_KEYS[name], given if is_path else name, name)
             rows |= {} if is_path else {name: given}
     base = _base(config)
@@ -116,6 +116,12 @@ def _add(overrides: dict[str, object], key: str, value: object, argument: str) -
     if key in overrides:
         raise ConfigError(f"{argument} and {key} say the same thing; keep one of them")
     overrides[key] = value
+
+
+def _is_path(data: object) -> bool:
+    """Return whether data are named by a path, or by a list of paths, and are not rows."""
+    several = isinstance(data, (list, tuple)) and bool(data) and all(isinstance(each, (str, Path)) for each in data)
+    return several or isinstance(data, (str, Path))
 
 
 def _lists_sources(data: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 from test_run_pictures import write_rows
+from warm_process import run_warm
 
 from vembed.config.load import load_config
 from vembed.config.schema import Config
@@ -203,3 +205,22 @@ def test_a_set_named_twice_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="guard_data lists a twice"):
         load_config(path)
+
+
+@pytest.mark.slow
+def test_two_processes_measure_the_same_sets(tmp_path: Path) -> None:
+    paths = [str(rows(tmp_path / f"d{seed}", seed)) for seed in range(3)]
+    (tmp_path / "config.yaml").write_text(
+        f"model_name: builtin:tiny-clip\ndata_path: {paths[0]}\ntest_data_path: {json.dumps(paths[:2])}\n"
+        f"guard_data: {paths[2]}\nglobal_batch_size: 6\nmax_steps: 2\neval_strategy: 'no'\nsave_strategy: 'no'\n"
+        "bm25: false\nreport_to: none\ntrainable: all\n"
+    )
+    for count in (1, 2):
+        words = ["-m", "vembed", "train", "config.yaml", "--config_override", f"num_processes={count}"]
+        done = run_warm([*words, f"output_dir=run{count}"], cwd=tmp_path, env=os.environ, scratch=tmp_path)
+        assert done.returncode == 0, done.stderr
+    for name in ("test-1", "guard-2"):
+        for when in ("baseline", "final"):
+            one, two = (read_evaluation(tmp_path / f"run{count}" / "evaluation" / name / when) for count in (1, 2))
+            assert one.per_query == two.per_query
+            assert one.task == two.task

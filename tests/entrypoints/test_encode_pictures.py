@@ -60,7 +60,8 @@ def test_a_beir_folder_with_an_image_column_takes_its_paths_from_the_image_root(
     jsonl(beir / "corpus.jsonl", [*rows, {"_id": "t", "title": "A", "text": "text"}])
     refused = call("encode", clip, "--data", beir, "--output", tmp_path / "index")
     assert refused.code == 3
-    assert "corpus.jsonl:1: image: 'balls/red.png': no such file" in refused.err
+    assert "corpus.jsonl:1, 2, 3" in refused.err
+    assert "the first: image: 'balls/red.png': no such file" in refused.err
     words = ("--data", beir, "--output", tmp_path / "index", "--image-root", balls.parent)
     assert call("encode", clip, *words).code == 0
     kept = rows_of(tmp_path / "index")

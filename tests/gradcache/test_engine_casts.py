@@ -106,7 +106,7 @@ def test_a_weight_that_a_call_without_a_graph_uses_first_has_its_gradient() -> N
         options = EngineOptions(ChunkBudget(3, 10**6), CPU, autocast_dtype=torch.bfloat16)
         engine = GradCacheEngine(loss, options, list(encoder.parameters()))
         if not shared:
-            engine._passes.shared_casts = nullcontext  # type: ignore[method-assign]
+            engine.passes.shared_casts = nullcontext  # type: ignore[method-assign]
         engine.step([Pool(encoder, encoder.collate, features, np.arange(18))], case.structure)
         found.append(gradients(encoder))
     assert len(found[0]) == 3

@@ -159,11 +159,14 @@ def test_a_length_over_the_positions_is_refused(tmp_path: Path, kind: str) -> No
     assert load(folder, max_seq_length=POSITIONS).max_length == POSITIONS
 
 
-@pytest.mark.parametrize("name", ["no-owner/no-such-model", "./no/such/folder"])
-def test_a_model_that_is_nowhere_is_the_machines_fault(name: str) -> None:
-    with pytest.raises(MachineError, match=name) as caught:
-        load(name)
+def test_a_model_that_the_hub_cant_give_is_the_machines_fault() -> None:
+    with pytest.raises(MachineError, match="no-owner/no-such-model") as caught:
+        load("no-owner/no-such-model")
     assert caught.value.exit_code == ExitCode.ENVIRONMENT == 5
+
+
+def test_a_folder_that_isnt_there_is_the_configurations_fault() -> None:
+    refused("./no/such/folder", "there is no folder ./no/such/folder; name that of a model, or of a run")
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.batch import Composed, Image, pictures_in
-from vembed.data.columns import listing
+from vembed.data.columns import WEIGHT_COLUMN, listing
 from vembed.data.problems import plural
+from vembed.redact import redact
 from vembed.text import cut, quoted
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def describe(path: str, loaded: LoadedRecords, *, held_out: int | None = None) -
         parts.append(f"{plural(loaded.num_invalid, 'invalid row')} dropped")
     parts.append(plural(len(table.numbers("negatives")[1]), "hard negative"))
     columns = columns_text(loaded.columns)
-    return {"data": "; ".join(parts), **({"columns": columns} if columns else {}), "example": example(table[0])}
+    said = {"data": "; ".join(parts), **({"columns": columns} if columns else {}), "example": example(table[0])}
+    return {name: redact(text) for name, text in said.items()}
 
 
 def example(record: Record) -> str:
@@ -55,7 +57,8 @@ def example(record: Record) -> str:
     if record.label is not None:
         parts.append(f"label {cut(str(record.label), 40)}")
     parts += ["scores " + ", ".join(f"{score:g}" for score in record.scores[:5])] if record.scores else []
-    parts += [f"{cut(name, 40)} {number:g}" for name, number in record.columns.items()]
+    same = {WEIGHT_COLUMN.name: WEIGHT_COLUMN.default}
+    parts += [f"{cut(name, 40)} {number:g}" for name, number in record.columns.items() if same.get(name) != number]
     return ", ".join(parts)
 
 

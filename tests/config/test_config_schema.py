@@ -103,7 +103,7 @@ def test_the_model_name_is_required() -> None:
         ("output_dir", "", "."),
         ("data_path", "a\0b", "a b"),
         ("data_path", "\ud800", "é"),
-        ("data_path", ["a"], "a"),
+        ("data_path", [], "a"),
         ("query_prompt", 3, ""),
         ("pad_token", "", "<pad>"),
         ("column_mapping", ["text"], {}),

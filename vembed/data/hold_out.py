@@ -74,7 +74,7 @@ def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | 
     num_rows = len(table)
     budget = min(_wanted(num_rows, fraction), num_rows - MIN_TRAIN_ROWS, limit or num_rows)
     if budget < 1:
-        msg = f"{plural(num_rows, 'record')} are too few to hold some out for validation: {FIX}"
+        msg = f"{plural(num_rows, 'record')} can't be split into some to train on and some to validate on: {FIX}"
         raise DataError(msg)
     component_of, smallest_hash = _components(table)
     chosen = _choose(component_of, smallest_hash, budget)

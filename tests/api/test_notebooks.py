@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def shown(cells: list[dict[str, Any]]) -> list[list[str]]:
-    """Return what each cell puts out, but for what a library warns of: the kind, or the words of a verdict."""
+    """Return the kinds of what each cell puts out, but for warnings; printed lines may come in several pieces."""
     kinds = []
     for cell in cells:
         own = []
         for output in cell.get("outputs", ()):
             if output.get("name") != "stderr":
                 own += sorted(output.get("data", {output["output_type"]: None}))
-        kinds.append(own)
+        kinds.append([kind for kind, _ in groupby(own)])
     return kinds
 
 

@@ -3,8 +3,8 @@
 A set in tldr's layout names each example PAGE#N, the page PLATFORM/TOOL-SUBCOMMAND. The description of an example and
 the command of another one make a pair: of one page, grade 1; of two pages of one tool, 0.5; of two tools, 0. Each
 example gives one of each kind, where there is one. Training takes the examples of one set, the test those of another,
-whose tools are others. The measure is Spearman's rank correlation of cosine similarity and grade; its interval comes
-from drawing the test's descriptions again, 2,000 times, the same ones for both models.
+whose tools are others. It is measured as by `vembed evaluate --label-kind grade`: Spearman's rank correlation of
+similarity and grade, and the interval of the difference over other descriptions.
 
     python benchmarks/graded_pairs.py --model MODEL --train tldr/dev --test tldr --output out
 """
@@ -15,19 +15,14 @@ import argparse
 import json
 import random
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-from scipy.stats import spearmanr
+from typing import Any
 
 import vembed
+from vembed.config.keys.data import DataKeys
+from vembed.data.splits import SourceOptions
+from vembed.evaluation.graded import load_pairs, measure_pairs
+from vembed.evaluation.graded_report import size_text
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from vembed.batch import Side
-
-DRAWS = 2000
 GRADES = (1.0, 0.5, 0.0)
 SIDES = ("train", "test")
 
@@ -69,8 +64,11 @@ def main() -> None:
         }
     )
     untrained = run / "initial_model"  # written of a model that starts from random weights
-    before = _similarities(str(untrained) if untrained.exists() else arguments.model, test)
-    print(_sentence(before, _similarities(str(run / "model"), test), test))
+    models = {"before": str(untrained) if untrained.exists() else arguments.model, "after": str(run / "model")}
+    pairs = load_pairs(str(test), SourceOptions("test", keys=DataKeys(label_kind="grade")))
+    similarities = {name: pairs.similarities(vembed.load(model).item_encoder(256)) for name, model in models.items()}
+    outcome = measure_pairs(pairs, similarities)
+    print(f"{size_text(outcome)}: {outcome.verdicts['after'].sentence}")
 
 
 def write_pairs(path: Path, folder: Path) -> Path:
@@ -97,47 +95,6 @@ def _grade(one: str, other: str) -> float:
         return 1.0
     tools = [page.rpartition("/")[2].partition("-")[0] for page in pages]
     return 0.5 if tools[0] == tools[1] else 0.0
-
-
-def _similarities(model: str, test: Path) -> NDArray[np.float32]:
-    """Return the cosine similarity of each pair (P,)."""
-    loaded, rows = vembed.load(model), _read(test)
-    queries, documents = ([row[column] for row in rows] for column in ("query", "positive"))
-    queries_PE, documents_PE = _vectors(loaded, queries, "query"), _vectors(loaded, documents, "document")
-    similarities_P: NDArray[np.float32] = (queries_PE * documents_PE).sum(axis=1)
-    return similarities_P
-
-
-def _vectors(model: vembed.EmbeddingModel, texts: list[str], side: Side) -> NDArray[np.float32]:
-    """Return each text's vector (P, E); a text that comes again is encoded once."""
-    places = {text: place for place, text in enumerate(dict.fromkeys(texts))}
-    return model.encode(places, side)[[places[text] for text in texts]]
-
-
-def _sentence(before_P: NDArray[np.float32], after_P: NDArray[np.float32], test: Path) -> str:
-    """Return both correlations, and the interval of their difference over other descriptions."""
-    rows = _read(test)
-    grades_P = np.asarray([row["label"] for row in rows])
-    descriptions: dict[str, list[int]] = {}
-    for place, row in enumerate(rows):
-        descriptions.setdefault(row["query"], []).append(place)
-    places = [np.asarray(each) for each in descriptions.values()]
-
-    def correlations(chosen_P: NDArray[np.int64]) -> tuple[float, float]:
-        one, other = (spearmanr(each[chosen_P], grades_P[chosen_P]).statistic for each in (before_P, after_P))
-        return float(one), float(other)
-
-    draw = np.random.default_rng(0)
-    drawn = [
-        correlations(np.concatenate([places[each] for each in draw.integers(len(places), size=len(places))]))
-        for _ in range(DRAWS)
-    ]
-    low, high = np.quantile([after - before for before, after in drawn], (0.025, 0.975))
-    before, after = correlations(np.arange(len(rows)))
-    return (
-        f"Spearman {before:.4f} -> {after:.4f} ({after - before:+.4f}, 95% interval {low:+.4f} to {high:+.4f}; "
-        f"{len(rows)} pairs of {len(places)} descriptions)"
-    )
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

@@ -223,6 +223,17 @@ class RecordTable:
             return np.arange(len(self)), cells.to_numpy()
         return np.repeat(np.arange(len(self)), np.diff(cells.offsets.to_numpy())), cells.flatten().to_numpy()
 
+    @cached_property
+    def listed(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """(position of the record, score) of all pairs that have one: of its positives, then of its negatives."""
+        import pyarrow.compute as pc
+
+        cells = self.column("scores")
+        if cells.null_count == len(cells):
+            return np.empty(0, dtype=np.int64), np.empty(0)
+        counts = pc.fill_null(pc.list_value_length(cells), 0).to_numpy()
+        return np.repeat(np.arange(len(counts)), counts), cells.flatten().to_numpy()
+
     @property
     def has_classes(self) -> bool:
         """Whether any record has a class."""

@@ -52,7 +52,7 @@ def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
         judged, kind = load_builtin_retrieval(name, split), "a built-in set"
     if judged is None:
         loaded = load_records(path, options)
-        task = retrieval_from_records(loaded.table, _task_name(path, options))
+        task = retrieval_from_records(loaded.table, source_name(path, options))
         return replace(task, notes=(*loaded.notes, *task.notes))
     notes = (f"column_mapping has no effect on {kind}.",) if options.keys.column_mapping else ()
     return replace(judged, notes=(*judged.notes, *notes))
@@ -95,7 +95,7 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
     return RetrievalData(name, queries, documents, qrels, tuple(notes))
 
 
-def _task_name(path: str, options: SourceOptions) -> str:
+def source_name(path: str, options: SourceOptions) -> str:
     """Return "stdlib-code/dev", "dev.jsonl", "owner/name/test": what a table of results should say."""
     if path.startswith(BUILTIN_PREFIX):
         return f"{path.removeprefix(BUILTIN_PREFIX)}/{options.split or SPLIT_NAMES[options.role][0]}"

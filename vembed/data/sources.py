@@ -130,9 +130,12 @@ def first_rows(path: str, options: SourceOptions, most: int) -> list[dict[str, o
 
 def _own_files(path: str, options: SourceOptions) -> Sequence[Path]:
     """Return the local files of rows that a path names; none where it names a set of another kind."""
-    if path.startswith(BUILTIN_PREFIX) or preset_path(path) or beir_folder(path):
-        return ()
-    return row_files(path, options)[0]
+    return () if is_judged_set(path) else row_files(path, options)[0]
+
+
+def is_judged_set(path: str) -> bool:
+    """Return whether a path names a built-in or published set or a BEIR folder, whose labels nobody need explain."""
+    return path.startswith(BUILTIN_PREFIX) or preset_path(path) is not None or beir_folder(path) is not None
 
 
 def _read_files(

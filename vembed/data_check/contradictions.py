@@ -58,7 +58,7 @@ def _judgements(source: Source, positives: Pairs, negatives: Pairs) -> list[Find
 
 def _grades(source: Source, positives: Pairs, negatives: Pairs) -> list[Finding]:
     """Find pairs with two grades, and grades that are all the same; nothing where the data have none."""
-    rows, scores = source.scores
+    rows, scores = source.table.listed
     if not len(scores):
         return []
     listed = [np.concatenate(parts) for parts in zip(*(_columns(each) for each in (positives, negatives)), strict=True)]

@@ -84,7 +84,7 @@ def profile_of(source: Source, tokens: Mapping[str, NDArray[np.int32]] | None) -
         {side: each for side, each in scripts.items() if each},
         {str(names[place]): int(counts[place]) for place in largest.tolist()},
         len(names),
-        _grades(source.scores[1]),
+        _grades(source.table.listed[1]),
     )
 
 

@@ -125,17 +125,6 @@ class Source:
             facts.bands_BI[:, own] = sketches(normal)
         return facts
 
-    @cached_property
-    def scores(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(position of the record, score) of all listed pairs: of its positives, then of its negatives."""
-        import pyarrow.compute as pc
-
-        cells = self.table.column("scores")
-        if cells.null_count == len(cells):
-            return np.empty(0, dtype=np.int64), np.empty(0)
-        counts = pc.fill_null(pc.list_value_length(cells), 0).to_numpy()
-        return np.repeat(np.arange(len(counts)), counts), cells.flatten().to_numpy()
-
     def normal_texts(self, numbers: NDArray[np.int64]) -> Callable[[NDArray[np.int64]], list[str]]:
         """Return what gives the normalised texts at some places among items that are texts."""
         return lambda places: [normalised(str(item)) for item in self.table.items.at(numbers[places])]

@@ -1,11 +1,13 @@
-"""`vembed evaluate MODEL ... --data SET ... --output DIR`: the retrieval benchmark, every model on every set."""
+"""`vembed evaluate MODEL ... --data SET ... --output DIR`: each model on each set, to search or of graded pairs."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import platform
 import shlex
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -23,8 +25,11 @@ from vembed.registry import METRICS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
+    from vembed.distributed.runtime import Runtime
     from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry
     from vembed.evaluation.benchmark.variants import Variant
 
@@ -32,6 +37,7 @@ DESCRIPTION = "Evaluate embedding models on retrieval sets: encode, search exact
 BM25_NAMES = ("bm25", "BM25")
 """What BM25 is called among the models; a folder of that name is given as ./bm25."""
 
+DEFAULT_METRIC = "ndcg@10"
 QUANTIZE = ("int8", "binary")
 SHOWN_METRICS = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
@@ -54,9 +60,9 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         type=Path,
         required=True,
         metavar="DIR",
-        help="gets leaderboard.html, .md, .json, MODEL/SET/run.trec",
+        help="gets leaderboard.html, .md, .json, MODEL/SET/run.trec; of pairs: report.html, .md, .json",
     )
-    parser.add_argument("--metric", default="ndcg@10", metavar="M", help="what to compare by; default: ndcg@10")
+    parser.add_argument("--metric", default=DEFAULT_METRIC, metavar="M", help="what to compare by; default: ndcg@10")
     parser.add_argument("--split", help="split of the sets; default: their test split")
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
     parser.add_argument("--bm25", action="store_true", help="evaluate BM25 too")
@@ -73,7 +79,8 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         "--label-kind",
         choices=get_args(LabelKind),
         default="auto",
-        help="what numbers in the column label of rows say (docs/data.md)",
+        help="what numbers in the column label of rows say (docs/data.md); grade and pair measure the pairs of rows "
+        "instead of a search (docs/benchmark.md)",
     )
     parser.add_argument(
         "--both-directions",
@@ -100,17 +107,97 @@ def _run(parsed: argparse.Namespace, *, command: str) -> int:
     for path in parsed.data:  # told before torch is imported, which takes seconds
         refuse_missing(path, SourceOptions("test", parsed.split, named=("--data", "--split")))
     with hold_output(parsed.output):
-        return _evaluate(parsed, command=command)
+        return _evaluate_pairs(parsed, command) if _measures_pairs(parsed) else _evaluate(parsed, command=command)
+
+
+def _measures_pairs(parsed: argparse.Namespace) -> bool:
+    """Return whether pairs are measured: rows whose label says something of the pair."""
+    from vembed.data.sources import is_judged_set
+
+    judged = [path for path in parsed.data if is_judged_set(path)]
+    if parsed.label_kind not in {"pair", "grade"} or len(judged) == len(parsed.data):
+        return False
+    said = f"--label-kind {parsed.label_kind} measures pairs and searches nothing"
+    if judged:
+        raise ConfigError(f"{said}, but {judged[0]} is a set to search: evaluate it with a command of its own")
+    without_effect = {
+        "--metric": parsed.metric != DEFAULT_METRIC,
+        "--bm25": parsed.bm25,
+        "--dims": parsed.dims is not None,
+        "--quantize": parsed.quantize,
+        "--index": parsed.index,
+        "--both-directions": parsed.both_directions,
+    }
+    if wrong := [option for option, is_given in without_effect.items() if is_given]:
+        raise ConfigError(f"{said}: leave out {' and '.join(wrong)}")
+    if named := [name for name in parsed.models if name in BM25_NAMES]:
+        raise ConfigError(f"{said}, and {named[0]} is no model of vectors: leave it out")
+    return True
+
+
+def _evaluate_pairs(parsed: argparse.Namespace, command: str) -> int:
+    """Measure how far the models' similarities follow the labels of pairs."""
+    _refuse_unread_code(parsed)
+
+    import torch
+
+    from vembed.config.keys.data import DataKeys
+    from vembed.data.splits import SourceOptions
+    from vembed.distributed.runtime import start_runtime
+    from vembed.evaluation.benchmark.names import model_labels, set_labels
+    from vembed.evaluation.benchmark.run import load_model
+    from vembed.evaluation.encode import ItemEncoder, encoding_budget
+    from vembed.evaluation.graded import load_pairs, measure_pairs
+    from vembed.evaluation.graded_report import PairsReport, write_pairs_report
+    from vembed.training.guards import StopSignal
+
+    quiet_libraries()
+    root = None if parsed.image_root is None else str(parsed.image_root)
+    keys = DataKeys(image_root=root, label_kind=parsed.label_kind)
+    source = SourceOptions("test", parsed.split, keys, named=("--data", "--split"))
+    sets = [load_pairs(path, source) for path in parsed.data]
+    names = set_labels([each.name for each in sets], parsed.data)
+    sets = [replace(each, name=name) for each, name in zip(sets, names, strict=True)]
+    runtime = start_runtime(deterministic=False)
+    dtype = torch.bfloat16 if parsed.bf16 else None
+    similarities: list[dict[str, NDArray[np.float32]]] = [{} for _ in sets]
+    with StopSignal(advice="run the same command again") as stop:
+        for name, label in zip(parsed.models, model_labels(parsed.models), strict=True):
+            encoder = load_model(_model_keys(parsed, name)).to(runtime.device)
+            budget = encoding_budget(encoder, runtime.device, parsed.batch_size)
+            encode = ItemEncoder(encoder, budget, runtime.device, dtype, poll=stop.poll)
+            for pairs, found in zip(sets, similarities, strict=True):
+                found[label] = pairs.similarities(encode)
+            del encoder, encode  # two large models don't fit at once
+            gc.collect()
+        outcomes = [measure_pairs(*each, poll=stop.poll) for each in zip(sets, similarities, strict=True)]
+    report = PairsReport(outcomes, _facts(runtime, "vembed", "torch"), command)
+    write_pairs_report(parsed.output, report)
+    lines = "\n".join(report.lines)
+    print(f"{lines}\nwritten to {parsed.output / 'report.html'}, .md and .json")
+    return ExitCode.OK
+
+
+def _refuse_unread_code(parsed: argparse.Namespace) -> None:
+    from vembed.api.model import COMMIT
+
+    if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
+        raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
+
+
+def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
+    """Return what a result was made on and with."""
+    facts = [
+        ("System", f"{platform.system()} {platform.machine()}"),
+        ("Device of the encoders", runtime.machine.device_name),
+    ]
+    return [*facts, *((name, version(name)) for name in packages)]
 
 
 def _evaluate(parsed: argparse.Namespace, *, command: str) -> int:
     k = _cut_off(parsed.metric)
     variants = _variants(parsed)
-
-    from vembed.api.model import COMMIT
-
-    if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
-        raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
+    _refuse_unread_code(parsed)
 
     from vembed.distributed.runtime import start_runtime
     from vembed.evaluation.benchmark.run import run_benchmark
@@ -128,12 +215,8 @@ def _evaluate(parsed: argparse.Namespace, *, command: str) -> int:
         for entry in run_benchmark(models, parsed.data, parsed.output, options):
             _print_result(entry, parsed.metric)
             entries.append(entry)
-    facts = {
-        "System": f"{platform.system()} {platform.machine()}",
-        "Device of the encoders": runtime.machine.device_name,
-    }
-    facts |= {name: version(name) for name in ("vembed", "faiss-cpu", "torch")}
-    board = build_board(entries, parsed.metric, facts=list(facts.items()), command=command)
+    facts = _facts(runtime, "vembed", "faiss-cpu", "torch")
+    board = build_board(entries, parsed.metric, facts=facts, command=command)
     write_leaderboard(parsed.output, board)
     print(f"\n{render_terminal(board)}\nwritten to {parsed.output / 'leaderboard.html'}, .md and .json")
     return ExitCode.OK

@@ -77,7 +77,11 @@ def verdict(
     Raises:
         ValueError: The query sets differ, or the metric is missing.
     """
-    comparison = compare(baseline, candidate, metric, confidence=confidence)
+    return judged(compare(baseline, candidate, metric, confidence=confidence))
+
+
+def judged(comparison: Comparison) -> Verdict:
+    """Put a comparison into a word and a sentence, as `verdict` does."""
     word = _word(comparison)
     return Verdict(word, comparison, _sentence(word, comparison))
 

@@ -140,7 +140,7 @@ def run_benchmark(
     sets = _load_sets(paths, options)
     if any(variant.dimension for variant in options.variants) and len(models) > 1:
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
-            check_model(options.variants, label, _load(model))
+            check_model(options.variants, label, load_model(model))
     if options.with_bm25:
         for each in (each for each in sets if each.forward is None):
             if reason := why_no_bm25(each.task):
@@ -148,7 +148,7 @@ def run_benchmark(
             else:
                 yield _bm25_entry(each, output, options)
     for model, label, folder in zip(models, labels, folders, strict=True):
-        encoder = _load(model)
+        encoder = load_model(model)
         check_model(options.variants, label, encoder)
         run = _ModelRun(encoder, options, system=redact(model.model_name), label=label)
         for each in sets:
@@ -189,7 +189,7 @@ def _has_reverse(task: RetrievalData, label: str) -> bool:
     return task.crosses_modalities
 
 
-def _load(model: ModelKeys) -> Encoder:
+def load_model(model: ModelKeys) -> Encoder:
     """Load a model; the program's random numbers go on as if nothing had been drawn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(UNTRAINED_SEED)

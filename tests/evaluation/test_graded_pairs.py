@@ -13,6 +13,7 @@ from vembed.config.keys.data import DataKeys
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 from vembed.evaluation.graded import GradedPairs, load_pairs, measure_pairs
+from vembed.evaluation.graded_report import PairsReport
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,6 +118,18 @@ def test_intervals_hold_the_truth_and_know_that_pairs_of_one_query_resemble_each
         too_narrow += narrow.low <= truth <= narrow.high
     assert held >= 51  # 57 are expected, fewer than 51 come once in 300
     assert too_narrow < held
+
+
+def test_pairs_of_one_query_have_no_interval() -> None:
+    pairs = pairs_of([1.0, 0.0, 1.0], kind="pair", per_query=3)
+    models = {"a": np.array([3, 2, 1], dtype=np.float32), "b": np.array([3, 1, 2], dtype=np.float32)}
+    told = PairsReport([measure_pairs(pairs, models, draws=5)], [], "").lines
+    assert told == [
+        "set: 3 pairs of 1 query",
+        "  a: average precision 0.833, ROC AUC 0.500",
+        "  b: average precision 1.000, ROC AUC 1.000",
+        "  b against a: within noise: average precision 0.833 -> 1.000 (+0.167, 1 query: too few for an interval)",
+    ]
 
 
 def read(folder: Path, rows: list[dict[str, Any]], kind: PairKind) -> GradedPairs:

@@ -17,6 +17,7 @@ from vembed.evaluation.benchmark.searchers import build_searcher
 from vembed.evaluation.benchmark.variants import REFERENCE, check_model, plan_variants
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
+from vembed.evaluation.graded import GradedPairs
 from vembed.evaluation.maxsim import search_maxsim
 from vembed.models.encoder import Encoder
 
@@ -111,6 +112,16 @@ def test_scores_and_ranks_equal_a_double_loop(
     np.testing.assert_array_equal(rows_Qk, order)
     np.testing.assert_allclose(scores_Qk, np.take_along_axis(wanted, order, axis=1), rtol=1e-5)
     assert search_maxsim(documents, queries, k=100)[1].shape == (4, 8)
+
+
+def test_graded_pairs_are_as_similar_as_a_search_finds_them() -> None:
+    queries, documents, encode = list(TASK.queries.values()), list(TASK.documents.values()), encoder_of()
+    query_P, document_P = np.divmod(np.arange(len(queries) * len(documents)), len(documents))
+    pairs = GradedPairs("words", "grade", queries, documents, query_P, document_P, np.zeros(len(query_P)))
+    vectors = encode(documents, "document"), encode(queries, "query")
+    assert isinstance(vectors[0], Ragged)
+    assert isinstance(vectors[1], Ragged)
+    np.testing.assert_allclose(pairs.similarities(encode), by_double_loop(*vectors).ravel(), rtol=1e-5)
 
 
 def test_of_equal_scores_the_first_document_is_kept_whatever_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

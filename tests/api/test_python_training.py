@@ -126,7 +126,7 @@ def test_starting_afresh_deletes_rows_of_another_run_and_nothing_of_the_user(tmp
     old, new = rows / f"data-{'0' * 16}.jsonl", rows / f"data-{'1' * 16}.jsonl"
     for path in (old, new, rows / "mine.jsonl"):
         path.write_text("")
-    OutputFolder(tmp_path).start_fresh(overwrite=False, data=[new])
+    OutputFolder(tmp_path).start_fresh(overwrite=False, reads=[new])
     assert sorted(path.name for path in rows.iterdir()) == [new.name, "mine.jsonl"]
 
 

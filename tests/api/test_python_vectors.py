@@ -70,6 +70,10 @@ def test_lengths_that_count_are_kept_or_refused() -> None:
     assert form_of(vectors, "dot", **plain | {"quantize": "int8", "normalize": True}).tolist() == [[95, 127], [0, 0]]
     assert Scoring("dot")(vectors, vectors).tolist() == [[25, 0], [0, 0]]
     assert Scoring("cosine")(vectors, vectors).tolist() == [[1, 0], [0, 0]]
+    lists, doubles = vectors.tolist(), vectors.astype(np.float64)
+    assert Scoring("dot")(lists, doubles).tolist() == Scoring("dot")(vectors.astype(np.float16), vectors).tolist()
+    assert Scoring("dot")(doubles, lists).tolist() == [[25, 0], [0, 0]]
+    assert Scoring("cosine")(vectors[0], vectors).tolist() == [[1, 0]]
     assert Scoring("cosine") == "cosine"
     assert form_of(vectors[:0], "cosine", **plain | {"quantize": "int8"}).shape == (0, 2)
 

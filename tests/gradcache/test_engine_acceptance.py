@@ -41,7 +41,7 @@ def collectives_on(rank: int) -> dict[str, list[dict[str, int]]]:
     counted = []
     for rows in (100, 1):
         with CommDebugMode() as communication:
-            vectors_step(rank, rows, 0.0, "uneven")
+            vectors_step(rank, rows, 0.0, "uneven", "colbert")
         counted.append({str(name): number for name, number in communication.get_comm_counts().items()})
     return {**found, "multi-vector": counted}
 

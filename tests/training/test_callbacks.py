@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from vembed.distributed.ranks import Ranks
@@ -45,6 +46,8 @@ def test_methods_hear_their_events_and_functions_hear_all() -> None:
 def test_the_later_decision_counts() -> None:
     callbacks = Callbacks([lambda _: LearningRate(1.0), lambda _: LearningRate(0.5), lambda _: Stop("now")])
     assert callbacks.ask(STEP, Ranks()) == Decision("now", 0.5)
+    narrow = Callbacks([lambda _: LearningRate(np.float32(0.5))]).ask(STEP, Ranks())  # type: ignore[arg-type]
+    assert type(narrow.learning_rate) is float, "checkpoints hold it as JSON"
 
 
 @pytest.mark.parametrize(
@@ -53,6 +56,7 @@ def test_the_later_decision_counts() -> None:
         (True, STEP, "on_step returned True; it may return None, vembed.Stop or vembed.LearningRate"),
         (Stop("x"), SAVED, "on_save returned .*; it may return None"),
         (LearningRate(-1.0), STEP, "a learning rate is a number of at least 0"),
+        (Stop(None), STEP, "the reason to stop is a text"),  # type: ignore[arg-type]
         (LearningRate(float("nan")), STEP, "a learning rate is a number of at least 0"),
     ],
 )

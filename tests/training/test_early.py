@@ -12,8 +12,9 @@ from vembed.config.dump import plain_values
 from vembed.config.load import load_values
 from vembed.entrypoints import train
 from vembed.errors import ConfigError, DataError, MachineError
+from vembed.training.output import OutputFolder
 from vembed.training.wiring.data import load_data
-from vembed.training.wiring.early import refuse_wrong_inputs, refuse_wrong_output
+from vembed.training.wiring.early import paths_read, refuse_wrong_inputs, refuse_wrong_output
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,9 +94,31 @@ def test_an_output_folder_that_is_not_free_is_refused(data: Path) -> None:
     with pytest.raises(ConfigError, match="holds model, which no run wrote"):
         refuse_wrong_output(configured(data))
     (out / "plan.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds another run"):
+        refuse_wrong_output(configured(data))
+    (out / "model").rmdir()
     refuse_wrong_output(configured(data))
     with pytest.raises(MachineError, match="Not a directory"):
         refuse_wrong_output(configured(data, output_dir=str(data)))
+
+
+@pytest.mark.parametrize("key", ["model_name", "teacher_model_name", "data_path"])
+def test_what_a_run_reads_is_not_overwritten_by_it(data: Path, key: str) -> None:
+    out = data.parent / "out"
+    (out / "model").mkdir(parents=True)
+    (out / "plan.json").write_text("{}")
+    read = out / "model"
+    if key == "data_path":
+        read = out / "mining" / "rows.jsonl"
+        read.parent.mkdir()
+        data.rename(read)
+    other = {"data_path": str(read), "resume": "never", "overwrite_output_dir": True, key: str(read)}
+    config = configured(data, **other)
+    with pytest.raises(ConfigError, match=f"holds what the run reads.*would delete it: {read}; choose another"):
+        refuse_wrong_output(config)
+    with pytest.raises(ConfigError, match="choose another output_dir"):
+        OutputFolder(out).start_fresh(overwrite=True, reads=paths_read(config))
+    assert read.exists()
 
 
 def test_a_checkpoint_of_another_configuration_is_refused_with_the_ways_on(data: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -72,6 +73,9 @@ def test_what_a_run_left_that_was_killed_before_its_first_checkpoint_makes_room(
 ) -> None:
     fill(tmp_path)
     (tmp_path / "checkpoints/file").rename(tmp_path / "checkpoints/.saving-step-00000003")
+    with pytest.raises(ConfigError, match="holds another run"):  # its checkpoints were removed
+        OutputFolder(tmp_path).start_fresh(overwrite=False)
+    shutil.rmtree(tmp_path / "model")
     OutputFolder(tmp_path).start_fresh(overwrite=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "teacher"], "what is known by its content"
 
@@ -107,7 +111,7 @@ def test_a_link_is_deleted_and_not_what_it_points_to(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "train.log").write_text("")
     (folder / "model").symlink_to(elsewhere)
-    OutputFolder(folder).start_fresh(overwrite=False)
+    OutputFolder(folder).start_fresh(overwrite=True)
     assert not (folder / "model").is_symlink()
     assert (elsewhere / "weights").is_file()
 

@@ -74,21 +74,21 @@ class Scoring(str):
         """Return the score of every query for every document.
 
         Args:
-            queries: Vectors (Q, E) as `encode` gives them, quantized ones and tensors too.
-            documents: Vectors (D, E) of the same form.
+            queries: Vectors (Q, E) as `encode` gives them, quantized ones and tensors too; or a single one (E,).
+            documents: Vectors (D, E) of the same form, or a single one.
 
         Returns:
             (Q, D) float32, higher is closer.
         """
         q_QE, d_DE = (_floats(each) for each in (queries, documents))
-        if self == "cosine" or np.asarray(queries).dtype != np.float32:
+        if self == "cosine" or any(np.asarray(each).dtype in (np.int8, np.uint8) for each in (queries, documents)):
             q_QE, d_DE = unit_length(q_QE), unit_length(d_DE)
         return q_QE @ d_DE.T
 
 
 def _floats(vectors: Any) -> NDArray[np.float32]:
     """Return vectors as floats; of packed bits each is 1 or -1."""
-    array = np.asarray(vectors)
+    array = np.atleast_2d(np.asarray(vectors))
     if array.dtype == np.uint8:
         return 2 * np.unpackbits(array, axis=1).astype(np.float32) - 1
     return array.astype(np.float32)

@@ -164,6 +164,11 @@ def _checked(answer: object, method: str) -> Stop | LearningRate | None:
     if not isinstance(answer, (Stop, LearningRate)) or method in ("on_save", "on_end"):
         allowed = "None" if method in ("on_save", "on_end") else "None, vembed.Stop or vembed.LearningRate"
         raise TypeError(f"{method} returned {answer!r}; it may return {allowed}")
-    if isinstance(answer, LearningRate) and not (math.isfinite(answer.value) and answer.value >= 0):
+    if isinstance(answer, Stop):
+        if not isinstance(answer.reason, str):
+            raise TypeError(f"{method} returned {answer!r}; the reason to stop is a text")
+        return answer
+    value = float(answer.value)  # of a library's number too: it goes into checkpoints
+    if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{method} returned {answer!r}; a learning rate is a number of at least 0")
-    return answer
+    return LearningRate(value)

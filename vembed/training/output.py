@@ -118,17 +118,19 @@ class OutputFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether there are checkpoints of a run; what a kill left of the first one (a hidden folder) is none."""
-        return self.checkpoints.is_dir() and any(path.name[0] != "." for path in self.checkpoints.iterdir())
+        """Whether there are checkpoints or a model of a run; what a kill left of the first one (hidden) is neither."""
+        saved = self.checkpoints.is_dir() and any(path.name[0] != "." for path in self.checkpoints.iterdir())
+        return saved or (self.path / MODEL_FOLDER).exists()
 
-    def refuse_taken(self, *, overwrite: bool) -> None:
+    def refuse_taken(self, *, overwrite: bool, reads: Collection[Path] = ()) -> None:
         """Refuse a folder in which a run can't start from step 0.
 
         Args:
             overwrite: Whether another run's files may be deleted.
+            reads: Files and folders that the new run reads.
 
         Raises:
-            ConfigError: The folder holds another run, or files that no run wrote.
+            ConfigError: The folder holds another run, files that no run wrote, or what the new run reads.
         """
         self.refuse_other_files()
         if self.holds_run and not overwrite:
@@ -136,6 +138,13 @@ class OutputFolder:
                 f"output_dir {self.path} holds another run. Go on with it (resume=auto), choose another output_dir, or "
                 f"delete it with overwrite_output_dir=true"
             )
+        own = [(self.path / name).resolve() for name in OWN_NAMES]
+        for path in reads:
+            if any(path.resolve().is_relative_to(each) for each in own):
+                raise ConfigError(
+                    f"output_dir {self.path} holds what the run reads, and overwrite_output_dir would delete it: "
+                    f"{path}; choose another output_dir"
+                )
 
     def refuse_unwritable(self) -> None:
         """Refuse a folder that can't be made or written, as far as that shows without writing.
@@ -149,20 +158,20 @@ class OutputFolder:
         if code:
             raise MachineError(f"output folder {path} can't be written: {os.strerror(code)}. Choose another folder")
 
-    def start_fresh(self, *, overwrite: bool, data: Collection[Path] = ()) -> None:
+    def start_fresh(self, *, overwrite: bool, reads: Collection[Path] = ()) -> None:
         """Make the folder ready for a run from step 0.
 
         Args:
             overwrite: Whether another run's files may be deleted. Files of a run that was killed before its first
                 checkpoint are deleted in any case, but for what its teacher said: nothing else can be used.
-            data: Files that the new run reads: rows of a Python caller lie in the folder.
+            reads: Files and folders that the new run reads: rows of a Python caller lie in the folder.
 
         Raises:
-            ConfigError: The folder holds another run, or files that no run wrote.
+            ConfigError: The folder holds another run, files that no run wrote, or what the new run reads.
             MachineError: The folder can't be written.
         """
-        self.refuse_taken(overwrite=overwrite)
-        kept = {path.resolve() for path in (*data, *(() if self.holds_run else (self.teacher,)))}
+        self.refuse_taken(overwrite=overwrite, reads=reads)
+        kept = {path.resolve() for path in (*reads, *(() if self.holds_run else (self.teacher,)))}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for left in self.teacher.glob(".*.tmp"):  # by a kill

@@ -5,6 +5,7 @@ The run refuses all of it too; nothing here is a rule of its own. No torch here.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ from vembed.config.keys.model import model_names
 from vembed.config.resume import ResumeDifference, resume_differences
 from vembed.data.sources import refuse_by_first_rows, refuse_missing
 from vembed.errors import ConfigError, VembedError
-from vembed.files import is_file
+from vembed.files import home_path, is_file, is_folder, listed_paths
 from vembed.models.names import MODEL_FOLDER, locate
 from vembed.training.inputs import all_sources
 from vembed.training.output import OutputFolder
@@ -63,11 +64,22 @@ def refuse_wrong_output(config: Config) -> None:
     output = OutputFolder(Path(config.output_dir))
     output.refuse_unwritable()
     if config.resume == "never" or (config.resume == "auto" and not steps_in(output.checkpoints)):
-        output.refuse_taken(overwrite=config.overwrite_output_dir)
+        output.refuse_taken(overwrite=config.overwrite_output_dir, reads=paths_read(config))
     elif (checkpoint := _newest_checkpoint(config, output)) is not None:
         saved = read_manifest(checkpoint).stamp.get("config")
         if isinstance(saved, dict):
             accepted_differences(checkpoint, saved, config)
+
+
+def paths_read(config: Config) -> list[Path]:
+    """Return the files and folders that a run reads, as far as they are on this machine."""
+    teacher = [] if config.teacher_model_name is None else [config.teacher_model_name]
+    models = []
+    for name in (*model_names(config), *teacher):
+        with suppress(ConfigError):  # told where models are looked at
+            models.append(locate(name).name)
+    data = [each for path, _ in all_sources(config) for each in listed_paths(path)]
+    return [path for path in map(home_path, (*models, *data)) if is_file(path) or is_folder(path)]
 
 
 def accepted_differences(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> list[ResumeDifference]:

@@ -18,7 +18,6 @@ from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
 from vembed.errors import MachineError, PreemptedError
-from vembed.files import listed_paths
 from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters.lora import has_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
@@ -30,7 +29,6 @@ from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.checks import dry_run, refuse_batch_norm
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
-from vembed.training.inputs import all_sources
 from vembed.training.output import OutputFolder
 from vembed.training.progress import RunClock
 from vembed.training.saving import PARTS, check_shape, refuse_other_run
@@ -39,7 +37,7 @@ from vembed.training.state import RunState
 from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import build_sampler, load_data
-from vembed.training.wiring.early import accepted_differences, refuse_other_place
+from vembed.training.wiring.early import accepted_differences, paths_read, refuse_other_place
 from vembed.training.wiring.launcher import under_launcher
 from vembed.training.wiring.mining import mining_bytes, mining_facts
 from vembed.training.wiring.model import build_alike, build_encoder, build_loss
@@ -206,8 +204,7 @@ def _only_warnings() -> Iterator[None]:
 def _claim(config: Config, output: OutputFolder, mode: Mode, *, is_fresh: bool) -> None:
     """Make the output folder ready, or refuse it."""
     if mode == "train" and is_fresh:
-        read = [Path(each) for path, _ in all_sources(config) for each in listed_paths(path)]
-        output.start_fresh(overwrite=config.overwrite_output_dir, data=read)
+        output.start_fresh(overwrite=config.overwrite_output_dir, reads=paths_read(config))
     elif mode == "plan":
         output.refuse_other_files()
 

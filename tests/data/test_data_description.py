@@ -60,6 +60,7 @@ def test_what_steers_a_terminal_is_shown(write_jsonl: WriteJsonl) -> None:
     [
         *[("bad_answer_1", "bad_answer_2"), ("wrong_a", "wrong_b"), ("neg_1", "neg_2"), ("hard_negative_1", "neg_2")],
         *[("neg_2", "neg_10"), ("hard_negative", "neg_x"), ("negative_a", "negative_b"), ("hard_neg_1", "hard_neg_2")],
+        *[("bad_answer", "wrong_answers_2"), ("neg_passages", "negative_text"), ("hard_negatives_1", "neg_doc_2")],
     ],
 )
 def test_negatives_are_recognised_by_their_names_and_told(write_jsonl: WriteJsonl, names: tuple[str, str]) -> None:
@@ -77,6 +78,8 @@ def test_negatives_are_recognised_by_their_names_and_told(write_jsonl: WriteJson
         {"negatives": [], "bad_1": "x"},
         {"negative_images": [], "bad_1": "x"},
         {"badly": "x", "negation": "x", "wrong": "x"},
+        {"neg_prob": 0.5, "negative_votes": "12", "neg_logit": "-3.2", "neg_category": "x", "negative_reason": "x"},
+        {"wrong_words": "x", "negative_title": "x", "hard_negative_source": "x", "bad_": "x"},
     ],
 )
 def test_no_column_is_taken_for_negatives_beside_named_ones_or_without_text(

@@ -58,7 +58,7 @@ def test_columns_that_nobody_knows_are_mapped_in_their_order(folder: Path) -> No
 
 @pytest.mark.parametrize(
     ("labels", "kind", "loss"),
-    [((0, 1, 1), "pair", "cosent"), ((0.25, 0.5, 1), "grade", "cosent"), ((3, 4, 5), "class", "infonce")],
+    [((0, 1, 1), "pair", "cosent"), ((0.25, 0.5, 1), "grade", "cosent"), ((3, 4, 5), "grade", "cosent")],
 )
 def test_numbers_beside_two_texts_get_the_keys_that_they_need(
     folder: Path, labels: tuple[float, ...], kind: str, loss: str

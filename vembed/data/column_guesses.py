@@ -19,11 +19,12 @@ PICTURE_FILES = ("file_name", "filename", "filepath", "file_path", "path")
 TITLED = frozenset({"text", "passage", "document"})
 """Names of a document that a title belongs to, as in BEIR: the title beside an answer may be that of the question."""
 
-_NEGATIVE = re.compile(r"(hard_)?neg(ative)?s?[_\d].*|hard_neg(ative)?s?|(bad|wrong)_.+")
-_NO_TEXT = re.compile(
-    "(count|file|id|idx|image|index|label|num|path|photo|picture|rank|score|sim|similarity|type|url)s?"
+_NEGATIVE = re.compile(
+    "((hard_)?neg(ative)?s?|(bad|wrong)(?=_))"
+    "(_?(text|passage|document|doc|answer|sentence|context|response)s?)?"
+    r"(_?\d+|_[a-z])?"
 )
-"""Last words of names that hold no text: `neg_score`, `bad_image_2`."""
+"""Names of hard negatives: what else goes on behind the prefix may be a score, a vote or a reason."""
 
 
 def guess(
@@ -68,5 +69,4 @@ def guess(
 
 def looks_like_negative(name: str) -> bool:
     """Return whether a column seems to hold a text that is no answer, by its name."""
-    words = re.findall(r"[a-z]+", name)
-    return _NEGATIVE.fullmatch(name) is not None and not _NO_TEXT.fullmatch(words[-1])
+    return _NEGATIVE.fullmatch(name) is not None

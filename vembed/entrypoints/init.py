@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,15 +137,21 @@ def _supervision(columns: ColumnsRead, rows: Sequence[Mapping[str, Any]]) -> dic
     numbers = [number for cell in cells if (number := _number(cell)) is not None]
     if not numbers or len(numbers) < len(cells):
         return {}
-    kind = (
-        "pair" if set(numbers) <= {0, 1} else "class" if all(number == int(number) for number in numbers) else "grade"
-    )
+    if set(numbers) <= {0, 1}:
+        kind = "pair"
+    elif {"query", "positive"} <= {*columns.used} or any(number != int(number) for number in numbers):
+        kind = (
+            "grade"  # beside two texts even of whole numbers: as classes, all pairs of one score would belong together
+        )
+    else:
+        kind = "class"
     return {"label_kind": kind} | ({} if kind == "class" else {"loss_type": "cosent"})
 
 
 def _number(cell: object) -> float | None:
     """Return the number of a label, which a table writes as a text."""
     try:
-        return float(cell) if isinstance(cell, (str, int, float)) else None
+        number = float(cell) if isinstance(cell, (str, int, float)) else math.nan
     except ValueError:
         return None
+    return number if math.isfinite(number) else None

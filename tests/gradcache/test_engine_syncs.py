@@ -25,10 +25,11 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.row_assignment import RowAssignment
-from vembed.losses import cells
+from vembed.losses import cells, infonce
 from vembed.losses.base import BatchStructure
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
+from vembed.losses.weights import document_shares
 from vembed.training.optimizer import Schedule, Updater
 
 if TYPE_CHECKING:
@@ -96,7 +97,13 @@ def loss_stage_waits(monkeypatch: pytest.MonkeyPatch, kind: str, tile_size: int)
         waits.counts["a number"] += 1
         return [1.0] * len(tensor)
 
+    def of_structure(structure: BatchStructure) -> torch.Tensor:
+        assert not isinstance(structure.positives_P2, FakeTensor), "the structure is on the CPU"
+        with unset_fake_temporarily():
+            return document_shares(structure)
+
     monkeypatch.setattr(cells, "_numpy", from_cpu)
+    monkeypatch.setattr(infonce, "document_shares", of_structure)
     monkeypatch.setattr(FakeTensor, "tolist", to_list)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

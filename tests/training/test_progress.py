@@ -86,6 +86,10 @@ def test_earlier_evaluations_count_once_each(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.json").write_text(json.dumps({"seconds": value}))
     assert evaluation_seconds(tmp_path) == 5.5, "a copy and a search in reverse are part of another"
+    for name, value in {"test-1/baseline": 4.0, "guard-2/baseline": 4.0}.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.json").write_text(json.dumps({"seconds": value}))
+    assert evaluation_seconds(tmp_path) == 13.5, "further sets count too, also where they took as long as each other"
 
 
 def test_only_a_step_that_takes_long_speaks_and_ever_more_rarely(

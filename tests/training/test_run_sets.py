@@ -21,6 +21,7 @@ from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.sets import SetOutcome, headline, overall
 from vembed.evaluation.significance import mean_verdict
 from vembed.evaluation.store import read_evaluation
+from vembed.training.inputs import load_run_data
 from vembed.training.wiring.run import run_from_config
 
 if TYPE_CHECKING:
@@ -119,6 +120,17 @@ def test_report_and_card_tell_of_all_sets(finished: tuple[Path, RunResult]) -> N
     card = (output / "model" / "README.md").read_text()
     assert "Over the test sets: " in card
     assert card.count("(guard set)") == 2 + card.partition("---\n")[2].partition("\n---")[0].count("(guard set)")
+
+
+def test_sets_of_one_file_name_are_told_apart_by_their_paths(tmp_path: Path) -> None:
+    paths = [rows(tmp_path / f"d{seed}", seed) for seed in range(3)]
+    tests = [str(path.rename(path.with_name("test.jsonl"))) for path in paths[:2]]
+    keys = {"data_path": tests[0], "test_data_path": tests, "guard_data": [tests[0], str(paths[2])]}
+    data = load_run_data(Config.model_validate({"model_name": "builtin:tiny-clip"} | keys), needs_dev=False)
+    assert data.test is not None
+    assert [data.test.name, *(each.task.name for each in data.further)] == [*tests, tests[0], "set2.jsonl"]
+    told = [fact.partition(": ")[0] for label, fact in data.facts() if label in ("test set", "guard set")]
+    assert told == [*tests, tests[0], "set2.jsonl"]
 
 
 def result_of(values: list[float], task: str = "s") -> EvaluationResult:

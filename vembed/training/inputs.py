@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, get_args
 
@@ -19,6 +20,7 @@ from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 from vembed.evaluation.sets import FurtherSet
+from vembed.redact import redact
 from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
 
 if TYPE_CHECKING:
@@ -165,7 +167,7 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     dev = None
     if keys.val_data_path is not None:
         dev = load_retrieval(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss))
-    judged = [(options.role, load_retrieval(path, options)) for path, options in _judged(keys, loss)]
+    judged = _told_apart(_judged(keys, loss))
     test = judged.pop(0)[1] if keys.test_data_path else None
     further = tuple(
         FurtherSet("guard" if role == "guard" else "test", number, task)
@@ -213,6 +215,17 @@ def _judged(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, So
         *((path, tests) for path in listed(keys.test_data_path)),
         *((path, guards) for path in listed(keys.guard_data)),
     ]
+
+
+def _told_apart(sources: Sequence[tuple[str, SourceOptions]]) -> list[tuple[str, RetrievalData]]:
+    """Read test and guard sets and return each one's role and task; names that repeat become their paths."""
+    tasks = [load_retrieval(path, options) for path, options in sources]
+    counts = Counter(task.name for task in tasks)
+    found: list[tuple[str, RetrievalData]] = []
+    for (path, options), task in zip(sources, tasks, strict=True):
+        whole = redact(f"{path}/{options.split}" if options.split else path)
+        found.append((options.role, replace(task, name=whole) if counts[task.name] > 1 else task))
+    return found
 
 
 def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, SourceOptions]]:

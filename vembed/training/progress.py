@@ -87,9 +87,15 @@ class RunClock:
 
 
 def evaluation_seconds(folder: Path) -> float:
-    """Return how long the evaluations of a folder took; reversed ones are part of the others, copies count once."""
-    paths = [path for path in folder.glob("*/metrics.json") if not path.parent.name.endswith("-reversed")]
-    seconds: set[float] = {json.loads(path.read_text("utf-8"))["seconds"] for path in paths}
+    """Return how long the evaluations of a folder took; reversed ones are part of the others, a copy counts once."""
+    written = {
+        path.parent.relative_to(folder).as_posix(): path.read_text("utf-8") for path in folder.glob("**/metrics.json")
+    }
+    if written.get("baseline") == written.get("step-0"):  # without a test set
+        written.pop("baseline", None)
+    seconds: list[float] = [
+        json.loads(text)["seconds"] for name, text in written.items() if not name.endswith("-reversed")
+    ]
     return sum(seconds)
 
 

@@ -69,9 +69,14 @@ def open_terminal(stream: TextIO) -> Iterator[None]:
     try:
         yield
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        write_no_more(stream)
+
+
+def write_no_more(stream: TextIO) -> None:
+    """Send what is still written to a stream nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class _TerminalFormatter(RedactingFormatter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from vembed.config.load import load_config, load_values
 from vembed.config.messages import key_schemas
 from vembed.config.reference import example
 from vembed.entrypoints import explain, init
+from vembed.entrypoints.command import run_command
 from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,3 +150,30 @@ def test_help_version_and_the_like_import_nothing_heavy(tmp_path: Path) -> None:
 def test_help_of_no_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert program._run(["help", "trian"]) == 2
     assert "did you mean train?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lines", [1, 5000])  # within the buffer, and beyond it
+def test_a_reader_that_has_seen_enough_ends_a_command_quietly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lines: int
+) -> None:
+    def command() -> int:
+        for number in range(lines):
+            print(f"line {number}")
+        return 0
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert run_command(command) == 0
+        monkeypatch.undo()
+    assert not capsys.readouterr().err
+
+
+def test_another_pipe_that_breaks_is_no_quiet_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def command() -> int:
+        raise BrokenPipeError("a worker is gone")
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which the command sets
+    with pytest.raises(BrokenPipeError, match="a worker is gone"):
+        run_command(command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import traceback
 import warnings
@@ -15,14 +16,14 @@ from vembed.distributed.watchdog import Watchdog
 from vembed.errors import ConfigError, ExitCode, VembedError
 from vembed.redact import redact
 from vembed.registry import COMMANDS
-from vembed.terminal import open_terminal, printed_lines
+from vembed.terminal import open_terminal, printed_lines, write_no_more
 from vembed.training.guards import LeaveNow, StopSignal
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
     from types import TracebackType
-    from typing import TypeAlias
+    from typing import TextIO, TypeAlias
 
     from vembed.distributed.failures import Failure
 
@@ -107,7 +108,7 @@ def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, w
     prefix = f"rank {process.rank}: " if process.world_size > 1 else ""
     with printed_lines(to_stderr=log_to_stderr, errors_only=process.rank > 0):
         try:
-            return command()
+            return _while_read(command)
         except LeaveNow as left:
             return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
         except VembedError as error:
@@ -123,6 +124,32 @@ def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, w
             if reported[0].message == message:
                 _show_traceback(type(error), error, error.__traceback__)
             return _say(*reported, message, prefix)
+
+
+def _while_read(command: Callable[[], int]) -> int:
+    """Run a command; end it without a word and with code 0 once the reader of its output, such as head, has closed it.
+
+    Raises:
+        BrokenPipeError: Another pipe than the standard output broke.
+    """
+    code: int = ExitCode.OK
+    try:
+        code = command()
+        print(end="", flush=True)  # otherwise the interpreter complains at its exit
+    except BrokenPipeError:
+        if not _is_closed(sys.stdout):
+            raise
+        write_no_more(sys.stdout)
+    return code
+
+
+def _is_closed(stream: TextIO | None) -> bool:
+    """Return whether a stream is a pipe without a reader."""
+    if stream is None:
+        return False
+    poll = select.poll()
+    poll.register(stream, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -80,8 +80,10 @@ def unknown_key(name: str, *, suggest: bool = True) -> str:
 
 def nearest_key(name: str) -> str | None:
     """Return the key or alias whose name, here or in other trainers, is the nearest."""
-    nearest = difflib.get_close_matches(plain_name(name), [*key_schemas(), *ALIASES, *OTHER_KEYS], n=1)
-    return OTHER_KEYS.get(nearest[0], nearest[0]) if nearest else None
+    ours = {each: each for each in (*ALIASES, *key_schemas())}  # a plugin's key may bear another trainer's name
+    meant = {**OTHER_KEYS, **ours}
+    nearest = difflib.get_close_matches(plain_name(name), meant, n=1)
+    return meant[nearest[0]] if nearest else None
 
 
 def explain(name: str, errors: Sequence[ErrorDetails], value: object) -> str:

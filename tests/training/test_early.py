@@ -98,6 +98,7 @@ def test_an_output_folder_that_is_not_free_is_refused(data: Path) -> None:
         refuse_wrong_output(configured(data))
     (out / "model").rmdir()
     refuse_wrong_output(configured(data))
+    refuse_wrong_output(configured(data, data_path=None))  # what data there are is asked elsewhere
     with pytest.raises(MachineError, match="Not a directory"):
         refuse_wrong_output(configured(data, output_dir=str(data)))
 

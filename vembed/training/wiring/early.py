@@ -78,7 +78,8 @@ def paths_read(config: Config) -> list[Path]:
     for name in (*model_names(config), *teacher):
         with suppress(ConfigError):  # told where models are looked at
             models.append(locate(name).name)
-    data = [each for path, _ in all_sources(config) for each in listed_paths(path)]
+    has_data = config.data is not None or config.data_path is not None
+    data = [each for path, _ in all_sources(config) for each in listed_paths(path)] if has_data else []
     return [path for path in map(home_path, (*models, *data)) if is_file(path) or is_folder(path)]
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from vembed.config.keys.data import DataKeys
 from vembed.data import record_store
-from vembed.data.description import describe
+from vembed.data.columns import listing
+from vembed.data.description import columns_text, describe
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
@@ -88,6 +89,21 @@ def test_no_column_is_taken_for_negatives_beside_named_ones_or_without_text(
     read = loaded(write_jsonl([{**GOOD, **row}]))
     assert read.table[0].negatives == ()
     assert {*read.columns.ignored} == {*row} - {"negatives", "negative_images"}
+
+
+def test_rows_that_name_their_negatives_decide_for_those_below(write_jsonl: WriteJsonl) -> None:
+    named, other = {**GOOD, "negatives": ["a"]}, {**GOOD, "bad_answer": "b"}
+    read = loaded(write_jsonl([named, other, named]))
+    assert [read.table[row].negatives for row in range(3)] == [("a",), (), ("a",)]
+    assert columns_text(read.columns).endswith("negatives; ignored: bad_answer")
+    read = loaded(write_jsonl([other, named | other]))
+    assert [read.table[row].negatives for row in range(2)] == [("b",), ("a",)]
+    assert columns_text(read.columns).endswith("bad_answer, negatives as negatives (bad_answer by its name)")
+
+
+def test_an_ignored_column_without_a_name_is_told() -> None:
+    assert listing([""]) == "one without a name"
+    assert listing([]) == "none"
 
 
 def test_several_columns_map_to_negatives_as_a_list_or_one_by_one(write_jsonl: WriteJsonl) -> None:

@@ -41,6 +41,12 @@ def columns(path: Path) -> str:
     return describe("p", loaded(path))["columns"]
 
 
+@pytest.mark.parametrize("text", ["query,positive\rq,p\r", "query,positive\nq,p\rr,s\n"])
+def test_lines_that_end_as_on_old_machines_are_told(tmp_path: Path, text: str) -> None:
+    (tmp_path / "t.csv").write_text(text, newline="")
+    assert "a line ends with \\r alone; save the file so that lines end with \\n" in refusal(tmp_path / "t.csv")
+
+
 @pytest.mark.parametrize(
     ("name", "delimiter", "word"),
     [

@@ -52,10 +52,28 @@ def test_a_configuration_is_written_with_a_comment_for_each_key(
     assert "config.yaml is written and valid. Train with: vembed train config.yaml" in capsys.readouterr().out
 
 
-def test_columns_that_nobody_knows_are_mapped_in_their_order(folder: Path) -> None:
+def test_columns_that_nobody_knows_are_mapped_in_their_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = made(folder, "a.csv", "frage,antwort\n" + "wer,ich\n" * 5)
     assert config.column_mapping == {"frage": "query", "antwort": "positive"}
     assert config.batch_size == 2
+    said = capsys.readouterr().out
+    assert "query from frage, positive from antwort: change column_mapping if that's wrong" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *[("", "a.csv holds no rows"), ("query,positive\n", "a.csv holds no rows")],
+        ("user_id,message\n7,hello\n8,bye\n", "column 'user_id' holds only numbers"),
+    ],
+)
+def test_data_that_hold_no_texts_are_refused(
+    folder: Path, text: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "a.csv").write_text(text)
+    assert init.main(["a.csv"], program="vembed init") == 3
+    assert said in capsys.readouterr().err
+    assert not (folder / "config.yaml").exists()
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,8 @@ class ColumnResolver:
     def read(self) -> ColumnsRead:
         """Return what every column met so far was read as."""
         used = {ours: tuple(sources) for ours, sources in self._used.items()}
-        return ColumnsRead(used, tuple(self._guessed), tuple(self._ignored), tuple(self.tables))
+        ignored = [name for name in self._ignored if not any(name in sources for sources in used.values())]
+        return ColumnsRead(used, tuple(self._guessed), tuple(ignored), tuple(self.tables))
 
     def missing(self, column: str, names: Iterable[str]) -> str:
         """Return why a row without a column is refused, with the nearest name that it has.
@@ -246,7 +247,9 @@ class ColumnResolver:
             for name, target in targets.items()
             if target in self._canonical and name not in free
         }
-        guessed = guess(targets, named, free, where)
+        # A source whose rows named their negatives keeps to it: a guess would mix two kinds of columns row by row.
+        before = {column for column, sources in self._used.items() if not {*sources} & {*self._guessed}}
+        guessed = guess(targets, named | (before & {"negatives", "negative_images"}), free, where)
         targets |= dict.fromkeys(free) | guessed
         found: dict[str, list[str]] = {column: [] for column in (*COLUMNS, *self._extra)}
         numbered: list[tuple[int, str]] = []
@@ -362,7 +365,7 @@ def listing(names: Iterable[str], limit: int = 20) -> str:
     """Return names for a sentence, the first `limit` of them, or "none"."""
     names = list(names)
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
-    return (", ".join(cut(name, 40) for name in names[:limit]) or "none") + more
+    return (", ".join(cut(name, 40) or "one without a name" for name in names[:limit]) or "none") + more
 
 
 def _nearest_of(names: Sequence[str], wanted: Sequence[str]) -> str | None:

@@ -22,8 +22,10 @@ def columns_text(columns: ColumnsRead) -> str:
     for ours, theirs in columns.used.items():
         part = listing(theirs) if [*theirs] == [ours] else f"{listing(theirs)} as {ours}"
         part = f"{listing(theirs)} put before the positive" if ours == "title" else part
-        by_name = "by its name" if len(theirs) == 1 else "by their names"
-        parts.append(f"{part} ({by_name})" if {*theirs} <= {*columns.guessed} else part)
+        guessed = [name for name in theirs if name in columns.guessed]
+        some = f"{listing(guessed)} " if len(guessed) < len(theirs) else ""
+        by_name = "by its name" if len(guessed) == 1 else "by their names"
+        parts.append(f"{part} ({some}{by_name})" if guessed else part)
     ignored = [f"ignored: {listing(columns.ignored)}"] if columns.ignored else []
     return "; ".join([", ".join(parts)] * bool(parts) + ignored + [*columns.tables])
 

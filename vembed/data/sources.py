@@ -227,7 +227,9 @@ class _Loader:
             is_alone: Whether there is no other file, which may have a column that this one lacks.
         """
         is_known = self._has_header or self._num_rows < FIRST_ROWS
-        if is_alone and is_known and self._num_rows:
+        if is_alone and not self._num_rows:
+            raise DataError(f"{source} holds no rows")
+        if is_alone and is_known:
             self.columns.check_mapping(source, trains=self._options.role == "train")
         if self._log.refused or self._has_header:
             self._check_missing(source if is_known else f"the first {FIRST_ROWS} rows of {source}")

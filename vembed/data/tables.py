@@ -100,9 +100,12 @@ def table_rows(path: Path, form: TableForm) -> Iterator[tuple[int, dict[str, Any
                     raise DataError(
                         f"{path.name}:{begin}: bad quoting: the quote that opens here is never closed"
                     ) from error
+                reason = f"{error} (a quote inside a quoted cell is written twice)"
+                if "new-line character" in str(error):
+                    reason = "a line ends with \\r alone; save the file so that lines end with \\n"
                 if header is None:
-                    raise DataError(f"{path.name}:{begin}: bad header: {error}") from error
-                yield begin, f"bad quoting or cells: {error} (a quote inside a quoted cell is written twice)"
+                    raise DataError(f"{path.name}:{begin}: bad header: {reason}") from error
+                yield begin, f"bad quoting or cells: {reason}"
                 continue
             if not cells or cells == [""]:
                 continue

@@ -13,6 +13,7 @@ from vembed.config.text import write_mapping
 from vembed.entrypoints.command import run_command
 from vembed.errors import ConfigError, DataError, ExitCode, MachineError, VembedError
 from vembed.files import home_path
+from vembed.text import cut
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,6 +63,9 @@ def _run(data: str | None, output: Path, *, overwrite: bool) -> int:
     except VembedError:
         output.unlink()
         raise
+    if guess := values.get("column_mapping"):
+        taken = ", ".join(f"{ours} from {cut(theirs)}" for theirs, ours in guess.items())
+        print(f"Guessed from the order of the columns: {taken}: change column_mapping if that's wrong")
     print(f"{output} is written and valid. Train with: vembed train {output}")
     return ExitCode.OK
 
@@ -123,6 +127,13 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
     except DataError:
         if len(unknown) != 2:
             raise
+    for name in unknown:
+        cells = [row[name] for row in rows if row.get(name) not in (None, "")]
+        if cells and all(_number(cell) is not None for cell in cells):
+            raise DataError(
+                f"{data}: column {name!r} holds only numbers, so it is no text to train on: name the columns of texts "
+                "query and positive"
+            )
     mapping = dict(zip(unknown, ("query", "positive"), strict=True))
     mapped = SourceOptions("train", keys=checked_section(DataKeys, {"column_mapping": mapping}))
     return refuse_by_first_rows(data, mapped), mapping, rows

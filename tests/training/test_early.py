@@ -114,7 +114,8 @@ def test_what_a_run_reads_is_not_overwritten_by_it(data: Path, key: str) -> None
         read.parent.mkdir()
         data.rename(read)
     other = {"data_path": str(read), "resume": "never", "overwrite_output_dir": True, key: str(read)}
-    config = configured(data, **other)
+    teaches = {"loss_type": "distillation"} if key == "teacher_model_name" else {}
+    config = configured(data, **other, **teaches)
     with pytest.raises(ConfigError, match=f"holds what the run reads.*would delete it: {read}; choose another"):
         refuse_wrong_output(config)
     with pytest.raises(ConfigError, match="choose another output_dir"):

@@ -179,7 +179,7 @@ def test_a_run_that_has_not_finished_says_so(finished: Outcome, in_folder: Path)
     ("words", "message"),
     [
         (["builtin:ngram-bag"], "to be trained from scratch; train it, then name the output folder of the run"),
-        (["./nowhere"], "./nowhere is no folder"),
+        (["./nowhere"], "there is no folder ./nowhere"),
         (["example/model", "--trust-remote-code"], "needs --model-revision"),
         (["MODEL", "--format", "open_clip"], "write --format sentence-transformers"),
         (["MODEL", "--language", "english"], "'english' is no code"),

@@ -110,7 +110,7 @@ def test_numbers_beside_two_texts_need_their_kind(
     assert evaluate(*words) == 3
     assert "rows.jsonl:1: label holds 0 and 1 beside two texts" in capsys.readouterr().err
     assert evaluate(*words, "--label-kind", "pair") == 0
-    assert "2 queries, 4 documents" in capsys.readouterr().out
+    assert "rows.jsonl: 4 pairs of 4 queries" in capsys.readouterr().out
 
 
 def test_a_missing_set_a_missing_model_and_a_bad_number_are_told(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overloa
 import numpy as np
 import torch
 
+from vembed.api.mteb import model_meta, taken_by_mteb
 from vembed.api.vectors import Scoring, form_of
 from vembed.batch import Ragged, modality_of
 from vembed.config.keys.model import ModelKeys
@@ -137,6 +138,16 @@ class EmbeddingModel:
         """Text that is put before each side's texts."""
         return self._encoder.prompts
 
+    def similarity_pairwise(self, queries: Any, documents: Any) -> NDArray[np.float32]:
+        """Return the score of each query for the document of the same row, (n,) float32."""
+        pairs = zip(np.asarray(queries), np.asarray(documents), strict=True)
+        return np.array([self.similarity(*pair)[0, 0] for pair in pairs], dtype=np.float32)
+
+    @cached_property
+    def mteb_model_meta(self) -> Any:
+        """What MTEB wants to know of a model; with it, `mteb.evaluate(model, tasks)` takes this one as it is."""
+        return model_meta(self, sum(each.numel() for each in self._encoder.parameters()))
+
     @cached_property
     def identity(self) -> ModelIdentity:
         """Name, hash of the weights, and what else its vectors depend on."""
@@ -181,6 +192,7 @@ class EmbeddingModel:
         as_tensor: Literal[True],
     ) -> torch.Tensor: ...
 
+    @taken_by_mteb
     def encode(
         self,
         rows: Iterable[ItemInput],

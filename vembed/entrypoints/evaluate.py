@@ -16,6 +16,7 @@ from vembed.config.keys.data import LabelKind
 from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
 from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.evaluate_mteb import evaluate_mteb
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
 from vembed.output_lock import hold_output
@@ -48,12 +49,18 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="hub id, local folder, output of a run (model/), or bm25"
     )
-    parser.add_argument(
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument(
         "--data",
         nargs="+",
-        required=True,
         metavar="SET",
         help="BEIR folder, file of rows, hub id, builtin:SET, or a published set: flickr30k:DIR, sop:DIR, cirr:DIR",
+    )
+    asked.add_argument(
+        "--mteb",
+        nargs="+",
+        metavar="NAME",
+        help="benchmarks or tasks of MTEB instead, e.g. NanoBEIR; needs vembed[mteb]",
     )
     parser.add_argument(
         "--output",
@@ -101,6 +108,11 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace, *, command: str) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    if parsed.mteb is not None:
+        _refuse_without_effect(parsed, "--mteb measures as MTEB does", of_mteb=True)
+        _refuse_unread_code(parsed)
+        with hold_output(parsed.output):
+            return evaluate_mteb(parsed)
     from vembed.data.sources import refuse_missing
     from vembed.data.splits import SourceOptions
 
@@ -120,6 +132,12 @@ def _measures_pairs(parsed: argparse.Namespace) -> bool:
     said = f"--label-kind {parsed.label_kind} measures pairs and searches nothing"
     if judged:
         raise ConfigError(f"{said}, but {judged[0]} is a set to search: evaluate it with a command of its own")
+    _refuse_without_effect(parsed, said)
+    return True
+
+
+def _refuse_without_effect(parsed: argparse.Namespace, said: str, *, of_mteb: bool = False) -> None:
+    """Refuse options that have no effect beside another; `said` says which, and what it does."""
     without_effect = {
         "--metric": parsed.metric != DEFAULT_METRIC,
         "--bm25": parsed.bm25,
@@ -128,11 +146,17 @@ def _measures_pairs(parsed: argparse.Namespace) -> bool:
         "--index": parsed.index,
         "--both-directions": parsed.both_directions,
     }
+    if of_mteb:
+        without_effect |= {
+            "--split": parsed.split is not None,
+            "--label-kind": parsed.label_kind != "auto",
+            "--image-root": parsed.image_root is not None,
+            "--no-keep-vectors": parsed.no_keep_vectors,
+        }
     if wrong := [option for option, is_given in without_effect.items() if is_given]:
         raise ConfigError(f"{said}: leave out {' and '.join(wrong)}")
     if named := [name for name in parsed.models if name in BM25_NAMES]:
         raise ConfigError(f"{said}, and {named[0]} is no model of vectors: leave it out")
-    return True
 
 
 def _evaluate_pairs(parsed: argparse.Namespace, command: str) -> int:

@@ -28,14 +28,14 @@ def render_terminal(board: Board) -> str:
         ]
         for rank, row in enumerate(board.rows, start=1)
     ]
-    blocks = [_aligned([heads, *body], left={1}), LEGEND]
+    blocks = [aligned([heads, *body], left={1}), LEGEND]
     if board.sums:
         heads = ["set", "system", "rsum", "95% interval"]
         lines = [
             [clip(row.task, TASK_CHARACTERS).short, clip(row.system, NAME_CHARACTERS).short, *sum_cells(row)[-2:]]
             for row in board.sums
         ]
-        blocks += ["", _aligned([heads, *lines], left={0, 1})]
+        blocks += ["", aligned([heads, *lines], left={0, 1})]
     if board.variants:
         heads = ["set", "system", "form", board.metric, "bytes/document", "ms/query"]
         lines = [
@@ -49,11 +49,11 @@ def render_terminal(board: Board) -> str:
             ]
             for row in board.variants
         ]
-        blocks += ["", _aligned([heads, *lines], left={0, 1, 2})]
+        blocks += ["", aligned([heads, *lines], left={0, 1, 2})]
     return "\n".join(blocks)
 
 
-def _aligned(rows: Sequence[Sequence[str]], *, left: set[int]) -> str:
+def aligned(rows: Sequence[Sequence[str]], *, left: set[int]) -> str:
     """Return rows as lines of columns, two spaces apart, numbers at the right."""
     widths = [max(columns_of(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

@@ -1,0 +1,209 @@
+"""Our models under the interface that MTEB gives encoders, and runs of its benchmarks and tasks.
+
+MTEB brings the data, searches and scores. A model brings vectors: queries and documents under its own prompts, and
+texts that are neither (classification, similarity of sentences) as queries.
+Results are MTEB's own files, `results/MODEL/REVISION/TASK.json`. The revision is a hash of the weights and of what else
+the vectors depend on, so that a rerun does only what is new, and a changed model is measured again.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+from vembed.batch import Composed, Image, modality_words
+from vembed.data.python_inputs import as_png
+from vembed.errors import ConfigError, DataError, MachineError
+from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
+from vembed.extras import import_extra
+from vembed.models.names import MODEL_FOLDER
+from vembed.redact import redact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from vembed.api.model import EmbeddingModel
+    from vembed.batch import Modality
+    from vembed.data.python_inputs import ItemInput
+
+Encode = TypeVar("Encode", bound="Callable[..., Any]")
+
+EXTRA = "mteb"
+UNSET = ("license", "open_weights", "public_training_code", "public_training_data", "release_date", "languages")
+UNKNOWN = dict.fromkeys((*UNSET, "memory_usage_mb", "training_datasets"))
+"""What a model's files don't say."""
+
+MODALITIES: Mapping[Modality, tuple[str, ...]] = {
+    "text": ("text",),
+    "image": ("image",),
+    "image+text": ("image", "text"),
+}
+
+
+class TaskScore(NamedTuple):
+    """What MTEB says of one model on one of its tasks."""
+
+    task: str
+    measure: str  # the task's main one, as we write it: "ndcg@10"
+    value: float  # its mean over the splits and subsets of the task
+
+
+def taken_by_mteb(encode: Encode) -> Encode:
+    """Let the method that encodes rows of a side also take MTEB's batches, with what MTEB says beside them."""
+
+    @functools.wraps(encode)
+    def either(model: EmbeddingModel, *given: Any, **named: Any) -> Any:
+        if "task_metadata" not in named:
+            return encode(model, *given, **named)
+        (batches,) = given  # columns `text`, `image` or both
+        side = "document" if named.get("prompt_type") == "document" else "query"
+        parts = [encode(model, rows, side, batch_size=named["batch_size"]) for rows in _slices(batches, model)]
+        return np.concatenate(parts) if parts else np.zeros((0, model.dimension), dtype=np.float32)
+
+    return cast("Encode", either)
+
+
+def _slices(batches: Iterable[Mapping[str, Any]], model: EmbeddingModel) -> Iterator[list[ItemInput]]:
+    """Yield many texts, which are sorted by length together, or as many pictures as may stand in memory."""
+    rows: list[ItemInput] = []
+    for batch in batches:
+        texts, pictures = batch.get("text"), batch.get("image")
+        if pictures is None and texts is None:
+            raise DataError(f"{model.name} takes texts and pictures, and this task has {', '.join(batch)}")
+        if pictures is None:
+            rows.extend(texts or ())
+        elif texts is None:
+            rows.extend(pictures)
+        else:
+            rows.extend(
+                Composed((Image("a picture of the task", as_png(picture, "a picture", model.image_limits)),), text)
+                for picture, text in zip(pictures, texts, strict=True)
+            )
+        if len(rows) >= (SLICE_ROWS if pictures is None else PICTURE_SLICE_ROWS):
+            yield rows
+            rows = []
+    if rows:
+        yield rows
+
+
+def model_meta(model: EmbeddingModel, num_parameters: int) -> Any:
+    """Return what MTEB wants to know of a model, an `mteb.models.ModelMeta`.
+
+    Raises:
+        ConfigError: MTEB isn't installed.
+    """
+    meta = import_extra("mteb.models", EXTRA, "the model card of MTEB").ModelMeta
+    known = {
+        "loader": None,
+        "name": _name(model.name),
+        "revision": _revision(model),
+        "n_parameters": num_parameters,
+        "max_tokens": model.max_length,
+        "embed_dim": model.dimension,
+        "similarity_fn_name": str(model.similarity),
+        "use_instructions": any(model.prompts.values()),
+        "framework": ["PyTorch"],
+        "modalities": sorted({each for taken in model.takes for each in MODALITIES[taken]}, reverse=True),
+    }
+    return meta(**known, **UNKNOWN)
+
+
+def _name(name: str) -> str:
+    """Return a model's name as OWNER/MODEL: a hub id as it is, of a folder the last two parts that tell something."""
+    parts = [part for part in Path(name).parts if part != "/"]
+    if len(parts) > 1 and parts[-1] == MODEL_FOLDER:
+        parts.pop()
+    return redact("/".join(["local", *parts][-2:]))
+
+
+def _revision(model: EmbeddingModel) -> str:
+    """Return a hash of everything that the vectors depend on."""
+    options = {key: value for key, value in model.options.items() if key != "device" and value is not None}
+    content = {**asdict(model.identity), "name": None, "options": options}
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def find_tasks(names: Sequence[str]) -> list[Any]:
+    """Return MTEB's tasks of these names, those of a benchmark all together, each once.
+
+    Raises:
+        ConfigError: MTEB isn't installed, or has no such task or benchmark.
+    """
+    mteb = import_extra("mteb", EXTRA, "--mteb")
+    tasks: dict[str, Any] = {}
+    for name in names:
+        for task in _named(mteb, name):
+            tasks.setdefault(task.metadata.name, task)
+    return list(tasks.values())
+
+
+def _named(mteb: Any, name: str) -> list[Any]:
+    try:
+        return list(mteb.get_benchmark(name).tasks)
+    except KeyError:
+        return [_task_named(mteb, name)]
+
+
+def _task_named(mteb: Any, name: str) -> Any:
+    try:
+        return mteb.get_task(name)
+    except KeyError as error:
+        known = [*(each.name for each in mteb.get_benchmarks()), *(each.metadata.name for each in mteb.get_tasks())]
+        lower = {each.lower(): each for each in reversed(known)}
+        near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.0)[0]
+        raise ConfigError(
+            f"--mteb: MTEB has no benchmark or task {name!r}; did you mean {lower[near]!r}? `mteb available-tasks` and "
+            f"`mteb available-benchmarks` list them"
+        ) from error
+
+
+def run_tasks(model: EmbeddingModel, tasks: Iterable[Any], output: Path, *, batch_size: int) -> Iterator[TaskScore]:
+    """Evaluate a model on one task of MTEB after the other; those whose results are there and true are read.
+
+    Args:
+        output: Gets MTEB's files.
+
+    Raises:
+        ConfigError: The model takes nothing of what a task has.
+        DataError: MTEB can't read the data of a task.
+        MachineError: The data of a task aren't on this machine, and the hub can't be reached.
+    """
+    from datasets.exceptions import DatasetNotFoundError
+
+    mteb = import_extra("mteb", EXTRA, "--mteb")
+    cache = mteb.ResultCache(cache_path=output)
+    taken = set(model.mteb_model_meta.modalities)
+    for task in tasks:
+        name, path, needed = task.metadata.name, task.metadata.dataset["path"], task.metadata.modalities
+        if not taken.intersection(needed):
+            raise ConfigError(
+                f"{name} is a task of {' and '.join(needed)}, and {redact(model.name)} takes "
+                f"{modality_words(model.takes)}; leave one of them out"
+            )
+        try:
+            found = mteb.evaluate(
+                model,
+                task,
+                cache=cache,
+                encode_kwargs={"batch_size": batch_size},
+                show_progress_bar=False,
+                co2_tracker=False,
+            )
+        except ConnectionError as error:
+            raise MachineError(
+                f"{name}: its data set {path!r} is not in the local cache and the hub can't be reached. Download "
+                f"it where there is a network (`hf download {path} --repo-type dataset`), and copy the cache (HF_HOME)"
+            ) from error
+        except DatasetNotFoundError as error:
+            raise DataError(
+                f"{name}: the hub has no data set {path!r}, or it is private or gated: log in with `hf auth login`"
+            ) from error
+        (result,) = found.task_results
+        yield TaskScore(name, task.metadata.main_score.replace("_at_", "@"), float(result.get_score()))

@@ -17,6 +17,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from paired_runs import ONLY_TRAINS
+
 import vembed
 from vembed.config.keys.data import DataKeys
 from vembed.data.splits import SourceOptions
@@ -50,16 +52,10 @@ def main() -> None:
             "label_kind": "grade",
             "loss_type": arguments.loss,
             "output_dir": str(run),
-            "resume": "never",
-            "overwrite_output_dir": True,
-            "save_strategy": "no",
-            "eval_strategy": "no",
-            "bm25": False,
+            **ONLY_TRAINS,
             "batch_size": arguments.batch_size,
             "epochs": arguments.epochs,
             "learning_rate": arguments.learning_rate,
-            "weight_decay": 0.0,
-            "warmup_ratio": 0.1,
             "seed": arguments.seed,
         }
     )

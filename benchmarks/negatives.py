@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paired_runs import holm, mean_over_seeds, smaller_set
+from paired_runs import ONLY_TRAINS, holm, mean_over_seeds, smaller_set
 
 import vembed
 from vembed.evaluation.randomisation import randomisation_test
@@ -207,19 +207,13 @@ def _train(
             "model_name": arguments.model,
             "data_path": str(rows),
             "output_dir": str(run),
-            "resume": "never",
-            "overwrite_output_dir": True,
-            "save_strategy": "no",
-            "eval_strategy": "no",
-            "bm25": False,
+            **ONLY_TRAINS,
             "batch_size": batch,
             "max_steps": arguments.pairs // batch,
             "max_seq_length": arguments.max_length,
             "learning_rate": arguments.learning_rate,
             "lr_scaling": "sqrt",
             "lr_reference_batch": arguments.batch_size,
-            "weight_decay": 0.0,
-            "warmup_ratio": 0.1,
             "temperature": 0.05,
             "teacher_cache": str(arguments.output / "teacher-cache") if "teacher_model_name" in keys else "auto",
             "seed": seed,

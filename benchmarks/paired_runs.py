@@ -6,13 +6,25 @@ import json
 import shutil
 from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from vembed.evaluation.result import EvaluationResult
+
+
+ONLY_TRAINS: dict[str, Any] = {
+    "resume": "never",
+    "overwrite_output_dir": True,
+    "save_strategy": "no",
+    "eval_strategy": "no",
+    "bm25": False,
+    "weight_decay": 0.0,
+    "warmup_ratio": 0.1,
+}
+"""Keys of a run that leaves a model and nothing to go on from."""
 
 
 def mean_over_seeds(results: Sequence[EvaluationResult], metric: str) -> EvaluationResult:

@@ -35,6 +35,11 @@ def quoted(text: str, most: int = 60) -> str:
     return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or of one that says nothing what it is."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
 def show_bytes(count: float) -> str:
     """Return a number of bytes for people, e.g. "1.5 GiB"."""
     for unit in ("B", "KiB", "MiB"):

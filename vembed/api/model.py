@@ -27,6 +27,7 @@ from vembed.files import home_path, is_folder
 from vembed.models.fingerprint import ModelIdentity, identify
 from vembed.models.names import MODEL_FOLDER, is_run, locate
 from vembed.models.registry import is_builtin, load_encoder
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -337,7 +338,7 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise MachineError(f"device {name!r} can't be used: {reason}") from error
     return device
 

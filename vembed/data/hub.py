@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vembed.data.columns import closest
 from vembed.data.splits import SPLIT_KEYS, SPLIT_NAMES, Role, split_for
 from vembed.errors import DataError, MachineError
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -87,19 +88,15 @@ def _load(name: str, config: str | None) -> Any:
     except datasets.exceptions.DatasetNotFoundError as error:
         msg = (
             f"no data set {name!r} on the hub, and no such local file or folder; if it is private or gated, log in "
-            f"with `hf auth login`: {_first_line(error)}"
+            f"with `hf auth login`: {first_line(error)}"
         )
         raise DataError(msg) from error
     except (ConnectionError, TimeoutError, OSError) as error:
         msg = (
-            f"the data set {name!r} is not in the local cache and the hub can't be reached: {_first_line(error)}. "
+            f"the data set {name!r} is not in the local cache and the hub can't be reached: {first_line(error)}. "
             f"Download it where there is a network (`hf download {name} --repo-type dataset`), or give a local file"
         )
         raise MachineError(msg) from error
     except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        msg = f"the data set {name!r} can't be read: {_first_line(error)}"
+        msg = f"the data set {name!r} can't be read: {first_line(error)}"
         raise DataError(msg) from error
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

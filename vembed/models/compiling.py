@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import ConfigError, MachineError
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +70,7 @@ def compile_errors_explained() -> Iterator[None]:
         if known is None or not isinstance(error, (known.TorchDynamoException, known.FailOnRecompileLimitHit)):
             raise
         cause = getattr(error, "inner_exception", error)
-        first = str(cause).strip().partition("\n")[0]
+        first = first_line(cause)
         raise MachineError(
             f"a layer of the encoder can't be compiled ({type(cause).__name__}: {first}); set compile: false"
         ) from error

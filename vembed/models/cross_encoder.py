@@ -12,6 +12,7 @@ import torch
 from vembed.errors import ConfigError
 from vembed.models.files import ModelFiles
 from vembed.models.fingerprint import tensors_sha256
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,5 +87,5 @@ def _load(files: ModelFiles) -> Any:
     try:
         return Library(files.name, device="cpu", revision=files.keys.model_revision, model_kwargs=how).eval()
     except (OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError) as error:
-        first = str(error).strip().partition("\n")[0]
+        first = first_line(error)
         raise ConfigError(f"{files.name}: sentence-transformers can't run this cross-encoder: {first}") from error

@@ -24,6 +24,7 @@ from vembed.errors import ConfigError, MachineError
 from vembed.files import is_folder
 from vembed.models.adapters.quantized import four_bit_config
 from vembed.models.names import locate, nearest_folder
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -118,7 +119,7 @@ class ModelFiles:
         near = nearest_folder(Path(self.name)) if is_folder(Path(self.name).parent) else ""
         return MachineError(
             f"model_name {self.name!r} is no folder here{near} and could not be read from the hub: "
-            f"{_first_line(error)}. Check the spelling, log in for a private model, or name a local folder; "
+            f"{first_line(error)}. Check the spelling, log in for a private model, or name a local folder; "
             f"a model that was loaded once works offline with HF_HUB_OFFLINE=1."
         )
 
@@ -230,7 +231,7 @@ class ModelFiles:
                 **extra,
             )
         except ImportError as error:
-            raise MachineError(f"{self.name}: {_first_line(error)}") from error
+            raise MachineError(f"{self.name}: {first_line(error)}") from error
         except (OSError, ValueError, KeyError, SafetensorError, UnpicklingError) as error:
             raise self._explain(error) from error
 
@@ -251,7 +252,7 @@ class ModelFiles:
         hint = ""
         if self.folder is not None and not self._names_a_type():
             hint = ". A model of a plugin needs the plugin: plugins: [MODULE], or vembed --plugins MODULE"
-        return ConfigError(f"{self.name} could not be loaded: {_first_line(error)}{hint}")
+        return ConfigError(f"{self.name} could not be loaded: {first_line(error)}{hint}")
 
     def _names_a_type(self) -> bool:
         """Return whether the folder says by the files of a library what its model is."""
@@ -395,7 +396,3 @@ def prepare_backbone(backbone: PreTrainedModel) -> None:
     for config in (backbone.config, backbone.config.get_text_config()):
         if getattr(config, "use_cache", False):
             config.use_cache = False  # keys and values of past tokens: nothing here generates text
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")

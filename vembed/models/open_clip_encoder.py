@@ -41,6 +41,7 @@ from vembed.models.pictures import ASSUMED_PATCH_SIZE, blank_picture, normalised
 from vembed.models.pooling import unit
 from vembed.models.probe import picture_inputs, token_inputs
 from vembed.models.towers import Tower, find_layers, find_tower, layer_values
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -338,8 +339,7 @@ class OpenClipEncoder(TwoTowers):
 
 
 def _not_loaded(files: ModelFiles, error: Exception) -> MachineError:
-    message = str(error).strip().partition("\n")[0]
-    return MachineError(f"{files.name} could not be loaded by open_clip: {message}")
+    return MachineError(f"{files.name} could not be loaded by open_clip: {first_line(error)}")
 
 
 def _without_weights(files: ModelFiles) -> OpenClipEncoder:

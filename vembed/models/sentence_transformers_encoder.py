@@ -31,6 +31,7 @@ from vembed.models.sentence_transformers_format import (
     read_sentence_transformers,
 )
 from vembed.models.towers import find_tower, transformer_depth, transformer_period
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -129,7 +130,7 @@ class SentenceTransformersEncoder(Encoder):
             model.default_prompt_name = None
             return cls(files.name, model=model, prompts=prompts, normalize=normalize, reason=reason)
         except (OSError, ValueError, LookupError, RuntimeError, ImportError, TypeError, AttributeError) as error:
-            first = str(error).strip().partition("\n")[0]
+            first = first_line(error)
             raise ConfigError(f"{reason} sentence-transformers can't run it either: {first}") from error
 
     @property

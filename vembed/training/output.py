@@ -119,8 +119,11 @@ class OutputFolder:
     @property
     def holds_run(self) -> bool:
         """Whether there are checkpoints or a model of a run; what a kill left of the first one (hidden) is neither."""
-        saved = self.checkpoints.is_dir() and any(path.name[0] != "." for path in self.checkpoints.iterdir())
-        return saved or (self.path / MODEL_FOLDER).exists()
+        return self._holds_checkpoints or self.model.exists()
+
+    @property
+    def _holds_checkpoints(self) -> bool:
+        return self.checkpoints.is_dir() and any(path.name[0] != "." for path in self.checkpoints.iterdir())
 
     def refuse_taken(self, *, overwrite: bool, reads: Collection[Path] = ()) -> None:
         """Refuse a folder in which a run can't start from step 0.
@@ -134,9 +137,12 @@ class OutputFolder:
         """
         self.refuse_other_files()
         if self.holds_run and not overwrite:
+            what, way = "another run", "Go on with it (resume=auto), choose"
+            if not self._holds_checkpoints:
+                what, way = "the model of a run, and no checkpoint to go on from", "Choose"
             raise ConfigError(
-                f"output_dir {self.path} holds another run. Go on with it (resume=auto), choose another output_dir, or "
-                f"delete it with overwrite_output_dir=true"
+                f"output_dir {self.path} holds {what}. {way} another output_dir, or delete it with "
+                f"overwrite_output_dir=true"
             )
         own = [(self.path / name).resolve() for name in OWN_NAMES]
         for path in reads:

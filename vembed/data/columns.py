@@ -146,8 +146,12 @@ class ColumnsRead(NamedTuple):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """A sentence that names the ignored columns, or nothing."""
-        return (f"Ignored columns: {listing(self.ignored)}.",) if self.ignored else ()
+        """Sentences that name what was taken by its name, what was ignored, and how cells were told apart."""
+        taken = f"Taken by {'its name' if len(self.guessed) == 1 else 'their names'}: {listing(self.guessed)}."
+        ignored = f"Ignored columns: {listing(self.ignored)}."
+        told = f"Tables: {'; '.join(self.tables)}."
+        said = ((taken, self.guessed), (ignored, self.ignored), (told, self.tables))
+        return tuple(sentence for sentence, there in said if there)
 
 
 class ColumnResolver:

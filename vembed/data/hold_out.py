@@ -123,10 +123,9 @@ def held_out_task(table: RecordTable, split: HeldOut) -> RetrievalData:
 def _distractors(table: RecordTable, split: HeldOut) -> NDArray[np.int64]:
     """Return the documents of training rows, each content once, by content hash: numbers in the table's items."""
     held_out, train_rows = table.subset(split.held_out_rows), split.train_rows
-    if table.has_classes:
-        classes = {record.label for record in held_out} - {None}
-        others = [record.label not in classes for record in table.subset(train_rows)]
-        train_rows = train_rows[np.array(others, dtype=np.bool_)]
+    classes, _ = table.classes
+    known = classes[split.held_out_rows]
+    train_rows = train_rows[~np.isin(classes[train_rows], known[known >= 0])]
     train = table.subset(train_rows)
     numbers = np.concatenate([train.numbers("positives")[1], train.numbers("negatives")[1]])
     own = np.concatenate([held_out.numbers(column)[1] for column in ("query", "positives", "negatives")])

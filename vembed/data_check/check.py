@@ -67,8 +67,9 @@ def check_data(
         label = f"{name} ({test_options.split})" if test_options.split else name
         test = Source.read(name, test_options, folder / f"against-{number}", label)
         notes += [f"{label}: {note}" for note in test.notes]
-        leaked = leaks(source, test)
-        if not leaked:
+        leaked, left_out = leaks(source, test)
+        notes += left_out
+        if not leaked and not left_out:
             sizes = plural(len(test.queries), "query", "queries"), plural(len(test.positives), "answer")
             notes.append(f"{label}: none of its {sizes[0]} and {sizes[1]} is in the training data.")
         findings += [*broken_rows(test), *leaked]
@@ -105,7 +106,8 @@ def broken_rows(source: Source) -> list[Finding]:
             problems.count,
             f"row of {source.name} that can't be used",
             f"rows of {source.name} that can't be used",
-            "Training refuses the data for them; skip_invalid_records: true drops them.",
+            "Training refuses the data for them; skip_invalid_records: true drops up to max_invalid_records of them, "
+            "but none with a path that leads out of the data.",
             ("Rows alike", "Column", "Row", "Why"),
             examples[:50],
             problems.count + len(source.table),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.data_check.findings import MOST_EXAMPLES, Finding, alike_text
-from vembed.data_check.near import SIMILAR, Alike, alike_within
+from vembed.data_check.near import SIMILAR, alike_within
 
 if TYPE_CHECKING:
     from typing import Literal
@@ -177,7 +177,7 @@ def near_duplicates(source: Source, side: Literal["query", "positives"]) -> list
             f"{noun} that nearly equal another one",
             f"They share at least {SIMILAR:.0%} of their runs of four characters, after case, spaces and punctuation "
             f"are dropped. In a batch, the other's {'positive' if side == 'query' else 'query'} is taken for a wrong "
-            f"match, which it may not be. Drop copies; keep those that differ in what matters.{_left_out(alike)}",
+            f"match, which it may not be. Drop copies; keep those that differ in what matters.{alike.left_out}",
             ("Alike", where.capitalize(), "Nearly equal"),
             list(
                 zip(
@@ -190,7 +190,3 @@ def near_duplicates(source: Source, side: Literal["query", "positives"]) -> list
             len(numbers),
         )
     ]
-
-
-def _left_out(alike: Alike) -> str:
-    return f" {alike.num_left:,} further pairs of candidates were not compared." if alike.num_left else ""

@@ -31,10 +31,10 @@ class _Leak(NamedTuple):
     equal: bool
 
 
-def leaks(train: Source, test: Source) -> list[Finding]:
-    """Find queries and documents of the evaluation data among those of the training data."""
-    return [
-        *_of_side(
+def leaks(train: Source, test: Source) -> tuple[list[Finding], list[str]]:
+    """Find queries and documents of the evaluation data among those of the training data; say what wasn't compared."""
+    sides = [
+        _of_side(
             train,
             test,
             "query",
@@ -42,7 +42,7 @@ def leaks(train: Source, test: Source) -> list[Finding]:
             "The model learns these questions, so the evaluation comes out too good. Drop the rows from the training "
             "data, unless the evaluation asks known questions of new documents on purpose.",
         ),
-        *_of_side(
+        _of_side(
             train,
             test,
             "positives",
@@ -51,17 +51,18 @@ def leaks(train: Source, test: Source) -> list[Finding]:
             "rows: the evaluation comes out too good.",
         ),
     ]
+    return [each for findings, _ in sides for each in findings], [note for _, note in sides if note]
 
 
 def _of_side(
     train: Source, test: Source, column: Literal["query", "positives"], nouns: tuple[str, str], advice: str
-) -> list[Finding]:
+) -> tuple[list[Finding], str]:
     ours, theirs = (source.queries if column == "query" else source.positives for source in (train, test))
     noun: str
     severity: Severity
     noun, severity = ("queries", "error") if column == "query" else ("documents", "warning")
     exact = _equal(train, test, ours, theirs)
-    near = _near(train, test, ours, np.setdiff1d(theirs, exact.test))
+    near, left_out = _near(train, test, ours, np.setdiff1d(theirs, exact.test))
     look = (
         f"They share at least {SIMILAR:.0%} of their runs of four characters with one there. Look at them: a changed "
         "number or name may make all the difference."
@@ -75,7 +76,8 @@ def _of_side(
         one, many = (f"{each} of {test.name} {phrase}" for each in nouns)
         examples = _examples(train, test, column, leak)
         findings.append(Finding(kind, level, len(leak.test), one, many, words, HEADS, examples, len(theirs)))
-    return [each for each in findings if each.count]
+    note = f"{test.name}, {nouns[1]} nearly in the training data:{left_out}" if left_out else ""
+    return [each for each in findings if each.count], note
 
 
 def _equal(train: Source, test: Source, ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> _Leak:
@@ -88,8 +90,8 @@ def _equal(train: Source, test: Source, ours: NDArray[np.int64], theirs: NDArray
     return _Leak(theirs[found], ours[places[found]], np.ones(len(found)), equal=True)
 
 
-def _near(train: Source, test: Source, ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> _Leak:
-    """Return texts that are nearly equal; of each of the evaluation data the nearest that was found."""
+def _near(train: Source, test: Source, ours: NDArray[np.int64], theirs: NDArray[np.int64]) -> tuple[_Leak, str]:
+    """Return texts that are nearly equal, of each of the evaluation data the nearest; and what wasn't compared."""
     ours = ours[train.facts.is_text[ours]]
     theirs = theirs[test.facts.is_text[theirs]]
     bands = np.concatenate([test.facts.bands_BI[:, theirs], train.facts.bands_BI[:, ours]], axis=1)
@@ -98,7 +100,7 @@ def _near(train: Source, test: Source, ours: NDArray[np.int64], theirs: NDArray[
     _, nearest = np.unique(alike.first_P, return_index=True)  # the most alike come first
     nearest.sort()
     first, second = alike.first_P[nearest], alike.second_P[nearest] - len(theirs)
-    return _Leak(theirs[first], ours[second], alike.similarity_P[nearest], equal=False)
+    return _Leak(theirs[first], ours[second], alike.similarity_P[nearest], equal=False), alike.left_out
 
 
 def _joined(

@@ -58,6 +58,11 @@ class Alike(NamedTuple):
     similarity_P: NDArray[np.float64]
     num_left: int = 0  # pairs of candidates that were not compared
 
+    @property
+    def left_out(self) -> str:
+        """A further sentence about those, or nothing."""
+        return f" {self.num_left:,} further pairs of candidates were not compared." if self.num_left else ""
+
 
 def normalised(text: str) -> str:
     """Return a text without what doesn't count; one without any letter or digit keeps all but its spaces."""

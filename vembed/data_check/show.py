@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.batch import Composed, pictures_in
-from vembed.data.columns import ColumnResolver, listing
-from vembed.data.files import iter_rows
+from vembed.data.columns import listing
 from vembed.data.images import check_image
-from vembed.data.presets import preset_path
-from vembed.data.row_files import row_files
-from vembed.data.sources import BUILTIN_PREFIX, beir_folder, load_records
+from vembed.data.sources import load_records
 from vembed.evaluation.text import clip, one_line, plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from vembed.batch import Item, Side
+    from vembed.data.columns import ColumnsRead
     from vembed.data.images import ImageLimits
     from vembed.data.records import Record
     from vembed.data.splits import SourceOptions
@@ -36,27 +34,18 @@ def shown_rows(path: str, options: SourceOptions, count: int, encoder: Encoder |
     """
     loaded = load_records(path, options)
     yield f"{path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items.columns), 'distinct item')}"
-    yield from (f"  {line}" for line in (*_columns(path, options), *loaded.notes))
+    yield from (f"  {line}" for line in (*_columns(loaded.columns), *loaded.notes))
     for record in loaded.table.take(range(min(count, len(loaded.table)))):
         usual = {column.name: column.default for column in options.loss.columns} if options.loss else {}
         yield from ("", *_row(record, encoder, options.image_limits, usual))
 
 
-def _columns(path: str, options: SourceOptions) -> list[str]:
-    """Return what the columns of the first row are, where files of rows have any."""
-    if path.startswith(BUILTIN_PREFIX) or preset_path(path) or beir_folder(path):
-        return []
-    extra = () if options.loss is None else tuple(options.loss.columns)
-    resolver = ColumnResolver(options.keys.column_mapping, extra)
-    for file in row_files(path, options)[0]:
-        for line, row in iter_rows(file, lambda names: names):
-            if isinstance(row, dict):
-                shape = resolver.shape(tuple(row), where=f"{file.name}:{line}")
-                held = dict(zip(shape._fields, shape[:-1], strict=False))
-                held |= {column.name: source for column, source in shape.extra}
-                named = {name: [own] if isinstance(own, str) else own for name, own in held.items() if own}
-                return [f"{name:<15} column {listing(own)}" for name, own in named.items()]
-    return []
+def _columns(columns: ColumnsRead) -> list[str]:
+    """Return what the columns were read as, where the source has any."""
+    return [
+        f"{ours:<15} column {listing(theirs)}{' (by name)' if {*theirs} <= {*columns.guessed} else ''}"
+        for ours, theirs in columns.used.items()
+    ]
 
 
 def _row(record: Record, encoder: Encoder | None, limits: ImageLimits, usual: Mapping[str, float]) -> Iterator[str]:

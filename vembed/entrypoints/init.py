@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +13,7 @@ from vembed.config.load import load_config
 from vembed.config.messages import checked_section, key_schemas
 from vembed.config.text import write_mapping
 from vembed.entrypoints.command import run_command
-from vembed.errors import ConfigError, DataError, ExitCode, MachineError, VembedError
+from vembed.errors import ConfigError, DataError, ExitCode, MachineError
 from vembed.files import home_path
 from vembed.text import cut
 
@@ -54,15 +56,16 @@ def _run(data: str | None, output: Path, *, overwrite: bool) -> int:
     for name, value in values.items():
         written = write_mapping({name: value}).strip()
         lines.append(f"{written}  # {comments.get(name) or _meaning(name)}")
+    draft = output.with_name(f".{os.getpid()}-{output.name}")  # of the same suffix, which a configuration goes by
     try:
-        output.write_text("\n".join([*lines, ""]), "utf-8")
+        draft.write_text("\n".join([*lines, ""]), "utf-8")
+        _check(draft)
+        draft.replace(output)
     except OSError as error:
         raise MachineError(f"{output} can't be written: {error.strerror or error}") from error
-    try:
-        _check(output)
-    except VembedError:
-        output.unlink()
-        raise
+    finally:
+        with suppress(OSError):
+            draft.unlink()
     if guess := values.get("column_mapping"):
         taken = ", ".join(f"{ours} from {cut(theirs)}" for theirs, ours in guess.items())
         print(f"Guessed from the order of the columns: {taken}: change column_mapping if that's wrong")

@@ -25,6 +25,7 @@ from vembed.redact import redact
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from vembed.data.images import ImageLimits
     from vembed.data.item_table import ItemTable
     from vembed.data.splits import SourceOptions
     from vembed.distributed.runtime import Runtime
@@ -167,7 +168,7 @@ def _mine(
     (keys, source), seconds, ranks = options, Seconds(), runtime.ranks
     with seconds.part("read data"):
         loaded = load_records(parsed.data, source)
-        task = MiningTask.of(loaded.table, _corpus(parsed))
+        task = MiningTask.of(loaded.table, _corpus(parsed, source.image_limits))
     with seconds.part("load model"):
         model = load(parsed.model, **load_options(parsed))
     encode = model.item_encoder(parsed.batch_size, poll=stop.poll)
@@ -199,7 +200,7 @@ def _mine(
     ranks.gather_objects(None)  # all wait: the first one may fail
 
 
-def _corpus(parsed: argparse.Namespace) -> ItemTable | None:
+def _corpus(parsed: argparse.Namespace, limits: ImageLimits) -> ItemTable | None:
     """Read the further documents."""
     if parsed.corpus is None:
         return None
@@ -207,7 +208,7 @@ def _corpus(parsed: argparse.Namespace) -> ItemTable | None:
     from vembed.mining.task import corpus_items
 
     root = None if parsed.image_root is None else home_path(parsed.image_root)
-    corpus = Corpus(parsed.corpus, CorpusOptions(image_root=root))
+    corpus = Corpus(parsed.corpus, CorpusOptions(image_root=root, image_limits=limits))
     return corpus_items(document.item for document in corpus)
 
 

@@ -71,7 +71,7 @@ def write_rows(
         DataError: A picture can't stand in such a file.
         MachineError: The file can't be written.
     """
-    write = _write_jsonl if path.suffix == ".jsonl" else _write_parquet
+    write = _write_jsonl if path.suffix == ".jsonl" else partial(_write_parquet, lists_grades=lists_grades)
     blocks = partial(_blocks, records, task, mined, source, replaces=replaces, lists_grades=lists_grades)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ def _write_jsonl(path: Path, blocks: Blocks, poll: Callable[[], None]) -> None:
             file.writelines(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
 
 
-def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None]) -> None:
+def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None], *, lists_grades: bool) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -100,9 +100,11 @@ def _write_parquet(path: Path, blocks: Blocks, poll: Callable[[], None]) -> None
     mined |= {"scores": numbers, "ranks": pa.list_(pa.int64()), "positive_score": pa.float64()}
     columns = {"query": text, "query_image": texts, "positive": texts, "positive_image": texts, "negatives": texts}
     columns |= {"negative_images": texts, WEIGHT_COLUMN.name: pa.float64()}
-    columns["label"] = numbers if any(isinstance(row.get("label"), list) for row in next(blocks(), [])) else pa.int64()
-    # A column that no row fills would be read as one that is there: the rows say which there are.
-    filled = {name for rows in blocks() for row in rows for name in row}
+    columns["label"] = numbers if lists_grades else pa.int64()
+    filled = set[str]()  # a column that no row fills would be read as one that is there
+    for rows in blocks():
+        poll()
+        filled.update(name for row in rows for name in row)
     details = pa.struct([*mined.items(), ("teacher_scores", numbers)])
     used = [(name, kind) for name, kind in columns.items() if name in filled]
     schema = pa.schema([*used, (PROVENANCE, details)])

@@ -44,6 +44,8 @@ def test_quantized_vectors_keep_the_cosines(model: vembed.EmbeddingModel) -> Non
     assert (bits[0].dtype, bits[0].shape) == (np.uint8, (4, 8))
     hamming = np.unpackbits(bits[0][:, None] ^ bits[1][None], axis=2).sum(axis=2)
     np.testing.assert_allclose(model.similarity(*bits), (64 - 2.0 * hamming) / 64, atol=1e-6)
+    with pytest.raises(ValueError, match="packs 8 numbers into a byte: 20 is no multiple of 8"):
+        model.encode(TEXTS, "query", quantize="binary", dims=20)
     with pytest.raises(ValueError, match="quantize is 'int4'"):
         model.encode(TEXTS, "query", quantize="int4")  # type: ignore[call-overload]
 

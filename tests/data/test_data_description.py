@@ -68,7 +68,9 @@ def test_negatives_are_recognised_by_their_names_and_told(write_jsonl: WriteJson
     read = loaded(write_jsonl([{**GOOD, names[1]: "b", names[0]: "a"}]))
     assert read.table[0].negatives == ("a", "b")
     assert "as negatives (by their names)" in describe("p", read)["columns"]
-    assert read.notes == ()
+    (note,) = read.notes
+    assert note.startswith("Taken by their names: ")
+    assert all(name in note for name in names)
     assert loaded(write_jsonl([{**GOOD, names[0]: "a"}]), **{names[0]: None}).table[0].negatives == ()
 
 

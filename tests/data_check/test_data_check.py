@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from vembed.api.model import load
 from vembed.data.splits import SourceOptions
+from vembed.data_check import near
 from vembed.data_check.check import DataCheck, check_data
 from vembed.data_check.near import alike_between, alike_within, jaccard, normalised, sketches
 from vembed.data_check.scripts import SCRIPTS, num_words, script_of
@@ -89,6 +91,19 @@ def test_leaks_are_found_exactly_and_nearly_and_told_apart(checked: Callable[...
     assert found["leaked_queries"]["severity"] == "error"
     assert found["leaked_documents"]["severity"] == "warning"
     assert "test.jsonl:4" in page
+
+
+def test_a_check_that_leaves_candidates_out_says_how_many(
+    checked: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = sentence(random.Random(3), 30)
+    alike = [{"query": f"{words} {number}", "positive": sentence(random.Random(number), 20)} for number in range(12)]
+    against = written(tmp_path / "test.jsonl", [{"query": f"{words} again", "positive": "another one"}])
+    monkeypatch.setattr(near, "MOST_COMPARED", 3)
+    _, document, _ = checked(alike, "--against", str(against))
+    left = r"[\d,]+ further pairs of candidates were not compared"
+    assert re.search(left, kinds(document)["near_duplicate_queries"]["advice"])
+    assert any(re.search(rf"queries nearly in the training data: {left}", note) for note in document["notes"])
 
 
 def test_warnings_fail_only_when_asked(checked: Callable[..., Any]) -> None:
@@ -228,6 +243,13 @@ def test_show_prints_rows_as_training_sees_them(tmp_path: Path, capsys: pytest.C
         assert line in said
     assert "train.jsonl:2" in said
     assert "train.jsonl:3" not in said
+
+
+def test_show_tells_of_columns_that_later_rows_bring(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"anchor": "a red fox", "positive": "un renard"}
+    data = written(tmp_path / "train.jsonl", [row, {**row, "neg": "un chat"}])
+    assert main(["show", str(data)], program="vembed data") == 0
+    assert "negatives       column neg" in capsys.readouterr().out
 
 
 def test_columns_are_mapped_as_in_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,6 +104,10 @@ def test_a_file_is_replaced_only_on_demand_and_nothing_wrong_is_written(
     assert init.main(["a.csv", "-o", "other.yaml"], program="vembed init") == 3
     assert init.main(["nowhere.csv", "-o", "other.yaml"], program="vembed init") == 3
     assert not (folder / "other.yaml").exists()
+    for words in (["a.csv", "--overwrite"], ["nowhere.csv", "--overwrite"]):
+        assert init.main(words, program="vembed init") == 3
+        assert (folder / "config.yaml").read_text() == "mine", "a configuration that fails replaces nothing"
+    assert {each.name for each in folder.iterdir()} == {"config.yaml", "a.csv"}
 
 
 def test_a_key_is_explained_as_the_reference_says_it(capsys: pytest.CaptureFixture[str]) -> None:

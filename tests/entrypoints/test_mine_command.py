@@ -99,13 +99,17 @@ def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
     assert any(not record.positives for record in after.table)
 
 
-def test_grades_are_listed_with_those_of_the_mined(call: Any, bag: Path, tmp_path: Path) -> None:
-    rows = [{"query": row["query"], "positive": row["positive"], "label": 0.5} for row in made_rows(40)[8:]]
+def test_grades_are_listed_with_those_of_the_mined(
+    call: Any, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vembed.mining.output.BLOCK_ROWS", 8)
+    rows: list[dict[str, Any]] = [{"query": row["query"], "positive": row["positive"]} for row in made_rows(40)[8:]]
+    rows[12:] = [{**row, "label": 0.5} for row in rows[12:]]  # the first block has no grade to tell the type by
     data, output = written(tmp_path / "rows.jsonl", rows), tmp_path / "mined.parquet"
     words = ["--data", data, "--output", output, "--relative-margin", "none", "--label-kind", "grade"]
     assert call("mine", bag, *words, "--negatives", "2").code == 0
     loaded = load_records(str(output), SourceOptions("train", keys=DataKeys(label_kind="grade")))
-    assert {record.scores for record in loaded.table} == {(0.5, 0.0, 0.0)}
+    assert {record.scores for record in loaded.table} == {(), (0.5, 0.0, 0.0)}
 
 
 def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(

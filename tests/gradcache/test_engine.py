@@ -199,6 +199,22 @@ def test_who_looks_on_sees_which_chunk_is_running(case_maker: Any) -> None:
     assert engine.passes.running is None
 
 
+@pytest.mark.parametrize("retain", [0.0, 0.5])
+def test_a_frozen_tower_counts_in_the_first_pass_alone(case_maker: Any, retain: float) -> None:
+    case, loss = case_maker(dropout=0.0, negatives=3, towers=2), make_loss()
+    case.encoder[1].requires_grad_(False)
+    engine = GradCacheEngine(loss, EngineOptions(ChunkBudget(4, 10**6), CPU, retain=retain))
+    seen: list[Any] = []
+    weight = next(case.encoder[0].parameters())
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append(engine.passes.running))
+    total = engine.step(case.pools, case.structure).num_chunks
+    last = seen[-1]
+    cost = 2 if retain == 0.5 else 3
+    assert (last.number, last.total) == (len(seen), len(seen)), "only calls of the other tower are run again"
+    assert len(seen) < total
+    assert last.share == pytest.approx(1 - cost / (total + cost * len(seen)), abs=0.1)
+
+
 def test_two_towers_that_fit_the_budget_together_are_encoded_once(case_maker: Any) -> None:
     case, loss = case_maker(dropout=0.0, negatives=1, towers=2), make_loss()
     value = reference_step(case.pools, case.structure, loss)

@@ -35,7 +35,7 @@ def form_of(
 
     Raises:
         ConfigError: The lengths of the vectors count, and int8 would lose them.
-        ValueError: There are fewer numbers than `dims`, or no such quantization.
+        ValueError: There are fewer numbers than `dims`, no such quantization, or bits that don't fill bytes.
     """
     size = vectors_NE.shape[1]
     if dims is not None and not 1 <= dims <= size:
@@ -47,6 +47,8 @@ def form_of(
             "quantize='int8' keeps the direction of a vector and loses its length, which counts for a model that "
             "compares by dot product; add normalize=True if the cosine will do"
         )
+    if quantize == "binary" and (dims or size) % 8:
+        raise ValueError(f"quantize='binary' packs 8 numbers into a byte: {dims or size} is no multiple of 8; set dims")
     short_NE = vectors_NE[:, :dims]
     if normalize or (dims is not None and similarity == "cosine"):
         short_NE = unit_length(short_NE)

@@ -11,14 +11,14 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vembed.data.columns import closest, listing
+from vembed.data.columns import listing
 from vembed.data.files import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits
 from vembed.data.lines import lines, reading
 from vembed.data.problems import ProblemLog, plural
 from vembed.data.retrieval import RetrievalData
-from vembed.data.splits import PATH_KEYS, SPLIT_KEYS, SPLIT_NAMES, Role, is_for_evaluation, split_for
+from vembed.data.splits import PATH_KEYS, SPLIT_NAMES, Role, is_for_evaluation, missing_split, split_for
 from vembed.data.texts import encoding_fault, id_fault, part_fault, text_fault, title_and_text
 from vembed.errors import DataError
 from vembed.files import is_file, is_folder
@@ -139,14 +139,9 @@ def find_split(
         return chosen, ()
     if split is None and len(available) == 1 and not (role == "train" and is_for_evaluation(available[0])):
         return available[0], (f"{folder.name} has one split only: {available[0]!r} serves as the {role} data.",)
-    names = (split,) if split is not None else SPLIT_NAMES[role]
     rows = folder / "train.jsonl"
     hint = f", or train on its rows: {PATH_KEYS[role]}: {rows}" if role == "train" and is_file(rows) else ""
-    msg = (
-        f"{folder} has no split {' or '.join(repr(name) for name in names)}{closest(names[0], available)}; "
-        f"it has: {', '.join(available)}. Choose one with {split_key or SPLIT_KEYS[role]}{hint}"
-    )
-    raise DataError(msg)
+    raise DataError(f"{missing_split(folder, available, split, role, split_key)}{hint}")
 
 
 def beir_rows(part: BeirSplit) -> Iterator[tuple[int, dict[str, Any]]]:

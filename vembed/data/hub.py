@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from vembed.data.columns import closest
-from vembed.data.splits import SPLIT_KEYS, SPLIT_NAMES, Role, split_for
+from vembed.data.splits import Role, missing_split, split_for
 from vembed.errors import DataError, MachineError
 from vembed.text import first_line
 
@@ -40,12 +39,7 @@ def hub_split(hub_id: str, split: str | None, role: Role, *, split_key: str | No
     splits = _load(match["name"], match["config"])
     chosen = split_for(splits, split, role)
     if chosen is None:
-        names = (split,) if split is not None else SPLIT_NAMES[role]
-        msg = (
-            f"{hub_id} has no split {' or '.join(repr(name) for name in names)}{closest(names[0], splits)}; "
-            f"it has: {', '.join(splits)}. Choose one with {split_key or SPLIT_KEYS[role]}"
-        )
-        raise DataError(msg)
+        raise missing_split(hub_id, list(splits), split, role, split_key)
     return chosen, splits[chosen]
 
 

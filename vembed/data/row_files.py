@@ -15,7 +15,7 @@ from vembed.data.hub import HUB_ID
 from vembed.data.lines import nearest_entry, reading
 from vembed.data.presets import preset_hint
 from vembed.data.problems import plural
-from vembed.data.splits import SPLIT_NAMES, split_for
+from vembed.data.splits import SPLIT_NAMES, missing_split, split_for
 from vembed.errors import DataError
 from vembed.files import home_path, is_file, is_folder, listed_paths
 from vembed.text import cut
@@ -86,11 +86,7 @@ def _saved_files(folder: Path, options: SourceOptions) -> tuple[list[Path], tupl
             raise DataError(f"{folder / 'dataset_dict.json'}: expected the names of splits under 'splits'")
         chosen = split_for(splits, options.split, options.role)
         if chosen is None:
-            names = SPLIT_NAMES[options.role] if options.split is None else (options.split,)
-            raise DataError(
-                f"{folder} has no split {' or '.join(map(repr, names))}{closest(names[0], splits)}; it has: "
-                f"{', '.join(splits)}. Choose one with {options.split_key}"
-            )
+            raise missing_split(folder, splits, options.split, options.role, options.split_key)
         note = (f"Read split {chosen!r} of {folder}.",)
         folder /= chosen
     elif not (is_file(folder / "state.json") and is_file(folder / "dataset_info.json")):

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.config.keys.data import DataKeys
+from vembed.data.columns import closest
 from vembed.data.image_root import ImageRoot
 from vembed.data.images import ImageLimits
 from vembed.data.problems import ProblemLog
+from vembed.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from vembed.data.columns import LossNeeds
 
@@ -86,6 +88,15 @@ def split_for(available: Collection[str], split: str | None, role: Role) -> str 
     """Return the split to read, the user's choice or the role's; None when there is none."""
     names = SPLIT_NAMES[role] if split is None else (split,)
     return next((name for name in names if name in available), None)
+
+
+def missing_split(where: object, available: Sequence[str], split: str | None, role: Role, key: str | None) -> DataError:
+    """Return the error for a source that has none of the splits that `split_for` looks for."""
+    names = SPLIT_NAMES[role] if split is None else (split,)
+    return DataError(
+        f"{where} has no split {' or '.join(map(repr, names))}{closest(names[0], available)}; it has: "
+        f"{', '.join(available)}. Choose one with {key or SPLIT_KEYS[role]}"
+    )
 
 
 def is_for_evaluation(split: str) -> bool:

@@ -61,7 +61,7 @@ def terminal_lines(check: DataCheck) -> list[str]:
             lines.append(f"  {'':<7}  {'':>{width}}   {cells}")
     if not check.findings:
         lines.append("  no errors, no warnings")
-    facts = [(name, words) for name, words in profile_facts(check) if name != "Classes" or words]
+    facts = profile_facts(check)
     margin = max((len(name) for name, _ in facts), default=0)
     lines += [f"  {name.lower():<{margin}}  {words}" for name, words in facts]
     lines += [f"  {note}" for note in check.notes]

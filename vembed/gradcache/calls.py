@@ -185,15 +185,17 @@ class CallProgress(NamedTuple):
     share: float  # of the work of both passes that is done
 
 
-def _announced(calls: Sequence[Call]) -> Iterator[CallProgress]:
-    """Yield what is running, call by call of both passes; a backward pass is worth two forward passes."""
-    num_retained = sum(call.retained for call in calls)
-    costs = [*[1] * len(calls), *[2] * num_retained, *[3] * (len(calls) - num_retained)]
-    done = 0
-    for place, cost in enumerate(costs):
-        doing = "encoding" if place < len(calls) else "second pass over"
-        yield CallProgress(doing, place % len(calls) + 1, len(calls), done / sum(costs))
-        done += cost
+def _work(calls: Sequence[Call]) -> int:
+    """Return what both passes cost, in forward passes of a call; a backward pass is worth two."""
+    return len(calls) + sum(2 if call.retained else 3 for call in calls if not call.frozen)
+
+
+def _second_pass(order: Sequence[Call], calls: Sequence[Call]) -> Iterator[CallProgress]:
+    """Yield what is running, call by call of the second pass."""
+    done, work = len(calls), _work(calls)
+    for number, call in enumerate(order, 1):
+        yield CallProgress("second pass over", number, len(order), done / work)
+        done += 2 if call.retained else 3
 
 
 def _inputs(call: Call) -> dict[str, Tensor]:
@@ -225,7 +227,6 @@ class Passes:
         self.replay_rng = replay_rng
         self.is_sharded = is_sharded
         self.running: CallProgress | None = None
-        self._announced: Iterator[CallProgress] = iter(())
         self._transfer = Transfer(device)
 
     def shared_casts(self) -> AbstractContextManager[None]:
@@ -248,20 +249,23 @@ class Passes:
             calls: At least one.
         """
         table: Tensor | None = None
-        frozen: dict[int, bool] = {}
-        self._announced = _announced(calls)
-        for call, inputs in self._transfer.ahead(calls, _inputs):
-            self.running = next(self._announced, None)
+        probed: set[int] = set()
+        work = _work(calls)
+        for place, (call, inputs) in enumerate(self._transfer.ahead(calls, _inputs)):
+            self.running = CallProgress("encoding", place + 1, len(calls), place / work)
             call.rng = RngState.capture(self.device)
             # A spare call draws no random numbers from those of the rank's own rows.
             drawing = call.rng.replayed() if call.is_spare else nullcontext()
             # The first call of a pool runs with a graph whatever it is, as only its output tells if there is one.
-            probes = id(call.pool) not in frozen
-            call.frozen = frozen.get(id(call.pool), False)
+            probes = id(call.pool) not in probed
             with torch.set_grad_enabled(probes or (call.retained and not call.frozen)), drawing:
                 z = self._encode(call, inputs)
             if probes:
-                call.frozen = frozen[id(call.pool)] = not z.requires_grad
+                probed.add(id(call.pool))
+                if not z.requires_grad:
+                    for each in calls:
+                        each.frozen = each.frozen or each.pool is call.pool
+                    work = _work(calls)
             if call.retained and not call.frozen:
                 call.graph = z
             if table is None:
@@ -283,16 +287,18 @@ class Passes:
             The largest |z' - z| of the replayed calls, a scalar on the device.
         """
         worst = z_VE.new_zeros(())
-        for call in reversed(calls):
-            if call.graph is not None:
-                self.running = next(self._announced, None)
-                graph, call.graph = call.graph, None
-                torch.autograd.backward(graph, call.gradient(u_VE, graph))
-                del graph
+        retained = [call for call in reversed(calls) if call.graph is not None]
         replayed = [call for call in calls if not (call.retained or call.frozen)]
+        announced = _second_pass([*retained, *replayed], calls)
+        for call in retained:
+            self.running = next(announced)
+            graph, call.graph = call.graph, None
+            assert graph is not None
+            torch.autograd.backward(graph, call.gradient(u_VE, graph))
+            del graph
         for call, inputs in self._transfer.ahead(replayed, _inputs):
             assert call.rng is not None
-            self.running = next(self._announced, None)
+            self.running = next(announced)
             with call.rng.replayed() if self.replay_rng else nullcontext():
                 z = self._encode(call, inputs)
             if not call.is_spare:

@@ -20,7 +20,7 @@ document vectors, E embedding dim, G = dL/dlogits, s the logit scale.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch.nn.functional import embedding_bag
 
 from vembed.losses.base import MultiVectors, to_device
 from vembed.losses.infonce import SoftmaxLoss
-from vembed.losses.tiles import SimilarityTiles
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, SimilarityTiles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,13 +48,29 @@ class ColbertLoss(SoftmaxLoss):
 
     Args:
         mean: Whether scores are divided by the number of the query's vectors.
-        options: Those of `SoftmaxLoss` but for prefixes.
     """
 
     multi_vector = True
 
-    def __init__(self, *, mean: bool = True, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(
+        self,
+        *,
+        temperature: float,
+        mean: bool = True,
+        learn_temperature: bool = False,
+        bidirectional: bool = False,
+        mask_false_negatives: bool = True,
+        dtype: torch.dtype = torch.float32,
+        tile_size: int = DEFAULT_TILE_SIZE,
+    ) -> None:
+        super().__init__(
+            temperature=temperature,
+            learn_temperature=learn_temperature,
+            bidirectional=bidirectional,
+            dtype=dtype,
+            mask_false_negatives=mask_false_negatives,
+            tile_size=tile_size,
+        )
         self.mean = mean
 
     @classmethod

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vembed.config.keys.data import listed
 from vembed.data.corpus_files import CORPUS_FILES
 from vembed.data.presets import preset_path
 from vembed.data.sources import BUILTIN_PREFIX
@@ -26,22 +27,18 @@ def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
         return []  # each would need the commit whose code the user has read
     vembed = f"vembed --plugins {shlex.quote(','.join(config['plugins']))}" if config["plugins"] else "vembed"
     judged = "test" if config["test_data_path"] else "val"
-    sets, split = _listed(config[f"{judged}_data_path"]), config[f"{judged}_data_split"]
+    sets, split = listed(config[f"{judged}_data_path"]), config[f"{judged}_data_split"]
     commands = []
     if sets and not config["column_mapping"]:
         reading = {"--split": split, "--image-root": config["image_root"], "--label-kind": config["label_kind"]}
         options = [word for name, value in reading.items() if value not in (None, "auto") for word in (name, value)]
         words = [f"{run}/model", "--data", *sets, *options, "--output", f"{run}-evaluation"]
         commands.append(f"{vembed} evaluate {shlex.join(words)}")
-    if corpus := next(filter(_is_corpus, [*sets, *_listed(config["data_path"])]), None):
+    if corpus := next(filter(_is_corpus, [*sets, *listed(config["data_path"])]), None):
         words = [str(run), "--data", corpus, "--output", f"{run}-index"]
         commands.append(f"{vembed} encode {shlex.join(words)} && {vembed} search {shlex.quote(f'{run}-index')}")
     commands.append(f"{vembed} export {shlex.join([str(run), '--output', f'{run}-export'])}")
     return list(map(redact, commands))
-
-
-def _listed(paths: str | list[str] | None) -> list[str]:
-    return [paths] if isinstance(paths, str) else list(paths or ())
 
 
 def _is_corpus(path: str) -> bool:

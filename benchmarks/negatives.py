@@ -5,7 +5,7 @@ pairs seen, and compares them with its first recipe. A query's value is its mean
 p-value (randomisation test) are those of the paired difference over queries, the p-values corrected after Holm.
 
     negatives   no hard negatives; those of the rows; mined: nearest, below 95% of the positive, the same by a teacher
-    batches     random batches of 1,024; batches of 256 and of 64 whose rows are hard negatives of each other
+    batches     random batches of 1,024, 256 and 64; batches of 256 and 64 whose rows are hard negatives of each other
     planted     mined negatives, 10% or 30% of them in truth relevant; with and without false_negative_filter
 
 What has ended isn't repeated. `planted` takes tldr and judges by pages: relevant is any command of the query's page. A
@@ -60,7 +60,9 @@ STUDIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
     },
     "batches": {
         "random 1,024": ("plain", {"batch_size": 1024}),
+        "random 256": ("plain", {"batch_size": 256}),
         "hard 256": ("plain", {"batch_size": 256, "batch_sampling": "hard"}),
+        "random 64": ("plain", {"batch_size": 64}),
         "hard 64": ("plain", {"batch_size": 64, "batch_sampling": "hard"}),
     },
     "planted": {

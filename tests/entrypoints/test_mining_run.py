@@ -1,13 +1,15 @@
-"""A run that mines hard negatives with its own model: every n epochs, with data workers, killed and resumed."""
+"""A run that mines hard negatives: every n epochs, from a corpus, by a teacher, with workers, killed and resumed."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, write_config
+from model_cases import write_cross_encoder
 from several_cases import exact, run_ranks
 
 from vembed.training.trainer import Trainer
@@ -128,6 +130,97 @@ def test_two_processes_mine_and_train_as_one_does(site: Site, tmp_path: Path) ->
     for name in ("epoch-00001.npz", "epoch-00003.npz"):
         found = [dict(np.load(run.folder / "mining" / name)) for run in (one, two)]
         np.testing.assert_array_equal(found[0]["items"], found[1]["items"])
+
+
+def corpus_and_teacher(site: Site, folder: Path) -> dict[str, Any]:
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [row["positive"] for row in map(json.loads, site.dev.read_text("utf-8").splitlines())]
+    (folder / "corpus.txt").write_text("".join(f"{one} {other}\n" for one, other in pairwise(words)), "utf-8")
+    return {
+        **KEYS, "model_name": str(site.bert_without_dropout), "mine": "once", "mine_sampling": "top",
+        "mine_corpus": str(folder / "corpus.txt"), "mine_teacher": str(site.bert), "mine_relative_margin": 0.001,
+        "max_steps": 4, "save_steps": 2, "eval_strategy": "no", "eval_steps": None,
+    }  # fmt: skip
+
+
+def mined_texts(outcome: Outcome) -> list[list[str]]:
+    """Return what the run mined for each of its rows."""
+    from vembed.config.load import load_config
+    from vembed.training.wiring.data import load_data
+
+    config = load_config(outcome.folder / "config.yaml", []).config
+    data, found = load_data(config), np.load(outcome.folder / "mining" / "epoch-00001.npz")
+    table = data.records if data.corpus is None else data.records.with_items(data.corpus)
+    ends = np.cumsum(found["counts"])
+    return [[str(item) for item in table.items.at(part)] for part in np.split(found["items"], ends[:-1])]
+
+
+def test_a_run_mines_from_a_corpus_and_by_a_teacher_as_the_command_does(call: Any, site: Site, tmp_path: Path) -> None:
+    keys = corpus_and_teacher(site, tmp_path / "run")
+    outcome = run_keys(tmp_path / "run", site.keys(**keys))
+    assert outcome.code == 0, outcome.err
+    words = ["--data", site.train, "--output", tmp_path / "mined.jsonl", "--corpus", keys["mine_corpus"]]
+    words += ["--teacher", site.bert, "--negatives", "2", "--relative-margin", "0.001", "--range-max", "90"]
+    done = call("mine", site.bert_without_dropout, *words)
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (tmp_path / "mined.jsonl").read_text("utf-8").splitlines()]
+    assert mined_texts(outcome) == [row.get("negatives", []) for row in rows]
+    further = set((tmp_path / "run" / "corpus.txt").read_text("utf-8").splitlines())
+    assert further & {text for texts in mined_texts(outcome) for text in texts}
+    report = json.loads((outcome.folder / "mining" / "epoch-00001" / "report.json").read_text("utf-8"))
+    assert report["documents"] == 84 + len(further)
+    facts = (outcome.folder / "report" / "report.md").read_text("utf-8")
+    assert "further documents to mine from" in facts
+    reasons = json.loads((outcome.folder / "plan.json").read_text("utf-8"))["reasons"]
+    assert any(f"mine_teacher {site.bert}: its scores decide" in each for each in reasons)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_corpus_and_refuses_another_one(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = corpus_and_teacher(site, tmp_path)
+    whole = run_keys(tmp_path, site.keys(**keys, output_dir=str(tmp_path / "whole")))
+    assert whole.code == 0, whole.err
+    config, train_step = write_config(tmp_path, site.keys(**keys)), Trainer._train_step
+
+    def killed(self: Trainer, number: int) -> Any:
+        if number == 3:
+            raise Killed
+        return train_step(self, number)
+
+    monkeypatch.setattr(Trainer, "_train_step", killed)
+    with pytest.raises(Killed):
+        run_here(config)
+    monkeypatch.undo()
+    corpus = tmp_path / "corpus.txt"
+    text = corpus.read_text("utf-8")
+    corpus.write_text(text + "one more\n", "utf-8")
+    refused = run_here(config)
+    assert refused.code != 0
+    assert "data_fingerprint" in refused.err or "other data" in refused.err
+    corpus.write_text(text, "utf-8")
+    assert run_here(config).code == 0
+    assert_same_run(tmp_path / "out", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_loss_asks_its_teacher_about_what_was_mined(site: Site, tmp_path: Path) -> None:
+    judge, words = (
+        tmp_path / "judge",
+        {word for row in site.train.read_text("utf-8").split('"') for word in row.split()},
+    )
+    write_cross_encoder(judge, sorted(words))
+    keys = {"loss_type": "kl", "temperature": None, "teacher_model_name": str(judge), "max_steps": 8}
+    whole = run_keys(tmp_path / "kl", site.keys(**KEYS | keys) | {"mine_relative_margin": None})
+    assert whole.code == 0, whole.err
+    assert min(whole.losses) > 0, "without what is mined a row has one document, of which nothing can be learnt"
+    assert len(list((whole.folder / "teacher").glob("pairs-*.npy"))) == 3, "what rows have, and what each epoch adds"
+    corpus = corpus_and_teacher(site, tmp_path / "filter")
+    filtered = {"false_negative_filter": "teacher", "teacher_model_name": str(site.bert)}
+    done = run_keys(tmp_path / "filter", site.keys(**corpus | filtered))
+    assert done.code == 0, done.err
+    assert "further documents" in (done.folder / "report" / "report.md").read_text("utf-8")
 
 
 def test_documents_of_a_batch_are_planned_with_the_mined_ones(site: Site) -> None:

@@ -126,6 +126,30 @@ def test_a_wrong_entry_is_named_with_its_place(data: list[object], words: str) -
 
 
 @pytest.mark.slow
+def test_a_loss_for_each_source_is_logged_by_source_and_resumes_exactly(keys: dict[str, Any], tmp_path: Path) -> None:
+    graded = [{"ask": f"b w{row} one", "positive": f"b w{row} two", "label": row % 3} for row in range(48)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in graded))
+    sources = [{**keys["data"][0], "weight": 1}, {**keys["data"][1], "loss": "cosent"}]
+    keys |= {"data": sources, "source_batches": "single", "label_kind": "grade", "learn_temperature": True}
+    keys |= {"learning_rate": 1e-2, "num_processes": 1, "bm25": False, "val_data_path": str(tmp_path / "a.jsonl")}
+    keys |= {"save_strategy": "steps", "save_steps": 5, "save_total_limit": 9, "epochs": 2}
+    vembed.train(keys, output_dir=str(tmp_path / "whole"))
+    rows = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
+    names = [[name for name in row if name.startswith("loss_source")] for row in rows]
+    assert sorted(map(tuple, names)) == [("loss_source_1",)] * 4 + [("loss_source_2",)] * 8
+    assert all(row[own] == row["loss"] for row, [own] in zip(rows, names, strict=True))
+    report = (tmp_path / "whole/report/report.md").read_text()
+    assert "Training loss, source 1" in report
+    assert "Training loss, source 2" in report
+    vembed.train(keys, output_dir=str(tmp_path / "part"))
+    for saved in (tmp_path / "part/checkpoints").iterdir():
+        if saved.is_dir() and int(saved.name.partition("-")[2]) != 5:
+            saved.rename(tmp_path / saved.name)
+    vembed.train(keys, output_dir=str(tmp_path / "part"))
+    assert _losses(tmp_path / "part") == _losses(tmp_path / "whole")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("source_batches", ["mixed", "single"])
 def test_a_run_says_what_its_sources_gave_and_resumes_exactly(
     keys: dict[str, Any], tmp_path: Path, source_batches: str

@@ -112,10 +112,13 @@ class TrainKeys(TypedDict, total=False):
     batch_sampling: Literal["random", "no_duplicates", "classes", "hard"]
     samples_per_class: int
     hard_max_similarity: float
+    hard_refresh: Literal["once"] | int
     teacher_model_name: str | Path | None
     teacher_revision: str | None
     teacher_cache: str | Path
     mine: Literal["never", "once"] | int
+    mine_corpus: str | None
+    mine_teacher: str | None
     mine_negatives: int
     mine_range_min: int
     mine_range_max: int

@@ -24,8 +24,11 @@ def plain_values(config: Config) -> dict[str, object]:
 def _of_another_plugin(name: str, config: Config) -> bool:
     """Return whether only losses of plugins have a key, and none of them is the run's."""
     losses = facts_of(fields()[name]).get("acts_with", {}).get("loss_type", ())
-    chosen = {config.loss_type, *config.added_losses}
-    return bool(losses) and not chosen & set(losses) and LOSSES.plugins().keys() >= set(losses)
+    return (
+        bool(losses)
+        and not {config.loss_type, *config.loss_names()} & set(losses)
+        and LOSSES.plugins().keys() >= set(losses)
+    )
 
 
 def dump_config(config: Config) -> str:

@@ -127,7 +127,9 @@ def rule(*keys: str) -> Callable[[Callable[[Any], str | None]], Callable[[Any], 
 
 
 def idle_rules(
-    fields: Mapping[str, FieldInfo], hints: Mapping[str, Callable[[Any, str], str]], further: Mapping[str, str]
+    fields: Mapping[str, FieldInfo],
+    hints: Mapping[str, Callable[[Any, str], str]],
+    further: Mapping[str, tuple[tuple[str, ...], Callable[[Any], Sequence[object]]]],
 ) -> list[Rule]:
     """Return a rule for each key that acts only with some values of another.
 
@@ -136,10 +138,10 @@ def idle_rules(
 
     Args:
         hints: Other key -> function from a Config and the key without effect to the end of its message, often empty.
-        further: Other key -> a key whose entries are further values of it.
+        further: Other key -> keys that it has further values from, and a function from a Config to all its values.
     """
     return [
-        _idle_rule(name, info.get_default(), other, values, hints.get(other), further.get(other))
+        _idle_rule(name, info.get_default(), other, values, hints.get(other), *further.get(other, ((), None)))
         for name, info in fields.items()
         for other, values in facts_of(info).get("acts_with", {}).items()
         if info.get_default() is not True
@@ -152,14 +154,15 @@ def _idle_rule(
     other: str,
     values: Sequence[object],
     hint: Callable[[Any, str], str] | None,
-    further: str | None,
+    further: tuple[str, ...],
+    every_value: Callable[[Any], Sequence[object]] | None,
 ) -> Rule:
     allowed = " or ".join(map(word, values))
 
     def check(config: Any) -> str | None:
         value, present = getattr(config, name), getattr(config, other)
         asks = value != default and value is not None and value is not False
-        every = (present, *(getattr(config, further) if further else ()))
+        every = (present,) if every_value is None else every_value(config)
         acts = any(_fits(one, each) for one in every for each in values) if values else present is not None
         if not asks or acts:
             return None
@@ -169,7 +172,7 @@ def _idle_rule(
         return f"{name} has no effect with {other} {word(present)}; remove it or set {other} to {allowed}{end}"
 
     needed = f"`{other}: {allowed}`" if values else f"`{other}`"
-    return Rule((name, other, *([further] if further else ())), f"`{name}` has an effect only with {needed}.", check)
+    return Rule((name, other, *further), f"`{name}` has an effect only with {needed}.", check)
 
 
 def _fits(value: Any, wanted: object) -> bool:

@@ -114,6 +114,9 @@ class LossNeeds(Protocol):
     def takes(self) -> Collection[str]:
         """What it learns from: "positives", "classes", "pairs", "lists"."""
 
+    def for_source(self, number: int) -> LossNeeds:
+        """Return what it needs of one of several sources."""
+
 
 class RowShape(NamedTuple):
     """The source columns of one shape of row; None where the shape has none."""

@@ -191,6 +191,10 @@ class RecordTable:
         added = {name: pa.repeat(value.cast(types[name]), count) for name, value in more.items()}
         return RecordTable({**self._columns, **added}, self._items, self._files, self._rows)
 
+    def with_items(self, items: ItemTable) -> RecordTable:
+        """Return the records with further items behind theirs, which no record names yet."""
+        return RecordTable(self._columns, ItemTable.joined([self._items, items]), self._files, self._rows)
+
     def with_negatives(self, numbers: Ragged, *, replace: bool) -> RecordTable:
         """Return the records with further negatives.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from vembed.config.keys.data import DataKeys
-from vembed.config.keys.mining import MiningKeys
+from vembed.config.keys.mining import SOURCES, MiningKeys
 from vembed.config.messages import checked_section
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import quiet_libraries, run_command
@@ -75,7 +75,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 def add_mining_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a word for each key of mining, with the key's own default."""
     for name, info in MiningKeys.model_fields.items():
-        if name == "mine":  # of a run: when it mines
+        if name in SOURCES:
             continue
         word, default, meaning = _word(name), info.get_default(), (info.description or "").replace("%", "%%")
         if default is False:
@@ -141,7 +141,7 @@ def _run(parsed: argparse.Namespace, command: str, watchdog: Watchdog) -> int:
 
 
 def _mining_keys(parsed: argparse.Namespace) -> MiningKeys:
-    given = {name: getattr(parsed, name) for name in MiningKeys.model_fields if name != "mine"}
+    given = {name: getattr(parsed, name) for name in MiningKeys.model_fields if name not in SOURCES}
     try:
         keys = checked_section(MiningKeys, given)
     except ConfigError as error:

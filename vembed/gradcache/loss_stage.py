@@ -84,13 +84,14 @@ class LossStage:
         room_BE = z_VE if places_N is None else self._gathered(z_VE, assignment, places_N)
         z_NE = room_BE[: assignment.num_rows]
         largest: Tensor = torch.linalg.vector_norm(z_NE, math.inf)  # |z| itself would be a copy of all embeddings
-        streamed = self.loss.streamed if structure.num_queries >= self.ranks.world_size else None
+        prefix, chosen = self.loss.chosen(structure)
+        streamed = chosen.streamed if structure.num_queries >= self.ranks.world_size else None
         precise = torch.autocast(z_NE.device.type, enabled=False)  # a caller's would round products of the loss
         with precise, tf32_products(z_NE.device) if self.tf32 else nullcontext():
             if streamed is not None:
                 loss, rank_loss, u_NE, own = self._streamed(streamed, z_NE, structure, counts_N)
             else:
-                loss, u_NE, own = self._by_autograd(z_NE, structure, counts_N)
+                loss, u_NE, own = self._by_autograd(chosen, z_NE, structure, counts_N)
                 rank_loss = loss
         if places_N is None:
             u_VE = u_NE
@@ -98,7 +99,15 @@ class LossStage:
             u_VE = self.ranks.sum_own_block(room_BE.index_copy_(0, places_N, u_NE))[: len(z_VE)]
         else:
             u_VE = u_NE[self._own(assignment, u_NE.device)]
-        return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), own, largest)
+        return LossResult(loss, rank_loss, u_VE.mul_(gradient_scale), self._all_own(prefix, own), largest)
+
+    def _all_own(self, prefix: str, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients of all of the loss's parameters: zeros of those that this batch's loss hasn't."""
+        found = {f"{prefix}{name}": gradient for name, gradient in own.items()}
+        for name, parameter in self.loss.named_parameters() if prefix else ():
+            if parameter.requires_grad:
+                found.setdefault(name, torch.zeros_like(parameter))
+        return found
 
     def _block_places(self, assignment: RowAssignment, device: torch.device) -> Tensor | None:
         """Return the place of each row of the batch among the blocks of all ranks; None on a single rank."""
@@ -117,16 +126,16 @@ class LossStage:
         return to_device(torch.from_numpy(assignment.slots[self.ranks.rank]), device)
 
     def _by_autograd(
-        self, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None
+        self, chosen: BatchLoss, z_NE: Tensor, structure: BatchStructure, counts_N: NDArray[np.int64] | None
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         embeddings = z_NE.detach().requires_grad_()
-        own = {name: parameter for name, parameter in self.loss.named_parameters() if parameter.requires_grad}
+        own = {name: parameter for name, parameter in chosen.named_parameters() if parameter.requires_grad}
         structure = structure.to(z_NE.device)
         if counts_N is None:
             sides = embeddings[: structure.num_queries], embeddings[structure.num_queries :]
-            loss = self.loss(*sides, structure)
+            loss = chosen(*sides, structure)
         else:
-            loss = self.loss(*MultiVectors.sides(embeddings, counts_N, structure.num_queries), structure)
+            loss = chosen(*MultiVectors.sides(embeddings, counts_N, structure.num_queries), structure)
         # A loss may leave a parameter of its own out of this batch: then its gradient is zero.
         u_NE, *found = torch.autograd.grad(loss, [embeddings, *own.values()], materialize_grads=True)
         found = [each.contiguous() for each in found]

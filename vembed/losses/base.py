@@ -45,9 +45,12 @@ class BatchStructure:
     weights_Q: Tensor | None = None  # how much each query's terms count, float64; None: all alike
     teacher_Q: Tensor | None = None  # a teacher's unit vectors of the queries, (Q, T) float32; None: no teacher
     teacher_D: Tensor | None = None  # and of the documents, (D, T)
+    source: int | None = None  # number of the source that all rows are of; None where sources may be mixed
 
     @classmethod
-    def of(cls, batch: ContrastiveBatch, device: torch.device | None = None) -> BatchStructure:
+    def of(
+        cls, batch: ContrastiveBatch, device: torch.device | None = None, source: int | None = None
+    ) -> BatchStructure:
         """Move a batch's structure to a device."""
 
         def tensor(array: NDArray[Any]) -> Tensor:
@@ -71,6 +74,7 @@ class BatchStructure:
             weights_Q=None if weights_Q is None or (weights_Q == 1).all() else tensor(weights_Q),
             teacher_Q=None if batch.teacher_Q is None else tensor(batch.teacher_Q),
             teacher_D=None if batch.teacher_D is None else tensor(batch.teacher_D),
+            source=source,
         )
 
     def to(self, device: torch.device) -> BatchStructure:
@@ -79,7 +83,7 @@ class BatchStructure:
         def moved(value: Any) -> Any:
             if isinstance(value, Mapping):
                 return {name: moved(inner) for name, inner in value.items()}
-            return None if value is None else to_device(value, device)
+            return to_device(value, device) if isinstance(value, Tensor) else value
 
         return BatchStructure(**{each.name: moved(getattr(self, each.name)) for each in fields(self)})
 
@@ -134,6 +138,10 @@ class BatchLoss(nn.Module, ABC):
     @abstractmethod
     def forward(self, q: Any, d: Any, structure: BatchStructure, /) -> Tensor:
         """Return the loss of the batch, a scalar, from its queries and its documents."""
+
+    def chosen(self, structure: BatchStructure) -> tuple[str, BatchLoss]:  # noqa: ARG002
+        """Return the loss of a batch, and what the names of its parameters begin with among this one's."""
+        return "", self
 
     @property
     def streamed(self) -> StreamedLoss | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from vembed.config.fields import Section
@@ -14,7 +14,7 @@ from vembed.plan.memory import LOSS_STRIP_TILES
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vembed.data.columns import ExtraColumn
     from vembed.losses.base import BatchLoss, LossCommon
@@ -61,36 +61,49 @@ class LossFacts:
     hints: Mapping[str, str | Callable[[Any], str]] = field(default_factory=dict)
 
     parts: tuple[tuple[LossFacts, float], ...] = ()  # of a sum of losses: each with its weight
+    of_source: tuple[LossFacts, ...] = ()  # of a loss for each source: that of each
 
     def with_added(self, added: Mapping[str, float]) -> LossFacts:
         """Return the facts of the sum of this loss and others, by `loss_type` with their weights."""
         if not added:
             return self
         parts = ((self, 1.0), *((loss_facts(name), weight) for name, weight in added.items()))
-        every = [facts for facts, _ in parts]
-        return LossFacts(
-            name=" + ".join(facts.name for facts in every),
-            loss="vembed.losses.sum:SumLoss",
-            keys=Section,
-            title=" and ".join(facts.title for facts in every),
-            columns=tuple({column.name: column for facts in every for column in facts.columns}.values()),
-            takes=tuple(dict.fromkeys(what for facts in every for what in facts.takes)),
-            reads_teacher=lambda config: any(facts.reads_teacher(config) for facts in every),
-            reads_negatives=lambda config: next(filter(None, (facts.reads_negatives(config) for facts in every)), ""),
-            multi_vector=self.multi_vector,
-            parts=parts,
-        )
+        together = _together([facts for facts, _ in parts], " + ")
+        return replace(together, loss="vembed.losses.sum:SumLoss", parts=parts)
+
+    def with_sources(self, names: Sequence[str | None]) -> LossFacts:
+        """Return the facts of a loss for each source, by `loss_type`; None has this one."""
+        if not any(names):
+            return self
+        each = tuple(self if name is None else loss_facts(name) for name in names)
+        if len(set(each)) == 1:
+            return each[0]
+        return replace(_together(list(dict.fromkeys(each)), " or "), of_source=each)
+
+    def for_source(self, number: int) -> LossFacts:
+        """Return the facts of a source's loss; it reads what columns the others ask for where the rows have them."""
+        if not self.of_source:
+            return self
+        own = self.of_source[number]
+        known = {column.name for column in own.columns}
+        others = (replace(column, required=False) for column in self.columns if column.name not in known)
+        return replace(own, columns=(*own.columns, *others))
 
     def keys_in(self, config: Any) -> Any:
-        """Return the section of a configuration that has the loss's keys, of a sum those of each part."""
-        if self.parts:
-            return tuple(facts.keys_in(config) for facts, _ in self.parts)
+        """Return the section of a configuration that has the loss's keys; of several losses those of each."""
+        if several := self.several:
+            return tuple(facts.keys_in(config) for facts in several)
         return self.keys.model_validate({name: getattr(config, name) for name in self.keys.model_fields})
 
     @property
+    def several(self) -> tuple[LossFacts, ...]:
+        """The facts of the losses that this one is made of: the parts of a sum, or the different ones of sources."""
+        return tuple(facts for facts, _ in self.parts) or tuple(dict.fromkeys(self.of_source))
+
+    @property
     def alone(self) -> tuple[LossFacts, ...]:
-        """The facts of each part of a sum, or these."""
-        return tuple(facts for facts, _ in self.parts) or (self,)
+        """The facts of each loss that this one is made of in the end, or these."""
+        return tuple(dict.fromkeys(each for facts in self.several for each in facts.alone)) or (self,)
 
     def hint(self, key: str, value: object) -> str:
         """Return what a user who set a key of another loss may want here; empty where nothing is alike."""
@@ -104,6 +117,11 @@ class LossFacts:
 
             built = zip(self.parts, keys, strict=True)
             return SumLoss([(weight, facts.build(each, common)) for (facts, weight), each in built])
+        if different := self.several:
+            from vembed.losses.by_source import SourceLosses
+
+            losses = [facts.build(each, common) for facts, each in zip(different, keys, strict=True)]
+            return SourceLosses(losses, [different.index(facts) for facts in self.of_source])
         loss: BatchLoss = self.loss_class().from_keys(keys, common)
         return loss
 
@@ -114,6 +132,21 @@ class LossFacts:
         module, name = self.loss.split(":")
         found: type[BatchLoss] = getattr(importlib.import_module(module), name)
         return found
+
+
+def _together(every: Sequence[LossFacts], between: str) -> LossFacts:
+    """Return what several losses ask for together."""
+    return LossFacts(
+        name=between.join(facts.name for facts in every),
+        loss="",
+        keys=Section,
+        title=" and ".join(facts.title for facts in every),
+        columns=tuple({column.name: column for facts in every for column in facts.columns}.values()),
+        takes=tuple(dict.fromkeys(what for facts in every for what in facts.takes)),
+        reads_teacher=lambda config: any(facts.reads_teacher(config) for facts in every),
+        reads_negatives=lambda config: next(filter(None, (facts.reads_negatives(config) for facts in every)), ""),
+        multi_vector=every[0].multi_vector,
+    )
 
 
 def loss_facts(name: str) -> LossFacts:

@@ -235,7 +235,8 @@ class LossTiles:
     memory: str = "tiles"  # as the loss's facts say: blocks, the whole "matrix", listed "pairs", or "tokens"
     strip: int = LOSS_STRIP_TILES  # most blocks of a strip of rows that is kept beside them; 0 where none is
     listed: tuple[int, int] = (0, 0)  # numbers that live on for each query of the device, and each document of all
-    parts: tuple[LossTiles, ...] = ()  # of a sum of losses: each one's; nothing else counts then
+    parts: tuple[LossTiles, ...] = ()  # of several losses: each one's; nothing else counts then
+    at_once: bool = True  # whether they are parts of a sum; else each batch has one of them, and the largest counts
     teacher: int = 0  # dims of a teacher's vectors, which every device has of all rows
     copies: int = 0  # of the embeddings of the device's queries
 
@@ -274,6 +275,8 @@ def loss_bytes(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
 
 def _similarities(size: ModelSize, rows: BatchRows, tiles: LossTiles) -> int:
     """Return how many numbers the loss holds at once; one that doesn't stream is computed whole on every device."""
+    if tiles.parts and not tiles.at_once:
+        return max(_similarities(size, rows, part) for part in tiles.parts)
     if tiles.parts:  # what one holds between its two sweeps waits for the others, and so does a gradient
         waiting = size.values_of(rows.num_queries, rows.all_documents)
         return waiting + sum(_similarities(size, rows, part) for part in tiles.parts)

@@ -296,9 +296,10 @@ def _loss_tiles(
 
 
 def _tiles_of(facts: Any, keys: Any, size: int, num_prefixes: int) -> LossTiles:
-    """Return the blocks of a loss, or of each part of a sum."""
-    if facts.parts:
-        parts = zip(facts.alone, keys, strict=True)
-        return LossTiles(size, 0, parts=tuple(_tiles_of(part, own, size, num_prefixes) for part, own in parts))
+    """Return the blocks of a loss, or of each of several."""
+    if facts.several:
+        several = zip(facts.several, keys, strict=True)
+        each = tuple(_tiles_of(one, own, size, num_prefixes) for one, own in several)
+        return LossTiles(size, 0, parts=each, at_once=not facts.of_source)
     count, strip = facts.blocks(keys)
     return LossTiles(size, count + num_prefixes, facts.memory, strip, facts.listed(keys), copies=facts.copies(keys))

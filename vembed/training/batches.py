@@ -112,6 +112,7 @@ class BatchSource:
     answers: Answers | None = None  # what a teacher says of the records, or None
     counts_masked: bool = False  # whether the loss masks false negatives
     prompted: tuple[Encoder, ...] = ()  # for the texts of each source, where sources have prompts of their own
+    tells_source: bool = False  # whether each batch is of one of several sources
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.
@@ -147,7 +148,8 @@ class BatchSource:
             sources_N = np.concatenate([sources_Q, np.repeat(sources_Q, num_documents_Q)])
         own = [self._own_part(batch, group, assignment, sources_N) for group in groups]
         num_masked = count_masked(batch) if self.counts_masked else None
-        return FeaturedBatch(batch.record_ids, BatchStructure.of(batch), num_masked, assignment, tuple(own))
+        structure = BatchStructure.of(batch, source=int(self.records.sources[rows[0]]) if self.tells_source else None)
+        return FeaturedBatch(batch.record_ids, structure, num_masked, assignment, tuple(own))
 
     def prepared(self, featured: FeaturedBatch) -> PreparedBatch:
         """Give features to the encoder."""

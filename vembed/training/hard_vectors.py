@@ -1,7 +1,7 @@
-"""What batches of hard negatives are chosen by: a vector of each training row, as the starting model sees it.
+"""What batches of hard negatives are chosen by: a vector of each training row, as a model sees it.
 
-A row's vector is the sum of those of its query and of its first positive, each of unit length. They are encoded before
-step 1, whatever step a run goes on from, and kept on disk for as long as the run is.
+A row's vector is the sum of those of its query and of its first positive, each of unit length. The starting model's are
+encoded before step 1, whatever step a run goes on from, and kept on disk for as long as the run is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from vembed.batch import MODALITY_WORDS
 from vembed.data.clusters import BLOCK_ROWS, TINY, whole_numbers
+from vembed.data.problems import plural
 from vembed.errors import ConfigError
 from vembed.evaluation.provenance import model_key
 from vembed.training.stored import StoredSide, StorePlace, distinct_items
@@ -61,12 +62,20 @@ class HardVectors:
         """What the vectors take on disk."""
         return sum(side.num_bytes for side in self.sides)
 
-    def note(self) -> str:
-        """Say what is encoded."""
+    @property
+    def dimension(self) -> int:
+        """Numbers of a vector."""
+        return self.sides[0].dimension
+
+    def note(self, refresh: int | str) -> str:
+        """Say what is encoded, and when: "once", or every so many epochs."""
         count = sum(len(side.items.ids_U) for side in self.sides)
+        when = "before step 1 the starting model"
+        if isinstance(refresh, int):
+            when = f"before epoch 1 and every {plural(refresh, 'epoch')} the model as it then is"
         return (
-            f"batch_sampling hard: before step 1 the starting model encodes {count:,} distinct queries and positives; "
-            f"rows whose vectors lie close together share a batch."
+            f"batch_sampling hard: {when} encodes {count:,} distinct queries and positives; rows whose vectors lie "
+            f"close together share a batch."
         )
 
     def vectors(self, encode: ItemEncoder) -> NDArray[np.int16]:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vembed.config.keys.data import DataKeys
     from vembed.data.columns import LossNeeds
     from vembed.data.images import ImageLimits
+    from vembed.data.item_table import ItemTable
     from vembed.data.retrieval import RetrievalData
 
 
@@ -54,6 +55,12 @@ class RunData:
     read: Mapping[str, str] = field(default_factory=dict)  # what was read of each source, by label, for the plan
     more_facts: tuple[tuple[str, str], ...] = ()  # what the run did with them, as (label, value)
     further: tuple[FurtherSet, ...] = ()  # other test sets, and guard sets
+    corpus: ItemTable | None = None  # further documents that negatives are mined from
+
+    def with_corpus(self, corpus: ItemTable) -> RunData:
+        """Return the data with further documents that negatives are mined from."""
+        both = hashlib.sha256(self.fingerprint.encode() + corpus.ids.astype("<i8").tobytes()).hexdigest()
+        return replace(self, corpus=corpus, fingerprint=both)
 
     def facts(self) -> list[tuple[str, str]]:
         """Return (label, value) for the report."""
@@ -69,6 +76,8 @@ class RunData:
         if len(self.sources) > 1:
             each = np.bincount(self.records.sources, minlength=len(self.sources))
             facts[1:1] = [(f"of {path}", str(count)) for path, count in zip(self.sources, each.tolist(), strict=True)]
+        if self.corpus is not None:
+            facts.append(("further documents to mine from", str(len(self.corpus.columns))))
         if counts.items.has_pictures:
             facts += [
                 ("training direction", counts.items.direction),
@@ -239,10 +248,11 @@ def _sources(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, S
     if keys.data_path is not None:
         return [(keys.data_path, SourceOptions("train", keys.data_split, keys, loss))]
     found = []
-    for source in keys.data or ():
+    for number, source in enumerate(keys.data or ()):
         mapping = keys.column_mapping if source.column_mapping is None else source.column_mapping
         own = keys.model_copy(update={"column_mapping": mapping})
-        found.append((source.path, SourceOptions("train", source.split, own, loss)))
+        needs = None if loss is None else loss.for_source(number)
+        found.append((source.path, SourceOptions("train", source.split, own, needs)))
     return found
 
 

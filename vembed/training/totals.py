@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vembed.evaluation.report.curves import SOURCE_LOSS
+
 if TYPE_CHECKING:
     from vembed.distributed.ranks import Ranks
     from vembed.gradcache.engine import StepResult
@@ -18,6 +20,7 @@ class StepTotals:
     """The numbers of one optimizer step."""
 
     losses: list[float] = field(default_factory=list)  # of each batch, all ranks together
+    sources: list[int | None] = field(default_factory=list)  # of each batch, where it is of one of several
     record_ids: list[int] = field(default_factory=list)
     num_queries: int = 0  # queries of all ranks
     tokens: int = 0  # real tokens; of this rank until `add_ranks`, then of all
@@ -37,6 +40,15 @@ class StepTotals:
         return sum(self.losses) / len(self.losses)
 
     @property
+    def loss_by_source(self) -> dict[str, float]:
+        """Mean loss of the batches of each source that has any, by the name of the measure."""
+        found: dict[str, list[float]] = {}
+        for source, loss in zip(self.sources, self.losses, strict=True):
+            if source is not None:
+                found.setdefault(f"{SOURCE_LOSS}{source + 1}", []).append(loss)
+        return {name: sum(losses) / len(losses) for name, losses in found.items()}
+
+    @property
     def rank_loss(self) -> float:
         """Mean loss of the batches over the queries whose loss this rank computed."""
         return sum(self.rank_losses) / len(self.rank_losses)
@@ -49,6 +61,7 @@ class StepTotals:
     def add(self, batch: PreparedBatch, result: StepResult) -> None:
         """Count a batch."""
         self.losses.append(result.loss)
+        self.sources.append(batch.structure.source)
         self.record_ids += batch.featured.record_ids
         self.num_queries += batch.structure.num_queries
         self.rank_losses.append(result.rank_loss)

@@ -223,6 +223,7 @@ class Trainer:
         return {
             "epoch": self.state.step / self.plan.steps.per_epoch,
             "loss": totals.loss,
+            **totals.loss_by_source,
             "samples_per_second": totals.num_queries / seconds,
             "tokens_per_second": totals.tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(self.source.device),

@@ -145,10 +145,10 @@ def _sets_differ(config: "Config") -> str | None:
     return None
 
 
-@rule("label_kind", "loss_type", "added_losses")
+@rule("label_kind", "loss_type", "added_losses", "data")
 def _scores_have_a_loss(config: "Config") -> str | None:
     """`label_kind: pair` and `grade` need a loss that takes listed pairs."""
-    if config.label_kind not in {"pair", "grade"} or takes_pairs(config.loss_type, *config.added_losses):
+    if config.label_kind not in {"pair", "grade"} or takes_pairs(*config.loss_names()):
         return None
     taking = [name for name in LOSSES.names() if takes_pairs(name)]
     return (

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 _MINES: Mapping[str, tuple[object, ...]] = {"mine": ("once", {"minimum": 1})}
 
 
+SOURCES = ("mine", "mine_corpus", "mine_teacher")
+"""Keys that say when and with what a run mines; `vembed mine` has options of its own for them."""
+
+
 class MiningKeys(Section):
     """Which of the documents that a model finds become hard negatives."""
 
@@ -21,6 +25,18 @@ class MiningKeys(Section):
         "Mine hard negatives with the model as it is, among the documents of the training data: once, before the first "
         "epoch, or every so many epochs.",
         unit="epochs",
+    )
+    mine_corpus: Name | None = key(
+        None,
+        "Further documents that negatives are mined from: a file, folder or set, as vembed encode takes them; null "
+        "takes the documents of the training data alone.",
+        acts_with=_MINES,
+    )
+    mine_teacher: Name | None = key(
+        None,
+        "Better model, whose scores margins and bounds look at: hub id or folder of any encoder or cross-encoder of "
+        "sentence-transformers (vembed[st]); null takes those of the model that mines.",
+        acts_with=_MINES,
     )
     mine_negatives: Count = key(
         4, "Most hard negatives that are mined for each row.", unit="documents", acts_with=_MINES
@@ -69,8 +85,8 @@ class MiningKeys(Section):
     )
 
     def mining(self) -> dict[str, Any]:
-        """Return these keys alone, of a configuration that has others too."""
-        return {name: getattr(self, name) for name in MiningKeys.model_fields if name != "mine"}
+        """Return the rules of mining alone; documents and models are known by what they hold."""
+        return {name: getattr(self, name) for name in MiningKeys.model_fields if name not in SOURCES}
 
 
 @rule("mine", "label_kind")
@@ -79,11 +95,3 @@ def _mined_rows_have_positives(config: "Config") -> str | None:
     if config.mine == "never" or config.label_kind not in {"pair", "grade"}:
         return None
     return f"mine needs rows with positives, and label_kind {config.label_kind} gives pairs a score; leave one out"
-
-
-@rule("mine", "teacher_model_name")
-def _no_teacher_is_asked_of_mined_pairs(config: "Config") -> str | None:
-    """`mine` and `teacher_model_name` exclude each other: the teacher is asked once, before anything is mined."""
-    if config.mine == "never" or config.teacher_model_name is None:
-        return None
-    return "mine finds documents that the teacher is not asked about; mine with vembed mine before, or leave one out"

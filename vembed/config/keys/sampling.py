@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vembed.config.fields import LARGEST_COUNT, Section, Share, key, rule
+from vembed.config.fields import LARGEST_COUNT, Count, Section, Share, key, rule
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -17,7 +17,8 @@ class SamplingKeys(Section):
         "random",
         "Which rows share a batch. random: any. no_duplicates: no query and no positive comes twice in a batch; a row "
         "that fits in none is left out of the epoch. classes: as many rows of each of some classes. hard: "
-        "rows that the starting model finds alike, so that each is a hard negative of the others.",
+        "rows that a model finds alike, the starting one or (hard_refresh) that of the epoch, so that each is a hard "
+        "negative of the others.",
     )
     samples_per_class: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = key(
         4, "Rows of each class in a batch.", unit="rows", acts_with={"batch_sampling": ("classes",)}
@@ -25,6 +26,13 @@ class SamplingKeys(Section):
     hard_max_similarity: Share = key(
         0.95,
         "Two rows share no batch where their vectors have a higher cosine similarity: they may say the same.",
+        acts_with={"batch_sampling": ("hard",)},
+    )
+    hard_refresh: Literal["once"] | Count = key(
+        "once",
+        "When hard batches are chosen: once, by the starting model, or before the first epoch and every so many "
+        "epochs, each time by the model as it then is.",
+        unit="epochs",
         acts_with={"batch_sampling": ("hard",)},
     )
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from vembed.config.fields import ANY, Name, Positive, Section, Text, key, rule
+from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
     from vembed.config.schema import Config
@@ -34,6 +35,7 @@ class Source(Section):
     path: Name = key(..., "As data_path.")
     split: Name | None = key(None, "As data_split.")
     weight: Positive = key(1.0, "How much more often its rows come.")
+    loss: Name | None = key(None, "Loss of the batches of these rows; null is loss_type, with added_losses.")
     query_prompt: Text | None = key(None, "Text before each query of these rows in training; null is the run's.")
     document_prompt: Text | None = key(None, "Text before each document of these rows in training; null is the run's.")
     column_mapping: Annotated[Mapping[Name, Name | None] | None, LISTED_NEGATIVES] = key(
@@ -54,6 +56,7 @@ class SourceKeys(Section):
         None,
         "Several sources of training data, in place of data_path. Each entry has a path, and may have: split and "
         "column_mapping, as data_split and column_mapping; weight, 1 by default, how much more often its rows come; "
+        "loss, with source_batches: single, the loss of its batches in place of loss_type; "
         "query_prompt and document_prompt, put before its texts in training. An epoch has as many rows as all sources "
         "have; rows of one that comes less often wait for the next epochs. Classes of different sources differ.",
     )
@@ -65,6 +68,33 @@ class SourceKeys(Section):
         "Sources share an epoch as weight x rows^(1 / source_temperature); above 1 small sources come more often.",
         acts_with={"data": ANY},
     )
+
+
+def losses_of_sources(config: "Config") -> tuple[str | None, ...]:
+    """Return the loss that each source has of its own."""
+    return tuple(source.loss for source in config.data or ())
+
+
+@rule("data", "loss_type", "source_batches")
+def _losses_of_sources_fit(config: "Config") -> str | None:
+    """A `loss` in `data` learns from rows, takes as many vectors of a row as `loss_type`, and needs single batches."""
+    for number, name in enumerate(losses_of_sources(config)):
+        if name is None:
+            continue
+        if name not in LOSSES or not LOSSES.load(name).takes:
+            taken = [each for each in LOSSES.names() if LOSSES.load(each).takes]
+            found = "learns nothing from the rows alone" if name in LOSSES else "is no loss"
+            return f"data[{number}].loss: {name!r} {found}; name one of {', '.join(taken)}"
+        if LOSSES.load(name).multi_vector != LOSSES.load(config.loss_type).multi_vector:
+            return (
+                f"data[{number}].loss: {name} takes other embeddings than {config.loss_type}: one several for each row"
+            )
+        if config.source_batches == "mixed" and len(config.data or ()) > 1:
+            return (
+                f"data[{number}].loss: a mixed batch holds rows of all sources and has one loss; set source_batches to "
+                f"single, or leave the loss out"
+            )
+    return None
 
 
 @rule("data", "data_path")

@@ -36,7 +36,7 @@ def teacher_gives_scores(config: "Config") -> bool:
 
     A loss that learns from positives as well keeps to them where the teacher is there for something else.
     """
-    losses = [LOSSES.load(name) for name in (config.loss_type, *config.added_losses) if name in LOSSES]
+    losses = [LOSSES.load(name) for name in config.loss_names() if name in LOSSES]
     takers = [loss for loss in losses if {"pairs", "lists"} & set(loss.takes)]
     by_data = config.label_kind in ("pair", "grade")
     is_needed = any("positives" not in loss.takes for loss in takers)
@@ -44,11 +44,11 @@ def teacher_gives_scores(config: "Config") -> bool:
     return config.teacher_model_name is not None and not by_data and bool(takers) and (is_needed or is_free)
 
 
-@rule("teacher_model_name", "loss_type", "added_losses", "label_kind", "false_negative_filter")
+@rule("teacher_model_name", "loss_type", "added_losses", "data", "label_kind", "false_negative_filter")
 def _somebody_reads_the_teacher(config: "Config") -> str | None:
     """`teacher_model_name` must be set where the loss reads a teacher, and only there."""
     loss, is_given = config.loss_type, config.teacher_model_name is not None
-    every = [name for name in (loss, *config.added_losses) if name in LOSSES]
+    every = [name for name in config.loss_names() if name in LOSSES]
     is_read = any(LOSSES.load(name).reads_teacher(config) for name in every)
     if is_given == (is_read or (is_given and teacher_gives_scores(config))):
         return None
@@ -66,7 +66,16 @@ def _somebody_reads_the_teacher(config: "Config") -> str | None:
 @rule("teacher_model_name")
 def _teacher_has_learnt(config: "Config") -> str | None:
     """`teacher_model_name` must not be a `builtin:` model, which knows nothing yet."""
-    name = config.teacher_model_name
+    return _untrained(config.teacher_model_name)
+
+
+@rule("mine_teacher")
+def _teacher_of_mining_has_learnt(config: "Config") -> str | None:
+    """`mine_teacher` must not be a `builtin:` model, which knows nothing yet."""
+    return _untrained(config.mine_teacher)
+
+
+def _untrained(name: str | None) -> str | None:
     if name is None or not name.startswith("builtin:"):
         return None
     return f"{name} is untrained and has nothing to teach; name the folder of a trained model"

@@ -145,8 +145,10 @@ def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[
 
 def _loss_names(config: Mapping[str, object]) -> tuple[str, ...]:
     """Return the names of the run's losses; those of plugins that aren't imported have no facts."""
-    added = config.get("added_losses")
-    return (str(config.get("loss_type")), *(added if isinstance(added, dict) else ()))
+    added, sources = config.get("added_losses"), config.get("data")
+    own = [source.get("loss") for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+    shared = () if own and all(own) else (config.get("loss_type"), *(added if isinstance(added, dict) else ()))
+    return tuple(dict.fromkeys(str(name) for name in (*shared, *filter(None, own))))
 
 
 def _methods(config: Mapping[str, object], plan: Mapping[str, object]) -> tuple[str, ...]:

@@ -14,7 +14,15 @@ from vembed.evaluation.report.comparison import (
     systems_note,
     verdict_decimals,
 )
-from vembed.evaluation.report.curves import OPTIONAL_CURVES, STEP_CURVES, Curve, dev_curve, sparkline, step_curve
+from vembed.evaluation.report.curves import (
+    OPTIONAL_CURVES,
+    STEP_CURVES,
+    Curve,
+    dev_curve,
+    source_curves,
+    sparkline,
+    step_curve,
+)
 from vembed.evaluation.report.examples import Group, choose_examples, paired_values, shown_pictures
 from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.report.ranks import Ranks, build_ranks
@@ -249,7 +257,7 @@ def build_content(report: RunReport) -> Content:
     pairs = paired_values(report.baseline, report.final, metric)
     groups = choose_examples(report.task, report.baseline, report.final, metric)
     curves = {spec.title: step_curve(report.steps, spec) for spec in STEP_CURVES}
-    optional = [step_curve(report.steps, spec) for spec in OPTIONAL_CURVES]
+    optional = [step_curve(report.steps, spec) for spec in (*source_curves(report.steps), *OPTIONAL_CURVES)]
     dev = None if dev_metric is None else dev_curve(evaluations, dev_metric)
     missing = [title for title, curve in curves.items() if curve is None]
     metrics, reverse = forward_comparisons(report), reverse_comparisons(report)

@@ -45,6 +45,20 @@ STEP_CURVES = (
     CurveSpec("peak_memory_bytes", "Peak memory", "GB", bytes_text, divisor=1e9),
 )
 
+SOURCE_LOSS = "loss_source_"
+"""What the key of the loss of one source's batches begins with; the number of the source follows, from 1."""
+
+
+def source_curves(rows: Sequence[Mapping[str, float]]) -> tuple[CurveSpec, ...]:
+    """Return how the loss of each source is shown, where batches are of one source."""
+    keys = {key for row in rows for key in row if key.startswith(SOURCE_LOSS)}
+    numbers = sorted(int(key.removeprefix(SOURCE_LOSS)) for key in keys)
+    return tuple(
+        CurveSpec(f"{SOURCE_LOSS}{number}", f"Training loss, source {number}", "", number_text, is_noisy=True)
+        for number in numbers
+    )
+
+
 OPTIONAL_CURVES = (
     CurveSpec("temperature", "Temperature", "", number_text),
     CurveSpec("masked_negatives", "False negatives masked", "per step", number_text, is_noisy=True),

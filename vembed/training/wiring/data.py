@@ -9,13 +9,18 @@ import numpy as np
 
 from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
+from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
 from vembed.data.mixture import Mixture
 from vembed.data.sampler import GlobalSampler
 from vembed.errors import DataError
+from vembed.files import home_path
+from vembed.mining.task import corpus_items
 from vembed.training.inputs import load_run_data
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vembed.config.keys.sources import SourceKeys
     from vembed.config.schema import Config
     from vembed.data.arrangements import Arrangement
@@ -35,11 +40,11 @@ def load_data(config: Config) -> RunData:
     needs_dev = config.eval_strategy != "no" or config.test_data_path is None
     loss = config.loss_facts()
     data = load_run_data(config, needs_dev=needs_dev, loss=loss_needs(config))
-    if (
-        teacher_gives_scores(config)
-        and not {"pairs", "positives"} & set(loss.takes)
-        and data.counts.num_documents == data.counts.num_records
-    ):
+    if config.mine_corpus is not None:
+        corpus = Corpus(config.mine_corpus, CorpusOptions(image_root=_root(config), image_limits=image_limits(config)))
+        data = data.with_corpus(corpus_items(document.item for document in corpus))
+    alone = config.mine == "never" and data.counts.num_documents == data.counts.num_records
+    if alone and teacher_gives_scores(config) and not {"pairs", "positives"} & set(loss.takes):
         raise DataError(
             f"{config.data_path}: loss_type {loss.name} learns nothing from rows of one document, and all are; add the "
             f"column negatives"
@@ -56,7 +61,10 @@ def load_data(config: Config) -> RunData:
 def loss_needs(config: Config) -> LossNeeds:
     """Return what the loss asks of the data; where a teacher scores a row's documents, any row will do."""
     loss: LossFacts = config.loss_facts()
-    return replace(loss, takes=(*loss.takes, "positives")) if teacher_gives_scores(config) else loss
+    if not teacher_gives_scores(config):
+        return loss
+    of_source = tuple(replace(each, takes=(*each.takes, "positives")) for each in loss.of_source)
+    return replace(loss, takes=(*loss.takes, "positives"), of_source=of_source)
 
 
 def build_sampler(
@@ -119,6 +127,10 @@ def _arrangement(keys: Config, records: RecordTable, batch_size: int) -> Arrange
     if keys.batch_sampling == "classes":
         return ByClass.of_records(records, keys.samples_per_class, batch_size, single=keys.source_batches == "single")
     return None
+
+
+def _root(config: Config) -> Path | None:
+    return None if config.image_root is None else home_path(config.image_root)
 
 
 def image_limits(config: Config) -> ImageLimits:

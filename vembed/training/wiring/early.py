@@ -14,6 +14,7 @@ from vembed.checkpoint.folder import refuse_other_folder, steps_in
 from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError, read_manifest, step_name
 from vembed.config.keys.model import model_names
 from vembed.config.resume import ResumeDifference, resume_differences
+from vembed.data.corpus import Corpus
 from vembed.data.sources import refuse_by_first_rows, refuse_missing
 from vembed.errors import ConfigError, VembedError
 from vembed.files import home_path, is_file, is_folder, listed_paths
@@ -48,8 +49,7 @@ def refuse_wrong_inputs(config: Config, *, needs_data: bool = True) -> None:
         VembedError: A line for each problem.
     """
     named = [("model_name", name) for name in model_names(config)]
-    if config.teacher_model_name is not None:
-        named.append(("teacher_model_name", config.teacher_model_name))
+    named += [(key, name) for key, name in _teachers(config).items() if name is not None]
     models = [partial(_refuse_wrong_model, key, name) for key, name in named]
     has_data = config.data is not None or config.data_path is not None
     _refuse_all([*models, *([partial(_refuse_wrong_data, config)] if has_data or needs_data else [])])
@@ -73,14 +73,19 @@ def refuse_wrong_output(config: Config) -> None:
 
 def paths_read(config: Config) -> list[Path]:
     """Return the files and folders that a run reads, as far as they are on this machine."""
-    teacher = [] if config.teacher_model_name is None else [config.teacher_model_name]
     models = []
-    for name in (*model_names(config), *teacher):
+    for name in (*model_names(config), *filter(None, _teachers(config).values())):
         with suppress(ConfigError):  # told where models are looked at
             models.append(locate(name).name)
     has_data = config.data is not None or config.data_path is not None
     data = [each for path, _ in all_sources(config) for each in listed_paths(path)] if has_data else []
+    data += [] if config.mine_corpus is None else [config.mine_corpus]
     return [path for path in map(home_path, (*models, *data)) if is_file(path) or is_folder(path)]
+
+
+def _teachers(config: Config) -> dict[str, str | None]:
+    """Return the model of each key that names one beside the model that trains."""
+    return {"teacher_model_name": config.teacher_model_name, "mine_teacher": config.mine_teacher}
 
 
 def accepted_differences(checkpoint: Path, saved: Mapping[str, Any], config: Config) -> list[ResumeDifference]:
@@ -140,6 +145,8 @@ def _refuse_wrong_data(config: Config) -> None:
     sources = all_sources(config, loss_needs(config))
     _refuse_all(partial(refuse_missing, path, options) for path, options in sources)
     _refuse_all(partial(refuse_by_first_rows, path, options) for path, options in sources)
+    if config.mine_corpus is not None:
+        Corpus(config.mine_corpus)
 
 
 def _newest_checkpoint(config: Config, output: OutputFolder) -> Path | None:

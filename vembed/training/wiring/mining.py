@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.batch import Ragged
+from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.mining.mine import Miner
 from vembed.mining.task import MiningTask
+from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
+from vembed.models.cross_encoder import CrossEncoder
+from vembed.models.registry import load_encoder, load_skeleton
 from vembed.redact import redact
+from vembed.training.teacher import ROWS_AT_ONCE
+from vembed.training.wiring.data import image_limits
+from vembed.training.wiring.model import teacher_keys
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,22 +29,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.config.schema import Config
-    from vembed.data.records import RecordTable
-    from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
+    from vembed.mining.mine import Teacher
     from vembed.training.batches import BatchSource
-    from vembed.training.inputs import RecordCounts
+    from vembed.training.inputs import RecordCounts, RunData
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class MiningWork:
-    """Mines the training records' own documents."""
+    """Mines the training records' own documents, and those of a corpus."""
 
     config: Config
-    records: RecordTable
-    fingerprint: str  # of the data
+    data: RunData
     encode: ItemEncoder
     folder: Path
     _task: MiningTask | None = field(default=None, init=False)
@@ -50,19 +55,22 @@ class MiningWork:
     @property
     def key(self) -> Key:
         """What the negatives depend on beside the weights."""
-        return {"data": self.fingerprint, "settings": self.config.mining(), "seed": self.config.seed}
+        made_of = {"data": self.data.fingerprint, "settings": self.config.mining(), "seed": self.config.seed}
+        return made_of if self.config.mine_teacher is None else {**made_of, "teacher": self.config.mine_teacher}
 
     def compute(self, epoch: int) -> Mapping[str, NDArray[Any]]:
         """Mine, and leave a report."""
         config, work = self.config, self.folder / f"work-{epoch + 1:05}"
-        task = self._task = self._task or MiningTask.of(self.records)
+        task = self._task = self._task or MiningTask.of(self.data.records, self.data.corpus)
         _log.info("mining hard negatives before epoch %d", epoch + 1)
-        miner = Miner(self.encode, config, work, config.seed + epoch)
+        miner = Miner(self.encode, config, work, config.seed + epoch, self._teacher(task))
         mined = miner.mine(task)
         if self.encode.ranks.is_first:
             from vembed.mining.report import MiningReport, write_mining_report  # with matplotlib
 
             source = {"model": f"{redact(config.model_name)} before epoch {epoch + 1}"}
+            if config.mine_teacher is not None:
+                source["teacher"] = redact(config.mine_teacher)
             report = MiningReport(task, mined, config, source, (), miner.seconds.parts, "")
             write_mining_report(self.folder / f"epoch-{epoch + 1:05}", report)
             _log.info("before epoch %d: %s", epoch + 1, report.headline)
@@ -76,7 +84,21 @@ class MiningWork:
     def applied(self, source: BatchSource, found: Mapping[str, NDArray[Any]]) -> BatchSource:
         """Return batches of the records with what was mined."""
         mined = Ragged(found["items"], np.concatenate([[0], np.cumsum(found["counts"])]))
-        return replace(source, records=self.records.with_negatives(mined, replace=self.config.mine_replace))
+        records = self.data.records if self.data.corpus is None else self.data.records.with_items(self.data.corpus)
+        return replace(source, records=records.with_negatives(mined, replace=self.config.mine_replace))
+
+    def _teacher(self, task: MiningTask) -> Teacher | None:
+        """Load the teacher, and have an encoder encode what it hasn't yet."""
+        config, encode = self.config, self.encode
+        if config.mine_teacher is None:
+            return None
+        keys = teacher_keys(config, config.mine_teacher)
+        if CrossEncoder.is_meant(keys):
+            return CrossEncoderTeacher(CrossEncoder(keys).to(encode.device))
+        model = load_encoder(keys, image_limits=image_limits(config)).to(encode.device)
+        budget = encoding_budget(model, encode.device, ROWS_AT_ONCE)
+        own = ItemEncoder(model, budget, encode.device, encode.autocast_dtype, encode.poll, encode.ranks)
+        return EncoderTeacher.of(own, task, self.folder / "teacher")
 
 
 def documents_per_query(config: Config, counts: RecordCounts) -> float:
@@ -86,20 +108,34 @@ def documents_per_query(config: Config, counts: RecordCounts) -> float:
     return given / counts.num_records + mined
 
 
-def mining_bytes(config: Config, counts: RecordCounts, dimension: int) -> int:
-    """Return what mining writes at most: a vector of each item, which goes again, and numbers of negatives."""
+def mining_bytes(config: Config, data: RunData, dimension: int) -> int:
+    """Return what mining writes at most: vectors of each item, and numbers of negatives."""
     if config.mine == "never":
         return 0
-    return 4 * dimension * (counts.num_records + counts.num_documents) + 32 * counts.num_records * config.mine_negatives
+    dims, counts = dimension, data.counts
+    if config.mine_teacher is not None and not CrossEncoder.is_meant(keys := teacher_keys(config, config.mine_teacher)):
+        dims += load_skeleton(keys).dimension
+    return 4 * dims * (counts.num_records + _num_documents(data)) + 32 * counts.num_records * config.mine_negatives
 
 
-def mining_notes(config: Config, counts: RecordCounts) -> list[str]:
+def mining_notes(config: Config, data: RunData) -> list[str]:
     """Say in the plan when negatives are mined, and what of."""
     if config.mine == "never":
         return []
     when = "before epoch 1" if config.mine == "once" else f"before epoch 1 and every {config.mine} epochs"
-    told = f"mine: up to {config.mine_negatives} hard negatives of each record {when}, from {counts.num_documents:,}"
-    return [f"{told} documents; batches are planned with all of them"]
+    told = f"mine: up to {config.mine_negatives} hard negatives of each record {when}, from {_num_documents(data):,}"
+    notes = [f"{told} documents; batches are planned with all of them"]
+    if config.mine_teacher is not None:
+        notes.append(
+            f"mine_teacher {redact(config.mine_teacher)}: its scores decide which candidates are too near; it is "
+            f"loaded for each mining, and what an encoder has encoded is kept"
+        )
+    return notes
+
+
+def _num_documents(data: RunData) -> int:
+    """Return how many documents are mined from, repeated ones counted again."""
+    return data.counts.num_documents + (0 if data.corpus is None else len(data.corpus.columns))
 
 
 def mining_facts(folder: Path) -> list[tuple[str, str]]:

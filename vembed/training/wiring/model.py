@@ -12,7 +12,6 @@ from vembed.distributed.starting_weights import Outline
 from vembed.errors import ConfigError, MachineError, VembedError
 from vembed.files import new_folder
 from vembed.losses.base import LossCommon
-from vembed.losses.registry import loss_facts
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
     from vembed.distributed.ranks import Ranks
     from vembed.losses.base import BatchLoss
+    from vembed.losses.registry import LossFacts
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.output import OutputFolder
@@ -153,12 +153,11 @@ def _save_initial(encoder: Encoder, folder: Path) -> None:
         raise MachineError(f"{folder} can't be written: {error.strerror or error}. {fix}") from error
 
 
-def teacher_keys(config: Config) -> ModelKeys:
-    """Return the name of a run's teacher, which there is, and how it is loaded."""
-    assert config.teacher_model_name is not None
+def teacher_keys(config: Config, name: str, revision: str | None = None) -> ModelKeys:
+    """Return the name of a model that a run asks, and how it is loaded."""
     return ModelKeys(
-        model_name=config.teacher_model_name,
-        model_revision=config.teacher_revision,
+        model_name=name,
+        model_revision=revision,
         allow_pickle=config.allow_pickle,
         torch_dtype="bfloat16" if config.torch_dtype == "bfloat16" else "float32",
     )
@@ -173,7 +172,7 @@ def teacher_dimension(config: Config) -> int:
     """
     if config.teacher_model_name is None or not config.loss_facts().reads_teacher(config):
         return 0
-    keys = teacher_keys(config)
+    keys = teacher_keys(config, config.teacher_model_name, config.teacher_revision)
     return 0 if CrossEncoder.is_meant(keys) else load_skeleton(keys).dimension
 
 
@@ -184,7 +183,7 @@ def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
         ConfigError: It can't be made with this encoder.
     """
     _refuse_long_prefixes(config, encoder)
-    facts = loss_facts(config.loss_type).with_added(config.added_losses)
+    facts: LossFacts = config.loss_facts()
     if facts.multi_vector != encoder.multi_vector:
         taken, given = ("several vectors", "one") if facts.multi_vector else ("one vector", "several")
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from vembed.checkpoint.manager import CheckpointManager
 from vembed.config.dump import config_hash, plain_values
 from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.data.augment import Augmenter
-from vembed.data.clusters import HardBatches
 from vembed.distributed.starting_weights import receive
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.calls import Passes
@@ -31,8 +29,9 @@ from vembed.training.optimizer import Schedule, Updater
 from vembed.training.saving import RunCheckpoints
 from vembed.training.teacher import Asking, TeacherUse, find_teacher
 from vembed.training.trackers.registry import open_trackers
-from vembed.training.wiring.data import build_sampler, image_limits, measures_both_directions, prompted
-from vembed.training.wiring.mining import MiningWork
+from vembed.training.wiring.data import image_limits, measures_both_directions, prompted
+from vembed.training.wiring.hard_batches import HardBatchWork, hard_batch_facts, hard_sampler
+from vembed.training.wiring.mining import MiningWork, mining_facts
 from vembed.training.wiring.model import teacher_keys
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 
     from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
+    from vembed.data.records import RecordTable
     from vembed.data.sampler import GlobalSampler
     from vembed.distributed.fsdp import ShardedEncoder
     from vembed.distributed.runtime import Runtime
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.batches import Batches
+    from vembed.training.epochs import EpochWork
     from vembed.training.guards import StopSignal
     from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
@@ -59,8 +60,6 @@ if TYPE_CHECKING:
     from vembed.training.teacher import Answers, Teacher
     from vembed.training.trackers.base import Tracker
 
-
-_log = logging.getLogger(__name__)
 
 AUTOCAST_DTYPES = ("bfloat16", "float16")
 
@@ -92,9 +91,9 @@ def frozen_items(run: Run) -> FrozenItems | None:
         return None
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
     is_shared = config.embedding_cache != "auto"
-    if prompted(config, run.encoder):
-        notes = ("embedding_cache has no effect: sources of data have prompts of their own",) if is_shared else ()
-        return FrozenItems((), notes)
+    reason = "sources of data have prompts of their own" if prompted(config, run.encoder) else ""
+    if reason := reason or ("mine_corpus brings further documents" if config.mine_corpus is not None else ""):
+        return FrozenItems((), (f"embedding_cache has no effect: {reason}",) if is_shared else ())
     return find_frozen(
         run.encoder,
         run.data.records,
@@ -113,31 +112,34 @@ def with_hard_vectors(run: Run) -> Run:
     if run.config.batch_sampling != "hard":
         return run
     hard = HardVectors.of(run.encoder, run.data.records, run.output.hard_vectors, precision=run.plan.dtype)
-    return replace(run, hard=hard, plan=replace(run.plan, reasons=(*run.plan.reasons, hard.note())))
+    note = hard.note(run.config.hard_refresh)
+    return replace(run, hard=hard, plan=replace(run.plan, reasons=(*run.plan.reasons, note)))
 
 
 def with_hard_batches(run: Run) -> Run:
-    """Return the run with hard batches, if they are asked for; the encoder must still be as it was loaded."""
-    if run.hard is None:
+    """Return the run with the hard batches of the starting model, as which the encoder must still be.
+
+    Those that are chosen anew while it trains come with the batches.
+    """
+    if run.hard is None or run.config.hard_refresh != "once":
         return run
-    arrangement = HardBatches(run.hard.vectors(_item_encoder(run)), run.config.hard_max_similarity)
-    sampler = build_sampler(run.config, run.data.records, run.plan.batch.total, arrangement)
-    _log.info("%s", sampler.arrangement_notes()[-1])  # the plan has those of the sources
-    return replace(run, sampler=sampler)
+    vectors_NE = run.hard.vectors(_item_encoder(run))
+    return replace(run, sampler=hard_sampler(run.config, run.data.records, run.plan.batch.total, vectors_NE))
 
 
-def teacher(run: Run, folder: Path | None = None) -> Teacher | None:
+def teacher(run: Run, records: RecordTable, folder: Path | None = None) -> Teacher | None:
     """Return the model that the loss learns from, not asked yet.
 
     Args:
-        folder: Where what it says of the first batch alone is kept; None is the run's place for all records.
+        records: What it is asked about.
+        folder: Where what it says is kept; None is the run's place.
     """
     config, plan = run.config, run.plan
     if config.teacher_model_name is None:
         return None
     return find_teacher(
-        teacher_keys(config),
-        run.data.records if folder is None else run.data.records.subset(run.sampler.rows(0)),
+        teacher_keys(config, config.teacher_model_name, config.teacher_revision),
+        records,
         TeacherUse(config.loss_facts().reads_teacher(config), teacher_gives_scores(config)),
         folder or (run.output.teacher if config.teacher_cache == "auto" else Path(config.teacher_cache)),
         limits=image_limits(config),
@@ -145,8 +147,8 @@ def teacher(run: Run, folder: Path | None = None) -> Teacher | None:
     )
 
 
-def answers(run: Run, poll: Callable[[], None]) -> Answers | None:
-    """Return what the teacher says of the training data, asked now where no file says it."""
+def said(run: Run, poll: Callable[[], None]) -> Answers | None:
+    """Return what the teacher says of its records, asked now where no file says it."""
     if run.teacher is None:
         return None
     return run.teacher.answers(Asking(run.runtime.device, run.runtime.ranks, autocast_dtype(run.plan), poll))
@@ -170,6 +172,7 @@ def batch_source(run: Run, stored: StoredVectors | None = None, answers: Answers
         counts_masked=config.mask_false_negatives
         and any("mask_false_negatives" in facts.keys.model_fields for facts in config.loss_facts().alone),
         prompted=prompted(config, run.encoder),
+        tells_source=config.source_batches == "single" and len(config.data or ()) > 1,
     )
 
 
@@ -191,24 +194,50 @@ def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> No
 def batches(
     run: Run, encode: ItemEncoder, stored: StoredVectors | None = None, answers: Answers | None = None
 ) -> AbstractContextManager[Batches]:
-    """Return what makes the batches: this process, or workers that run ahead; with mined negatives where asked for.
+    """Return what makes the batches: this process, or workers that run ahead; as the epochs' work changes them.
 
     Args:
         encode: What encodes items with the model as it stands.
     """
     plan, config, source = run.plan, run.config, batch_source(run, stored, answers)
     num_batches = plan.steps.total * plan.batch.accumulated
+    works = _epoch_works(run, encode)
 
-    def open_(source: BatchSource, end: int) -> AbstractContextManager[Batches]:
+    def open_(source: BatchSource, end: int, level: int = 0) -> AbstractContextManager[Batches]:
+        end = min(end, num_batches)
+        if level < len(works):
+            work, folder = works[level]
+
+            def inner(changed: BatchSource, its_end: int) -> AbstractContextManager[Batches]:
+                return open_(changed, min(end, its_end), level + 1)
+
+            return EpochBatches(work, source, inner, folder, run.runtime.ranks)
+        if source.records is not run.data.records:  # with what was mined, of which the teacher may know nothing yet
+            asked = replace(run, teacher=teacher(run, source.records))
+            source = replace(source, answers=said(asked, encode.poll))
         if not plan.loading.num_workers:
             return nullcontext(source)
-        end = min(end, num_batches)
         return BatchLoader(source, plan.loading, num_batches=end, pin_memory=config.dataloader_pin_memory)
 
-    if config.mine == "never":
-        return open_(source, num_batches)
-    work = MiningWork(config, run.data.records, run.data.fingerprint, encode, run.output.mining)
-    return EpochBatches(work, source, open_, run.output.mining, run.runtime.ranks)
+    return open_(source, num_batches)
+
+
+def _epoch_works(run: Run, encode: ItemEncoder) -> list[tuple[EpochWork, Path]]:
+    """Return what changes the batches before some epochs, and where each keeps what it found."""
+    config, data, output = run.config, run.data, run.output
+    works: list[tuple[EpochWork, Path]] = []
+    if config.mine != "never":
+        works.append((MiningWork(config, data, encode, output.mining), output.mining))
+    if run.hard is not None and config.hard_refresh != "once":
+        folder, size = output.hard_vectors, run.plan.batch.total
+        hard = HardBatchWork(config, data.records, data.fingerprint, encode, run.plan.dtype, folder, size)
+        works.append((hard, folder))
+    return works
+
+
+def epoch_facts(output: OutputFolder) -> tuple[tuple[str, str], ...]:
+    """Return what was computed before some epochs, for the report."""
+    return (*mining_facts(output.mining), *hard_batch_facts(output.hard_vectors))
 
 
 def build_engine(run: Run, limits: StepLimits | None = None) -> GradCacheEngine:

@@ -103,7 +103,7 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
             *_idle_augmentation(config, data),
             *_idle_towers(model, data),
             *_direction_notes(config, data),
-            *mining_notes(config, counts),
+            *mining_notes(config, data),
         ),
     )
     return make_plan(config, runtime.machine, model, size, devices=_devices(runtime))

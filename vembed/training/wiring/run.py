@@ -38,12 +38,12 @@ from vembed.training.trackers.jsonl import read_rows
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import build_sampler, load_data
 from vembed.training.wiring.early import accepted_differences, paths_read, refuse_other_place
+from vembed.training.wiring.hard_batches import hard_batch_bytes
 from vembed.training.wiring.launcher import under_launcher
-from vembed.training.wiring.mining import mining_bytes, mining_facts
+from vembed.training.wiring.mining import mining_bytes
 from vembed.training.wiring.model import build_alike, build_encoder, build_loss
 from vembed.training.wiring.parts import (
     Run,
-    answers,
     autocast_dtype,
     batch_source,
     batches,
@@ -52,8 +52,10 @@ from vembed.training.wiring.parts import (
     build_evaluations,
     build_trackers,
     build_updater,
+    epoch_facts,
     frozen_items,
     run_identity,
+    said,
     start_alike,
     teacher,
     with_hard_batches,
@@ -185,8 +187,9 @@ def _dry_run(run: Run) -> None:
     """Do one step; a teacher is asked about its batch alone."""
     with TemporaryDirectory() as own:
         folder = Path(run.runtime.ranks.from_first(lambda: own))
-        said = answers(replace(run, teacher=teacher(run, folder)), poll=lambda: None)
-        dry_run(batch_source(run, answers=said), build_engine(run), run.encoder)
+        first_batch = run.data.records.subset(run.sampler.rows(0))
+        answers = said(replace(run, teacher=teacher(run, first_batch, folder)), poll=lambda: None)
+        dry_run(batch_source(run, answers=answers), build_engine(run), run.encoder)
 
 
 @contextmanager
@@ -215,8 +218,9 @@ def _disk_needs(run: Run) -> DiskNeeds:
     embeddings = sum(side.num_bytes for side in run.frozen.sides) if own and run.frozen is not None else 0
     if run.teacher is not None and run.config.teacher_cache == "auto":
         embeddings += run.teacher.num_bytes
-    embeddings += 0 if run.hard is None else run.hard.num_bytes
-    embeddings += mining_bytes(run.config, run.data.counts, run.encoder.dimension)
+    if run.hard is not None:
+        embeddings += hard_batch_bytes(run.config, run.hard, run.plan.steps.total / run.plan.steps.per_epoch)
+    embeddings += mining_bytes(run.config, run.data, run.encoder.dimension)
     return DiskNeeds.of(run.encoder, run.loss, run.plan, run.config, run.output, embeddings=embeddings)
 
 
@@ -281,7 +285,7 @@ def _assemble(
     plan = replace(plan, model=encoder.describe(), reasons=(*plan.reasons, *sampler.arrangement_notes()))
     run = Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, sharded=sharded)
     run = with_hard_vectors(run)
-    run = replace(run, frozen=frozen_items(run), teacher=teacher(run))
+    run = replace(run, frozen=frozen_items(run), teacher=teacher(run, run.data.records))
     notes = () if run.frozen is None else run.frozen.notes
     notes = notes if run.teacher is None else (*notes, run.teacher.note)
     return replace(run, plan=replace(run.plan, reasons=(*run.plan.reasons, *notes)))
@@ -344,9 +348,9 @@ def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks
         try:
             stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
             words.doing = "asking the teacher" if run.teacher else words.doing
-            said = answers(run, evaluations.encode.poll)
+            answers = said(run, evaluations.encode.poll)
             words.doing = "training"
-            with batches(run, evaluations.encode, stored, said) as source:
+            with batches(run, evaluations.encode, stored, answers) as source:
                 engine = build_engine(run, state.step_limits)
                 trainer = Trainer(
                     state=state,
@@ -379,7 +383,7 @@ def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks
             ranks=ranks,
             plan=run.plan,
             config=plain_values(config),
-            data=replace(run.data, more_facts=tuple(mining_facts(run.output.mining))),
+            data=replace(run.data, more_facts=epoch_facts(run.output)),
             max_image_pixels=config.max_image_pixels,
             machine=run.runtime.machine,
             command=command,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from vembed.api.push import Pushed
     from vembed.api.vectors import Quantized
     from vembed.batch import Modality, Side
     from vembed.data.python_inputs import ItemInput
@@ -279,6 +280,50 @@ class EmbeddingModel:
                 self.name,
             )  # fmt: skip
         return vectors
+
+    def push_to_hub(
+        self,
+        repo: str,
+        *,
+        public: bool = False,
+        dry_run: bool = False,
+        revision: str | None = None,
+        message: str | None = None,
+        license: str | None = None,  # noqa: A002 - the hub's own word
+        base_model_license: str | None = None,
+        language: Sequence[str] = (),
+    ) -> Pushed:
+        """Send the model's folder with its card to the Hugging Face hub, as `vembed push` does.
+
+        Args:
+            repo: "owner/name"; it is made where there is none.
+            public: Whether everyone may see it.
+            dry_run: Whether to return what would be sent, and send nothing.
+            revision: Branch to send to.
+            message: Of the commit.
+            license: Of the model, e.g. "apache-2.0"; the card says "not stated" without it.
+            base_model_license: Of the model that training started from.
+            language: Codes such as "en".
+
+        Raises:
+            VembedError: What the hub refused, and how far the upload came.
+        """
+        from vembed.api.card import OwnersWords
+        from vembed.api.push import PushRequest, push_model
+
+        names = ("model_revision", "trust_remote_code", "allow_pickle")
+        given = {name: self.options[name] for name in names if name in self.options}  # type: ignore[literal-required]
+        request = PushRequest(
+            source=self.name,
+            repo=repo,
+            public=public,
+            dry_run=dry_run,
+            revision=revision,
+            message=message,
+            words=OwnersWords.checked(license, base_model_license, language),
+            keys=checked_section(ModelKeys, {"model_name": self.name, **given}),
+        )
+        return push_model(request)
 
     def item_encoder(self, batch_size: int, *, poll: Callable[[], None] | None = None) -> ItemEncoder:
         """Return the encoder as evaluation and search see it.

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vembed.config.keys.model import ModelKeys
+from vembed.config.messages import checked_section
+from vembed.errors import ConfigError
+
 if TYPE_CHECKING:
     import argparse
 
@@ -48,3 +52,33 @@ def load_options(parsed: argparse.Namespace) -> LoadOptions:
     if parsed.bf16:
         options["bf16"] = True
     return options
+
+
+def add_card_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the owner of a model says on its card."""
+    card = parser.add_argument_group("for the model card; what isn't given reads 'not stated'")
+    card.add_argument("--license", metavar="ID", help="licence of the model, e.g. apache-2.0")
+    card.add_argument("--base-model-license", metavar="ID", help="licence of the model that training started from")
+    card.add_argument("--language", nargs="+", default=[], metavar="CODE", help="languages of the model, e.g. en de")
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what decides whether a model may be read, to a command that writes it."""
+    source = parser.add_argument_group("for models that need it")
+    source.add_argument("--model-revision", metavar="COMMIT", help="branch, tag or commit of a hub model")
+    source.add_argument("--trust-remote-code", action="store_true", help="run code that a model brings; needs a commit")
+    source.add_argument("--allow-pickle", action="store_true", help="read pickled weights, with weights_only")
+
+
+def source_keys(parsed: argparse.Namespace, model: str) -> ModelKeys:
+    """Return how a model is read that a command writes again.
+
+    Raises:
+        ConfigError: The model's code would run without a commit that was read.
+    """
+    from vembed.api.model import COMMIT
+
+    if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
+        raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
+    names = ("model_revision", "trust_remote_code", "allow_pickle")
+    return checked_section(ModelKeys, {"model_name": model, **{key: getattr(parsed, key) for key in names}})

@@ -14,7 +14,7 @@ from vembed.errors import ConfigError
 from vembed.evaluation.text import one_line
 
 if TYPE_CHECKING:
-    from vembed.evaluation.card.facts import CardFacts, ModelFacts, SetFacts
+    from vembed.evaluation.card.facts import CardFacts, MetricFacts, ModelFacts, SetFacts
 
 # fmt: off
 LICENSES = frozenset((
@@ -135,12 +135,19 @@ def _results(each: SetFacts) -> list[dict[str, Any]]:
             metric_type=metric.name.replace("@", "_at_"),
             metric_name=metric_name(metric.name),
             metric_value=round(metric.final, 6),
+            metric_args=_untrained(metric),
         )
         for metric in each.metrics
         if metric.final is not None and math.isfinite(metric.final)
     ]
     results: list[dict[str, Any]] = eval_results_to_model_index("", found)[0]["results"]
     return results
+
+
+def _untrained(metric: MetricFacts) -> dict[str, float] | None:
+    """Return the value before training, where no reader takes it for the model's."""
+    known = metric.baseline is not None and math.isfinite(metric.baseline)
+    return {"untrained": round(metric.baseline or 0.0, 6)} if known else None
 
 
 def metric_name(name: str) -> str:

@@ -29,6 +29,9 @@ DATA_KEYS = (
     ("test", "test_data_path"),
     ("guard", "guard_data"),
 )
+EXAMPLE_FACT = "example"
+"""The fact of a report that quotes a row of the training data, which stays with the run."""
+
 TOWER_KEYS = ("text_model_name", "image_model_name")
 PATH_KEYS = ("model_name", *TOWER_KEYS, "image_root", "output_dir")
 
@@ -72,7 +75,7 @@ def gather_run(
         name=redact(folder.resolve().name),
         base=_base(config, bases),
         data=_data(config, bases),
-        data_facts=tuple((label, without_paths(value, known)) for label, value in data_facts),
+        data_facts=tuple((label, without_paths(value, known)) for label, value in data_facts if label != EXAMPLE_FACT),
         settings=tuple((key, without_paths(value, known)) for key, value in _settings(config, plan)),
         sets=tuple(replace(each, name=without_paths(each.name, known)) for each in sets),
         environment=tuple((key, without_paths(value, known)) for key, value in environment.items()),

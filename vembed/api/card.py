@@ -1,0 +1,99 @@
+"""The card of a model that leaves the house: what `vembed export` and `vembed push` tell of it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from vembed.config.load import file_values
+from vembed.config.plugins import import_plugins
+from vembed.errors import ConfigError, DataError
+from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
+from vembed.evaluation.card.front_matter import check_languages, check_license
+from vembed.evaluation.card.gather import gather_run, read_report
+from vembed.evaluation.card.names import public_name
+from vembed.evaluation.card.render import CARD_FILE, render_card
+from vembed.files import is_folder
+from vembed.redact import redact, redact_value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from vembed.evaluation.card.facts import RunFacts
+    from vembed.models.encoder import Encoder, Form
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnersWords:
+    """What the owner of a model says on its card; what isn't given reads "not stated"."""
+
+    license: str | None = None
+    base_license: str | None = None
+    languages: tuple[str, ...] = ()
+
+    @classmethod
+    def checked(cls, license_id: str | None, base_license: str | None, languages: Sequence[str]) -> Self:
+        """Return what was given as the hub spells it, without secrets.
+
+        Raises:
+            ConfigError: A licence is empty, or a language no code.
+        """
+        licenses = [None if given is None else check_license(redact(given)) for given in (license_id, base_license)]
+        return cls(licenses[0], licenses[1], check_languages([*languages]))
+
+
+NOTHING_SAID = OwnersWords()
+
+
+def card_files(
+    title: str, folder: str, model: str, run_folder: Path | None, words: OwnersWords
+) -> Callable[[Encoder, Form], Mapping[str, str]]:
+    """Return what makes the card of an encoder that is written in a form, as the files beside it.
+
+    Args:
+        title: What the card calls the model.
+        folder: What its examples load: a folder's name or an id of the hub.
+        model: What the model is read from, a folder or an id of the hub.
+        run_folder: The run that trained it; None where none is known.
+
+    Raises:
+        ConfigError: A licence of the model before it is given, and there is none.
+    """
+    run = None if run_folder is None else _run_facts(run_folder)
+    is_hub = run is None and not is_folder(model)
+    if words.base_license is not None and run is not None and run.base.kind == "built-in":
+        raise ConfigError("--base-model-license: the run trained from scratch; leave it out")
+
+    def card(encoder: Encoder, form: Form) -> Mapping[str, str]:
+        facts = CardFacts(
+            title=title,
+            folder=folder,
+            model=model_facts(encoder, form),
+            run=run,
+            base=public_name(model) if is_hub else None,
+            license_id=words.license,
+            base_license=words.base_license,
+            languages=words.languages,
+            versions=written_with(),
+        )
+        return {CARD_FILE: render_card(facts)}
+
+    return card
+
+
+def _run_facts(run: Path) -> RunFacts | None:
+    """Return what the card tells of a run; None, with a warning, where its files can't be read."""
+    path = run / "config.yaml"
+    try:
+        config = {name: redact_value(value) for name, value in file_values(path).items()}
+        import_plugins(config.get("plugins"))  # the card tells the facts of the loss
+        data_facts, environment = read_report(run)
+        pairs = [(redact(label), redact(value)) for label, value in data_facts]
+        return gather_run(run, config=config, data_facts=pairs, environment=environment)
+    except (OSError, ConfigError, DataError) as error:
+        _log.warning("the card tells nothing of the run: %s (%s)", redact(str(error)), path)
+        return None

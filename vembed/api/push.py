@@ -1,0 +1,254 @@
+"""A trained model on the Hugging Face hub: its folder, its card, and nothing else of the run.
+
+1. The model of a run is exported into a folder that is gone afterwards, with a card whose examples load it from the
+   hub. A model's folder that has a card, as `vembed export` writes it, is sent as it is.
+2. Files that belong to no model stay here. What is left is read for paths of this machine and for secrets.
+3. The repository is made where there is none, private unless the caller says otherwise, and the folder is sent in one
+   commit by huggingface_hub, which skips what arrived before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+from vembed.api.card import NOTHING_SAID, OwnersWords, card_files
+from vembed.api.model import locate_model
+from vembed.config.keys.model import ModelKeys
+from vembed.errors import ConfigError, MachineError
+from vembed.evaluation.card.render import CARD_FILE
+from vembed.files import is_folder
+from vembed.models.export.write import ExportRequest, export_model
+from vembed.redact import redact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+MODEL_FILES = (
+    *(CARD_FILE, "serve.md", "*config*.json", "tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "modules.json", "vembed_*.json", "*.jinja", "*.model", "*.py", "projections.safetensors"),
+    *("*model*.safetensors", "*.safetensors.index.json", "model*.onnx", "model*.onnx_data"),
+)
+"""What a model's folder is made of, by names; nothing else is sent."""
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+LONGEST_NAME = 96
+
+_READ = (".json", ".md", ".jinja", ".py")
+_PATHS_MAY_STAND = ("tokenizer.json", "vocab.json")  # words of a vocabulary
+_ABSOLUTE = re.compile(r"(?:[A-Za-z]:)?[/\\][^/\\\s]+[/\\]\S+|~[/\\]\S+")
+_HOME = re.compile(r"(?:[A-Za-z]:)?[/\\](?:home|Users|root)[/\\][^\s\"'`<>|)]+")
+
+_NETWORK: type[Exception] = HfHubHTTPError.__bases__[0]
+"""Base of the errors of the HTTP library underneath, which is another one by version."""
+
+_REFUSED = {
+    401: "the hub doesn't know the token: make a new one that may write, then run hf auth login, or set HF_TOKEN",
+    403: "the token may not write there: use one with write access, and a namespace that you belong to",
+    404: "there is no such namespace or branch, or the token may not see it",
+    409: "another change came in between: look at the repository, then push again",
+    413: "a file is larger than the hub takes",
+    429: "the hub asks for a pause: push again in a few minutes",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What was sent, or would be."""
+
+    repo: str
+    files: tuple[tuple[str, int], ...]  # path and bytes of each
+    left_out: tuple[str, ...]  # files of the folder that belong to no model
+    metadata: str  # the card's block for the hub
+    private: bool
+    url: str | None = None  # of the commit; None where nothing was sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushRequest:
+    """What goes where."""
+
+    source: str  # output folder of a run, or folder of a model
+    repo: str  # owner/name
+    public: bool = False
+    dry_run: bool = False
+    revision: str | None = None  # branch, made where there is none; None for the main one
+    message: str | None = None  # of the commit
+    words: OwnersWords = NOTHING_SAID
+    keys: ModelKeys | None = None  # how the model is read; None for the usual
+
+
+def push_model(request: PushRequest, *, poll: Callable[[], None] = lambda: None) -> Pushed:
+    """Send a model to the hub.
+
+    Args:
+        poll: Called between the steps of the export; may raise to stop.
+
+    Raises:
+        ConfigError: The name or the model won't do, there is no token, or a file holds a path or a secret: nothing was
+            sent. Or the hub refused; the message says how far it came.
+        MachineError: The hub can't be reached, or the model can't be read back.
+    """
+    _check_name(request.repo)
+    model, run = locate_model(request.source)
+    if not is_folder(model):
+        raise ConfigError(
+            f"{request.source} is a model of the hub; name the output folder of a run, or a model's folder"
+        )
+    if not request.dry_run and get_token() is None:
+        raise ConfigError("there is no token for the hub: run hf auth login, or set HF_TOKEN; nothing was sent")
+    with ExitStack() as stack:
+        folder = Path(model)
+        if run is not None or not (folder / CARD_FILE).is_file():
+            folder = Path(stack.enter_context(TemporaryDirectory(prefix="vembed-push-"))) / "model"
+            keys = (request.keys or ModelKeys(model_name=model)).model_copy(update={"model_name": model})
+            card = card_files(request.repo.partition("/")[2], request.repo, model, run, request.words)
+            export_model(ExportRequest(keys=keys, output=folder), card, poll=poll)
+        files, left_out = _model_files(folder)
+        _refuse_private_words(folder, files, Path(model))
+        poll()
+        parcel = Pushed(
+            repo=request.repo,
+            files=tuple((name, (folder / name).stat().st_size) for name in files),
+            left_out=left_out,
+            metadata=_metadata(folder / CARD_FILE),
+            private=not request.public,
+        )
+        return parcel if request.dry_run else _send(folder, request, parcel)
+
+
+def _check_name(repo: str) -> None:
+    if not NAME.fullmatch(repo) or len(repo) > LONGEST_NAME or ".." in repo or "--" in repo:
+        raise ConfigError(
+            f"{repo!r} is no name on the hub: write owner/name, of letters, digits, '-', '_' and '.', at most "
+            f"{LONGEST_NAME} characters, e.g. my-team/faq-search"
+        )
+
+
+def _model_files(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the files of a folder that belong to a model, and the others, as paths within it."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    kept = [
+        name
+        for name in names
+        if any(fnmatch(name.rpartition("/")[2], pattern) for pattern in MODEL_FILES)
+        and re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name, re.ASCII)
+        and not any(part.startswith((".", "checkpoint", "step-")) for part in name.split("/"))
+    ]
+    if not any(name.endswith((".safetensors", ".onnx")) for name in kept):
+        raise ConfigError(f"{folder} holds no weights; name the output folder of a run, or a model's folder")
+    return tuple(kept), tuple(sorted(set(names) - set(kept)))
+
+
+def _refuse_private_words(folder: Path, files: tuple[str, ...], source: Path) -> None:
+    """Refuse to send a file that tells of this machine, or opens a door.
+
+    Raises:
+        ConfigError: It names the file and what it says.
+    """
+    here = {str(path) for path in (Path.home(), source, source.parent, Path.cwd()) if len(path.parts) > 2}
+    for name in files:
+        if not name.endswith(_READ):
+            continue
+        text = (folder / name).read_text("utf-8", errors="replace")
+        found = next((path for path in sorted(here, key=len, reverse=True) if path in text), None)
+        if found is None and not name.endswith(_PATHS_MAY_STAND):
+            found = _local_path(text, is_settings=name.endswith(".json"))
+            if found is None and redact(text) != text:
+                raise ConfigError(f"{name} holds what looks like a password or a token; remove it. Nothing was sent")
+        if found is not None:
+            raise ConfigError(f"{name} tells of this machine: {found}; remove it, or export again. Nothing was sent")
+
+
+def _local_path(text: str, *, is_settings: bool) -> str | None:
+    """Return a path of a machine that a file tells of: a user's folder anywhere, and any absolute path as a setting."""
+    match = _HOME.search(text)
+    if match is not None or not is_settings:
+        return match and match.group()
+    try:
+        return next((value for value in _texts(json.loads(text)) if _ABSOLUTE.fullmatch(value)), None)
+    except ValueError:
+        return None
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _texts(part)
+
+
+def _metadata(card: Path) -> str:
+    """Return the block at the head of a card, empty where it has none."""
+    found = re.match(r"---\n(.*?)^---$", card.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return "" if found is None else found.group(1)
+
+
+def _send(folder: Path, request: PushRequest, parcel: Pushed) -> Pushed:
+    api = HfApi()
+    with _in_plain_words(request.repo, "nothing was sent"):
+        private = _ready_repository(api, request)
+    state = "the repository is there, without these files; push again, and what arrived isn't sent twice"
+    with _in_plain_words(request.repo, state):
+        if request.revision is not None:
+            api.create_branch(request.repo, branch=request.revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=request.repo,
+            folder_path=folder,
+            allow_patterns=[name for name, _ in parcel.files],
+            revision=request.revision,
+            commit_message=request.message or "Upload a model by vembed",
+        )
+    return Pushed(parcel.repo, parcel.files, parcel.left_out, parcel.metadata, private, commit.commit_url)
+
+
+def _ready_repository(api: HfApi, request: PushRequest) -> bool:
+    """Make the repository where there is none; return whether it is private.
+
+    Raises:
+        ConfigError: It is public, and the caller didn't ask for that.
+    """
+    try:
+        private = bool(api.model_info(request.repo).private)
+    except RepositoryNotFoundError:
+        api.create_repo(request.repo, private=not request.public)
+        return not request.public
+    if not private and not request.public:
+        raise ConfigError(f"{request.repo} is there and public: say --public to send the model to it. Nothing was sent")
+    return private
+
+
+@contextmanager
+def _in_plain_words(repo: str, state: str) -> Iterator[None]:
+    """Say what the hub refused and how far the upload came.
+
+    Args:
+        state: What of it has happened by now.
+    """
+    try:
+        yield
+    except (HfHubHTTPError, _NETWORK, OfflineModeIsEnabled, OSError, RuntimeError, ValueError) as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, (_NETWORK, OfflineModeIsEnabled)):
+            cause = cause.__cause__
+        if isinstance(cause, OfflineModeIsEnabled):
+            raise ConfigError(f"{repo}: HF_HUB_OFFLINE is set, so the hub can't be reached; {state}") from error
+        if isinstance(cause, HfHubHTTPError):
+            code = cause.response.status_code
+            why = _REFUSED.get(code, redact(str(cause.server_message or cause).strip().partition("\n")[0]))
+            kind = MachineError if code >= 500 or code == 429 else ConfigError
+            raise kind(f"{repo}: the hub answers {code}: {why} ({state})") from error
+        if cause is not None:
+            raise MachineError(f"{repo}: the hub can't be reached: {redact(str(cause))} ({state})") from error
+        raise MachineError(f"{repo}: the upload failed: {redact(str(error))} ({state})") from error

@@ -1,5 +1,5 @@
 # The verbs of the repository. They run in the environment that is active.
-.PHONY: install install-dev format lint types contract test test-all fuzz check docs train train-tensorboard quickstart \
+.PHONY: install install-dev format lint types contract test test-all fuzz check docs site train train-tensorboard quickstart \
 	gpu-info doctor memory-check setup-accelerate
 
 install:
@@ -41,6 +41,10 @@ docs:
 	python -m vembed.config.reference > docs/configuration.md
 	python -m vembed.config.typed_keys > docs/.keys.py && mv docs/.keys.py vembed/api/keys.py
 	python -m vembed.training.wiring.models_page > docs/models.md
+
+# The documents as a site: open site/index.html, or `mkdocs serve` for the search as well.
+site:
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 quickstart:
 	python run.py configs/quickstart.yaml --resume never --config_override overwrite_output_dir=true

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import sys
-from abc import ABC, abstractmethod
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -80,59 +77,52 @@ def test_lengths_that_count_are_kept_or_refused() -> None:
     assert form_of(vectors[:0], "cosine", **plain | {"quantize": "int8"}).shape == (0, 2)
 
 
-def test_the_adapter_of_the_documentation_fits_langchains_interface(
-    model: vembed.EmbeddingModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Embeddings(ABC):  # as langchain_core.embeddings has it
-        @abstractmethod
-        def embed_documents(self, texts: list[str]) -> list[list[float]]: ...
+TEXTS_OF_FRUIT = ["red apples grow on trees", "the train leaves at noon", "a recipe for apple pie"]
 
-        @abstractmethod
-        def embed_query(self, text: str) -> list[float]: ...
 
-    package, module = ModuleType("langchain_core"), ModuleType("langchain_core.embeddings")
-    module.Embeddings = Embeddings  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "langchain_core", package)
-    monkeypatch.setitem(sys.modules, "langchain_core.embeddings", module)
-    adapter = _adapter("langchain_core")(model)
+@pytest.mark.slow  # the library's import takes seconds
+def test_the_adapter_of_the_documentation_searches_in_langchain(model: vembed.EmbeddingModel) -> None:
+    pytest.importorskip("langchain_core", reason="langchain-core isn't installed: pip install 'vembed[integrations]'")
+    from langchain_core.embeddings import Embeddings
+    from langchain_core.vectorstores import InMemoryVectorStore
+
+    adapter = _adapter("langchain_core", model)()
     assert isinstance(adapter, Embeddings)
     assert adapter.embed_documents(TEXTS) == model.encode(TEXTS, "document").tolist()
-    assert adapter.embed_query("apple pie") == model.encode(["apple pie"], "query")[0].tolist()
     assert all(type(number) is float for number in adapter.embed_query("x"))
+    store = InMemoryVectorStore(adapter)
+    store.add_texts(TEXTS_OF_FRUIT)
+    found = [document.page_content for document in store.similarity_search("apple pie", k=3)]
+    assert found == _ranked(model, "apple pie")
 
 
-def test_the_adapter_of_the_documentation_fits_llamaindexs_interface(
-    model: vembed.EmbeddingModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class BaseEmbedding(ABC):  # as llama_index.core.embeddings has it
-        model_name: str = "unknown"
+@pytest.mark.slow  # the library's import takes seconds
+def test_the_adapter_of_the_documentation_searches_in_llama_index(model: vembed.EmbeddingModel) -> None:
+    pytest.importorskip(
+        "llama_index.core", reason="llama-index-core isn't installed: pip install 'vembed[integrations]'"
+    )
+    from llama_index.core import VectorStoreIndex
+    from llama_index.core.schema import TextNode
 
-        def __init__(self, **fields: Any) -> None:
-            for name, value in fields.items():
-                setattr(self, name, value)
-
-        @abstractmethod
-        def _get_query_embedding(self, query: str) -> list[float]: ...
-
-        @abstractmethod
-        async def _aget_query_embedding(self, query: str) -> list[float]: ...
-
-        @abstractmethod
-        def _get_text_embedding(self, text: str) -> list[float]: ...
-
-    for name in ("llama_index", "llama_index.core", "llama_index.core.embeddings"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["llama_index.core.embeddings"].BaseEmbedding = BaseEmbedding  # type: ignore[attr-defined]
-    adapter = _adapter("llama_index")(model=model)
-    assert adapter._get_query_embedding("x") == model.embed_query("x")
-    assert adapter._get_text_embedding("x") == model.embed_documents(["x"])[0]
+    adapter = _adapter("llama_index", model)()
+    assert adapter.get_query_embedding("x") == model.embed_query("x")
+    assert adapter.get_text_embedding("x") == model.embed_documents(["x"])[0]
+    index = VectorStoreIndex([TextNode(text=text) for text in TEXTS_OF_FRUIT], embed_model=adapter)
+    found = index.as_retriever(similarity_top_k=3).retrieve("apple pie")
+    assert [each.node.get_content() for each in found] == _ranked(model, "apple pie")
 
 
-def _adapter(library: str) -> Any:
+def _ranked(model: vembed.EmbeddingModel, query: str) -> list[str]:
+    """Return the texts, nearest first."""
+    scores = model.encode([query], "query") @ model.encode(TEXTS_OF_FRUIT, "document").T
+    return [TEXTS_OF_FRUIT[number] for number in (-scores[0]).argsort()]
+
+
+def _adapter(library: str, model: vembed.EmbeddingModel) -> Any:
     """Run the adapter that docs/python.md shows for a library and return its class."""
     blocks = re.findall(r"```py\n(.*?)```", DOCUMENT.read_text("utf-8"), flags=re.DOTALL)
     (block,) = [each for each in blocks if library in each]
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"model": model}
     exec(compile(block, f"{DOCUMENT.name}, {library}", "exec"), names)
     return names["Embedder"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from vembed.errors import ConfigError
-from vembed.evaluation.benchmark.searchers import build_searcher, int8_codes, int8_scales, truncated
+from vembed.evaluation.benchmark.searchers import build_searcher, time_queries, truncated
 from vembed.evaluation.benchmark.variants import (
     REFERENCE,
     check_model,
@@ -17,6 +17,7 @@ from vembed.evaluation.benchmark.variants import (
     plan_variants,
     size_note,
 )
+from vembed.evaluation.quantized import int8_codes, int8_scales
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
@@ -127,6 +128,45 @@ def test_an_index_that_looks_at_every_list_is_exact() -> None:
     assert not np.array_equal(fewer, exact)
 
 
+@pytest.mark.parametrize(("dimension", "precision"), [(None, "binary"), (None, "int8"), (12, "binary"), (8, "float32")])
+def test_rescoring_ranks_candidates_by_the_full_vectors(dimension: int | None, precision: str) -> None:
+    documents, queries = unit(400, 20), unit(30, 20, seed=1)
+    documents[7] = documents[3]  # equal scores are ranked as exact search does
+    plans = plan_variants(dims=(12, 8), precisions=("int8", "binary"), rescored=(3, 40))
+    cheap, few, all_of_them = (
+        build_searcher(documents, each) for each in plans if (each.dimension, each.precision) == (dimension, precision)
+    )
+    exact_scores, exact = build_searcher(documents, REFERENCE).search(queries, k=10)
+    scores, rows = all_of_them.search(queries, k=10)  # 400 candidates are all documents
+    np.testing.assert_array_equal(rows, exact)
+    np.testing.assert_array_equal(scores, exact_scores)
+    _, without = cheap.search(queries, k=10)
+    _, some = few.search(queries, k=10)
+    candidates = cheap.search(queries, k=30)[1]
+
+    def found(rows: NDArray[np.int64]) -> float:
+        return float(np.mean([np.isin(one, other).mean() for one, other in zip(exact, rows, strict=True)]))
+
+    assert all(np.isin(one, other).all() for one, other in zip(some, candidates, strict=True))
+    assert found(without) < found(some) <= 1
+    assert (cheap.rescoring_bytes, few.rescoring_bytes) == (0, 80)
+    assert few.bytes_per_document == cheap.bytes_per_document < 80
+
+
+def test_rescoring_needs_a_cheaper_form_and_is_a_form_of_its_own() -> None:
+    names = [
+        each.name for each in plan_variants(dims=(64,), precisions=("binary",), rescored=(4,), indexes=("HNSW32",))
+    ]
+    assert names == [
+        "exact", "binary", "binary, 4x rescored", "64 dims", "64 dims, 4x rescored", "64 dims, binary",
+        "64 dims, binary, 4x rescored", "HNSW32",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match="--rescore ranks the candidates of a cheaper form: add --quantize"):
+        plan_variants(rescored=(4,))
+    with pytest.raises(ConfigError, match="at least 1 candidate"):
+        plan_variants(precisions=("int8",), rescored=(0,))
+
+
 def test_bytes_per_document_follow_from_dims_and_bits_and_an_index_adds_to_them() -> None:
     documents = unit(300, 16)
     size = {
@@ -146,9 +186,9 @@ def test_bytes_per_document_follow_from_dims_and_bits_and_an_index_adds_to_them(
 def test_latency_is_positive_over_the_timed_queries_and_leaves_the_threads_as_they_were() -> None:
     before = faiss.omp_get_max_threads()
     searcher = build_searcher(unit(300, 16), REFERENCE)
-    milliseconds, timed = searcher.median_milliseconds(unit(7, 16), k=10)
-    assert (milliseconds > 0, timed) == (True, 7)
-    assert searcher.median_milliseconds(unit(250, 16), k=1000)[1] == 100
+    few = time_queries(searcher, unit(7, 16), k=10)
+    assert 0 < few.p50 <= few.p95 <= few.p99
+    assert (few.num_timed, time_queries(searcher, unit(1250, 16), k=100).num_timed) == (7, 1000)
     assert faiss.omp_get_max_threads() == before
 
 

@@ -35,7 +35,7 @@ FACTS = Facts(num_truncated=2, seconds=1.5)
 RESULT = EvaluationResult(
     "task", "bag", {"ndcg@10": 0.5}, {"ndcg@10": {"q1": 0.5}}, {"q1": (("d1", 0.25),)}, 1, 2, ("a note.",), 0.5
 )
-COST = Cost(dimension=3, bytes_per_document=12.0, milliseconds_per_query=0.1, num_timed=1)
+COST = Cost(3, 12.0, milliseconds_per_query=0.1, milliseconds_p95=0.2, milliseconds_p99=0.3, num_timed=1)
 
 
 def bag(**changes: int) -> NgramBag:

@@ -45,11 +45,18 @@ def leaderboard(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def without_latency(text: str) -> str:
-    """Return a leaderboard without the time of a query: the last cell of a row about a form of the vectors."""
-    text = re.sub(r'(data-label="ms per query"[^>]*>)[^<]*', r"\1#", text)
-    text = re.sub(r"^(\| \d+ \| .* \| )[\d.,e\u2212]+ \|$", r"\1# |", text, flags=re.MULTILINE)
+    """Return a leaderboard without the times of a query: the last cells of a row about a form of the vectors."""
+    number = r"[\d.,e\u2212]+"
+    text = re.sub(
+        r'(data-label="ms per query".*?</td>)',
+        lambda cell: re.sub(r"\d[\d.,e\u2212]*", "#", cell[0]),
+        text,
+        flags=re.DOTALL,
+    )
+    text = re.sub(rf"^(\| \d+ \| .* \| ){number} \| {number} \| {number} \|$", r"\1# |", text, flags=re.MULTILINE)
     before, head, rows = text.partition("ms/query")
-    return before + head + re.sub(r" +[\d.,e\u2212]+$", " #", rows, flags=re.MULTILINE)
+    rows = re.sub(rf"( +{number}){{3}}$", " #", rows, flags=re.MULTILINE)
+    return before + head + re.sub(r"^ +p95 +p99$", " p95 p99", rows, count=1, flags=re.MULTILINE)
 
 
 def search(tree: Path, folder: Path) -> dict[str, Any]:

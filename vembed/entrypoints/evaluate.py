@@ -76,6 +76,14 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument("--dims", metavar="N,N", help="also search the first N dimensions, e.g. 64,128,256")
     parser.add_argument("--quantize", nargs="+", default=[], choices=QUANTIZE, help="also search vectors of fewer bits")
     parser.add_argument(
+        "--rescore",
+        nargs="+",
+        default=[],
+        type=int,
+        metavar="N",
+        help="also rank N candidates for each hit of --quantize and --dims by the full vectors, e.g. 4 10",
+    )
+    parser.add_argument(
         "--index", nargs="+", default=[], metavar="F", help="also search FAISS indexes, e.g. HNSW32 IVF64,Flat:nprobe=8"
     )
     parser.add_argument("--no-keep-vectors", action="store_true", help="don't keep vectors on disk for the next run")
@@ -143,6 +151,7 @@ def _refuse_without_effect(parsed: argparse.Namespace, said: str, *, of_mteb: bo
         "--bm25": parsed.bm25,
         "--dims": parsed.dims is not None,
         "--quantize": parsed.quantize,
+        "--rescore": parsed.rescore,
         "--index": parsed.index,
         "--both-directions": parsed.both_directions,
     }
@@ -266,7 +275,9 @@ def _variants(parsed: argparse.Namespace) -> tuple[Variant, ...]:
     for word in words:
         if not word.isascii() or not word.isdigit():
             raise ConfigError(f"--dims: {word!r} is no number of dimensions; write them like 64,128,256")
-    return plan_variants(dims=[int(word) for word in words], precisions=parsed.quantize, indexes=parsed.index)
+    return plan_variants(
+        dims=[int(word) for word in words], precisions=parsed.quantize, indexes=parsed.index, rescored=parsed.rescore
+    )
 
 
 def _benchmark_options(

@@ -25,7 +25,7 @@ from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import folder_names, model_labels, set_labels, unique_folders
-from vembed.evaluation.benchmark.searchers import build_searcher
+from vembed.evaluation.benchmark.searchers import build_searcher, time_queries
 from vembed.evaluation.benchmark.stored import (
     VARIANTS_FOLDER,
     VECTORS_FOLDER,
@@ -287,6 +287,7 @@ class _SetRun:
             "dimension": variant.dimension,
             "precision": variant.precision,
             "index": variant.index,
+            "rescored": variant.rescored,
             "ks": list(self._run.options.ks),
             "depth": self._run.options.depth,
             "faiss": faiss.__version__,
@@ -313,12 +314,15 @@ class _SetRun:
         result = builder.result(self._run.system, seconds=seconds, notes=notes)
         if not variant.is_reference:
             _logger.info("%s: searched as %s", self.title, variant.name)
-        milliseconds, num_timed = searcher.median_milliseconds(queries, k=builder.hits_wanted, poll=poll)
+        timing = time_queries(searcher, queries, k=builder.hits_wanted, poll=poll)
         cost = Cost(
             dimension=variant.dimension or self._run.encode.encoder.dimension,
             bytes_per_document=searcher.bytes_per_document,
-            milliseconds_per_query=milliseconds,
-            num_timed=num_timed,
+            milliseconds_per_query=timing.p50,
+            milliseconds_p95=timing.p95,
+            milliseconds_p99=timing.p99,
+            num_timed=timing.num_timed,
+            rescoring_bytes=searcher.rescoring_bytes,
         )
         return Stored(result, cost)
 

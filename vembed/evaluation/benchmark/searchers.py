@@ -1,10 +1,8 @@
 """Search vectors in one of their cheaper forms, and say what a document and a query cost there.
 
 - dims: the first m numbers of each vector, brought back to unit length.
-- int8: each dimension of the documents has a scale, its largest absolute value in the corpus / 127; a number is stored
-  as round(x / scale), -127 to 127. Queries stay float32; the score is the inner product with the restored numbers.
-- binary: one bit for each dimension of queries and documents, 1 where the number is above 0; the score is
-  E - 2 * Hamming distance, the inner product of the signs.
+- int8 and binary: fewer bits for each number (`vembed.evaluation.quantized`).
+- rescored: more candidates than asked for, found in one of these forms and ranked by the full vectors.
 - index: any FAISS index string.
 
 Shape legend: D documents, Q queries, E embedding dim, k hits per query.
@@ -14,16 +12,17 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import faiss
 import numpy as np
 
 from vembed.batch import Ragged
+from vembed.evaluation.encode import rows_of
 from vembed.evaluation.evaluator import EXACT
-from vembed.evaluation.index import SLICE_ROWS, build_index, search_index
+from vembed.evaluation.index import build_index
 from vembed.evaluation.maxsim import search_maxsim
+from vembed.evaluation.quantized import quantized_index, rescore, search_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,12 +32,22 @@ if TYPE_CHECKING:
     from vembed.evaluation.benchmark.variants import Variant
     from vembed.evaluation.encode import Vectors
 
-INT8_LARGEST = 127
+TIMED_QUERIES = 1000
+"""Most queries that are timed: the slowest hundredth of them is still ten."""
 
-TIMED_QUERIES = 100
-"""Queries that are timed: a median over them is steady, and an exact search of a million documents takes seconds."""
+LEAST_TIMED, TIMED_SECONDS = 100, 5.0
+"""Behind so many queries the timing ends once it has taken so long: exact search of a million documents takes 0.1 s."""
 
 WARM_UP_QUERIES = 5
+
+
+class Timing(NamedTuple):
+    """Milliseconds in which half, 95 and 99 of 100 queries were searched, and how many there were."""
+
+    p50: float
+    p95: float
+    p99: float
+    num_timed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,33 +55,25 @@ class Searcher:
     """An index and what stands between it and the model's vectors."""
 
     index: Any  # FAISS index, float or binary
-    prepare: Callable[[NDArray[np.float32]], NDArray[Any]]  # turns query vectors (Q, E) into what the index takes
-    # turns what the index returns into scores, larger is better
-    restore: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+    shortened: Callable[[NDArray[np.float32]], NDArray[np.float32]]  # keeps the dimensions that the index has
     bytes_per_document: float  # memory that the index takes for each document
+    rescored: int  # candidates for each hit that are ranked by the full vectors; 0 for none
+    documents_DE: NDArray[np.float32]  # the full vectors
+
+    @property
+    def rescoring_bytes(self) -> float:
+        """Bytes of each document that rescoring reads, which may lie on disk."""
+        return 4.0 * self.documents_DE.shape[1] if self.rescored else 0.0
 
     def search(
         self, query_vectors_QE: NDArray[np.float32], *, k: int, poll: Callable[[], None] | None = None
     ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores and rows of the k best documents, (Q, k) each; row -1 where fewer were found."""
-        found_Qk, rows_Qk = search_index(self.index, self.prepare(query_vectors_QE), k=k, poll=poll)
-        return self.restore(found_Qk), rows_Qk
-
-    def median_milliseconds(
-        self, query_vectors_QE: NDArray[np.float32], *, k: int, poll: Callable[[], None] | None = None
-    ) -> tuple[float, int]:
-        """Time the search of single queries on one thread.
-
-        Args:
-            query_vectors_QE: Query embeddings; evenly spaced ones of them are timed.
-
-        Returns:
-            Median wall time of one search in milliseconds, and how many queries it is over.
-        """
-        step = max(1, len(query_vectors_QE) // TIMED_QUERIES)
-        prepared = self.prepare(np.ascontiguousarray(query_vectors_QE[::step][:TIMED_QUERIES]))
-        k = min(k, self.index.ntotal)
-        return _median_milliseconds(lambda row: self.index.search(prepared[row : row + 1], k), len(prepared), poll=poll)
+        wanted = k * max(1, self.rescored)
+        scores, rows = search_quantized(self.index, self.shortened(query_vectors_QE), k=wanted, poll=poll)
+        if self.rescored:
+            return rescore(self.documents_DE, query_vectors_QE, rows, k=min(k, len(self.documents_DE)))
+        return scores, rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class MaxSimSearcher:
     """The same for documents of several vectors each, compared by exact MaxSim."""
 
     documents: Ragged
+    rescoring_bytes: float = 0.0
 
     @property
     def bytes_per_document(self) -> float:
@@ -92,35 +94,30 @@ class MaxSimSearcher:
         """Return scores and rows of the k best documents, (Q, k) each."""
         return search_maxsim(self.documents, queries, k=k, poll=poll)
 
-    def median_milliseconds(
-        self, queries: Ragged, *, k: int, poll: Callable[[], None] | None = None
-    ) -> tuple[float, int]:
-        """Time the search of single queries, as `Searcher.median_milliseconds` does."""
-        step = max(1, len(queries.lengths) // TIMED_QUERIES)
-        rows = np.arange(len(queries.lengths))[::step][:TIMED_QUERIES]
-        single = [queries.take(rows[place : place + 1]) for place in range(len(rows))]
-        return _median_milliseconds(lambda row: self.search(single[row], k=k), len(rows), poll=poll)
 
-
-def _median_milliseconds(
-    search: Callable[[int], object], count: int, *, poll: Callable[[], None] | None
-) -> tuple[float, int]:
-    """Return the median time of searching each of some queries alone, on one thread of FAISS, and how many they are."""
+def time_queries(searcher: Any, queries: Vectors, *, k: int, poll: Callable[[], None] | None = None) -> Timing:
+    """Time the search of single queries, drawn evenly, on one thread of FAISS and after some that warm it up."""
+    count = len(queries.lengths) if isinstance(queries, Ragged) else len(queries)
+    drawn = np.random.default_rng(0).permutation(count)[:TIMED_QUERIES]
+    single = [rows_of(queries, drawn[place : place + 1]) for place in range(len(drawn))]
     threads = faiss.omp_get_max_threads()
     faiss.omp_set_num_threads(1)
-    times = []
+    times: list[float] = []
     try:
-        for row in range(min(WARM_UP_QUERIES, count)):
-            search(row)
-        for row in range(count):
+        for query in single[:WARM_UP_QUERIES]:
+            searcher.search(query, k=k)
+        for query in single:
             if poll is not None:
                 poll()
+            if len(times) >= LEAST_TIMED and sum(times) > TIMED_SECONDS:
+                break
             started = time.perf_counter()
-            search(row)
+            searcher.search(query, k=k)
             times.append(time.perf_counter() - started)
     finally:
         faiss.omp_set_num_threads(threads)
-    return 1000.0 * median(times), len(times)
+    p50, p95, p99 = (1000.0 * np.percentile(times, (50, 95, 99))).tolist()
+    return Timing(p50, p95, p99, len(times))
 
 
 def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
@@ -137,13 +134,14 @@ def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
         return vectors_NE if dimension is None else truncated(vectors_NE, dimension)
 
     documents_DE = shortened(document_vectors_DE)
-    if variant.precision == "int8":
-        return _int8_searcher(documents_DE, shortened)
-    if variant.precision == "binary":
-        return _binary_searcher(documents_DE, shortened)
-    index = build_index((documents_DE,), variant.index)
-    size = 4.0 * documents_DE.shape[1] if variant.index == EXACT else _written_bytes(index) / len(documents_DE)
-    return Searcher(index, shortened, lambda scores: scores, size)
+    dim = documents_DE.shape[1]
+    if variant.precision != "float32":
+        index = quantized_index(documents_DE, variant.precision)
+        size = float(index.code_size)
+    else:
+        index = build_index((documents_DE,), variant.index)
+        size = 4.0 * dim if variant.index == EXACT else _written_bytes(index) / len(documents_DE)
+    return Searcher(index, shortened, size, variant.rescored, document_vectors_DE)
 
 
 def truncated(vectors_NE: NDArray[np.float32], dimension: int) -> NDArray[np.float32]:
@@ -151,55 +149,6 @@ def truncated(vectors_NE: NDArray[np.float32], dimension: int) -> NDArray[np.flo
     kept_NM = vectors_NE[:, :dimension]
     norms_N1 = np.linalg.norm(kept_NM, axis=1, keepdims=True)
     return np.ascontiguousarray(kept_NM / np.maximum(norms_N1, np.finfo(np.float32).tiny), dtype=np.float32)
-
-
-def int8_scales(documents_DE: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return what one step of each dimension stands for, (E,); 1 for a dimension that is zero in every document."""
-    largest_E = np.maximum(documents_DE.max(axis=0), -documents_DE.min(axis=0)) / np.float32(INT8_LARGEST)
-    return np.where(largest_E > 0, largest_E, 1).astype(np.float32)
-
-
-def int8_codes(vectors_NE: NDArray[np.float32], scales_E: NDArray[np.float32]) -> NDArray[np.int8]:
-    """Return the stored numbers, -127 to 127, (N, E)."""
-    steps_NE: NDArray[np.float32] = np.rint(vectors_NE / scales_E)
-    return np.clip(steps_NE, -INT8_LARGEST, INT8_LARGEST).astype(np.int8)
-
-
-def sign_bits(vectors_NE: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Return one bit for each dimension, 8 to a byte, (N, ceil(E / 8)); the last byte is filled up with zeros."""
-    return np.packbits(vectors_NE > 0, axis=1)
-
-
-def _int8_searcher(
-    documents_DE: NDArray[np.float32], shortened: Callable[[NDArray[np.float32]], NDArray[np.float32]]
-) -> Searcher:
-    """Build an index of one byte for each number, restored by FAISS when it is scored.
-
-    FAISS restores byte b of a dimension as low + (b + 1/2) / 255 * span; with low = -127.5 steps and span = 255 steps
-    that is b - 127 steps. Its type of signed bytes would round the query to whole numbers too.
-    """
-    dim = documents_DE.shape[1]
-    scales_E = int8_scales(documents_DE)
-    index = faiss.IndexScalarQuantizer(dim, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
-    faiss.copy_array_to_vector(np.concatenate([-127.5 * scales_E, 255 * scales_E]), index.sq.trained)
-    index.is_trained = True
-    for start in range(0, len(documents_DE), SLICE_ROWS):
-        index.add(int8_codes(documents_DE[start : start + SLICE_ROWS], scales_E) * scales_E)
-    return Searcher(index, shortened, lambda scores: scores, float(dim))
-
-
-def _binary_searcher(
-    documents_DE: NDArray[np.float32], shortened: Callable[[NDArray[np.float32]], NDArray[np.float32]]
-) -> Searcher:
-    """Build an index of one bit for each number. The bits that fill up a byte are equal everywhere and never count."""
-    dim = documents_DE.shape[1]
-    size = -(-dim // 8)
-    index = faiss.IndexBinaryFlat(8 * size)
-    for start in range(0, len(documents_DE), SLICE_ROWS):
-        index.add(sign_bits(documents_DE[start : start + SLICE_ROWS]))
-    return Searcher(
-        index, lambda queries_QE: sign_bits(shortened(queries_QE)), lambda distances: dim - 2 * distances, float(size)
-    )
 
 
 def _written_bytes(index: Any) -> int:

@@ -20,7 +20,7 @@ RECORD_FILE = "benchmark.json"
 VECTORS_FOLDER = "vectors"
 VARIANTS_FOLDER = "variants"
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the record or the way of scoring changes its meaning; other formats are done again."""
 
 
@@ -31,7 +31,10 @@ class Cost:
     dimension: int  # numbers of each vector
     bytes_per_document: float  # memory of the index for each document
     milliseconds_per_query: float  # median wall time of the search of one query, on one thread; encoding is not in it
-    num_timed: int  # queries that the median is over
+    milliseconds_p95: float  # 95 of 100 queries took no longer
+    milliseconds_p99: float
+    num_timed: int  # queries that these are of
+    rescoring_bytes: float = 0.0  # of each document that rescoring reads, which may lie on disk
 
 
 @dataclass(frozen=True, slots=True)

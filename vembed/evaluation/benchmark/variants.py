@@ -1,13 +1,14 @@
 """Cheaper forms of the same vectors: fewer dimensions, fewer bits, an index that looks at fewer documents.
 
 The reference is exact search over all dimensions in float32. Each number of dimensions is tried in float32 and in every
-precision; each precision also on all dimensions; each index on all dimensions in float32.
+precision; each precision also on all dimensions; each index on all dimensions in float32. Forms of fewer dimensions or
+bits are also tried with rescoring, which ranks some candidates for each hit by the full vectors.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.errors import ConfigError
@@ -37,6 +38,7 @@ class Variant:
     dimension: int | None = None  # leading dimensions that are kept, or None for all
     precision: Precision = "float32"  # what a number of a document is stored as
     index: str = EXACT  # FAISS index string
+    rescored: int = 0  # candidates for each hit that are ranked by the full vectors; 0 for none
 
     @property
     def is_reference(self) -> bool:
@@ -48,31 +50,34 @@ REFERENCE = Variant(name=REFERENCE_NAME, folder="")
 
 
 def plan_variants(
-    *, dims: Sequence[int] = (), precisions: Sequence[Precision] = (), indexes: Sequence[str] = ()
+    *,
+    dims: Sequence[int] = (),
+    precisions: Sequence[Precision] = (),
+    indexes: Sequence[str] = (),
+    rescored: Sequence[int] = (),
 ) -> tuple[Variant, ...]:
     """Return what to try, the reference first.
 
     Raises:
-        ConfigError: When a number of dimensions is below 1.
+        ConfigError: When a number of dimensions or candidates is below 1, or nothing is there to rescore.
     """
     if dims and min(dims) < 1:
         raise ConfigError(f"--dims: a model keeps at least 1 dimension, got {min(dims)}")
-    forms: list[tuple[str, int | None, Precision, str]] = []
+    if rescored and min(rescored) < 1:
+        raise ConfigError(f"--rescore: at least 1 candidate for each hit is ranked again, got {min(rescored)}")
+    if rescored and not dims and not precisions:
+        raise ConfigError("--rescore ranks the candidates of a cheaper form: add --quantize int8 binary, or --dims")
+    forms: list[Variant] = []
     for dimension in (None, *sorted(set(dims), reverse=True)):
         for precision in dict.fromkeys(("float32", *precisions)):
             words = [] if dimension is None else [f"{dimension} dims"]
             words += [] if precision == "float32" else [precision]
-            if words:
-                forms.append((", ".join(words), dimension, precision, EXACT))
-    forms += [(index, None, "float32", index) for index in dict.fromkeys(indexes) if index != EXACT]
-    folders = unique_folders([form[0] for form in forms])
-    return (
-        REFERENCE,
-        *(
-            Variant(name=name, folder=folder, dimension=dimension, precision=precision, index=index)
-            for (name, dimension, precision, index), folder in zip(forms, folders, strict=True)
-        ),
-    )
+            for factor in dict.fromkeys((0, *rescored)) if words else ():
+                name = ", ".join([*words, *([f"{factor}x rescored"] if factor else [])])
+                forms.append(Variant(name, name, dimension, precision, rescored=factor))
+    forms += [Variant(index, index, index=index) for index in dict.fromkeys(indexes) if index != EXACT]
+    folders = unique_folders([form.name for form in forms])
+    return (REFERENCE, *(replace(form, folder=folder) for form, folder in zip(forms, folders, strict=True)))
 
 
 def check_model(variants: Sequence[Variant], model: str, encoder: Encoder) -> None:

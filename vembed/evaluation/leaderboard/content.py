@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.directions import RecallSum
 
 CONFIDENCE = 0.95
+RECALL = "recall@100"  # of each form of the vectors, beside the metric that systems are compared by
 
 LEVEL = 0.05  # p-value below which a difference is called significant
 
@@ -88,6 +89,7 @@ class VariantRow:
     value: float  # mean of the metric
     difference: float  # to exact search
     p_value: float | None  # of the test against exact search; None for exact search itself
+    recall: float  # mean of RECALL: what is right and among so many hits
     cost: Cost
     folder: str  # of the run, below the output
     notes: tuple[str, ...]  # beside those of exact search
@@ -225,6 +227,7 @@ def _variant_row(number: int, entry: Entry, each: VariantResult, metric: str) ->
         value=value,
         difference=value - entry.result.metrics[metric],
         p_value=None if each.variant.is_reference else randomisation_test(each.result, entry.result, metric),
+        recall=each.result.metrics[RECALL],
         cost=each.cost,
         folder=each.folder,
         notes=tuple(note for note in each.result.notes if note not in known),
@@ -246,7 +249,7 @@ def settings(board: Board) -> Mapping[str, str]:
         "Intervals": f"{100 * CONFIDENCE:g}%, Student's t over queries",
         "Tests": "paired randomisation, two-sided, 10,000 permutations or all of them up to 14 queries, seed 0",
         "Compared by": board.metric,
-        "Query latency": "median wall time of searching one query on one thread, without encoding it",
+        "Query latency": "wall time of searching one query on one thread, after a warm-up, without encoding it",
         "Bytes per document": "vector or code; for an index all that FAISS writes, divided by the documents",
         **dict(board.facts),
     }

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from vembed.evaluation.leaderboard.charts import series_mark
-from vembed.evaluation.leaderboard.content import CONFIDENCE
+from vembed.evaluation.leaderboard.content import CONFIDENCE, RECALL
 from vembed.evaluation.leaderboard.text import (
     NOTHING,
     SUM_HEADS,
     cell_text,
     difference_text,
     interval,
+    latencies,
     mark,
     mean_cells,
-    milliseconds,
     p_text,
     reading,
-    size,
+    stored_size,
     sum_cells,
 )
 from vembed.evaluation.pages import Cell, Table
@@ -88,6 +88,7 @@ def sums_table(board: Board, *, page: bool) -> Table:
 def costs_table(board: Board, task: str, *, page: bool) -> Table:
     """Return the forms of the vectors on one set, each with its quality and its cost."""
     found = board.variants_of(task)
+    with_recall = board.metric != RECALL
     places = {system: place for place, system in enumerate(dict.fromkeys(row.system for row in found))}
     rows: list[list[str | Cell]] = []
     for row in found:
@@ -95,19 +96,21 @@ def costs_table(board: Board, task: str, *, page: bool) -> Table:
             metric_text(row.value),
             difference_text(row),
             p_text(row.p_value),
+            *([metric_text(row.recall)] if with_recall else []),
             count_text(row.cost.dimension),
-            size(row.cost.bytes_per_document),
-            milliseconds(row.cost.milliseconds_per_query),
+            stored_size(row.cost),
         ]
+        p50, p95, p99 = latencies(row.cost)
         if page:
             named = Markup('<span class="nowrap">{} {}</span>')
             name = named.format(swatch(places[row.system]), clip(row.system, NAME_CHARACTERS).short)
-            rows.append([_ranked(row.number, row.name), name, *numbers])
+            rows.append([_ranked(row.number, row.name), name, *numbers, Cell(p50, f"p95 {p95}, p99 {p99}")])
         else:
-            rows.append([str(row.number), row.system, row.name, *numbers])
-    heads = [one_line(board.metric), "To exact", "p", "Dims", "Bytes per document", "ms per query"]
+            rows.append([str(row.number), row.system, row.name, *numbers, p50, p95, p99])
+    recall = [RECALL] if with_recall else []
+    heads = [one_line(board.metric), "To exact", "p", *recall, "Dims", "Bytes per document", "ms per query"]
     if not page:
-        return Table([Markup("#"), "Model", "Form", *heads], rows, words=frozenset({1, 2}))
+        return Table([Markup("#"), "Model", "Form", *heads, "p95", "p99"], rows, words=frozenset({1, 2}))
     exact = {place: "decisive" for place, row in enumerate(found) if row.p_value is None}
     return Table(["Form", "Model", *heads], rows, frozenset({0, 1}), exact)
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.leaderboard.text import LEGEND, cell_text, mean_cells, milliseconds, size, sum_cells
+from vembed.evaluation.leaderboard.content import RECALL
+from vembed.evaluation.leaderboard.text import (
+    COST_NOTE,
+    LEGEND,
+    cell_text,
+    latencies,
+    mean_cells,
+    stored_size,
+    sum_cells,
+)
 from vembed.evaluation.text import clip, columns_of, metric_text
 
 if TYPE_CHECKING:
@@ -37,19 +46,21 @@ def render_terminal(board: Board) -> str:
         ]
         blocks += ["", aligned([heads, *lines], left={0, 1})]
     if board.variants:
-        heads = ["set", "system", "form", board.metric, "bytes/document", "ms/query"]
+        recall = [RECALL] if board.metric != RECALL else []
+        heads = ["set", "system", "form", board.metric, *recall, "bytes/document", "ms/query", "p95", "p99"]
         lines = [
             [
                 clip(row.task, TASK_CHARACTERS).short,
                 clip(row.system, NAME_CHARACTERS).short,
                 clip(row.name, NAME_CHARACTERS).short,
                 metric_text(row.value),
-                size(row.cost.bytes_per_document),
-                milliseconds(row.cost.milliseconds_per_query),
+                *([metric_text(row.recall)] if recall else []),
+                stored_size(row.cost),
+                *latencies(row.cost),
             ]
             for row in board.variants
         ]
-        blocks += ["", aligned([heads, *lines], left={0, 1, 2})]
+        blocks += ["", aligned([heads, *lines], left={0, 1, 2}), COST_NOTE]
     return "\n".join(blocks)
 
 

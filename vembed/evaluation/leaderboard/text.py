@@ -9,6 +9,7 @@ from markupsafe import Markup
 from vembed.evaluation.text import metric_text, number_text, one_line, signed_text
 
 if TYPE_CHECKING:
+    from vembed.evaluation.benchmark.stored import Cost
     from vembed.evaluation.leaderboard.content import Board, Row, Standing, SumRow, VariantRow
 
 SMALLEST_P = 0.001
@@ -81,9 +82,28 @@ def milliseconds(value: float) -> str:
     return number_text(float(f"{value:.3g}"))
 
 
+def latencies(cost: Cost) -> tuple[str, str, str]:
+    """Return the milliseconds of half, 95 and 99 of 100 queries."""
+    found = (cost.milliseconds_per_query, cost.milliseconds_p95, cost.milliseconds_p99)
+    p50, p95, p99 = map(milliseconds, found)
+    return p50, p95, p99
+
+
 def size(value: float) -> str:
     """Return bytes per document in four significant digits, without a unit."""
     return number_text(float(f"{value:.4g}"))
+
+
+def stored_size(cost: Cost) -> str:
+    """Return the bytes per document of a form, and behind a plus those that rescoring reads."""
+    full = f" + {size(cost.rescoring_bytes)}" if cost.rescoring_bytes else ""
+    return f"{size(cost.bytes_per_document)}{full}"
+
+
+COST_NOTE = (
+    "Latency is of one query at a time on one thread, after a warm-up, without encoding it: half, 95 and 99 of 100 "
+    "queries took no longer. Bytes behind a plus are those of full vectors that rescoring reads; they may lie on disk."
+)
 
 
 def headline(board: Board) -> str:

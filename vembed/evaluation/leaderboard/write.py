@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from vembed.evaluation.leaderboard.charts import draw_cost
 from vembed.evaluation.leaderboard.content import CONFIDENCE, LEVEL, settings
 from vembed.evaluation.leaderboard.tables import costs_table, means_table, sums_table, swatch, tests_table
-from vembed.evaluation.leaderboard.text import LEGEND, SUM_NOTE, headline
+from vembed.evaluation.leaderboard.text import COST_NOTE, LEGEND, SUM_NOTE, headline
 from vembed.evaluation.pages import html_environment, markdown_environment, write_pages
 from vembed.evaluation.text import count_text, one_line, plain
 
@@ -104,6 +104,7 @@ def _shared(board: Board, *, page: bool) -> dict[str, object]:
         "tests": partial(tests_table, board, page=page),
         "sums": sums_table(board, page=page),
         "sum_note": SUM_NOTE,
+        "cost_note": COST_NOTE,
         "costs": partial(costs_table, board, page=page),
         "settings": list(settings(board).items()),
     }

@@ -140,8 +140,8 @@ def test_trackers_of_plugins_get_every_step_and_failing_ones_stop_nothing(vembed
     refused = vembed("train", "config.yaml", "--validate", "--config_override", wanted)
     assert refused.returncode == 2
     assert (
-        "must be tensorboard, wandb, swanlab, all, none or a list [tensorboard, wandb or swanlab, ...]"
-        in refused.stderr
+        "must be tensorboard, wandb, mlflow, trackio, swanlab, all, none or a list "
+        "[tensorboard, wandb, mlflow, trackio or swanlab, ...]" in refused.stderr
     )
     done = vembed("train", "config.yaml", "--config_override", wanted, "plugins=[my_trackers, broken]")
     assert done.returncode == 0, done.stderr

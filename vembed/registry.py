@@ -129,6 +129,8 @@ TRACKERS = Registry(
     {
         "tensorboard": "vembed.training.trackers.tensorboard:TensorBoardTracker",
         "wandb": "vembed.training.trackers.wandb:WandbTracker",
+        "mlflow": "vembed.training.trackers.mlflow:MlflowTracker",
+        "trackio": "vembed.training.trackers.trackio:TrackioTracker",
         "swanlab": "vembed.training.trackers.swanlab:SwanlabTracker",
     },
 )

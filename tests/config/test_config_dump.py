@@ -154,6 +154,7 @@ OTHER_VALUES = {
     "resume": "never",
     "logging_steps": 1,
     "report_to": "none",
+    "log_model": True,
     "save_strategy": "epoch",
     "save_steps": 1,
     "save_minutes": 1.0,

@@ -89,7 +89,7 @@ def test_the_model_name_is_required() -> None:
         ("eval_strategy", False, "no"),
         ("metric_for_best_model", "ndcg@20", "ndcg@100"),
         ("metric_for_best_model", "ndcg@10\n", "hit@1"),
-        ("report_to", "mlflow", "all"),
+        ("report_to", "comet", "all"),
         ("report_to", ["tensorboard", "all"], ["tensorboard", "wandb"]),
         ("report_to", ["none"], []),
         ("nonfinite_policy", "ignore", "skip"),

@@ -24,6 +24,7 @@ from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.models.registry import load_encoder
 from vembed.registry import TRACKERS
+from vembed.training.trackers.base import Tracker
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -267,10 +268,7 @@ def test_a_report_that_fails_leaves_the_model_the_verdict_and_exit_code_0(
 def test_a_tracker_that_fails_does_not_stop_the_run(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing:
-        def __init__(self, folder: Path, *, resume_step: int, config: object) -> None:
-            self.calls = 0
-
+    class Failing(Tracker):
         def log(self, step: int, values: object) -> None:
             raise ConnectionError("nobody listens")
 

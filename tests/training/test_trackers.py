@@ -18,6 +18,7 @@ import pytest
 from vembed.errors import MachineError
 from vembed.training.trackers.base import GuardedTracker
 from vembed.training.trackers.jsonl import JsonlTracker, read_rows
+from vembed.training.trackers.registry import refuse_missing_packages
 from vembed.training.trackers.tensorboard import TensorBoardTracker
 from vembed.training.trackers.wandb import WandbTracker
 
@@ -361,9 +362,11 @@ def test_a_missing_tensorboard_is_said_before_training_with_the_key_to_set(monke
 STAND_INS = {
     "wandb": """
 class Run:
+    offline = False
     def define_metric(self, name, step_metric=None): show("define", name, step_metric)
     def log(self, values): show("log", values["step"], {k: v for k, v in values.items() if k != "step"})
-    def finish(self): show("finish")
+    def finish(self, exit_code): show("finish")
+def Settings(**options): return options
 def init(**options): show("init", {k: options[k] for k in ("project", "name", "resume", "config")}, options["id"]); \
     return Run()
 """,
@@ -423,13 +426,17 @@ def test_all_is_each_tracker_whose_package_is_there(tmp_path: Path, monkeypatch:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "wandb").mkdir()  # what runs of wandb leave behind is no package
+    for installed in ("wandb", "mlflow", "trackio"):
+        monkeypatch.setitem(sys.modules, installed, None)
+    (tmp_path / "swanlab").mkdir()  # what runs of a service leave behind is no package
 
     def kinds(report_to: str | list[str]) -> list[str]:
         opened = open_trackers(report_to, tmp_path / "run", resume_step=0, config={})[1:]
         return [each._name for each in opened if isinstance(each, GuardedTracker)]
 
-    assert "wandb" not in kinds("all")
+    assert kinds("all") == ["tensorboard"]
+    assert kinds(["tensorboard", "tensorboard"]) == ["tensorboard"]
+    (tmp_path / "swanlab").rmdir()
     (tmp_path / "swanlab.py").write_text("")
     importlib.invalidate_caches()
     assert kinds("all") == ["tensorboard", "swanlab"]
@@ -438,8 +445,10 @@ def test_all_is_each_tracker_whose_package_is_there(tmp_path: Path, monkeypatch:
 
 def test_a_missing_package_of_a_service_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(MachineError, match="pip install wandb"):
+    with pytest.raises(MachineError, match=r'pip install "vembed\[wandb\]"'):
         WandbTracker(None)  # type: ignore[arg-type]
+    with pytest.raises(MachineError, match=r'pip install "vembed\[wandb\]"'):
+        refuse_missing_packages(["tensorboard", "wandb"])
 
 
 def test_importing_the_trackers_does_not_import_tensorboard() -> None:

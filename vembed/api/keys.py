@@ -184,6 +184,7 @@ class TrainKeys(TypedDict, total=False):
     embedding_cache: str | Path
     logging_steps: int
     report_to: str | Sequence[str]
+    log_model: bool
     nonfinite_policy: Literal["stop", "skip"]
     max_skipped_steps: int
     plugins: Sequence[str]

@@ -82,6 +82,7 @@ class Config(
             "num_workers",
             "prefetch_factor",
             "report_to",
+            "log_model",
             "save_strategy",
             "save_steps",
             "save_minutes",

@@ -84,6 +84,11 @@ class OutputKeys(Section):
         "Trackers beside metrics.jsonl, which is always written; all is each whose package is installed.",
         on_resume="harmless",
     )
+    log_model: bool = key(
+        False,
+        "Give the trained model to the trackers that take one too (wandb, mlflow, trackio); it is as large as model/.",
+        on_resume="harmless",
+    )
     nonfinite_policy: Literal["stop", "skip"] = key(
         "stop", "At a loss or gradient that is NaN or infinite: stop the run, or skip the step and count it."
     )

@@ -79,15 +79,21 @@ def picture_name(picture: Image) -> str:
     return re.split(r"[/\\]", picture.path)[-1] or "picture"
 
 
-def _thumbnail(picture: Image, limits: ImageLimits, *, characters: int) -> Thumbnail | None:
-    """Return the best copy that takes at most so many characters, or None where there is nothing to copy."""
+def small_copy(picture: Image, limits: ImageLimits) -> Bitmap | None:
+    """Return a picture of thumbnail size, or None where there is nothing to copy."""
     try:
         bitmap = decode_image(picture, limits)
         bitmap.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS), Resampling.LANCZOS)
-        return _encoded(bitmap, characters)
+        return bitmap
     except (DataError, OSError) as error:  # checked before training: the file has changed or gone since
         _log.warning("report: %s gets a box in place of a thumbnail: %s", picture_name(picture), error)
         return None
+
+
+def _thumbnail(picture: Image, limits: ImageLimits, *, characters: int) -> Thumbnail | None:
+    """Return the best copy that takes at most so many characters, or None where there is nothing to copy."""
+    bitmap = small_copy(picture, limits)
+    return None if bitmap is None else _encoded(bitmap, characters)
 
 
 def _encoded(bitmap: Bitmap, characters: int) -> Thumbnail:

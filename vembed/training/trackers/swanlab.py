@@ -15,12 +15,13 @@ class SwanlabTracker(HostedTracker):
     """Send numbers to SwanLab; its own variables hold: SWANLAB_PROJ_NAME, SWANLAB_MODE=offline and the like."""
 
     name = "swanlab"
+    advice = "log in with `swanlab login`, or set SWANLAB_MODE=offline"
 
     def open(self, run_id: str) -> Any:
         """Return SwanLab's run, named as the output folder."""
         return self.package.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", PROJECT),
-            experiment_name=os.environ.get("SWANLAB_EXP_NAME", self.folder.absolute().parents[1].name),
+            experiment_name=os.environ.get("SWANLAB_EXP_NAME", self.run_name),
             id=run_id,
             resume="allow",
             logdir=str(self.folder),

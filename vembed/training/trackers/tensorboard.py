@@ -7,12 +7,16 @@ import math
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy
+
 from vembed.errors import MachineError
-from vembed.training.trackers.base import Tracker
+from vembed.training.trackers.base import Tracker, is_picture
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from vembed.training.trackers.base import Cell
 
 
 class TensorBoardTracker(Tracker):
@@ -28,6 +32,7 @@ class TensorBoardTracker(Tracker):
     """
 
     name = "tensorboard"
+    advice = "see that its folder can be written and the disk isn't full"
 
     def __init__(self, folder: Path, *, resume_step: int = 0, config: Mapping[str, object] | None = None) -> None:
         super().__init__(folder, resume_step=resume_step, config=config)
@@ -59,6 +64,26 @@ class TensorBoardTracker(Tracker):
         """Record the metrics of an evaluation under `evaluation/`."""
         self._add("evaluation", step, metrics)
 
+    def log_result(self, step: int, values: Mapping[str, float]) -> None:
+        """Record what came of the run under `result/`."""
+        self._add("result", step, values)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Record a text, with its columns aligned."""
+        self._open().add_text(name, f"```\n{text}\n```", step)
+
+    def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+        """Record a table as a text, and its pictures as images that it names."""
+        writer, lines = self._open(), [_line(columns), _line(["---"] * len(columns))]
+        for number, row in enumerate(rows, start=1):
+            cells: list[Cell] = list(row)
+            for index, cell in enumerate(row):
+                if is_picture(cell):
+                    cells[index] = f"{name}/{number}/{columns[index]}"
+                    writer.add_image(cells[index], numpy.asarray(cell.convert("RGB")), step, dataformats="HWC")
+            lines.append(_line(cells))
+        writer.add_text(name, "\n".join(lines), step)
+
     def close(self) -> None:
         """Write what is still in memory."""
         if self._writer is not None:
@@ -67,13 +92,26 @@ class TensorBoardTracker(Tracker):
             threading.excepthook = self._shown
 
     def _add(self, group: str, step: int, values: Mapping[str, float]) -> None:
+        writer = self._open()
+        for name, value in values.items():
+            writer.add_scalar(f"{group}/{name}", value, step)
+
+    def _open(self) -> Any:
+        """Return the writer; the first one begins with the configuration."""
         if self._writer is None:
             self._shown, threading.excepthook = threading.excepthook, self._show
             self._writer = self._writer_class(str(self.folder), purge_step=self.resume_step + 1)
-        for name, value in values.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
+            rows = [_line(["key", "value"]), _line(["---", "---"]), *map(_line, self.config.items())]
+            self._writer.add_text("configuration", "\n".join(rows), self.resume_step)
+        return self._writer
 
     def _show(self, told: threading.ExceptHookArgs) -> None:
         """Show what ended a thread, but for TensorBoard's writer: the next number it gets raises the same error."""
         if not type(told.thread).__module__.startswith("tensorboard."):
             self._shown(told)
+
+
+def _line(cells: Sequence[object]) -> str:
+    """Return a row of a Markdown table."""
+    texts = ("" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
+    return f"| {' | '.join(' '.join(text.split()).replace('|', '&#124;') for text in texts)} |"

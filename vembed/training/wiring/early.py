@@ -21,6 +21,7 @@ from vembed.files import home_path, is_file, is_folder, listed_paths
 from vembed.models.names import MODEL_FOLDER, locate
 from vembed.training.inputs import all_sources
 from vembed.training.output import OutputFolder
+from vembed.training.trackers.registry import refuse_missing_packages
 from vembed.training.wiring.data import loss_needs
 
 if TYPE_CHECKING:
@@ -31,12 +32,18 @@ if TYPE_CHECKING:
 
 
 def refuse_wrong_run(config: Config, *, needs_data: bool = True) -> None:
-    """Refuse what `refuse_wrong_inputs` and `refuse_wrong_output` refuse, together.
+    """Refuse what `refuse_wrong_inputs` and `refuse_wrong_output` refuse and trackers that miss a package, together.
 
     Raises:
         VembedError: A line for each problem.
     """
-    _refuse_all([partial(refuse_wrong_inputs, config, needs_data=needs_data), partial(refuse_wrong_output, config)])
+    _refuse_all(
+        [
+            partial(refuse_wrong_inputs, config, needs_data=needs_data),
+            partial(refuse_wrong_output, config),
+            partial(refuse_missing_packages, config.report_to),
+        ]
+    )
 
 
 def refuse_wrong_inputs(config: Config, *, needs_data: bool = True) -> None:

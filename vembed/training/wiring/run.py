@@ -35,6 +35,7 @@ from vembed.training.saving import PARTS, check_shape, refuse_other_run
 from vembed.training.space import DiskNeeds, free_bytes
 from vembed.training.state import RunState
 from vembed.training.trackers.jsonl import read_rows
+from vembed.training.tracking import closing, track_end, track_start
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import build_sampler, load_data
 from vembed.training.wiring.early import accepted_differences, paths_read, refuse_other_place
@@ -165,7 +166,8 @@ def _run(
             facts["started by"] = launcher
         needs, free = _disk_needs(run), free_bytes(output.path)
         facts["disk"] = needs.line(free)
-        _log.info("%s", explain(replace(run.plan, reasons=(*notes, *asked, *run.plan.reasons)), facts=facts))
+        shown = explain(replace(run.plan, reasons=(*notes, *asked, *run.plan.reasons)), facts=facts)
+        _log.info("%s", shown)
         if mode == "plan":
             _log.info("%s", comparison(run.plan))
         if mode == "dry-run":
@@ -180,7 +182,7 @@ def _run(
         runtime.ranks.from_first(lambda: needs.refuse_small(free, output.path, config, may_adapt=may_adapt))
         runtime.ranks.from_first(lambda: _write_settings(run, given))
         starting.close()
-        return _train(run, command, stop, callbacks, clock)
+        return _train(run, command, shown, stop, callbacks, clock)
 
 
 def _dry_run(run: Run) -> None:
@@ -317,7 +319,9 @@ def _check(checkpoint: LoadedCheckpoint) -> None:
     check_decisions(checkpoint)
 
 
-def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks, clock: RunClock) -> RunResult:
+def _train(
+    run: Run, command: str, shown_plan: str, stop: StopSignal | None, callbacks: Callbacks, clock: RunClock
+) -> RunResult:
     """Run the loop from where it stands, and finish."""
     config = run.config
     run.runtime.watchdog.words.doing = "choosing batches"
@@ -339,41 +343,38 @@ def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks
         agree=agree,
     )
     words = run.runtime.watchdog.words
-    with StopSignal() if stop is None else nullcontext(stop) as stop, stop.asking(agree):
+    with closing(trackers), StopSignal() if stop is None else nullcontext(stop) as stop, stop.asking(agree):
         words.doing = "training"
+        track_start(trackers, state.step, plan=shown_plan)
         evaluations = build_evaluations(run, stop)
         if state.step > 0:
             evaluations.require_baseline()
             clock.go_on(run.output.path / "evaluation")
-        try:
-            stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
-            words.doing = "asking the teacher" if run.teacher else words.doing
-            answers = said(run, evaluations.encode.poll)
-            words.doing = "training"
-            with batches(run, evaluations.encode, stored, answers) as source:
-                engine = build_engine(run, state.step_limits)
-                trainer = Trainer(
-                    state=state,
-                    plan=run.plan,
-                    source=source,
-                    engine=engine,
-                    updater=updater,
-                    evaluations=evaluations,
-                    checkpoints=checkpoints,
-                    trackers=trackers,
-                    guard=guard,
-                    stop=stop,
-                    ranks=ranks,
-                    output_keys=config,
-                    evaluation_keys=config,
-                    seed=config.seed,
-                    callbacks=callbacks,
-                    clock=clock,
-                )
-                baseline = trainer.run()
-        finally:
-            for tracker in trackers:
-                tracker.close()
+        stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
+        words.doing = "asking the teacher" if run.teacher else words.doing
+        answers = said(run, evaluations.encode.poll)
+        words.doing = "training"
+        with batches(run, evaluations.encode, stored, answers) as source:
+            engine = build_engine(run, state.step_limits)
+            trainer = Trainer(
+                state=state,
+                plan=run.plan,
+                source=source,
+                engine=engine,
+                updater=updater,
+                evaluations=evaluations,
+                checkpoints=checkpoints,
+                trackers=trackers,
+                guard=guard,
+                stop=stop,
+                ranks=ranks,
+                output_keys=config,
+                evaluation_keys=config,
+                seed=config.seed,
+                callbacks=callbacks,
+                clock=clock,
+            )
+            baseline = trainer.run()
         words.doing = "finishing"
         finish = FinishParts(
             output=run.output,
@@ -391,6 +392,8 @@ def _train(run: Run, command: str, stop: StopSignal | None, callbacks: Callbacks
         )
         result = finish_run(finish, state, baseline)
         callbacks.ask(EndEvent(result), ranks)
+        words.doing = "telling the trackers"  # of a large model this takes long; no other rank waits
+        track_end(trackers, result, finish, step=state.step, log_model=config.log_model)
         if callbacks.failure is not None:
             raise callbacks.failure
         return result

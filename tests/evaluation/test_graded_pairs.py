@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.evaluation.graded import PairKind, PairsOutcome
+    from vembed.data.retrieval import PairKind
+    from vembed.evaluation.graded import PairsOutcome
 
 
 def pairs_of(grade_P: Any, *, kind: PairKind = "grade", per_query: int = 1) -> GradedPairs:

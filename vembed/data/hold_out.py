@@ -18,7 +18,7 @@ import numpy as np
 
 from vembed.data.images import content_name
 from vembed.data.problems import plural
-from vembed.data.retrieval_sources import retrieval_from_records
+from vembed.data.retrieval_sources import task_from_records
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -102,14 +102,16 @@ def _wanted(num_rows: int, fraction: float | None) -> int:
     return min(MOST_ROWS, max(part(SHARE), min(ENOUGH_ROWS, part(LARGEST_SHARE))))
 
 
-def held_out_task(table: RecordTable, split: HeldOut) -> RetrievalData:
-    """Return held-out rows as a task, whose documents are filled up with those of training rows.
+def held_out_task(table: RecordTable, split: HeldOut, label_kind: str = "auto") -> RetrievalData:
+    """Return held-out rows as a task; where they search, documents are filled up with those of training rows.
 
     Raises:
         DataError: No held-out row has a positive.
         ImageError: A picture can't be read any more.
     """
-    task = retrieval_from_records(table.subset(split.held_out_rows), name="held out")
+    task = task_from_records(table.subset(split.held_out_rows), "held out", label_kind)
+    if task.grades:
+        return task
     missing = FEWEST_DOCUMENTS - len(task.documents)
     numbers = _distractors(table, split)[: max(0, missing)]
     added = {content_name(item): item for item in table.items.at(numbers)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.batch import MODALITY_WORDS, modality_of
 
@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from vembed.batch import Item, Modality
+
+PairKind: TypeAlias = Literal["grade", "pair"]
+"""What is said of pairs: how close the two are, or whether they belong together."""
 
 REVERSED = "reversed"
 """Last word of the name of a set whose documents ask."""
@@ -28,6 +31,10 @@ class RetrievalData:
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)  # query id -> never ranked for it
     candidates: Mapping[str, frozenset[str]] = field(default_factory=dict)  # query id -> all that it ranks
     cutoffs: tuple[int, ...] = ()  # cut-offs that the literature reports the set at, beside the usual ones
+    # Where the set is of graded pairs: query id -> document id -> grade (1 and 0 of kind "pair"). Nothing is searched
+    # then: the order of all pairs by similarity is compared with that by grade.
+    grades: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    kind: PairKind = "grade"
 
     @property
     def crosses_modalities(self) -> bool:
@@ -36,7 +43,7 @@ class RetrievalData:
         A set that ranks a few named candidates for each query has no other way round.
         """
         sides = [_modalities(self.queries.values()), _modalities(self.documents.values())]
-        return sorted(sides, key=sorted) == [{"image"}, {"text"}] and not self.candidates
+        return sorted(sides, key=sorted) == [{"image"}, {"text"}] and not self.candidates and not self.grades
 
     @property
     def direction(self) -> str:

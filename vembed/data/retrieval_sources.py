@@ -6,7 +6,10 @@ import os
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from vembed.data.beir import read_beir
 from vembed.data.builtin import load_builtin_retrieval
@@ -22,9 +25,10 @@ from vembed.files import home_path
 if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.records import RecordTable
+    from vembed.data.retrieval import PairKind
 
 
-def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
+def load_retrieval(path: str, options: SourceOptions, *, takes_pairs: bool = False) -> RetrievalData:
     """Read a data source as a retrieval task.
 
     A BEIR folder or a published set is taken as it is, and so is a built-in set with judgements of its own. Of any
@@ -32,6 +36,7 @@ def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
 
     Args:
         path: Any form that `load_records` takes.
+        takes_pairs: Whether rows with graded pairs become a task of these, on which nothing is searched.
 
     Raises:
         ConfigError: As `load_records`.
@@ -52,10 +57,56 @@ def load_retrieval(path: str, options: SourceOptions) -> RetrievalData:
         judged, kind = load_builtin_retrieval(name, split), "a built-in set"
     if judged is None:
         loaded = load_records(path, options)
-        task = retrieval_from_records(loaded.table, source_name(path, options))
+        name, label_kind = source_name(path, options), options.keys.label_kind if takes_pairs else "auto"
+        task = task_from_records(loaded.table, name, label_kind)
         return replace(task, notes=(*loaded.notes, *task.notes))
     notes = (f"column_mapping has no effect on {kind}.",) if options.keys.column_mapping else ()
     return replace(judged, notes=(*judged.notes, *notes))
+
+
+def task_from_records(table: RecordTable, name: str, label_kind: str) -> RetrievalData:
+    """Make a task of records: of pairs with grades or truths where they have such, else of retrieval.
+
+    Rows that list grades of several documents, as a teacher's, rank documents of a query: they are one of retrieval.
+
+    Raises:
+        DataError: No record has a positive.
+        ImageError: A picture can't be read any more.
+    """
+    row_P, grade_P = table.listed
+    lists_several = label_kind == "grade" and len(np.unique(row_P)) < len(row_P)
+    if label_kind not in ("grade", "pair") or lists_several or len(np.unique(grade_P)) < 2:
+        return retrieval_from_records(table, name)
+    return _graded_task(table, name, "pair" if label_kind == "pair" else "grade")
+
+
+def _graded_task(table: RecordTable, name: str, kind: PairKind) -> RetrievalData:
+    """Make a task of the pairs of records; of a pair that comes again the mean of its grades counts."""
+    digest = cache(content_name)
+    queries: dict[str, Item] = {}
+    documents: dict[str, Item] = {}
+    said: dict[str, dict[str, list[float]]] = {}
+    silent = 0
+    for record in table:
+        if not record.scores:
+            silent += 1
+            continue
+        query_id = digest(record.query)
+        queries.setdefault(query_id, record.query)
+        own = said.setdefault(query_id, {})
+        for document, grade in zip((*record.positives, *record.negatives), record.scores, strict=True):
+            document_id = digest(document)
+            documents.setdefault(document_id, document)
+            own.setdefault(document_id, []).append(grade)
+    grades = {query: {one: fmean(found) for one, found in own.items()} for query, own in said.items()}
+    num_pairs = sum(map(len, grades.values()))
+    measure = "Spearman's rank correlation of similarity and grade" if kind == "grade" else "average precision"
+    pairs = plural(num_pairs, "graded pair" if kind == "grade" else "judged pair")
+    notes = [f"{name} has {pairs}, and nothing is searched: {measure} decides."]
+    if silent:
+        notes.append(f"{plural(silent, 'row')} without a {'grade' if kind == 'grade' else 'label'} left out.")
+    judged = {query: dict.fromkeys(own, 1) for query, own in grades.items()}
+    return RetrievalData(name, queries, documents, judged, tuple(notes), grades=grades, kind=kind)
 
 
 def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:

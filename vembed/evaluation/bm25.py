@@ -36,7 +36,9 @@ POLL_QUERIES = 256
 
 
 def why_no_bm25(task: RetrievalData) -> str | None:
-    """Return a sentence where a task isn't made of texts alone, which is all that word matching takes; else None."""
+    """Return a sentence where a task has nothing to search, or isn't made of texts alone; else None."""
+    if task.grades:
+        return f"BM25 is left out: {task.name} has graded pairs, and nothing is searched."
     items = (*task.queries.values(), *task.documents.values())
     pictures = sum(not isinstance(item, str) for item in items)
     if not pictures:

@@ -10,24 +10,26 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 from vembed.batch import Ragged
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import rows_of
-from vembed.evaluation.index import search
+from vembed.evaluation.encode import rows_of, values_of
+from vembed.evaluation.graded_values import measured, pair_similarities, query_values
+from vembed.evaluation.index import check_finite, search
 from vembed.evaluation.maxsim import search_maxsim
-from vembed.evaluation.metrics import DEFAULT_KS
+from vembed.evaluation.metrics import DEFAULT_KS, trec_order
+from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.encode import Vectors
-    from vembed.evaluation.result import EvaluationResult
 
     Encode: TypeAlias = Callable[[Sequence[Item], Side], Vectors]
 
@@ -97,6 +99,8 @@ def search_task(given: EncodedTask, options: EvaluationOptions) -> EvaluationRes
         NonFiniteError: An embedding holds NaN or infinity.
         ConfigError: FAISS can't build the index.
     """
+    if given.task.grades:
+        return _graded_result(given, options)
     builder = given.builder
     started = time.perf_counter()
     queries = given.queries if given.asking is None else rows_of(given.queries, given.asking)
@@ -107,6 +111,40 @@ def search_task(given: EncodedTask, options: EvaluationOptions) -> EvaluationRes
     add_hits(builder, list(given.task.documents), scores_Qk, rows_Qk)
     notes = [] if options.index_factory == EXACT else [approximate_note(options.index_factory)]
     return builder.result(options.system, seconds=seconds, notes=notes)
+
+
+def _graded_result(given: EncodedTask, options: EvaluationOptions) -> EvaluationResult:
+    """Compare the order of graded pairs by similarity with that by grade.
+
+    Returns:
+        Its run has each query's own documents, by similarity.
+    """
+    task, query_ids = given.task, given.builder.query_ids
+    place_of = {document_id: place for place, document_id in enumerate(task.documents)}
+    for side, vectors in (("query", given.queries), ("document", given.documents)):
+        check_finite(values_of(vectors), side)
+    pairs = [
+        (row, place_of[one], grade) for row, query in enumerate(query_ids) for one, grade in task.grades[query].items()
+    ]
+    query_P, document_P = (np.array([pair[side] for pair in pairs], dtype=np.int64) for side in (0, 1))
+    similarity_P = pair_similarities(given.queries, given.documents, query_P, document_P)
+    found = measured(task.kind, np.array([grade for _, _, grade in pairs]), similarity_P)
+    values = {name: query_values(*each, query_P, len(query_ids)) for name, each in found.items()}
+    hits: dict[str, list[tuple[str, float]]] = {query_id: [] for query_id in query_ids}
+    document_ids = list(task.documents)
+    for row, document, similarity in zip(query_P.tolist(), document_P.tolist(), similarity_P.tolist(), strict=True):
+        hits[query_ids[row]].append((document_ids[document], similarity))
+    return EvaluationResult(
+        task=task.name,
+        system=options.system,
+        metrics={name: value for name, (value, _) in found.items()},
+        per_query={name: dict(zip(query_ids, own.tolist(), strict=True)) for name, own in values.items()},
+        run={query_id: trec_order(own) for query_id, own in hits.items()},
+        num_queries=len(query_ids),
+        num_documents=len(document_ids),
+        notes=task.notes,
+        seconds=given.seconds,
+    )
 
 
 def search_vectors(

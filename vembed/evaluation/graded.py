@@ -17,17 +17,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from vembed.batch import Ragged
 from vembed.data.problems import plural
 from vembed.data.python_inputs import refuse_other_modalities
 from vembed.data.retrieval_sources import source_name
 from vembed.data.sources import load_records
 from vembed.errors import DataError
 from vembed.evaluation.encode import values_of
+from vembed.evaluation.graded_values import pair_similarities
 from vembed.evaluation.index import check_finite
 from vembed.evaluation.significance import CONFIDENCE, FLOAT_NOISE_DECIMALS, Comparison, judged
 
@@ -37,13 +37,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
+    from vembed.data.retrieval import PairKind
     from vembed.data.splits import SourceOptions
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.significance import Verdict
 
     Measure: TypeAlias = Callable[[NDArray[np.float64]], float]
-
-PairKind: TypeAlias = Literal["grade", "pair"]
 
 MEASURES: dict[PairKind, tuple[str, ...]] = {"grade": ("spearman",), "pair": ("average precision", "ROC AUC")}
 """What is measured; the first decides."""
@@ -77,12 +76,7 @@ class GradedPairs:
         queries, documents = encode(self.queries, "query"), encode(self.documents, "document")
         for side, vectors in (("query", queries), ("document", documents)):
             check_finite(values_of(vectors), side)
-        places = zip(self.query_P.tolist(), self.document_P.tolist(), strict=True)
-        if isinstance(queries, Ragged) and isinstance(documents, Ragged):
-            (q, d) = (np.split(each.values, each.offsets[1:-1]) for each in (queries, documents))
-            return np.array([(q[one] @ d[other].T).max(axis=1).sum() for one, other in places], dtype=np.float32)
-        q_QE, d_DE = values_of(queries), values_of(documents)
-        return np.array([q_QE[one] @ d_DE[other] for one, other in places], dtype=np.float32)
+        return pair_similarities(queries, documents, self.query_P, self.document_P)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,3 +26,7 @@ class EvaluationResult:
     # what was left out or clipped, one plain sentence each ("3 queries have no relevant document ...")
     notes: Sequence[str] = field(default_factory=tuple)
     seconds: float = 0.0  # wall time of encoding and searching
+
+    def deciding(self, metric: str) -> str:
+        """Return the metric that decides here: the given one, or the first of a set that is measured otherwise."""
+        return metric if metric in self.metrics else next(iter(self.metrics))

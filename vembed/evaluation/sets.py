@@ -47,9 +47,9 @@ class SetOutcome:
 
     @classmethod
     def of(cls, role: SetRole, baseline: EvaluationResult, final: EvaluationResult, metric: str) -> SetOutcome:
-        """Compare the model before and after training."""
+        """Compare the model before and after training, by the metric or by what decides on the set instead."""
         judge = guard_verdict if role == "guard" else verdict
-        return cls(role, judge(baseline, final, metric), baseline, final)
+        return cls(role, judge(baseline, final, final.deciding(metric)), baseline, final)
 
     @property
     def forgets(self) -> bool:
@@ -69,11 +69,18 @@ class SetOutcome:
 
 
 def overall(outcomes: Sequence[SetOutcome]) -> Verdict:
-    """Return the verdict of a run: that of its test set, or that of the mean over several."""
+    """Return the verdict of a run: that of its test set, or of the mean over several that are measured alike."""
+    alike = averaged(outcomes)
+    first = alike[0].verdict
+    if len(alike) == 1:
+        return first
+    return mean_verdict([(each.baseline, each.final) for each in alike], first.comparison.metric)
+
+
+def averaged(outcomes: Sequence[SetOutcome]) -> list[SetOutcome]:
+    """Return the test sets whose mean decides: those with the metric of the first."""
     first, *more = (each for each in outcomes if each.role != "guard")
-    if not more:
-        return first.verdict
-    return mean_verdict([(each.baseline, each.final) for each in (first, *more)], first.verdict.comparison.metric)
+    return [first, *(each for each in more if each.verdict.comparison.metric == first.verdict.comparison.metric)]
 
 
 def headline(decided: Verdict, outcomes: Sequence[SetOutcome]) -> str:

@@ -183,8 +183,9 @@ class Evaluations:
         return found
 
     def _say(self, name: str, result: EvaluationResult) -> None:
-        wanted = dict.fromkeys([self.metric, "ndcg@10", "recall@10", "mrr@10"])
-        numbers = "  ".join(f"{metric} {result.metrics[metric]:.4f}" for metric in wanted)
+        wanted = dict.fromkeys([result.deciding(self.metric), "ndcg@10", "recall@10", "mrr@10"])
+        shown = (metric for metric in wanted if metric in result.metrics)
+        numbers = "  ".join(f"{metric} {result.metrics[metric]:.4f}" for metric in shown)
         _log.info("%-12s %s  (%s, %d queries)", name, numbers, result.task, result.num_queries)
         self._said.add(name)
         for note in result.notes:

@@ -175,7 +175,8 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     held_out = None
     dev = None
     if keys.val_data_path is not None:
-        dev = load_retrieval(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys, loss))
+        options = SourceOptions("validation", keys.val_data_split, keys, loss)
+        dev = load_retrieval(keys.val_data_path, options, takes_pairs=True)
     judged = _told_apart(_judged(keys, loss))
     test = judged.pop(0)[1] if keys.test_data_path else None
     further = tuple(
@@ -184,11 +185,11 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     )
     if dev is None and needs_dev:
         split = hold_out(records, fraction=None if keys.val_fraction == "auto" else keys.val_fraction)
-        dev = held_out_task(records, split)
+        dev = held_out_task(records, split, keys.label_kind)
         held_out = np.bincount(records.sources[split.held_out_rows], minlength=len(parts)).tolist()
         records = records.subset(split.train_rows)
         notes += split.notes
-    notes += () if dev is None else resolution_notes(len(dev.queries))
+    notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
     counts = RecordCounts.of(records, sources[0][1].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(path for path, _ in sources))
     tasks = [task for task in (dev, test) if task is not None]
@@ -228,7 +229,7 @@ def _judged(keys: DataKeys, loss: LossNeeds | None = None) -> list[tuple[str, So
 
 def _told_apart(sources: Sequence[tuple[str, SourceOptions]]) -> list[tuple[str, RetrievalData]]:
     """Read test and guard sets and return each one's role and task; names that repeat become their paths."""
-    tasks = [load_retrieval(path, options) for path, options in sources]
+    tasks = [load_retrieval(path, options, takes_pairs=True) for path, options in sources]
     counts = Counter(task.name for task in tasks)
     found: list[tuple[str, RetrievalData]] = []
     for (path, options), task in zip(sources, tasks, strict=True):
@@ -286,6 +287,8 @@ def _task_fact(task: RetrievalData) -> str:
     """Return what a set holds; where there are pictures, also what searches what."""
     items = ItemCounts.of(task)
     sizes = f"{task.name}: {len(task.queries)} queries, {len(task.documents)} documents"
+    if task.grades:
+        sizes += f", {sum(map(len, task.grades.values()))} pairs with a {'grade' if task.kind == 'grade' else 'truth'}"
     return f"{sizes}; {items.direction}" if items.has_pictures else sizes
 
 
@@ -297,6 +300,8 @@ def _fingerprint(records: RecordTable, tasks: Sequence[RetrievalData]) -> str:
             for key, value in part.items():
                 digest.update(json.dumps((key, _fingerprint_of(value))).encode())
             digest.update(b"\n")
+        if task.grades:
+            digest.update(json.dumps([task.kind, *task.grades.items()]).encode())
         for limits in (task.excluded, task.candidates):
             if limits:
                 digest.update(json.dumps([(query, sorted(ids)) for query, ids in limits.items()]).encode())

@@ -273,7 +273,7 @@ class Trainer:
         self._heartbeat.spoken()
         for tracker in self.trackers:
             tracker.log_evaluation(state.step, result.metrics)
-        is_best = state.record(result.metrics, self.evaluation_keys.metric_for_best_model)
+        is_best = state.record(result.metrics, result.deciding(self.evaluation_keys.metric_for_best_model))
         self._ask(EvaluationEvent(state.step, result.metrics, is_best, tuple(state.evaluations)))
         return is_best
 
@@ -283,9 +283,8 @@ class Trainer:
         if patience is None or self.state.stale_evaluations < patience:
             return False
         _log.info(
-            "stopped early: %d evaluations without a better %s than %.4f at step %d",
+            "stopped early: %d evaluations without a better dev metric than %.4f at step %d",
             patience,
-            self.evaluation_keys.metric_for_best_model,
             self.state.best_metric,
             self.state.best_step,
         )

@@ -193,8 +193,9 @@ def _sets(folder: Path, config: Mapping[str, object], notes: list[str]) -> list[
             sets.append(_set_facts(found[0], found[1], found[2], metric, described))
         if described[0] == "test set" and found[0] is not None and found[1] is not None:
             pairs.append((found[0], found[1]))
-    if len(pairs) > 1:
-        notes.append(f"Over the test sets: {mean_verdict(pairs, metric).sentence}.")
+    alike = [pair for pair in pairs if pair[1].deciding(metric) == pairs[0][1].deciding(metric)]
+    if len(alike) > 1:
+        notes.append(f"Over the test sets: {mean_verdict(alike, alike[0][1].deciding(metric)).sentence}.")
     if not any(each.role == role[0] for each in sets):
         notes.append("The run has no final evaluation: nothing was measured of this model.")
     return sets
@@ -234,6 +235,7 @@ def _set_facts(
     metric: str,
     role: tuple[str, str],
 ) -> SetFacts:
+    metric = final.deciding(metric)
     names = [name for name in dict.fromkeys((metric, *SHOWN_METRICS)) if _tells(name, final, baseline)]
     try:
         judged = {} if baseline is None else {name: verdict(baseline, final, name) for name in names}

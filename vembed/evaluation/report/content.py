@@ -132,7 +132,7 @@ class Content:
             ("curves", "Curves"),
             *([("speed", "Speed")] if self.tells_speed else []),
             ("changes", "Query by query"),
-            ("queries", "Examples"),
+            *([("queries", "Examples")] if self.groups else []),
             ("data", "Data"),
             ("plan", "Plan"),
             ("reproduce", "Reproduce"),
@@ -218,6 +218,8 @@ class Content:
         left_out = len(self.report.final.per_query[metric]) - len(gains)
         if left_out:
             summary += f" {plural(left_out, 'query has', 'queries have')} no finite value in both results, left out."
+        if self.report.task.grades:
+            summary += " A query's value is the measure over all pairs, and how its own pairs move it."
         if gains:
             summary += f" Largest gain {signed_text(max(0.0, *gains))}, largest loss {signed_text(min(0.0, *gains))}."
         return summary
@@ -255,7 +257,8 @@ def build_content(report: RunReport) -> Content:
     evaluations = _evaluations(report)
     dev_metric = _dev_metric(report.evaluations, metric)
     pairs = paired_values(report.baseline, report.final, metric)
-    groups = choose_examples(report.task, report.baseline, report.final, metric)
+    searches = not report.task.grades
+    groups = choose_examples(report.task, report.baseline, report.final, metric) if searches else ()
     curves = {spec.title: step_curve(report.steps, spec) for spec in STEP_CURVES}
     optional = [step_curve(report.steps, spec) for spec in (*source_curves(report.steps), *OPTIONAL_CURVES)]
     dev = None if dev_metric is None else dev_curve(evaluations, dev_metric)

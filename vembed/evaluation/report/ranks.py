@@ -106,7 +106,9 @@ class Ranks:
 def build_ranks(
     task: RetrievalData, baseline: EvaluationResult, final: EvaluationResult, bm25: EvaluationResult | None
 ) -> Ranks:
-    """Take the ranked lists apart by the judgements of the task."""
+    """Take the ranked lists apart by the judgements of the task; of graded pairs there are none."""
+    if task.grades:
+        return Ranks({}, ())
     systems = [("baseline", baseline), ("final", final), *([("BM25", bm25)] if bm25 else [])]
     depth = min(MAX_CUT, max((len(ranked) for _, result in systems for ranked in result.run.values()), default=0))
     judged = {query_id: _relevant(grades) for query_id, grades in with_relevant(task.qrels).items()}

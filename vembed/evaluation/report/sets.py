@@ -12,6 +12,7 @@ from vembed.evaluation.report.comparison import (
     mean_cell,
     reading_cell,
 )
+from vembed.evaluation.sets import averaged
 from vembed.evaluation.significance import mean_interval
 from vembed.evaluation.text import count_text, one_line
 
@@ -31,13 +32,13 @@ def sets_table(report: RunReport) -> Table | None:
         return None
     guards = [each for each in report.sets if each.role == "guard"]
     tests = [each for each in report.sets if each.role != "guard"]
-    metric = report.verdict.comparison.metric
+    several = len({each.verdict.comparison.metric for each in report.sets}) > 1
     rows: list[tuple[MetricRow, str, str]] = [
-        (_row([each], each.verdict, metric), each.role, each.word) for each in tests
+        (_row([each], each.verdict, named=several), each.role, each.word) for each in tests
     ]
-    if report.overall is not None and len(tests) > 1:
-        rows.append((_row(tests, report.overall, metric), "mean", report.overall.word))
-    rows += [(_row([each], each.verdict, metric), each.role, each.word) for each in guards]
+    if report.overall is not None and len(alike := averaged(report.sets)) > 1:
+        rows.append((_row(alike, report.overall, named=several), "mean", report.overall.word))
+    rows += [(_row([each], each.verdict, named=several), each.role, each.word) for each in guards]
     reach = bars_reach([row for row, _, _ in rows])
     body: list[list[str | Cell]] = [
         [
@@ -55,12 +56,13 @@ def sets_table(report: RunReport) -> Table | None:
     return Table(HEADS, body, words=frozenset({0, 1, 6}), tones=tones)
 
 
-def _row(outcomes: Sequence[SetOutcome], verdict: Verdict, metric: str) -> MetricRow:
-    """Return one set, or the mean over several, as a row."""
-    comparison = verdict.comparison
+def _row(outcomes: Sequence[SetOutcome], verdict: Verdict, *, named: bool) -> MetricRow:
+    """Return one set, or the mean over several, as a row, with the name of its metric where sets have several."""
+    comparison, metric = verdict.comparison, outcomes[0].verdict.comparison.metric
+    name = outcomes[0].final.task if len(outcomes) == 1 else f"mean of {len(outcomes)} test sets"
     results = {"baseline": [each.baseline for each in outcomes], "final": [each.final for each in outcomes]}
     return MetricRow(
-        name=outcomes[0].final.task if len(outcomes) == 1 else f"mean of {len(outcomes)} test sets",
+        name=f"{name} ({metric})" if named else name,
         values={"baseline": comparison.baseline, "final": comparison.candidate},
         intervals={
             "baseline": mean_interval(results["baseline"], metric),

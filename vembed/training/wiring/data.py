@@ -140,7 +140,7 @@ def image_limits(config: Config) -> ImageLimits:
 
 def measures_both_directions(config: Config, data: RunData) -> bool:
     """Return whether the verdict's set is measured in reverse too; auto does where texts and pictures meet."""
-    if config.eval_both_directions != "auto":
-        return config.eval_both_directions
     task = data.test or data.dev
+    if config.eval_both_directions != "auto":
+        return config.eval_both_directions and not (task is not None and task.grades)
     return task is not None and task.crosses_modalities

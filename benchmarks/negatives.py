@@ -26,11 +26,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paired_runs import ONLY_TRAINS, holm, mean_over_seeds, smaller_set
+from paired_runs import ONLY_TRAINS, mean_over_seeds, smaller_set
 
 import vembed
 from vembed.evaluation.randomisation import randomisation_test
-from vembed.evaluation.significance import verdict
+from vembed.evaluation.significance import holm, verdict
 from vembed.evaluation.store import read_evaluation
 
 if TYPE_CHECKING:

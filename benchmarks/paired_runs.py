@@ -46,13 +46,3 @@ def smaller_set(data: Path, split: str, documents: int, folder: Path) -> Path:
     kept |= set(others[:: max(1, -(-len(others) // (documents - len(kept))))])
     (folder / "corpus.jsonl").write_text("\n".join(lines[place] for place in sorted(kept)) + "\n", "utf-8")
     return folder
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return the p-values corrected for how many they are (Holm, 1979), in their order."""
-    corrected = [1.0] * len(p_values)
-    largest = 0.0
-    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
-        corrected[place] = largest
-    return corrected

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from vembed.collector import collector_paused
 
 if TYPE_CHECKING:
+    from vembed.api.comparison import RunComparison, compare
     from vembed.api.model import EmbeddingModel, load
     from vembed.api.peer import Predictor, Trainer
     from vembed.api.retrieval import EvaluationResult, Hit, IndexMeta, Searcher, build_index, evaluate, open_index
@@ -41,6 +42,7 @@ __all__ = [
     "NonFiniteError",
     "Predictor",
     "PreemptedError",
+    "RunComparison",
     "RunResult",
     "SaveEvent",
     "Searcher",
@@ -50,6 +52,7 @@ __all__ = [
     "VembedError",
     "__version__",
     "build_index",
+    "compare",
     "evaluate",
     "load",
     "open_index",
@@ -63,6 +66,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "vembed.api.comparison": ("RunComparison", "compare"),
     "vembed.api.model": ("EmbeddingModel", "load"),
     "vembed.api.peer": ("Predictor", "Trainer"),
     "vembed.api.retrieval": (

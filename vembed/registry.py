@@ -117,8 +117,8 @@ COMMANDS = Registry(
     {
         name: f"vembed.entrypoints.{name}:main"
         for name in (
-            *("init", "explain", "train", "plan", "evaluate", "mine", "merge", "encode", "search", "doctor", "export"),
-            *("push", "data"),
+            *("init", "explain", "train", "plan", "evaluate", "compare", "mine", "merge", "encode", "search", "doctor"),
+            *("export", "push", "data"),
         )
     },
 )

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from vembed.evaluation.randomisation import p_value
 from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.significance import compare, mean_interval, sum_interval, verdict
+from vembed.evaluation.significance import compare, holm, mean_interval, paired_p_value, sum_interval, verdict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -235,3 +236,28 @@ def test_no_queries_are_refused() -> None:
 def test_an_impossible_confidence_is_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="a share between 0 and 1"):
         compare(result([0.5, 0.6]), result([0.5, 0.6]), METRIC, confidence=wrong)
+
+
+def test_holm_gives_the_numbers_of_a_worked_example() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+
+
+def test_the_paired_p_value_is_scipys_and_agrees_with_the_interval() -> None:
+    rng = np.random.default_rng(0)
+    words = set()
+    for _ in range(60):
+        before = rng.uniform(0, 1, 12)
+        after = before + rng.normal(0.12, 0.2, 12)
+        p_value_here = paired_p_value([(result(before), result(after))], METRIC)
+        assert p_value_here == pytest.approx(stats.ttest_rel(after, before).pvalue)
+        found = verdict(result(before), result(after), METRIC)
+        assert (p_value_here < 0.05) == (found.word != "within noise")
+        words.add(found.word)
+    assert words >= {"improved", "within noise"}
+
+
+def test_queries_that_dont_vary_have_a_p_value_of_0_or_1() -> None:
+    before = np.arange(8) / 16
+    assert paired_p_value([(result(before), result(before))], METRIC) == 1.0
+    assert paired_p_value([(result(before), result(before + 0.125))], METRIC) == 0.0
+    assert paired_p_value([(result([0.1]), result([0.9]))], METRIC) == 1.0

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,18 @@ def test_only_a_step_that_takes_long_speaks_and_ever_more_rarely(
             time.sleep(1.0)
     assert caplog.messages[0] == "step 11: encoding chunk 3 of 40, about 1:20 left in this step"
     assert 1 <= len(caplog.messages) <= 3
+
+
+def test_next_commands_compare_with_the_run_that_ended_before(tmp_path: Path) -> None:
+    for age, name in enumerate(("latest", "older", "no-run")):
+        report = tmp_path / name / "report" / "report.json"
+        report.parent.mkdir(parents=True)
+        report.touch()
+        os.utime(report, (1e9 - age, 1e9 - age if name != "no-run" else 2e9))
+        if name != "no-run":
+            (tmp_path / name / "plan.json").touch()
+    first = next_commands(tmp_path / "mine", KEYS)[0]
+    assert first == f"vembed compare {tmp_path}/latest {tmp_path}/mine --output {tmp_path}/mine-comparison"
 
 
 def test_next_commands_name_the_sets_of_the_run(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
 from dataclasses import dataclass, fields
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from vembed.api.model import load
 from vembed.errors import DataError, MachineError
+from vembed.evaluation.pages import notebook_frame
 from vembed.training.finish import RunResult as FinishedRun
 from vembed.training.output import OutputFolder
 from vembed.training.trackers.jsonl import read_rows
@@ -58,9 +58,7 @@ class RunResult(FinishedRun):
         head, _, body = page.partition("</head>")
         sections = [re.search(rf'<section [^>]*id="{name}".*?</section>', body, re.DOTALL) for name in _SHOWN]
         shown = "\n".join(found[0] for found in sections if found is not None)
-        content = html.escape(f"{head}</head>\n<body><main>\n{shown}\n</main></body></html>", quote=True)
-        style = "width: 100%; height: 40rem; border: 0"
-        return f'<iframe sandbox title="{html.escape(repr(self))}" style="{style}" srcdoc="{content}"></iframe>'
+        return notebook_frame(f"{head}</head>\n<body><main>\n{shown}\n</main></body></html>", title=repr(self))
 
     def plot(self) -> Any:
         """Draw loss, learning rate and the dev metric over the steps.

@@ -195,16 +195,61 @@ def _interval(parts: Sequence[NDArray[np.float64]], confidence: float) -> tuple[
     """
     if not 0.0 < confidence < 1.0:
         raise ValueError(f"confidence is {confidence}; it is a share between 0 and 1, e.g. 0.95.")
+    middle, error, freedom = _estimate(parts)
+    reach = 0.0
+    if error > 0.0:
+        from scipy.special import stdtrit  # a verdict comes at the end of a run; its start is spared the import
+
+        reach = float(stdtrit(freedom, (1.0 + confidence) / 2.0)) * error
+    return round(middle - reach, FLOAT_NOISE_DECIMALS), round(middle + reach, FLOAT_NOISE_DECIMALS)
+
+
+def _estimate(parts: Sequence[NDArray[np.float64]]) -> tuple[float, float, float]:
+    """Return a sum of means, its standard error, and degrees of freedom; the error is 0 where no values differ."""
     middle = sum(float(part.mean()) for part in parts)
     squares = [(float(part.var(ddof=1)) / len(part), len(part) - 1) for part in parts if len(part) > 1]
     total = sum(square for square, _ in squares)
-    reach = 0.0
-    if total > 0.0:
-        from scipy.special import stdtrit  # a verdict comes at the end of a run; its start is spared the import
+    if total <= 0.0:
+        return middle, 0.0, 0.0
+    return middle, total**0.5, total**2 / sum(square**2 / free for square, free in squares)
 
-        freedom = total**2 / sum(square**2 / free for square, free in squares)
-        reach = float(stdtrit(freedom, (1.0 + confidence) / 2.0)) * total**0.5
-    return round(middle - reach, FLOAT_NOISE_DECIMALS), round(middle + reach, FLOAT_NOISE_DECIMALS)
+
+def paired_p_value(pairs: Sequence[tuple[EvaluationResult, EvaluationResult]], metric: str) -> float:
+    """Return the two-sided p-value of Student's paired test, below 0.05 exactly where the 95% interval leaves out 0.
+
+    Args:
+        pairs: A baseline and a candidate on each set, the sets counting the same.
+
+    Returns:
+        1 where nothing differs, or a set has a single query.
+
+    Raises:
+        ValueError: The query sets of a pair differ, or the metric is missing.
+    """
+    values = [_paired_values(*pair, metric) for pair in pairs]
+    parts = [(after_Q - before_Q) / len(pairs) for before_Q, after_Q in values]
+    middle, error, freedom = _estimate(parts)
+    if min(map(len, parts)) < 2 or round(middle, FLOAT_NOISE_DECIMALS) == 0.0:
+        return 1.0
+    if error == 0.0:
+        return 0.0
+    from scipy.special import stdtr
+
+    return 2.0 * float(stdtr(freedom, -abs(middle) / error))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for how many they are, in their order.
+
+    Source:
+        Holm, A Simple Sequentially Rejective Multiple Test Procedure (1979).
+    """
+    corrected = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        corrected[place] = largest
+    return corrected
 
 
 def _cut(bounds: tuple[float, float], parts: Sequence[NDArray[np.float64]], most: float) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import torch
 
 from vembed.distributed.devices import PACKAGE, can_measure_utilisation
 from vembed.evaluation.report.data import Finding
-from vembed.evaluation.report.time_split import percent_text, seconds_text, settled_rows, split_time
+from vembed.evaluation.report.time_split import percent_text, rate, seconds_text, settled_rows, split_time
 from vembed.evaluation.text import bytes_text, plural
 from vembed.gradcache.engine import DRIFT_TOLERANCE
 
@@ -345,16 +345,9 @@ def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: obje
         "device_memory_bytes": setup.memory_bytes,
         "peak_memory_bytes": _peak(numbers),
         "step_seconds": None if split is None else split.step_seconds,
-        "samples_per_second": _rate(settled, "samples_per_second"),
-        "tokens_per_second": _rate(settled, "tokens_per_second"),
+        "samples_per_second": rate(settled, "samples_per_second"),
+        "tokens_per_second": rate(settled, "tokens_per_second"),
         "scaling_efficiency": numbers.mean("scaling_efficiency"),
         "device_utilisation": numbers.mean("device_utilisation"),
     }
     return {key: value for key, value in found.items() if value is not None}
-
-
-def _rate(rows: Sequence[Mapping[str, float]], key: str) -> float | None:
-    """Return a rate over all steps together: long steps count for as long as they took."""
-    timed = [row for row in rows if key in row]
-    seconds = sum(row["step_seconds"] for row in timed)
-    return sum(row[key] * row["step_seconds"] for row in timed) / seconds if seconds else None

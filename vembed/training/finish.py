@@ -279,6 +279,7 @@ def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step
         config=parts.config,
         environment=environment(parts.machine.device_name, parts.plan),
         data_facts=[*parts.data.facts(), *_training_facts(state, rows)],
+        data_hashes=parts.data.hashes,
         command=parts.command,
         image_limits=ImageLimits(max_pixels=parts.max_image_pixels),
         dev_task=dev.name if dev is not None and parts.evaluations.test is not None else "",

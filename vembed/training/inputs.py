@@ -50,6 +50,7 @@ class RunData:
     notes: tuple[str, ...]  # what was held out, skipped or ignored, one plain sentence each
     counts: RecordCounts  # what the training records hold
     fingerprint: str  # hash of the training records and of the dev and test sets
+    hashes: Mapping[str, str]  # "training", "dev", "test" or a further set's folder -> hash of its content
     num_invalid: int = 0  # rows of the training data that were skipped because they can't be used
     sources: tuple[str, ...] = ()  # what the training records were read from
     read: Mapping[str, str] = field(default_factory=dict)  # what was read of each source, by label, for the plan
@@ -192,8 +193,9 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     notes += () if dev is None or dev.grades else resolution_notes(len(dev.queries))
     counts = RecordCounts.of(records, sources[0][1].image_limits)
     counts.items.require(keys.retrieval_mode, " and ".join(path for path, _ in sources))
-    tasks = [task for task in (dev, test) if task is not None]
-    tasks += [each.task for each in further]
+    every = {"dev": dev, "test": test, **{each.folder: each.task for each in further}}
+    named = {name: task for name, task in every.items() if task is not None}
+    tasks = list(named.values())
     guards = [each.task for each in further if each.role == "guard"]
     for task in tasks:
         if not any(task is guard for guard in guards):  # those may be of any kind
@@ -201,13 +203,15 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
         notes += task.notes
     if keys.image_root is not None and not _any_pictures(counts, tasks):
         notes.append("image_root has no effect: the data hold no pictures.")
+    fingerprint, hashes = _hashes(records, named)
     return RunData(
         records,
         dev,
         test,
         tuple(notes),
         counts,
-        _fingerprint(records, tasks),
+        fingerprint,
+        hashes,
         loaded.num_invalid,
         tuple(paths),
         _read(paths, parts, held_out or [None] * len(parts)),
@@ -292,20 +296,40 @@ def _task_fact(task: RetrievalData) -> str:
     return f"{sizes}; {items.direction}" if items.has_pictures else sizes
 
 
-def _fingerprint(records: RecordTable, tasks: Sequence[RetrievalData]) -> str:
-    """Return one hash (hex) of all that a run reads: the verdict compares a baseline with a final of the same set."""
-    digest = hashlib.sha256(records.fingerprint.encode())
-    for task in tasks:
-        for part in (task.queries, task.documents, task.qrels):
-            for key, value in part.items():
-                digest.update(json.dumps((key, _fingerprint_of(value))).encode())
-            digest.update(b"\n")
-        if task.grades:
-            digest.update(json.dumps([task.kind, *task.grades.items()]).encode())
-        for limits in (task.excluded, task.candidates):
-            if limits:
-                digest.update(json.dumps([(query, sorted(ids)) for query, ids in limits.items()]).encode())
+def _hashes(records: RecordTable, tasks: Mapping[str, RetrievalData]) -> tuple[str, dict[str, str]]:
+    """Return one hash (hex) of all that a run reads, and that of each part by name.
+
+    The verdict compares a baseline with a final of the same set, and runs are compared on sets of equal content.
+    """
+    whole = hashlib.sha256(records.fingerprint.encode())
+    hashes = {"training": records.fingerprint}
+    for name, task in tasks.items():
+        own = hashlib.sha256()
+        for line in _content_lines(task):
+            whole.update(line)
+            own.update(line)
+        hashes[name] = own.hexdigest()
+    return whole.hexdigest(), hashes
+
+
+def content_hash(task: RetrievalData) -> str:
+    """Return the hash (hex) of a set's queries, documents, judgements and limits, whatever it is called."""
+    digest = hashlib.sha256()
+    for line in _content_lines(task):
+        digest.update(line)
     return digest.hexdigest()
+
+
+def _content_lines(task: RetrievalData) -> Iterator[bytes]:
+    for part in (task.queries, task.documents, task.qrels):
+        for key, value in part.items():
+            yield json.dumps((key, _fingerprint_of(value))).encode()
+        yield b"\n"
+    if task.grades:
+        yield json.dumps([task.kind, *task.grades.items()]).encode()
+    for limits in (task.excluded, task.candidates):
+        if limits:
+            yield json.dumps([(query, sorted(ids)) for query, ids in limits.items()]).encode()
 
 
 def _fingerprint_of(value: Item | Mapping[str, int]) -> object:

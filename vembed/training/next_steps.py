@@ -10,6 +10,7 @@ from vembed.config.keys.data import listed
 from vembed.data.corpus_files import CORPUS_FILES
 from vembed.data.presets import preset_path
 from vembed.data.sources import BUILTIN_PREFIX
+from vembed.models.names import is_run
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
-    """Return at most three commands: evaluate the model, search with it, write it for another library.
+    """Return at most four commands: compare the run, evaluate its model, search with it, write it for other libraries.
 
     Args:
         run: Output folder of the run.
@@ -29,6 +30,8 @@ def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
     judged = "test" if config["test_data_path"] else "val"
     sets, split = listed(config[f"{judged}_data_path"]), config[f"{judged}_data_split"]
     commands = []
+    if other := _run_before(run):
+        commands.append(f"{vembed} compare {shlex.join([str(other), str(run), '--output', f'{run}-comparison'])}")
     if sets and not config["column_mapping"]:
         reading = {"--split": split, "--image-root": config["image_root"], "--label-kind": config["label_kind"]}
         options = [word for name, value in reading.items() if value not in (None, "auto") for word in (name, value)]
@@ -39,6 +42,13 @@ def next_commands(run: Path, config: Mapping[str, Any]) -> list[str]:
         commands.append(f"{vembed} encode {shlex.join(words)} && {vembed} search {shlex.quote(f'{run}-index')}")
     commands.append(f"{vembed} export {shlex.join([str(run), '--output', f'{run}-export'])}")
     return list(map(redact, commands))
+
+
+def _run_before(run: Path) -> Path | None:
+    """Return the latest run beside this one that has ended with a report."""
+    reports = [path for path in run.parent.glob("*/report/report.json") if path.parents[1] != run]
+    ended = [path for path in reports if is_run(path.parents[1])]
+    return max(ended, key=lambda path: path.stat().st_mtime).parents[1] if ended else None
 
 
 def _is_corpus(path: str) -> bool:

@@ -124,25 +124,26 @@ def draw_curve(
             axes.axvline(marked_step, color=BETTER, linewidth=1.0, linestyle=(0, (3, 3)))
             axes.plot(marked_step, value, color=BETTER, marker="o", markersize=7.5)
         if is_metric:
-            _ticks(axes.yaxis, MaxNLocator(4))
+            set_ticks(axes.yaxis, MaxNLocator(4))
             axes.set_ylim(bottom=min(0.0, float(values_N.min())))
         else:
-            _scale(axes, values_N)
+            scale_axis(axes, values_N)
         _step_axis(axes)
         return inline_svg(figure, name=name, label=label)
 
 
 def _step_axis(axes: Axes) -> None:
     axes.set_xlabel("step")
-    _ticks(axes.xaxis, MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+    set_ticks(axes.xaxis, MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
 
 
-def _ticks(axis: Axis, locator: Locator) -> None:
+def set_ticks(axis: Axis, locator: Locator) -> None:
+    """Put ticks where the locator says, labelled in our way."""
     axis.set_major_locator(locator)
     axis.set_major_formatter(FuncFormatter(tick_text))
 
 
-def _scale(axes: Axes, values_N: np.ndarray) -> None:
+def scale_axis(axes: Axes, values_N: np.ndarray) -> None:
     """Choose a logarithmic axis for positive values of a wide range; give a constant curve some room."""
     low, high = float(values_N.min()), float(values_N.max())
     if low > 0 and high / low > LOG_RANGE and len(values_N) > 2:
@@ -179,7 +180,7 @@ def draw_histogram(gains: Sequence[float], *, label: str) -> Markup:
         axes.set(xlim=(-reach * 1.03, reach * 1.03), xlabel="final minus baseline", ylabel="queries")
         axes.xaxis.set_major_locator(MaxNLocator(5, symmetric=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: signed_text(value, 2)))
-        _ticks(axes.yaxis, MaxNLocator(4, integer=True))
+        set_ticks(axes.yaxis, MaxNLocator(4, integer=True))
         return inline_svg(figure, name="histogram", label=label)
 
 
@@ -197,7 +198,7 @@ def draw_recall(recalls_K: Mapping[str, NDArray[np.float64]], *, name: str, labe
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
         axes.set(ylim=(0.0, 1.03), xlabel="k, documents looked at")
-        _ticks(axes.yaxis, FixedLocator([0.0, 0.25, 0.5, 0.75, 1.0]))
+        set_ticks(axes.yaxis, FixedLocator([0.0, 0.25, 0.5, 0.75, 1.0]))
         axes.legend(loc="best")
         return inline_svg(figure, name=name, label=label)
 
@@ -222,8 +223,8 @@ def draw_scores(split: ScoreSplit, *, reach: tuple[float, float], label: str) ->
                 axes.stairs(shares, edges, color=WORSE, linewidth=1.6, linestyle="-", label=name)
         axes.set_ylim(bottom=0.0)
         axes.set(xlim=(low, high), xlabel="score", ylabel="% of the group")
-        _ticks(axes.xaxis, MaxNLocator(6))
-        _ticks(axes.yaxis, MaxNLocator(4))
+        set_ticks(axes.xaxis, MaxNLocator(6))
+        set_ticks(axes.yaxis, MaxNLocator(4))
         axes.legend(loc="best")
         return inline_svg(figure, name=f"scores-{split.label}", label=label)
 
@@ -254,7 +255,7 @@ def draw_time_split(split: TimeSplit, *, label: str) -> Markup:
             below_N = below_N + part.course_N
         axes.set(xlim=(float(steps_N[0]) - width / 2, float(steps_N[-1]) + width / 2), ylabel="seconds")
         _step_axis(axes)
-        _ticks(axes.yaxis, MaxNLocator(4))
+        set_ticks(axes.yaxis, MaxNLocator(4))
         handles, names = axes.get_legend_handles_labels()
         figure.legend(handles[::-1], names[::-1], loc="outside lower center", ncols=2)
         return inline_svg(figure, name="time", label=label)

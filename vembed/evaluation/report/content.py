@@ -281,7 +281,9 @@ def build_content(report: RunReport) -> Content:
         not_logged=tuple(missing if dev is not None else [*missing, "Dev metrics"]),
         gains=tuple(after - before for before, after in pairs.values()),
         groups=groups,
-        thumbnails=Thumbnails.of(shown_pictures(groups), report.image_limits),
+        thumbnails=Thumbnails.of(
+            shown_pictures(each for group in groups for each in group.examples), report.image_limits
+        ),
         ranks=build_ranks(report.task, report.baseline, report.final, report.bm25),
         reverse_ranks=None if turned is None else build_ranks(turned.task, turned.baseline, turned.final, None),
         time=split_time(report.steps),

@@ -53,6 +53,9 @@ class RunReport:
     environment: Mapping[str, str]  # versions, machine, cores, device
     data_facts: Sequence[tuple[str, str]]  # (label, value): records, duplicates, truncated, skipped
     command: str  # gives this run again
+    data_hashes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # "training", "dev", "test", ... -> hash of its content
     dev_task: str = ""  # the set of `evaluations` where it isn't `task`; empty: `task`, with the baseline as step 0
     image_limits: ImageLimits = field(default_factory=ImageLimits)  # which pictures may be decoded for the page
     last: EvaluationResult | None = None  # the model of the last step on `task`, where `final` is an earlier one

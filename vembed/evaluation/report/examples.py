@@ -92,7 +92,7 @@ def choose_examples(
     captions = picture_captions(task)
 
     def group(kind: GroupKind, ids: Sequence[str]) -> Group:
-        examples = tuple(_example(i, task, (baseline, final), pairs[i], captions) for i in ids[:GROUP_QUERIES])
+        examples = tuple(example_of(i, task, (baseline, final), pairs[i], captions) for i in ids[:GROUP_QUERIES])
         return Group(kind, examples, len(ids))
 
     return group("improved", improved), group("worse", worse), group("lowest", lowest)
@@ -108,7 +108,7 @@ def paired_values(baseline: EvaluationResult, final: EvaluationResult, metric: s
     }
 
 
-def _example(
+def example_of(
     query_id: str,
     task: RetrievalData,
     results: tuple[EvaluationResult, EvaluationResult],
@@ -153,12 +153,11 @@ def _example(
     )
 
 
-def shown_pictures(groups: Iterable[Group]) -> list[Image]:
-    """Return the pictures that the examples show, in order, one that stands twice named twice."""
+def shown_pictures(examples: Iterable[Example]) -> list[Image]:
+    """Return the pictures that examples show, in order, one that stands twice named twice."""
     items = [
         item
-        for group in groups
-        for example in group.examples
+        for example in examples
         for item in (example.item, *(hit.item for hit in (*example.hits, *example.missed)))
         if item is not None
     ]

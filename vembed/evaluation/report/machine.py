@@ -61,6 +61,7 @@ def render_json(content: Content) -> str:
         "time_of_a_step": _time(content),
         "findings": None if report.findings is None else [asdict(finding) for finding in report.findings],
         "data_facts": [list(fact) for fact in report.data_facts],
+        "data_hashes": report.data_hashes,
         "plan": report.plan,
         "config": report.config,
         "environment": report.environment,

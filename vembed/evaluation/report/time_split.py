@@ -95,6 +95,13 @@ def settled_rows(rows: Sequence[Mapping[str, float]]) -> list[Mapping[str, float
     return timed[1:] if len(timed) > 2 else timed
 
 
+def rate(rows: Sequence[Mapping[str, float]], key: str) -> float | None:
+    """Return a rate over all steps together: long steps count for as long as they took."""
+    timed = [row for row in rows if key in row]
+    seconds = sum(row["step_seconds"] for row in timed)
+    return sum(row[key] * row["step_seconds"] for row in timed) / seconds if seconds else None
+
+
 def split_time(rows: Sequence[Mapping[str, float]]) -> TimeSplit | None:
     """Return where the time of the logged steps went, or None where no row has times."""
     timed = settled_rows(rows)

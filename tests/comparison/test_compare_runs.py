@@ -1,0 +1,245 @@
+"""Runs compared: paired numbers, what isn't comparable, and what is said of runs in every state."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from run_cases import CONTENT, METRIC, result, values_of, write_run
+from scipy import stats
+
+from vembed.comparison.compare import compare_runs
+from vembed.comparison.tables import terminal_lines
+from vembed.errors import ConfigError
+from vembed.evaluation.significance import compare, holm, paired_p_value
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> list[Path]:
+    """A baseline, a run that is better, and one that is the same but for noise."""
+    values = values_of(1)
+    noise = np.random.default_rng(5).normal(0, 0.05, len(values))
+    better = np.clip(np.asarray(values) + 0.05 + noise, 0, 1).round(3).tolist()
+    return [
+        write_run(tmp_path / "first", values),
+        write_run(tmp_path / "better", better, config={"learning_rate": 5e-5, "batch_size": 16}),
+        write_run(tmp_path / "alike", values_of(3), report={"environment": {"torch": "2.16.0"}}),
+    ]
+
+
+def final(run: Path) -> dict[str, float]:
+    values: dict[str, float] = json.loads((run / "evaluation/final/per_query.json").read_text())[METRIC]
+    return values
+
+
+def test_the_numbers_are_those_of_a_paired_t_test_over_the_same_queries(runs: list[Path]) -> None:
+    found = compare_runs(runs)
+    first, *others = [np.array(list(final(run).values())) for run in runs]
+    expected = [stats.ttest_rel(other, first) for other in others]
+    assert [each.p_value for each in found.verdicts] == pytest.approx([each.pvalue for each in expected])
+    assert [each.corrected for each in found.verdicts] == pytest.approx(holm([each.pvalue for each in expected]))
+    for each, test, other in zip(found.verdicts, expected, others, strict=True):
+        assert each.verdict is not None
+        numbers, bounds = each.verdict.comparison, test.confidence_interval(0.95)
+        assert numbers.difference == pytest.approx(float((other - first).mean()))
+        assert (numbers.low, numbers.high) == pytest.approx((bounds.low, bounds.high))
+        assert numbers == compare(result(first.tolist()), result(other.tolist()), METRIC)
+
+
+def test_each_pair_ends_in_a_sentence(runs: list[Path]) -> None:
+    better, alike = compare_runs(runs).verdicts
+    assert better.word == "better"
+    assert better.sentence.startswith("better is better than first: ndcg@10 +0.0")
+    assert "95% interval +0.0" in better.sentence
+    assert "corrected for 2 comparisons" in better.sentence
+    assert "40 queries" in better.sentence
+    assert alike.word == "no difference"
+    assert alike.sentence.startswith("No difference between alike and first can be told: ndcg@10 ")
+
+
+def test_several_test_sets_are_judged_by_their_mean_and_guard_sets_beside_it(tmp_path: Path) -> None:
+    values, noise = np.asarray(values_of(1)), np.random.default_rng(2).normal(0, 0.02, 40)
+    first = write_run(
+        tmp_path / "first",
+        values.tolist(),
+        hashes={},
+        further={"test-1": values_of(2, count=20), "guard-2": values_of(3)},
+    )
+    gain, loss = (values + 0.1 + noise).tolist(), (np.asarray(values_of(3)) - 0.05 + noise).tolist()
+    again = values_of(2, count=20)
+    other = write_run(tmp_path / "other", gain, hashes={}, further={"test-1": again, "guard-2": loss})
+    found = compare_runs([first, other])
+    assert [(table.name, table.role) for table in found.tables] == [
+        ("toy/test", "test"), ("toy/test-1", "test"), ("toy/guard-2", "guard"),
+    ]  # fmt: skip
+    verdict = found.verdicts[0]
+    assert verdict.word == "better"
+    assert verdict.verdict is not None
+    assert verdict.verdict.comparison.metric == "mean ndcg@10 of 2 sets"
+    assert verdict.verdict.comparison.difference == pytest.approx(np.mean(np.asarray(gain) - values) / 2)
+    assert verdict.p_value == paired_p_value(
+        [(result(values.tolist()), result(gain)), (result(again), result(again))], METRIC
+    )
+    assert verdict.sentence.endswith("; worse on 1 guard set (toy/guard-2).")
+    p_values = [table.lines[METRIC][-1] for table in found.tables]
+    assert [line.corrected for line in p_values] == pytest.approx(holm([line.p_value or 0.0 for line in p_values]))
+
+
+def test_another_baseline_turns_the_verdict_round(runs: list[Path]) -> None:
+    found = compare_runs(runs[:2], baseline=runs[1])
+    assert [run.name for run in found.runs] == ["better", "first"]
+    assert found.verdicts[0].sentence.startswith("first is worse than better: ndcg@10 \N{MINUS SIGN}0.0")
+    assert found.notes == ()
+
+
+def test_an_interval_that_leaves_out_0_is_no_difference_once_p_is_corrected(tmp_path: Path) -> None:
+    values = values_of(1)
+    noise = np.random.default_rng(1).normal(0, 0.1, (8, len(values)))
+    noise -= noise.mean(axis=1, keepdims=True)
+    shifts = noise / noise.std(axis=1, ddof=1, keepdims=True) * 0.1 + 2.2 * 0.1 / len(values) ** 0.5  # p of about 0.03
+    paths = [write_run(tmp_path / "first", values)]
+    paths += [write_run(tmp_path / f"run{n}", (np.asarray(values) + shift).tolist()) for n, shift in enumerate(shifts)]
+    alone = compare_runs(paths[:2]).verdicts[0]
+    together = compare_runs(paths).verdicts
+    assert alone.word == "better"
+    assert alone.p_value is not None
+    assert 0.02 < alone.p_value < 0.05
+    assert {each.word for each in together} == {"no difference"}
+
+
+def test_the_untrained_model_has_a_line_of_its_own(runs: list[Path]) -> None:
+    lines = compare_runs(runs).tables[0].lines[METRIC]
+    assert [line.name for line in lines] == ["untrained model", "first", "better", "alike"]
+    assert lines[0].row.values["final"] == pytest.approx(np.mean(values_of(0)))
+    assert lines[0].p_value is None
+
+
+def test_a_changed_test_set_is_refused(runs: list[Path], tmp_path: Path) -> None:
+    changed = write_run(tmp_path / "changed", values_of(7), hashes={"training": "b" * 64, "test": "c" * 64})
+    found = compare_runs([*runs[:1], changed])
+    assert found.verdicts[0].word == "not compared"
+    assert found.verdicts[0].p_value is None
+    assert (
+        "other content than the baseline's toy/test (hash cccccccccccc and aaaaaaaaaaaa)" in found.verdicts[0].sentence
+    )
+    assert found.tables[0].lines[METRIC][-1].row.values == {}
+    assert found.changes == ()
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"values": values_of(2, count=30)}, "has other queries than the baseline's"),
+        ({"values": values_of(2), "num_documents": 60}, "has another corpus than the baseline's: 60 documents and 50"),
+        ({"values": values_of(2), "metric": "spearman"}, "has no ndcg@10 by query on toy/test; it has spearman"),
+        ({"values": None, "steps": 3}, "it hasn't finished"),
+    ],
+)
+def test_what_cant_be_compared_is_named(tmp_path: Path, runs: list[Path], written: Any, said: str) -> None:
+    other = write_run(tmp_path / "other", written.pop("values"), hashes={}, **written)
+    found = compare_runs([runs[0], other])
+    assert found.verdicts[0].word == "not compared"
+    assert said in found.verdicts[0].sentence
+    assert any("other" in note for note in found.notes)
+
+
+def test_a_run_without_hashes_is_compared_by_its_queries_and_says_so(tmp_path: Path, runs: list[Path]) -> None:
+    older = write_run(tmp_path / "older", values_of(2), hashes={})
+    bare = write_run(tmp_path / "bare", values_of(2), report={})
+    found = compare_runs([runs[0], older, bare])
+    assert [each.word == "not compared" for each in found.verdicts] == [False, False]
+    assert "Not every run recorded the content of this set" in found.tables[0].notes[0]
+    assert any(note.startswith("older: an older version of vembed wrote it") for note in found.notes)
+    assert any(note.startswith("bare: it has no report") for note in found.notes)
+
+
+def test_an_unfinished_first_run_leaves_the_baseline_to_a_finished_one(tmp_path: Path, runs: list[Path]) -> None:
+    stopped = write_run(tmp_path / "stopped", None, steps=12)
+    found = compare_runs([stopped, *runs[:2]])
+    assert found.baseline.name == "first"
+    assert "stopped hasn't finished, so first is the baseline." in found.notes
+    assert any(note.startswith("stopped: it hasn't finished: 12 of 30 steps") for note in found.notes)
+    assert [place for place, _ in found.overlays[0].curves] == [0, 1, 2]
+    with pytest.raises(ConfigError, match="can't be compared with: it hasn't finished: 12 of 30"):
+        compare_runs(runs, baseline=stopped)
+
+
+def test_runs_none_of_which_has_finished_still_have_curves(tmp_path: Path) -> None:
+    found = compare_runs([write_run(tmp_path / name, None) for name in ("a", "b")], tmp_path / "report")
+    assert "No run has finished: there are no results to compare yet." in found.notes
+    assert found.tables == ()
+    assert len(found.overlays) == 3
+    assert (tmp_path / "report" / "compare.html").is_file()
+
+
+def test_one_run_and_the_same_run_twice_are_answered(runs: list[Path]) -> None:
+    with pytest.raises(ConfigError, match=r"at least two runs, and there is one: .*first; what training did"):
+        compare_runs([runs[0], runs[0] / "report"])
+    found = compare_runs([runs[0], runs[1], runs[0]])
+    assert len(found.runs) == 2
+    assert any("is named twice and compared once" in note for note in found.notes)
+
+
+def test_a_pattern_and_the_folders_in_a_run_name_runs(runs: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    found = compare_runs([str(tmp_path / "*")])
+    assert [run.name for run in found.runs] == ["alike", "better", "first"]
+    assert any("notes is passed over" in note for note in found.notes)
+    assert len(compare_runs([runs[0] / "report", runs[1] / "evaluation"]).runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: folder / "nothing", "there is no folder"),
+        (lambda folder: folder, "It holds runs; name those: vembed compare"),
+        (lambda folder: str(folder / "x*"), "matches no output folder of a run"),
+    ],
+)
+def test_what_is_no_run_is_told_apart(runs: list[Path], tmp_path: Path, make: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        compare_runs([runs[0], make(tmp_path)])
+
+
+def test_only_what_differs_is_listed_with_what_auto_became(runs: list[Path]) -> None:
+    found = compare_runs(runs)
+    assert {each.name: each.values for each in found.config} == {"learning_rate": ("2e-05", "5e-05", "2e-05")}
+    assert {each.name: each.values[2] for each in found.environment} == {
+        "vembed": "none", "torch": "2.16.0", "device": "none",
+    }  # fmt: skip
+    assert found.data == ()
+    assert found.data_sentence == f"All runs trained on the same rows (hash {'b' * 12})."
+
+
+def test_other_training_rows_are_told(tmp_path: Path, runs: list[Path]) -> None:
+    other = write_run(
+        tmp_path / "other",
+        values_of(4),
+        hashes={"training": "d" * 64, "test": CONTENT},
+        report={"data_facts": [["training records", "90"]]},
+    )
+    found = compare_runs([runs[0], other])
+    assert found.data_sentence == "The runs didn't train on the same rows."
+    assert {each.name: each.values for each in found.data} == {
+        "training records": ("84", "90"),
+        "content of the training rows": ("b" * 12, "d" * 12),
+    }
+    assert found.verdicts[0].p_value is not None
+
+
+def test_what_each_run_took_is_read_from_its_rows(runs: list[Path]) -> None:
+    cost = compare_runs(runs).costs[0]
+    assert (cost.steps_done, cost.step_seconds, cost.samples_per_second) == (30, 15.0, 32.0)
+    assert (cost.planned_bytes, cost.peak_bytes) == (4_000_000, 5e6)
+
+
+def test_the_terminal_has_the_table_and_the_sentences(runs: list[Path]) -> None:
+    lines = terminal_lines(compare_runs(runs))
+    assert lines[0] == "toy/test (test set)"
+    assert "untrained model" in lines[1]
+    assert lines[-1].startswith("No difference between alike and first")

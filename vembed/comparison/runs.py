@@ -1,0 +1,220 @@
+"""What a run's output folder says, whatever state the run is in."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from vembed.errors import ConfigError, DataError
+from vembed.evaluation.report.machine import SCHEMA_VERSION
+from vembed.evaluation.store import METRICS_FILE, read_evaluation
+from vembed.files import home_path, is_file, is_folder
+from vembed.models.names import MODEL_FOLDER, is_run, nearest_folder
+from vembed.redact import redact
+from vembed.training.trackers.jsonl import read_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from vembed.evaluation.result import EvaluationResult
+    from vembed.evaluation.sets import SetRole
+
+DEFAULT_METRIC = "ndcg@10"
+
+
+@dataclass(frozen=True, slots=True)
+class SetResult:
+    """A run on one of its sets."""
+
+    key: str  # "dev" or "test" for the set of the verdict, else a folder below evaluation/, such as "guard-1"
+    role: SetRole
+    content: str  # hash of the set; empty where the run didn't record it
+    final: EvaluationResult  # the chosen model
+    untrained: EvaluationResult | None  # the model before training; None where its result is gone
+
+    @property
+    def name(self) -> str:
+        """What the set is called."""
+        return self.final.task
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An output folder, read."""
+
+    name: str  # the end of its path that no other run has
+    folder: Path
+    config: Mapping[str, Any]  # as given; `auto` stays
+    plan: Mapping[str, Any]  # what `auto` became
+    report: Mapping[str, Any]  # report.json; empty where there is none
+    rows: Sequence[Mapping[str, float]]  # of metrics.jsonl
+    evaluations: Sequence[tuple[int, Mapping[str, float]]]  # (step, metrics on the dev set)
+    sets: tuple[SetResult, ...]  # that of the verdict first; empty where the run hasn't finished
+    notes: tuple[str, ...]  # what is missing or odd, one sentence each
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is a result of the chosen model."""
+        return bool(self.sets)
+
+    @property
+    def metric(self) -> str:
+        """The metric that the run is judged by."""
+        return str(self.config.get("metric_for_best_model") or DEFAULT_METRIC)
+
+
+def read_runs(paths: Sequence[Path | str], first: Path | str | None = None) -> tuple[list[Run], list[str]]:
+    """Read each run once; a pattern with `*` stands for the runs that it matches.
+
+    Args:
+        first: A run that comes first, wherever it stands among the others.
+
+    Returns:
+        The runs in the order in which they were named, and a note for each that was named twice or passed over.
+
+    Raises:
+        ConfigError: A path leads to no run.
+    """
+    begin = [] if first is None else _folders(first)[0][:1]
+    folders: dict[Path, Path] = {}
+    notes = []
+    for path in paths:
+        found, passed_over = _folders(path)
+        notes += passed_over
+        for folder in found:
+            if folder.resolve() in folders:
+                notes.append(f"{redact(str(folder))} is named twice and compared once.")
+            folders.setdefault(folder.resolve(), folder)
+    folders = {**{folder.resolve(): folder for folder in begin}, **folders}
+    names = _names(list(folders))
+    return [_read_run(folder, name) for folder, name in zip(folders.values(), names, strict=True)], notes
+
+
+def _folders(path: Path | str) -> tuple[list[Path], list[str]]:
+    """Return the run folders that a path or a pattern names, and notes on what isn't one.
+
+    Raises:
+        ConfigError: It names no run.
+    """
+    place = home_path(path)
+    if "*" in str(path) and not place.exists():
+        start = Path(place.anchor)
+        matches = sorted(start.glob(str(place.relative_to(start))))
+        runs = [match for match in matches if is_folder(match) and is_run(match)]
+        if not runs:
+            raise ConfigError(f"{redact(str(path))} matches no output folder of a run")
+        others = [match for match in matches if match not in runs]
+        return runs, [f"{redact(str(other))} is passed over: it isn't a run." for other in others]
+    if not is_folder(place):
+        raise ConfigError(f"there is no folder {redact(str(path))}{nearest_folder(place)}; name a run's output folder")
+    for folder in (place, place.parent):
+        if is_run(folder) and (folder == place or place.name in ("report", MODEL_FOLDER, "evaluation")):
+            return [folder], []
+    said = f"{redact(str(path))} isn't the output folder of a run: it has no plan.json and no train.log"
+    if any(is_run(child) for child in place.iterdir() if child.is_dir()):
+        raise ConfigError(f"{said}. It holds runs; name those: vembed compare {redact(str(path))}/*")
+    raise ConfigError(f"{said}. Models without a run are compared by: vembed evaluate MODEL MODEL ... --data SET")
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the shortest end of each path that tells it from the others."""
+    names = []
+    for folder in folders:
+        parts = folder.parts
+        count = next(
+            (
+                count
+                for count in range(1, len(parts))
+                if sum(other.parts[-count:] == parts[-count:] for other in folders) == 1
+            ),
+            len(parts),
+        )
+        names.append(redact("/".join(parts[-count:])))
+    return names
+
+
+def _read_run(folder: Path, name: str) -> Run:
+    notes: list[str] = []
+    config = _mapping(folder / "config.yaml", notes)
+    plan = _mapping(folder / "plan.json", notes)
+    report = _mapping(folder / "report" / "report.json", notes, needed=False)
+    version = report.get("schema_version", SCHEMA_VERSION)
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        notes.append(f"its report.json has schema_version {version}, which this version of vembed doesn't know.")
+        report = {}
+    run = Run(name, folder, config, plan, report, (), (), (), ())
+    try:
+        rows = read_rows(folder / "metrics.jsonl")
+    except OSError as error:
+        rows = []
+        notes.append(f"its metrics.jsonl can't be read: {error}.")
+    sets = _read_sets(folder, config, report, notes)
+    if not sets:
+        done, total = int(rows[-1]["step"]) if rows else 0, plan.get("steps")
+        of = f" of {total}" if total else ""
+        notes.append(f"it hasn't finished: {done}{of} steps, and no result of a chosen model in evaluation/final.")
+    elif not report:
+        notes.append("it has no report: versions, hardware and hashes of its data aren't known.")
+    elif not report.get("data_hashes"):
+        notes.append("an older version of vembed wrote it, which recorded no hashes of the data.")
+    return replace(run, rows=rows, evaluations=_evaluations(folder), sets=sets, notes=tuple(notes))
+
+
+def _read_sets(
+    folder: Path, config: Mapping[str, Any], report: Mapping[str, Any], notes: list[str]
+) -> tuple[SetResult, ...]:
+    """Return the results of the chosen model, that of the verdict first."""
+    hashes = report.get("data_hashes") or {}
+    first = "test" if config.get("test_data_path") else "dev"
+    below = folder / "evaluation"
+    further = sorted(path.name for kind in ("test", "guard") for path in below.glob(f"{kind}-*") if is_folder(path))
+    further.sort(key=lambda name: (int(end) if (end := name.rpartition("-")[2]).isdigit() else 0, name))
+    found = []
+    for key, place in ((first, below), *((name, below / name) for name in further)):
+        if not is_file(place / "final" / METRICS_FILE):
+            if key == first:
+                return ()
+            continue
+        try:
+            final = read_evaluation(place / "final")
+            has_start = is_file(place / "baseline" / METRICS_FILE)
+            untrained = read_evaluation(place / "baseline") if has_start else None
+        except DataError as error:
+            notes.append(f"a result can't be read: {redact(str(error))}")
+            continue
+        role: SetRole = "guard" if key.startswith("guard") else "test" if key.startswith("test") else "dev"
+        found.append(SetResult(key, role, str(hashes.get(key, "")), final, untrained))
+    return tuple(found)
+
+
+def _evaluations(folder: Path) -> list[tuple[int, Mapping[str, float]]]:
+    """Return the metrics on the dev set by step."""
+    found = []
+    for path in (folder / "evaluation").glob(f"step-*/{METRICS_FILE}"):
+        step = path.parent.name.removeprefix("step-")
+        metrics = _mapping(path, [], needed=False).get("metrics")
+        if step.isdigit() and isinstance(metrics, dict):
+            found.append((int(step), metrics))
+    return sorted(found, key=lambda row: row[0])
+
+
+def _mapping(path: Path, notes: list[str], *, needed: bool = True) -> dict[str, Any]:
+    """Return a JSON or YAML file that holds keys and values; of one that doesn't nothing, and a note."""
+    if not is_file(path):
+        if needed:
+            notes.append(f"its {path.name} is gone.")
+        return {}
+    try:
+        text = path.read_text("utf-8")
+        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"its {path.name} can't be read: {redact(str(error))}.")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"its {path.name} holds no keys.")
+        return {}
+    return value

@@ -238,6 +238,28 @@ def test_what_each_run_took_is_read_from_its_rows(runs: list[Path]) -> None:
     assert (cost.planned_bytes, cost.peak_bytes) == (4_000_000, 5e6)
 
 
+BROKEN_FILES = (
+    "config.yaml", "plan.json", "metrics.jsonl", "report/report.json", "evaluation/final/metrics.json",
+    "evaluation/final/per_query.json", "evaluation/baseline/metrics.json", "evaluation/step-0/metrics.json",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("file", BROKEN_FILES)
+def test_a_broken_file_of_a_run_is_told_or_passed_over(file: str, runs: list[Path]) -> None:
+    for text in (b"", b"{", b"[1]", b"\xff\xfe", b'{"schema_version": 99}', b'{"candidates": [1], "metrics": 1}'):
+        (runs[1] / file).write_bytes(text)
+        found = compare_runs(runs[:2])
+        if not found.runs[1].is_finished:
+            assert any(note.startswith("better: ") for note in found.notes)
+
+
+def test_settings_that_an_older_version_lacks_are_told_apart_from_differences(tmp_path: Path, runs: list[Path]) -> None:
+    newer = write_run(tmp_path / "newer", values_of(2), config={"new_key": 3})
+    found = compare_runs([runs[0], newer])
+    assert found.config == ()
+    assert "first is of a version of vembed without new_key." in found.notes
+
+
 def test_the_terminal_has_the_table_and_the_sentences(runs: list[Path]) -> None:
     lines = terminal_lines(compare_runs(runs))
     assert lines[0] == "toy/test (test set)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.comparison.compare import RunComparison, compare_runs
@@ -10,7 +11,6 @@ from vembed.output_lock import hold_output
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from vembed.training.finish import RunResult
 
@@ -45,5 +45,4 @@ def compare(
 
 
 def _folder(run: str | Path | RunResult) -> str | Path:
-    folder: str | Path = getattr(run, "output", run)
-    return folder
+    return run if isinstance(run, str | Path) else run.output

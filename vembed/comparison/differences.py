@@ -59,7 +59,11 @@ def unknown_keys(runs: Sequence[Run]) -> list[str]:
     """Return a note for each run whose version lacks settings that another one has."""
     names = list(dict.fromkeys(name for run in runs for name in run.config))
     missing = {run.name: [name for name in names if name not in run.config] for run in runs if run.config}
-    return [f"{name} has no value of: {', '.join(lacking)}." for name, lacking in missing.items() if lacking]
+    return [
+        f"{name} is of a version of vembed without {', '.join(lacking)}."
+        for name, lacking in missing.items()
+        if lacking
+    ]
 
 
 def data_differences(runs: Sequence[Run]) -> list[Difference]:
@@ -70,7 +74,7 @@ def data_differences(runs: Sequence[Run]) -> list[Difference]:
 
 def data_sentence(runs: Sequence[Run]) -> str:
     """Say whether all runs trained on the same rows, as far as that is known."""
-    hashes = [str((run.report.get("data_hashes") or {}).get("training", "")) for run in runs]
+    hashes = [_part(run, "data_hashes").get("training", "") for run in runs]
     known = {each for each in hashes if each}
     if len(known) > 1:
         return "The runs didn't train on the same rows."
@@ -81,7 +85,7 @@ def data_sentence(runs: Sequence[Run]) -> str:
 
 def environment_differences(runs: Sequence[Run]) -> list[Difference]:
     """Return the versions and the hardware that differ between finished runs."""
-    return _differences([_texts(run.report.get("environment")) for run in runs])
+    return _differences([_part(run, "environment") for run in runs])
 
 
 def _differences(facts: Sequence[Mapping[str, str]]) -> list[Difference]:
@@ -94,10 +98,8 @@ def _differences(facts: Sequence[Mapping[str, str]]) -> list[Difference]:
 
 
 def _data_facts(run: Run) -> dict[str, str]:
-    rows = run.report.get("data_facts")
-    pairs = [row for row in rows if isinstance(row, list) and len(row) == 2] if isinstance(rows, list) else []
-    facts = {str(label): str(value) for label, value in pairs if label != "note"}
-    hashes = _texts(run.report.get("data_hashes"))
+    facts = {row[0]: row[1] for row in run.report.get("data_facts") or [] if len(row) == 2 and row[0] != "note"}
+    hashes = _part(run, "data_hashes")
     return facts | {f"content of {_set_label(key)}": value[:HASH_CHARACTERS] for key, value in hashes.items()}
 
 
@@ -105,8 +107,9 @@ def _set_label(key: str) -> str:
     return "the training rows" if key == "training" else f"the set {key}"
 
 
-def _texts(found: object) -> dict[str, str]:
-    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+def _part(run: Run, key: str) -> dict[str, str]:
+    """Return names and texts of a report; empty where they aren't there."""
+    return run.report.get(key) or {}
 
 
 def _differ(values: Sequence[object]) -> bool:
@@ -159,22 +162,30 @@ def cost_of(run: Run) -> Cost:
     settled = settled_rows(run.rows)
     seconds = [value for row in run.rows if math.isfinite(value := finite(row.get("step_seconds")))]
     peaks = [value for row in run.rows for key in PEAK_KEYS if math.isfinite(value := finite(row.get(key)))]
-    candidates = run.plan.get("candidates") or []
-    planned = [each["bytes_per_device"]["total"] for each in candidates if each.get("recommended")]
+    candidates = [each for each in run.plan.get("candidates") or [] if each.get("recommended")]
+    parts = [each["bytes_per_device"] for each in candidates if isinstance(each.get("bytes_per_device"), dict)]
+    planned = [finite(each.get("total")) for each in parts]
     return Cost(
-        device=_texts(run.report.get("environment")).get("device", NOT_KNOWN),
+        device=_part(run, "environment").get("device", NOT_KNOWN),
         strategy=" ".join(filter(None, (str(run.plan.get("strategy") or ""), str(run.plan.get("mode") or "")))),
         processes=run.plan.get("world_size"),
         global_batch_size=run.plan.get("global_batch_size"),
         steps_done=int(run.rows[-1]["step"]) if run.rows else 0,
         steps_planned=run.plan.get("steps"),
         step_seconds=sum(seconds) if seconds else None,
-        evaluation_seconds=evaluation_seconds(run.folder / "evaluation") or None,
+        evaluation_seconds=_evaluation_seconds(run),
         samples_per_second=rate(settled, "samples_per_second"),
         tokens_per_second=rate(settled, "tokens_per_second"),
         peak_bytes=max(peaks, default=None),
         planned_bytes=planned[0] if planned else None,
     )
+
+
+def _evaluation_seconds(run: Run) -> float | None:
+    try:
+        return evaluation_seconds(run.folder / "evaluation") or None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # of a broken file, which a note of the run tells of
 
 
 def _duration(seconds: float) -> str:

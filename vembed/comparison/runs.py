@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 
@@ -13,6 +12,7 @@ from vembed.errors import ConfigError, DataError
 from vembed.evaluation.report.machine import SCHEMA_VERSION
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
 from vembed.files import home_path, is_file, is_folder
+from vembed.json_text import fit, read_object
 from vembed.models.names import MODEL_FOLDER, is_run, nearest_folder
 from vembed.redact import redact
 from vembed.training.trackers.jsonl import read_rows
@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from vembed.evaluation.sets import SetRole
 
 DEFAULT_METRIC = "ndcg@10"
+
+_SHAPES: Final[dict[str, Any]] = {
+    "steps": int,
+    "world_size": int,
+    "global_batch_size": int,
+    "candidates": list[dict[str, Any]],
+    "data_facts": list[list[str]],
+    "data_hashes": dict[str, str],
+    "environment": dict[str, str],
+    "metrics": dict[str, float | dict[str, Any] | None],
+}
+"""Key of plan.json, report.json or metrics.json -> what it must hold to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +151,9 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 def _read_run(folder: Path, name: str) -> Run:
     notes: list[str] = []
-    config = _mapping(folder / "config.yaml", notes)
-    plan = _mapping(folder / "plan.json", notes)
-    report = _mapping(folder / "report" / "report.json", notes, needed=False)
+    config, plan = _read_config(folder / "config.yaml", notes), _read_json(folder / "plan.json", notes)
+    has_report = is_file(folder / "report" / "report.json")
+    report = _read_json(folder / "report" / "report.json", notes) if has_report else {}
     version = report.get("schema_version", SCHEMA_VERSION)
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         notes.append(f"its report.json has schema_version {version}, which this version of vembed doesn't know.")
@@ -157,11 +169,12 @@ def _read_run(folder: Path, name: str) -> Run:
         done, total = int(rows[-1]["step"]) if rows else 0, plan.get("steps")
         of = f" of {total}" if total else ""
         notes.append(f"it hasn't finished: {done}{of} steps, and no result of a chosen model in evaluation/final.")
-    elif not report:
+    elif not has_report:
         notes.append("it has no report: versions, hardware and hashes of its data aren't known.")
-    elif not report.get("data_hashes"):
+    elif report and not report.get("data_hashes"):
         notes.append("an older version of vembed wrote it, which recorded no hashes of the data.")
-    return replace(run, rows=rows, evaluations=_evaluations(folder), sets=sets, notes=tuple(notes))
+    evaluations = _evaluations(folder, notes)
+    return replace(run, rows=rows, evaluations=evaluations, sets=sets, notes=tuple(notes))
 
 
 def _read_sets(
@@ -191,30 +204,37 @@ def _read_sets(
     return tuple(found)
 
 
-def _evaluations(folder: Path) -> list[tuple[int, Mapping[str, float]]]:
+def _evaluations(folder: Path, notes: list[str]) -> list[tuple[int, Mapping[str, float]]]:
     """Return the metrics on the dev set by step."""
     found = []
     for path in (folder / "evaluation").glob(f"step-*/{METRICS_FILE}"):
         step = path.parent.name.removeprefix("step-")
-        metrics = _mapping(path, [], needed=False).get("metrics")
-        if step.isdigit() and isinstance(metrics, dict):
+        metrics = _read_json(path, notes).get("metrics")
+        if step.isdigit() and metrics is not None:
             found.append((int(step), metrics))
     return sorted(found, key=lambda row: row[0])
 
 
-def _mapping(path: Path, notes: list[str], *, needed: bool = True) -> dict[str, Any]:
-    """Return a JSON or YAML file that holds keys and values; of one that doesn't nothing, and a note."""
-    if not is_file(path):
-        if needed:
-            notes.append(f"its {path.name} is gone.")
-        return {}
+def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the object in a JSON file; of one that is gone or broken nothing, and a note."""
     try:
-        text = path.read_text("utf-8")
-        value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        found = read_object(path)
+        for key, kind in _SHAPES.items():
+            if found.get(key) is not None:
+                fit(kind, found[key], where=key)
+    except (OSError, ValueError) as error:
+        notes.append(f"its {path.name} can't be read: {redact(str(error))}.")
+        return {}
+    return found
+
+
+def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the settings in config.yaml; of a file that is gone or broken none, and a note."""
+    try:
+        found = yaml.safe_load(path.read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it holds no keys")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"its {path.name} can't be read: {redact(str(error))}.")
         return {}
-    if not isinstance(value, dict):
-        notes.append(f"its {path.name} holds no keys.")
-        return {}
-    return value
+    return {str(key): value for key, value in found.items()}

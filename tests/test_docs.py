@@ -8,7 +8,21 @@ import pytest
 
 from vembed.config.load import load_config
 from vembed.config.schema import Config
-from vembed.entrypoints import compare, data, doctor, encode, evaluate, export, merge, mine, plan, push, search, train
+from vembed.entrypoints import (
+    compare,
+    data,
+    doctor,
+    encode,
+    evaluate,
+    export,
+    merge,
+    mine,
+    plan,
+    push,
+    search,
+    sweep,
+    train,
+)
 from vembed.losses.registry import loss_facts
 from vembed.registry import COMMANDS, LOSSES
 
@@ -42,6 +56,7 @@ def test_every_command_is_one_that_the_program_takes(document: Path) -> None:
             parsers = {
                 "compare": compare, "data": data, "doctor": doctor, "encode": encode, "evaluate": evaluate,
                 "export": export, "merge": merge, "mine": mine, "plan": plan, "push": push, "search": search,
+                "sweep": sweep,
             }  # fmt: skip
             if words[1] in parsers:
                 parsers[words[1]].parse_arguments(words[2:], program=f"vembed {words[1]}")

@@ -118,7 +118,7 @@ COMMANDS = Registry(
         name: f"vembed.entrypoints.{name}:main"
         for name in (
             *("init", "explain", "train", "plan", "evaluate", "compare", "mine", "merge", "encode", "search", "doctor"),
-            *("export", "push", "data"),
+            *("export", "push", "data", "sweep"),
         )
     },
 )

@@ -165,6 +165,7 @@ class TrainKeys(TypedDict, total=False):
     fp16: bool
     compile: Literal["auto"] | bool
     seed: int
+    seeds: Sequence[int] | None
     deterministic: bool
     eval_strategy: Literal["epoch", "steps", "no"]
     eval_steps: int | None

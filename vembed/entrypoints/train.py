@@ -71,6 +71,8 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
         _say_valid(loaded)
         return ExitCode.OK
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
+    if loaded.config.seeds is not None and mode == "train":
+        return _train_seeds(loaded.config, parsed, redact(shlex.join([*called.split(), *words])))
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
             from vembed.training.wiring.early import refuse_wrong_inputs, refuse_wrong_output
@@ -100,6 +102,20 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
             stop=stop,
         )
     shut_down(watchdog)
+    return ExitCode.OK
+
+
+def _train_seeds(config: Config, parsed: argparse.Namespace, command: str) -> int:
+    """Train once per seed, each time in a process of its own that this one waits for."""
+    from vembed.sweeping.process import GO_ON, TrainProcess
+    from vembed.sweeping.seeds import refuse_unfit, train_seeds
+    from vembed.training.wiring.early import refuse_wrong_inputs
+
+    refuse_unfit(config, launcher=process_env().launcher if process_env().is_launched else "")
+    refuse_wrong_inputs(config)
+    with StopSignal(advice=GO_ON) as stop, hold_output(Path(config.output_dir)):
+        process = TrainProcess(config_path(parsed), parsed.config_override, stop.poll)
+        train_seeds(config, process, process.steps, command)
     return ExitCode.OK
 
 

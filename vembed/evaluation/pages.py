@@ -96,8 +96,10 @@ def write_report(
     document: Mapping[str, object],
     shared: Mapping[str, object],
     drawings: Mapping[str, object],
+    *,
+    name: str = "report",
 ) -> None:
-    """Render report.json, report.md and report.html, then write them, each whole or not at all.
+    """Render NAME.json, NAME.md and NAME.html, then write them, each whole or not at all.
 
     Args:
         folder: Made where it is missing.
@@ -114,9 +116,9 @@ def write_report(
         for make, form in ((html_environment, "html"), (markdown_environment, "md"))
     )
     files = {
-        "report.json": json.dumps(plain(document), indent=2, allow_nan=False) + "\n",
-        "report.md": text.render(shared),
-        "report.html": page.render(shared, **drawings),
+        f"{name}.json": json.dumps(plain(document), indent=2, allow_nan=False) + "\n",
+        f"{name}.md": text.render(shared),
+        f"{name}.html": page.render(shared, **drawings),
     }
     write_pages(folder, files, "report")
 

@@ -81,3 +81,11 @@ def _steps_strategy_has_steps(config: "Config") -> str | None:
     if config.eval_strategy != "steps" or config.eval_steps is not None:
         return None
     return "eval_strategy steps needs eval_steps; set eval_steps, such as 100, or eval_strategy to epoch"
+
+
+@rule("seeds", "eval_strategy", "test_data_path")
+def _seeds_are_compared_on_dev(config: "Config") -> str | None:
+    """`seeds` beside `test_data_path` needs an `eval_strategy` other than `no`."""
+    if config.seeds is None or config.test_data_path is None or config.eval_strategy != "no":
+        return None
+    return "seeds keeps the model that is best on the dev set, and eval_strategy no leaves it out; set it to epoch"

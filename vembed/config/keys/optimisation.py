@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
 
 
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
 class OptimisationKeys(Section):
     """AdamW, its schedule, precision, randomness and compilation."""
 
@@ -47,10 +50,20 @@ class OptimisationKeys(Section):
         "time, the same function up to rounding. auto does on CUDA where the run is long enough to pay that back, and "
         "computes as without where a layer can't be compiled; true ends the run there.",
     )
-    seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = key(
-        42, "Seed of the weights, of dropout and of the sample order."
+    seed: Seed = key(42, "Seed of the weights, of dropout and of the sample order.")
+    seeds: Annotated[list[Seed], Field(min_length=2)] | None = key(
+        None,
+        "Train once with each of these in place of seed, in output_dir/seed-N, and judge with an interval over seeds "
+        "and queries.",
     )
     deterministic: bool = key(False, "Use deterministic kernels only: bit-equal runs on a GPU, slower.")
+
+
+@rule("seeds")
+def _each_seed_once(config: "Config") -> str | None:
+    """`seeds` must name each seed once."""
+    twice = next((seed for seed in config.seeds or () if (config.seeds or []).count(seed) > 1), None)
+    return None if twice is None else f"seed {twice} is listed twice, and would train the same model; list it once"
 
 
 @rule("warmup_steps", "max_steps")

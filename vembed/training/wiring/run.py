@@ -17,7 +17,7 @@ from vembed.collector import collector_paused
 from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.distributed.runtime import start_runtime
 from vembed.distributed.watchdog import Watchdog
-from vembed.errors import MachineError, PreemptedError
+from vembed.errors import ConfigError, MachineError, PreemptedError
 from vembed.gradcache.memory import out_of_memory_advice
 from vembed.models.adapters.lora import has_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
@@ -109,6 +109,8 @@ def run_from_config(
         VembedError: Anything that is the user's to fix; each class has its exit code.
     """
     watchdog = watchdog or Watchdog()
+    if config.seeds is not None and mode == "train":
+        raise ConfigError("seeds starts processes of its own: use vembed train, or call this once per seed with seed=N")
     try:
         return _run(config, mode, command, sources or {}, tuple(notes), watchdog, stop, callbacks or Callbacks())
     except PreemptedError as stopped:

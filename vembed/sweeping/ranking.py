@@ -1,0 +1,110 @@
+"""The table of a sweep: trials by their dev metric, each with its difference to the best and whether noise explains it.
+
+A difference is paired over the dev set's queries. All trials are compared with the same best one, so the intervals are
+widened until all of them hold together at 95% (Bonferroni: each at 1 - 5% / (trials - 1)). They speak of other queries,
+not of other training seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from vembed.evaluation.significance import CONFIDENCE, compare
+from vembed.sweeping.trials import best_of, dev_value
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from vembed.evaluation.significance import Comparison
+    from vembed.sweeping.trials import Outcome
+
+Word: TypeAlias = str
+"""best, within noise, worse, shorter, or failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A line of the table."""
+
+    outcome: Outcome
+    word: Word
+    to_best: Comparison | None = None  # the trial against the best one, on the same dev queries
+
+
+def rank(outcomes: Sequence[Outcome], metric: str) -> list[Ranked]:
+    """Return the trials, the best first: those of fewer steps behind, and those that failed last.
+
+    Raises:
+        ValueError: Two trials were evaluated on different queries.
+    """
+    full = [each for each in outcomes if each.dev is not None and "max_steps" not in each.trial.overrides]
+    short = [each for each in outcomes if each.dev is not None and "max_steps" in each.trial.overrides]
+    best = best_of(full, metric)
+    ranked = []
+    for each in sorted(full, key=lambda each: (-dev_value(each, metric), each is not best)):
+        if each is best:
+            ranked.append(Ranked(each, "best"))
+            continue
+        assert best is not None
+        assert best.dev is not None
+        assert each.dev is not None
+        confidence = 1 - (1 - CONFIDENCE) / (len(full) - 1)
+        comparison = compare(best.dev, each.dev, metric, confidence=confidence)
+        ranked.append(Ranked(each, "worse" if comparison.high < 0 else "within noise", comparison))
+    short.sort(key=lambda each: (-each.trial.steps, -dev_value(each, metric)))
+    failed = [each for each in outcomes if each.dev is None]
+    return [*ranked, *(Ranked(each, "shorter") for each in short), *(Ranked(each, "failed") for each in failed)]
+
+
+def table_lines(ranked: Sequence[Ranked], metric: str) -> list[str]:
+    """Return the table for a terminal."""
+    keys = list(dict.fromkeys(key for each in ranked for key in each.outcome.trial.choice))
+    rows = [
+        ["", *keys, metric, "to the best", "interval", "", "step"],
+        *(_cells(each, keys, metric) for each in ranked),
+    ]
+    numbered = [[str(place) if place else "", *row[1:]] for place, row in enumerate(rows)]
+    widths = [max(map(len, column)) for column in zip(*numbered, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in numbered]
+    failures = [
+        f"failed: {each.outcome.trial.values}: {each.outcome.error}" for each in ranked if each.word == "failed"
+    ]
+    return [line.rstrip() for line in [*lines, *failures]]
+
+
+def _cells(ranked: Ranked, keys: Sequence[str], metric: str) -> list[str]:
+    outcome, comparison = ranked.outcome, ranked.to_best
+    values = [outcome.trial.choice.get(key, "") for key in keys]
+    if outcome.dev is None:
+        return ["", *values, "", "", "", "failed", ""]
+    word = f"after {outcome.trial.steps} steps" if ranked.word == "shorter" else ranked.word
+    difference = "" if comparison is None else f"{comparison.difference:+.4f}"
+    interval = "" if comparison is None else f"{comparison.low:+.4f} to {comparison.high:+.4f}"
+    return ["", *values, f"{dev_value(outcome, metric):.4f}", difference, interval, word, str(outcome.kept_step)]
+
+
+def chosen_lines(ranked: Sequence[Ranked], metric: str, *, has_test: bool) -> list[str]:
+    """Say which trial was chosen by what, and what its verdict is worth."""
+    finished = [each for each in ranked if each.word in ("best", "within noise", "worse")]
+    if not finished:
+        return ["no trial finished: nothing is chosen"]
+    best = finished[0].outcome
+    assert best.dev is not None
+    equals = sum(each.word == "within noise" for each in finished)
+    lines = [f"chosen by {metric} on the dev set {best.dev.task} alone: {best.trial.values}"]
+    if equals:
+        lines.append(f"noise explains its difference to {equals} of the {len(finished) - 1} others")
+    lines.append(f"its verdict: {best.sentence}")
+    if has_test:
+        lines.append(
+            f"one of {len(ranked)} was chosen on the dev set, so its dev value flatters it; the test set had no "
+            f"part in the choice"
+        )
+    else:
+        lines.append(
+            f"the verdict is on the dev set that chose one of {len(ranked)}, which flatters it; give test_data_path "
+            f"for one that counts"
+        )
+    lines.append(f"model: {best.folder / 'model'}")
+    return lines

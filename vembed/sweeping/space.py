@@ -1,0 +1,208 @@
+"""What a sweep tries: the values of `--try`, in a grid or drawn at random."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from vembed.config.messages import unknown_key
+from vembed.config.schema import Config, fields
+from vembed.config.synonyms import ALIASES
+from vembed.errors import ConfigError
+from vembed.redact import shown
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+Choice: TypeAlias = "Mapping[str, str]"
+"""Key -> value, both as `--config_override` takes them."""
+
+MOST_TRIALS = 1000
+
+LOG_RATIO = 10.0
+"""From such a ratio of its ends a range is drawn on a logarithmic scale."""
+
+DIGITS = 3
+"""Significant digits of a drawn number: more say nothing, and make names of folders long."""
+
+FIXED = {
+    "output_dir": "each trial has a folder of its own; --output names the sweep's",
+    "overwrite_output_dir": "a sweep goes on with what it has; give another --output to start anew",
+    "resume": "a sweep goes on with what it has; give another --output to start anew",
+    "seeds": "write --try seed=1,2,3",
+    "metric_for_best_model": "it is what the trials are compared by",
+    "eval_strategy": "it decides which dev results the trials are compared by",
+}
+"""Keys that can't be tried, and why. So can't those that choose the sets of the evaluation."""
+
+_SETS = re.compile(r"(val|test|guard)_|(column_mapping|image_root|label_kind|retrieval_mode|skip_invalid_records)$")
+_RANGE = re.compile(r"([-+.\deE]+?)\.\.([-+.\deE]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers between two ends, both included."""
+
+    low: float
+    high: float
+    whole: bool  # whether only whole numbers are meant
+
+    @property
+    def is_log(self) -> bool:
+        """Whether it is drawn on a logarithmic scale."""
+        return self.low > 0 and self.high / self.low >= LOG_RATIO
+
+    def text(self, value: float) -> str:
+        """Return a number of the range as an override takes it."""
+        if self.whole:
+            return str(round(value))
+        return f"{min(max(float(f'{value:.{DIGITS}g}'), self.low), self.high):.12g}"
+
+    def draw(self, source: random.Random) -> str:
+        """Return a number drawn from it."""
+        if not self.is_log:
+            return self.text(source.uniform(self.low, self.high))
+        return self.text(math.exp(source.uniform(math.log(self.low), math.log(self.high))))
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A key with its values, or with the range that they are drawn from."""
+
+    key: str
+    values: tuple[str, ...] | Range
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The values to check before anything is trained: all that are listed, or both ends of a range."""
+        if isinstance(self.values, Range):
+            return self.values.text(self.values.low), self.values.text(self.values.high)
+        return self.values
+
+    def draw(self, source: random.Random) -> str:
+        """Return one value at random."""
+        return self.values.draw(source) if isinstance(self.values, Range) else source.choice(self.values)
+
+
+def parse_tries(words: Sequence[str]) -> list[Tried]:
+    """Read the words of `--try`, each `key=value,value` or `key=low..high`.
+
+    Raises:
+        ConfigError: A line for each word that can't be used.
+    """
+    found: list[Tried] = []
+    problems = []
+    for word in words:
+        try:
+            tried = _parse(word)
+        except ConfigError as error:
+            problems.append(f"--try {shown(word)}: {error}")
+            continue
+        if any(_names(tried.key) & _names(each.key) for each in found):
+            problems.append(f"--try {shown(word)}: {tried.key} is already tried; list all of its values together")
+        found.append(tried)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return found
+
+
+def grid(tried: Sequence[Tried]) -> list[Choice]:
+    """Return every combination of the values, the last key changing fastest.
+
+    Raises:
+        ConfigError: A key has a range, or there are too many combinations.
+    """
+    for each in tried:
+        if isinstance(each.values, Range):
+            raise ConfigError(
+                f"--try {each.key}: a grid has no values of a range; list them, or draw some with --random N"
+            )
+    count = math.prod(len(each.ends) for each in tried)
+    if count > MOST_TRIALS:
+        raise ConfigError(f"--try asks for {count:,} trials, more than {MOST_TRIALS:,}; draw some with --random N")
+    keys = [each.key for each in tried]
+    return [dict(zip(keys, values, strict=True)) for values in itertools.product(*(each.ends for each in tried))]
+
+
+def drawn(tried: Sequence[Tried], count: int, seed: int) -> list[Choice]:
+    """Return different combinations drawn at random, the same for the same seed; all there are, where that is fewer."""
+    if not any(isinstance(each.values, Range) for each in tried) and math.prod(len(e.ends) for e in tried) <= count:
+        return grid(tried)
+    source = random.Random(seed)  # noqa: S311 - nothing here is a secret
+    found: dict[tuple[str, ...], Choice] = {}
+    for _ in range(100 * count):  # of a small space most draws are repeated ones
+        choice = {each.key: each.draw(source) for each in tried}
+        found.setdefault(tuple(choice.values()), choice)
+        if len(found) == count:
+            break
+    return list(found.values())
+
+
+def corners(tried: Sequence[Tried]) -> Iterator[Choice]:
+    """Yield combinations in which each value stands once: what can be checked of values that aren't drawn yet."""
+    for place in range(max(len(each.ends) for each in tried)):
+        yield {each.key: each.ends[min(place, len(each.ends) - 1)] for each in tried}
+
+
+def _parse(word: str) -> Tried:
+    key, equals, text = (part.strip() for part in word.partition("="))
+    if not equals or not key:
+        raise ConfigError("write KEY=VALUE,VALUE, such as learning_rate=1e-5,2e-5")
+    _refuse_key(key)
+    if (ends := _RANGE.fullmatch(text)) is not None:
+        return Tried(key, _range(*ends.groups()))
+    values = _split(text)
+    if not all(values):
+        raise ConfigError("a value is missing beside a comma; write '' for an empty text and null for none")
+    if len(set(values)) < len(values):
+        raise ConfigError("a value is listed twice")
+    return Tried(key, tuple(values))
+
+
+def _refuse_key(key: str) -> None:
+    name = key.partition(".")[0]
+    for target in ALIASES.get(name, (name,)):
+        if target not in fields():
+            raise ConfigError(unknown_key(name))
+        if target in FIXED:
+            raise ConfigError(f"{target} can't be tried: {FIXED[target]}")
+        if _SETS.match(target):
+            raise ConfigError(f"{target} can't be tried: trials are compared on the same sets")
+        if target in Config.NOT_HASHED:
+            raise ConfigError(f"{target} decides nothing about the result")
+
+
+def _names(key: str) -> set[str]:
+    return set(ALIASES.get(key, (key,)))
+
+
+def _range(low: str, high: str) -> Range:
+    try:
+        first, last = float(low), float(high)
+    except ValueError as error:
+        raise ConfigError("a range is two numbers, such as 1e-6..1e-4") from error
+    if not (math.isfinite(first) and math.isfinite(last) and first < last):
+        raise ConfigError("a range is two numbers, the smaller one first, such as 1e-6..1e-4")
+    whole = all(re.fullmatch(r"[-+]?\d+", each) for each in (low, high))
+    return Range(first, last, whole)
+
+
+def _split(text: str) -> list[str]:
+    """Split at the commas that stand outside of quotes and brackets."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and not parts[-1].strip():
+            quote = character
+        else:
+            depth += (character in "[{") - (character in "]}")
+        if character == "," and not quote and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part.strip() for part in parts]

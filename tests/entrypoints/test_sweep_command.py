@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from command_cases import ROOT, Site, write_config
 
+import vembed
 from vembed.config.load import load_config
 from vembed.entrypoints import sweep, train
 from vembed.errors import ConfigError, ExitCode
@@ -116,6 +117,8 @@ def test_seeds_are_refused_where_they_cannot_run(
     assert "seeds" in told(seeds=[1])
     assert "eval_strategy no leaves it out" in told(seeds=[1, 2], eval_strategy="no", eval_steps=None)
     assert "goes on by itself" in told(seeds=[1, 2], resume="never")
+    with pytest.raises(ConfigError, match="call this once per seed with seed=N"):
+        vembed.train(site.keys(seeds=[1, 2], output_dir=str(tmp_path / "python")), quiet=True)
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "localhost"),
                         ("MASTER_PORT", "29500"), ("LOCAL_WORLD_SIZE", "1")):  # fmt: skip
         monkeypatch.setenv(name, value)

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 FILES = ("report/report.html", "report/report.json", "config.yaml", "plan.json", "metrics.jsonl", "train.log")
 """What is kept of the output folder, as far as it is there."""
 
-PICTURE = " picture"
-"""How the names of columns of pictures end."""
-
 CELL_CHARACTERS = 1_000
 """Most characters of a text in a table."""
 
@@ -104,7 +101,7 @@ def _metrics_table(result: RunResult) -> tuple[Sequence[str], list[list[Cell]]]:
 def _examples_table(
     groups: Sequence[Group], metric: str, limits: ImageLimits
 ) -> tuple[Sequence[str], list[list[Cell]]]:
-    """Return a row for each example query; a column of pictures that no row has is left out."""
+    """Return a row for each example query; a column that no row fills is left out."""
     rows: list[dict[str, Cell]] = []
     for title, example in ((group.title, example) for group in groups for example in group.examples):
         found = example.hits[0] if example.hits else None
@@ -124,7 +121,7 @@ def _examples_table(
             }
         )
     names = dict.fromkeys(name for row in rows for name in row)
-    columns = [name for name in names if not name.endswith(PICTURE) or any(row[name] is not None for row in rows)]
+    columns = [name for name in names if any(row[name] is not None for row in rows)]
     return columns, [[row[name] for name in columns] for row in rows]
 
 
@@ -132,7 +129,7 @@ def _shown(name: str, item: Item | None, limits: ImageLimits) -> dict[str, Cell]
     """Return the text and the first picture of an item."""
     text, pictures = text_of(item), pictures_of(item)
     cut = None if text is None else redact(text)[:CELL_CHARACTERS]
-    return {name: cut, f"{name}{PICTURE}": small_copy(pictures[0], limits) if pictures else None}
+    return {name: cut, f"{name} picture": small_copy(pictures[0], limits) if pictures else None}
 
 
 def _rank(rank: int | None) -> str:

@@ -1,0 +1,134 @@
+"""What trackers are told at the end of a run, and what TensorBoard shows of it."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import PIL.Image
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from vembed.batch import Image
+from vembed.data.retrieval import RetrievalData
+from vembed.evaluation.result import EvaluationResult
+from vembed.evaluation.sets import SetOutcome
+from vembed.training.trackers.base import Tracker
+from vembed.training.trackers.registry import open_trackers
+from vembed.training.trackers.tensorboard import TensorBoardTracker
+from vembed.training.tracking import closing, track_end, track_start
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SECRET = "hf_abcdefghijklmnop123456"
+
+
+class Memory(Tracker):
+    """Remembers the tables and texts that it gets."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, tuple[Any, Any]] = {}
+        self.texts: dict[str, str] = {}
+        self.ends: list[object] = []
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self.texts[name] = text
+
+    def log_table(self, step: int, name: str, columns: Any, rows: Any) -> None:
+        self.tables[name] = (columns, rows)
+
+    def log_stop(self, error: BaseException) -> None:
+        self.ends.append(error)
+
+    def close(self) -> None:
+        self.ends.append("closed")
+
+
+def result(**values: float) -> EvaluationResult:
+    run = {"q1": [("d1", 0.9), ("d2", 0.1)], "q2": [("d1", 0.8), ("d2", 0.7)]}
+    metrics = {"ndcg@10": sum(values.values()) / len(values), "recall@1": 0.5}
+    per_query = {"ndcg@10": values, "recall@1": values}
+    return EvaluationResult("balls", "a model", metrics, per_query, run, len(values), 2)
+
+
+def tell_end(trackers: list[Tracker], folder: Path) -> None:
+    """Tell of a run over two pictures, of which the second is wanted by both queries."""
+    for name, colour in (("d1", "red"), ("d2", "blue")):
+        PIL.Image.new("RGB", (320, 200), colour).save(folder / f"{name}.png")
+    documents = {name: Image(str(folder / f"{name}.png")) for name in ("d1", "d2")}
+    queries = {"q1": f"a blue | ball, token={SECRET}", "q2": "blue"}
+    task = RetrievalData("balls", queries, documents, {"q1": {"d2": 1}, "q2": {"d2": 1}})
+    outcome = SetOutcome.of("test", result(q1=0.25, q2=0.5), result(q1=0.75, q2=0.5), "ndcg@10")
+    run = SimpleNamespace(verdict=outcome.verdict, sets=(outcome,))
+    parts = SimpleNamespace(
+        evaluations=SimpleNamespace(verdict_task=task),
+        max_image_pixels=10**6,
+        output=SimpleNamespace(path=folder, model=folder / "model"),
+    )
+    track_end(trackers, run, parts, step=8, log_model=False)  # type: ignore[arg-type]
+
+
+def test_examples_show_small_copies_of_pictures_and_no_secret(tmp_path: Path) -> None:
+    tracker = Memory()
+    track_start([tracker], 0, plan=f"model https://me:{SECRET}@host/m")
+    tell_end([tracker], tmp_path)
+    columns, rows = tracker.tables["examples"]
+    assert columns == [
+        *("kind", "query id", "query", "ndcg@10 before", "ndcg@10 after", "relevant picture"),
+        *("rank before", "rank after", "found first picture", "found first is"),
+    ]
+    assert [row[:5] for row in rows] == [
+        ["Improved most", "q1", "a blue | ball, token=***", 0.25, 0.75],
+        [rows[1][0], "q2", "blue", 0.5, 0.5],
+    ]
+    wanted, found = rows[0][5], rows[0][8]
+    assert [picture.size for picture in (wanted, found)] == [(160, 100), (160, 100)]
+    assert (wanted.getpixel((50, 50)), found.getpixel((50, 50))) == ((0, 0, 255), (255, 0, 0))
+    assert rows[0][6:8] == ["2", "2"]
+    assert rows[0][9] == "not relevant"
+    assert ["balls", "test", "ndcg@10", 0.375, 0.625, 0.25] in tracker.tables["metrics"][1]
+    assert "ndcg@10 0.375 -> 0.625" in tracker.texts["verdict"]
+    assert SECRET not in str((tracker.tables, tracker.texts))
+
+
+def test_tensorboard_shows_configuration_plan_result_tables_and_pictures(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path / "tensorboard", config={"seed": 3, "data": None})
+    track_start([tracker], 0, plan="plan\n  batch  256")
+    tell_end([tracker], tmp_path)
+    tracker.close()
+    shown = EventAccumulator(str(tmp_path / "tensorboard"))
+    shown.Reload()
+
+    def text(tag: str) -> str:
+        (event,) = shown.Tensors(f"{tag}/text_summary")
+        return str(event.tensor_proto.string_val[0].decode())
+
+    assert text("configuration") == "| key | value |\n| --- | --- |\n| seed | 3 |\n| data |  |"
+    assert text("plan") == "```\nplan\n  batch  256\n```"
+    assert "ndcg@10 0.375 -> 0.625" in text("verdict")
+    assert "| balls | test | ndcg@10 | 0.375 | 0.625 | 0.25 |" in text("metrics")
+    first = text("examples").splitlines()[2]
+    assert "| a blue &#124; ball, token=*** |" in first
+    assert "| examples/1/relevant picture |" in first
+    (picture,) = shown.Images("examples/1/relevant picture")
+    assert (picture.width, picture.height, picture.step) == (160, 100, 8)
+    assert [(each.step, each.value) for each in shown.Scalars("result/final/ndcg@10")] == [(8, 0.625)]
+
+
+def test_an_error_reaches_every_tracker_before_it_is_closed() -> None:
+    trackers, error = [Memory(), Memory()], KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt), closing(trackers):
+        raise error
+    with closing(trackers[:1]):
+        pass
+    assert [tracker.ends for tracker in trackers] == [[error, "closed", "closed"], [error, "closed"]]
+
+
+def test_a_model_that_no_tracker_takes_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    open_trackers("tensorboard", tmp_path, resume_step=0, config={"log_model": False})
+    assert not caplog.records
+    open_trackers("tensorboard", tmp_path, resume_step=0, config={"log_model": True})
+    assert "log_model: no tracker of report_to takes a model" in caplog.text

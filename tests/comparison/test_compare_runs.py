@@ -158,6 +158,21 @@ def test_a_run_without_hashes_is_compared_by_its_queries_and_says_so(tmp_path: P
     assert any(note.startswith("bare: it has no report") for note in found.notes)
 
 
+def test_runs_on_graded_pairs_are_compared_by_their_rank_correlation(tmp_path: Path, runs: list[Path]) -> None:
+    graded = [
+        write_run(tmp_path / name, (np.asarray(values_of(1)) + shift).tolist(), metric="spearman", task="toy/pairs")
+        for name, shift in (("one", 0.0), ("two", 0.05))
+    ]
+    found = compare_runs([*graded, runs[0]])
+    assert found.metric == "spearman"
+    assert found.tables[0].metric == "spearman"
+    assert found.verdicts[0].sentence.startswith("two is better than one: spearman +0.050 (")
+    assert found.verdicts[1].word == "not compared"
+    assert "it has no spearman by query on toy/test; it has ndcg@10" in found.verdicts[1].sentence
+    with pytest.raises(ConfigError, match="one has no metric mrr@10 by query; it has: spearman"):
+        compare_runs(graded, metric="mrr@10")
+
+
 def test_an_unfinished_first_run_leaves_the_baseline_to_a_finished_one(tmp_path: Path, runs: list[Path]) -> None:
     stopped = write_run(tmp_path / "stopped", None, steps=12)
     found = compare_runs([stopped, *runs[:2]])

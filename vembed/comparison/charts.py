@@ -70,6 +70,8 @@ def overlays(runs: Sequence[Run], metric: str) -> list[Overlay]:
     for spec in SPECS:
         curves = [(place, step_curve(run.rows, spec)) for place, run in enumerate(runs)]
         found.append((spec.key, spec.title, False, curves))
+    known = {name for run in runs for _, metrics in run.evaluations for name in metrics}
+    metric = metric if metric in known else min(known, default=metric)
     dev = [(place, dev_curve(run.evaluations, metric)) for place, run in enumerate(runs)]
     found.insert(1, ("dev", f"Dev {metric}", True, dev))
     made = [

@@ -120,7 +120,7 @@ def compare_runs(
             + (f"; what training did to it stands in {redact(str(report))}" if report.is_file() else "")
         )
     runs, more = _baseline_first(runs, is_named=baseline is not None)
-    comparison = _compare(runs, metric or runs[0].metric, [*notes, *more], command)
+    comparison = _compare(runs, _metric(runs[0], metric), [*notes, *more], command)
     if output is not None:
         from vembed.comparison.write import write_comparison
 
@@ -149,11 +149,23 @@ def _baseline_first(runs: list[Run], *, is_named: bool) -> tuple[list[Run], list
     return [other, *(run for run in runs if run is not other)], [note]
 
 
+def _metric(baseline: Run, asked: str | None) -> str:
+    """Return what runs are compared by.
+
+    Raises:
+        ConfigError: The baseline hasn't the metric that was asked for.
+    """
+    if not baseline.is_finished:
+        return asked or baseline.metric
+    final = baseline.sets[0].final
+    if asked is not None and asked not in final.per_query:
+        known = ", ".join(sorted(final.per_query))
+        raise ConfigError(f"{baseline.name} has no metric {asked} by query; it has: {known}")
+    return asked or final.deciding(baseline.metric)
+
+
 def _compare(runs: Sequence[Run], metric: str, notes: Sequence[str], command: str) -> RunComparison:
     baseline, others = runs[0], runs[1:]
-    if baseline.is_finished and metric not in baseline.sets[0].final.per_query:
-        known = ", ".join(sorted(baseline.sets[0].final.per_query))
-        raise ConfigError(f"{baseline.name} has no metric {metric} by query; it has: {known}")
     changes, task, changes_note = _changes(baseline, others, metric)
     return RunComparison(
         metric=metric,
@@ -184,5 +196,7 @@ def _changes(baseline: Run, others: Sequence[Run], metric: str) -> tuple[Sequenc
     if not partners:
         return (), None, ""
     task, why_not = load_task(baseline, own)
+    if task is not None and task.grades:
+        return (), task, ""  # nothing is searched: no model put a document first
     shown = task or RetrievalData(own.name, {}, {}, {})
     return find_changes(own, partners, shown, metric), task, why_not

@@ -55,6 +55,7 @@ class SetTable:
     """Every run on one set of the baseline."""
 
     name: str
+    metric: str  # what decides here: that of the comparison, or of a set of graded pairs its own
     key: str  # of the baseline's set
     role: str
     content: str  # hash; empty where it wasn't recorded
@@ -78,7 +79,7 @@ class PairVerdict:
 
 def set_tables(baseline: Run, others: Sequence[Run], metric: str) -> list[SetTable]:
     """Return a table for each set of the baseline."""
-    tables = [_set_table(each, baseline, others, metric) for each in baseline.sets]
+    tables = [_set_table(each, baseline, others, each.final.deciding(metric)) for each in baseline.sets]
     for name in dict.fromkeys(name for table in tables for name in table.lines):
         tested = [
             (lines, place)
@@ -94,11 +95,16 @@ def set_tables(baseline: Run, others: Sequence[Run], metric: str) -> list[SetTab
 
 
 def pair_verdicts(baseline: Run, others: Sequence[Run], metric: str) -> list[PairVerdict]:
-    """Return a verdict for each run beside the baseline, on the mean over the test sets that both have."""
+    """Return a verdict for each run beside the baseline, on the mean over the test sets that both have.
+
+    Sets that are measured by another metric than the first, as graded pairs are, stand beside it.
+    """
+    tests = [each for each in baseline.sets if each.role != "guard"]
+    metric = tests[0].final.deciding(metric) if tests else metric
     found: list[tuple[Run, list[tuple[EvaluationResult, EvaluationResult]], str]] = []
     for run in others:
         pairs, reasons = [], []
-        for each in (each for each in baseline.sets if each.role != "guard"):
+        for each in (each for each in tests if each.final.deciding(metric) == metric):
             partner, why_not = match(each, run, metric)
             if partner is None:
                 reasons.append(why_not)
@@ -161,7 +167,7 @@ def _set_table(own: SetResult, baseline: Run, others: Sequence[Run], metric: str
         lines[name] += [_partner_line(run, partner, own, name, why_not) for run, partner, why_not in partners]
     final = own.final
     return SetTable(
-        own.name, own.key, own.role, own.content, final.num_queries, final.num_documents, lines, tuple(notes)
+        own.name, metric, own.key, own.role, own.content, final.num_queries, final.num_documents, lines, tuple(notes)
     )
 
 
@@ -251,7 +257,8 @@ def _guards_lost(baseline: Run, run: Run, metric: str) -> list[str]:
     """Return the guard sets on which a run is worse than the baseline."""
     lost = []
     for each in (each for each in baseline.sets if each.role == "guard"):
-        partner, _ = match(each, run, metric)
-        if partner is not None and judged(compare(each.final, partner.final, metric)).word == "worse":
+        decides = each.final.deciding(metric)
+        partner, _ = match(each, run, decides)
+        if partner is not None and judged(compare(each.final, partner.final, decides)).word == "worse":
             lost.append(one_line(each.name))
     return lost

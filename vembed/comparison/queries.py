@@ -98,9 +98,13 @@ def load_task(run: Run, found: SetResult) -> tuple[RetrievalData | None, str]:
     try:
         keys = DataKeys.model_validate({name: config[name] for name in DataKeys.model_fields if name in config})
         if found.key == "test":
-            task = load_retrieval(listed(keys.test_data_path)[0], SourceOptions("test", keys.test_data_split, keys))
+            task = load_retrieval(
+                listed(keys.test_data_path)[0], SourceOptions("test", keys.test_data_split, keys), takes_pairs=True
+            )
         elif keys.val_data_path is not None:
-            task = load_retrieval(keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys))
+            task = load_retrieval(
+                keys.val_data_path, SourceOptions("validation", keys.val_data_split, keys), takes_pairs=True
+            )
         else:
             held_out = load_run_data(keys, needs_dev=True).dev
             assert held_out is not None

@@ -117,7 +117,7 @@ def terminal_lines(comparison: RunComparison) -> list[str]:
     """Return the short table and the verdicts that end the command."""
     lines = []
     for table in comparison.tables:
-        found = metrics_table(table, comparison.metric, comparison.baseline)
+        found = metrics_table(table, table.metric, comparison.baseline)
         _, metric, difference, *others = found.heads
         heads = ["", metric, INTERVAL, difference.lower(), INTERVAL, *others]
         body = [_flat(row) for row in found.rows]

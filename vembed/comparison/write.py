@@ -122,6 +122,7 @@ def render_json(comparison: RunComparison) -> str:
 def _set(table: SetTable) -> Mapping[str, object]:
     return {
         "name": table.name,
+        "metric": table.metric,
         "role": table.role,
         "content": table.content or None,
         "num_queries": table.num_queries,

@@ -164,6 +164,11 @@ class Outcome:
         return self.out.rstrip("\n").rpartition("\n")[2]
 
     @property
+    def flat(self) -> str:
+        """What was printed on one line: a sentence that a screen wraps reads as it was written."""
+        return " ".join(self.out.split())
+
+    @property
     def same_rows(self) -> list[tuple[Any, ...]]:
         """What of metrics.jsonl must be equal in equal runs."""
         return [tuple(row[key] for key in SAME_IN_EVERY_RUN) for row in self.rows]

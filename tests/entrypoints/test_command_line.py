@@ -56,7 +56,7 @@ def test_a_run_is_named_in_place_of_its_model_and_the_plan_says_so(site: Site, t
     (run / "model").symlink_to(site.bert)
     planned = run_keys(tmp_path, site.keys(model_name=str(run)), "--plan")
     assert planned.code == 0, planned.err
-    assert f"{run} is a run: its model is {run / 'model'}" in planned.out
+    assert f"{run} is a run: its model is {run / 'model'}" in planned.flat
 
 
 def test_plan_writes_the_plan_and_trains_nothing(site: Site, tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_nothing_is_called_ready_where_the_run_would_fail(
     assert doctor.main(words, program="vembed doctor") == code
     said = capsys.readouterr()
     assert reason in said.err
-    assert "to mend" not in said.out
+    assert "problems" not in said.out
 
 
 @pytest.mark.slow

@@ -40,11 +40,15 @@ def test_a_plan_for_other_devices_reads_no_data_and_writes_nothing(
             "--config_override",
             "batch_size=100",
             "enable_gather=true",
+            "--details",
         )
         == 0
     )
     out = capsys.readouterr().out
-    facts = dict(line.split(maxsplit=1) for line in out.splitlines()[1:7])
+    screen, _, details = out.partition("\nplan\n")
+    assert len(screen.splitlines()) <= 24
+    assert "ways to train" not in screen
+    facts = dict(line.split(maxsplit=1) for line in details.splitlines()[:5])
     assert (facts["strategy"], facts["batch"]) == ("ddp", "400 = 100 x 4 processes")
     assert "no data were read: 1,000 records" in out
     assert "enable_gather true: the documents of all devices" in out

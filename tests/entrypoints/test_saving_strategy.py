@@ -19,8 +19,8 @@ def test_an_epoch_ends_in_a_checkpoint_and_zero_switches_off(site: Site, tmp_pat
     saved = sorted(int(path.name.removeprefix("step-")) for path in (run.folder / "checkpoints").glob("step-*"))
     assert saved == [per_epoch, 2 * per_epoch, 14]
     assert "writes up to" in run.out
-    assert "(3 checkpoints together" in run.out
-    assert "validate_data true: all rows are checked before training" in run.out
+    assert "(3 checkpoints together" in run.flat
+    assert "validate_data true: all rows are checked before training" in run.flat
     written = (run.folder / "config.yaml").read_text()
     assert "save_steps: null" in written
     assert "max_grad_norm: null" in written

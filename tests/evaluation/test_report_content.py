@@ -209,8 +209,8 @@ def test_other_values_read_well() -> None:
     assert [bytes_text(value) for value in (0, 999, 1.5e9, 2.1e7, math.nan)] == [
         "0 B",
         "999 B",
-        "1.5 GB",
-        "21 MB",
+        "1.4 GiB",
+        "20 MiB",
         "n/a",
     ]
     assert [signed_text(value) for value in (0.1, -0.1, 0.0001, -0.0, math.inf)] == [
@@ -220,7 +220,7 @@ def test_other_values_read_well() -> None:
         "0.000",
         "n/a",
     ]
-    assert value_text("peak_bytes", 2_000_000_000) == "2 GB"
+    assert value_text("peak_bytes", 2_000_000_000) == "1.86 GiB"
     assert [value_text("x", value) for value in (True, None, math.nan, 2e-4, [1, 2], {"a": [1]})] == [
         *("true", "none", "n/a", "0.0002", "1, 2"),
         '{"a": [1]}',

@@ -119,6 +119,16 @@ def test_columns_name_the_checkpoints_and_a_sentence_tells_them_apart() -> None:
     assert systems_note(sample()) == ""
 
 
+def test_a_model_that_the_dev_set_likes_less_than_the_untrained_one_is_not_called_the_best() -> None:
+    rows = [(0, {METRIC: 0.7}), (10, {METRIC: 0.5}), (20, {METRIC: 0.6})]
+    lost = replace(report(), last=None, kept_step=20, evaluations=rows, dev_task="dev.jsonl")
+    assert "the best trained one on the dev set, where the untrained model did better" in systems_note(lost)
+    text = page(lost).text
+    assert f"worse than the untrained one: {METRIC} 0.6000 at step 20, 0.7000 before training" in text
+    assert "worse than the untrained one" not in page(replace(lost, evaluations=rows[1:])).text
+    assert "worse than the untrained one" not in page(replace(lost, dev_task="")).text, "the verdict itself says so"
+
+
 def test_the_best_dev_step_is_the_earliest_of_the_highest_and_never_the_untrained_one() -> None:
     rows = [(0, {METRIC: 0.9}), (5, {METRIC: 0.4}), (9, {METRIC: 0.6}), (12, {METRIC: 0.6})]
     assert best_dev_step(replace(report(), evaluations=rows)) == 9

@@ -156,7 +156,7 @@ def test_each_curve_is_put_into_words() -> None:
     text = plain_page().text
     assert "From 3 at step 1 to 0.1 at step 30; lowest 0.1 at step 30, highest 3 at step 1." in text
     assert f"2e{MINUS}4 throughout." in text
-    assert "6.1 GB throughout." in text
+    assert "5.68 GiB throughout." in text
     assert "Dev ndcg@10" in text
 
 

@@ -95,7 +95,7 @@ def test_all_forms_show_the_split_the_findings_and_the_performance() -> None:
         assert "Waiting for data" in text
         assert "250 ms" in text
         assert "Padding." in text
-        assert "61 GB" in text
+        assert "56.8 GiB" in text
         assert "peak memory" in text
     assert "1.42 tokens for <each> real | one." in page.text
     assert page.named("b") == [], "a model's name is no markup"

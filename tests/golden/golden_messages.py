@@ -393,7 +393,7 @@ def plan_cases() -> list[Case]:
     cases = []
     for devices, files in SHAPES.items():
         config, shape = files.split()
-        words = ("vembed", "plan", f"TREE/configs/{config}", "--devices", devices, "--records", "50000",
+        words = ("vembed", "plan", f"TREE/configs/{config}", "--devices", devices, "--records", "50000", "--details",
                  "--model-config", f"TREE/configs/shapes/{shape}")  # fmt: skip
         cases.append(Case(f"{shape} on {devices}", words))
     return [*cases, Case(f"{cases[-1].name} as JSON", (*cases[-1].words, "--json"))]

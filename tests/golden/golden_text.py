@@ -26,8 +26,11 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 _QUANTITY = r"[-+\u2212]?[\d.,]+"
 _BYTES = rf"{_QUANTITY} [KMGT]?i?B"
 _MEASURED = [
-    (re.compile(r" +[\d.]+ samples/s(?:  [\d:]+ left)?$"), "  # samples/s"),
-    (re.compile(r"(trained [\d,]+ steps?) in .*"), r"\1 in #"),
+    (re.compile(r" +\d+/s(?:  [\d:]+ left)?$"), "  #/s"),
+    (re.compile(r"\[#*\+*\.*\] [\d.]+ of [\d.]+ GiB usable"), "[#] # of # GiB usable"),
+    (re.compile(r"^( +time +about) [\d:]+ "), r"\1 # "),
+    (re.compile(r"\d+:\d\d(?::\d\d)? for ([\d,]+ steps?): .*"), r"# for \1"),
+    (re.compile(r"^ +(?:under )?\d+%  "), "#  "),
     (re.compile(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d(?::\d\d)?(?:[.,]\d+)?(?:Z|[+-]\d\d:\d\d| UTC)?"), "TIME"),
     (re.compile(r"A step took [^|\]]*"), "A step took #"),
     (re.compile(rf"peak memory {_BYTES}"), "peak memory #"),
@@ -43,7 +46,7 @@ _MEASURED = [
      r"\1 #"),
 ]  # fmt: skip
 _HEARTBEAT = re.compile(r"step \d+: (encoding|second pass|waiting|loss over|adding gradients|clipping)")
-_SPEED = re.compile(r"time of a step|Waiting for data|waiting for data|per second|Peak memory")
+_SPEED = re.compile(r"time of step|Waiting for data|waiting for data|per second|Peak memory")
 
 
 def fingerprint() -> dict[str, Any]:

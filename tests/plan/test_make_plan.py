@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from plan_cases import planned
 
 from vembed.config.load import load_config
 from vembed.plan import hardware
 from vembed.plan.chunks import CPU_CHUNK_BYTES, LEAST_CHUNK_TOKENS, MOST_CHUNK_ROWS
-from vembed.plan.explain import explain
+from vembed.plan.explain import explain, explain_fully
 from vembed.plan.hardware import GIB, Machine, cpu_cores, cpu_memory_bytes
 from vembed.plan.memory import LOSS_STRIP_TILES, BatchRows, LossTiles, ModelSize, loss_bytes
 from vembed.plan.plan import Plan, make_plan
@@ -269,7 +271,7 @@ def test_one_candidate_is_the_plan_itself_and_all_of_them_are_of_one_process() -
 
 def test_the_text_says_what_was_decided_with_its_arithmetic() -> None:
     made = plan("epochs=2", "max_steps=24")
-    text = explain(made, facts={"model": "m", "pooling": "mean"})
+    text = explain_fully(made, facts={"model": "m", "pooling": "mean"})
     lines = [line.strip() for line in text.splitlines()]
     assert lines[0] == "plan"
     assert any(line.startswith("pooling") and line.endswith("mean") for line in lines)
@@ -279,8 +281,30 @@ def test_the_text_says_what_was_decided_with_its_arithmetic() -> None:
     assert any(line.startswith("total") and line.endswith(show_bytes(made.bytes_per_device.total)) for line in lines)
     for each in made.reasons:
         assert f"- {each}" in lines
-    plain = explain(plan("use_gradient_cache=false"), facts={})
+    plain = explain_fully(plan("use_gradient_cache=false"), facts={})
     assert any(line.split() == ["chunk", "the", "whole", "batch"] for line in plain.splitlines())
+    assert "never together" not in text + plain
+
+
+def test_the_short_form_is_one_screen_with_the_way_its_reason_the_memory_and_the_time() -> None:
+    made = plan("epochs=2", "max_steps=24").noting(*(f"note {number}: {'word ' * 30}" for number in range(9)))
+    text = explain(replace(made, model={"pooling": "mean"}), facts={"model": "m", "pooling": "mean", "data": "64 rows"})
+    lines = text.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+    labels = [line.split()[0] for line in lines if re.match(r"  \w", line)]
+    assert labels == ["model", "data", "way", "why", "memory", "batch", "steps", "time", "note", "more"]
+    assert "24 (1.5 epochs of 16), 3 of warmup" in text
+    assert re.search(r"memory +\[#*\++\.+\] [\d.]+ of [\d.]+ GiB usable: fits", text)
+    assert re.search(r"\d more notes, \d+ reasons and 2 ways compared: see --plan --details", text)
+    assert "unknown until a step is measured" in text, "a CPU's figures say nothing of its speed"
+    assert "about 1:12 for all steps" in explain(made, facts={}, step_seconds=3.0)
+    assert "ways to train" not in text
+
+
+def test_time_on_a_known_device_is_called_rough_and_on_an_unknown_one_is_not_guessed() -> None:
+    assert "by the device's rough figures; no step was measured" in explain(planned("8xA100-80GB", 5e8), facts={})
+    assert "unknown until a step is measured" in explain(planned("8x80GB", 5e8), facts={})
 
 
 @pytest.mark.parametrize(

@@ -270,3 +270,10 @@ def test_sharding_reaches_models_that_no_replica_holds() -> None:
         assert (made.way.strategy, made.fits) == ("fsdp", True)
         assert not any(each.fits for each in made.candidates if each.way.mode is None and not each.way.use_lora)
     assert not fits_somewhere(planned("1xT4-16GB", replace(model(30e9), adapted=None)))
+
+
+def test_a_faster_way_that_keys_rule_out_is_named_with_them() -> None:
+    made = planned("8xA100-80GB", 5e8, "gradient_checkpointing=true")
+    (said,) = [each for each in made.reasons if "ruled out by" in each]
+    assert said.endswith("by rough figures; ruled out by gradient_checkpointing true")
+    assert not any("ruled out by" in each for each in planned("8xA100-80GB", 5e8).reasons)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vembed.training.diagnosis import Setup, diagnose, diagnosis_text, performance
+from vembed.training.diagnosis import Setup, diagnose, diagnosis_lines, performance
 
 GPU = Setup(
     device="cuda",
@@ -59,7 +59,7 @@ def causes(changes: dict[str, Any], setup: Setup = GPU) -> list[str]:
 
 def test_a_healthy_run_has_no_finding() -> None:
     assert causes({}) == []
-    assert "nothing stands out" in diagnosis_text(run_of({}), ())
+    assert ("diagnosis", "nothing stands out") in diagnosis_lines(run_of({}), ())
     assert diagnose([], GPU) == ()
 
 
@@ -171,10 +171,18 @@ def test_few_steps_say_nothing_of_times_but_of_memory() -> None:
 
 def test_the_log_shows_the_split_and_each_advice() -> None:
     rows = run_of({"data_seconds": 0.5, "step_seconds": 2.0})
-    text = diagnosis_text(rows, diagnose(rows, GPU))
-    assert text.splitlines()[0].startswith("time of a step  2 s: 25% waiting for data, 42% encoding")
-    assert "52%" not in text
-    assert "Raise num_workers" in text
+    lines = list(diagnosis_lines(rows, diagnose(rows, GPU)))
+    assert lines[0] == ("time of step", "2 s on average")
+    assert lines[1][1].split(maxsplit=1) == ["25%", "waiting for data"]
+    assert lines[2][1].split(maxsplit=1) == ["42%", "encoding, forward and backward"]
+    assert not any("52%" in line for _, line in lines)
+    assert any("Raise num_workers" in line for _, line in lines)
+
+
+def test_a_run_of_milliseconds_is_not_told_to_raise_its_workers() -> None:
+    brief = {key: value / 100 for key, value in HEALTHY.items() if key.endswith("_seconds")} | {"data_seconds": 0.005}
+    assert causes(brief) == [], "12 steps of 10 ms waited 60 ms in all"
+    assert causes({"data_seconds": 0.5}) == ["waiting for data"]
 
 
 def test_performance_is_one_row_with_rates_over_all_settled_time() -> None:

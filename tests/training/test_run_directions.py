@@ -78,7 +78,7 @@ def test_the_log_tells_the_other_direction_and_ends_with_the_verdict(finished: t
     output, result = finished
     lines = [line.split(" INFO ")[-1] for line in (output / "train.log").read_text().splitlines()]
     assert result.reverse is not None
-    assert f"reversed  pictures search texts: {result.reverse.verdict.sentence}" in lines
+    assert f"reversed      pictures search texts: {result.reverse.verdict.sentence}" in lines
     assert any(line.startswith("rsum ") for line in lines)
     assert lines[-1] == result.verdict.sentence
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from vembed.data_check.findings import SEVERITIES
 from vembed.evaluation.pages import Table, html_environment, write_pages
-from vembed.evaluation.report.charts import CURVE_INCHES, SERIES, chart_axes, inline_svg, tick_text
+from vembed.evaluation.report.charts import CURVE_INCHES, SERIES, AxisTicks, chart_axes, inline_svg
 from vembed.evaluation.text import clip, columns_of, count_text, number_text, one_line, plain, plural
 
 if TYPE_CHECKING:
@@ -187,5 +187,5 @@ def _draw_lengths(side: str, lengths: NDArray[np.int32], unit: str) -> Markup:
         axes.set(xlabel=unit, ylabel=side)
         for axis, ticks in ((axes.xaxis, 6), (axes.yaxis, 4)):
             axis.set_major_locator(MaxNLocator(ticks, integer=True))
-            axis.set_major_formatter(FuncFormatter(tick_text))
+            axis.set_major_formatter(AxisTicks())
         return inline_svg(figure, name=f"lengths-{side}", label=f"Lengths of the {side}; the table has the numbers.")

@@ -72,12 +72,12 @@ def show_tests(tested: Tested, *, skipped: bool) -> str:
 
 
 def show_checks(checks: Sequence[Check], tested: Tested) -> str:
-    """Return what to mend."""
+    """Return the problems, each with its fix."""
     lines = [f"  {check.level:<7}  {check.about}: {check.sentence}" for check in checks]
     for name, result in tested.items():
         if not passed(result):
             lines.append(f"  problem  self test: {name}: {_advice(result)}")
-    return "\n".join(["to mend", *(lines or ["  nothing: this machine is ready"])])
+    return "\n".join(["problems", *(lines or ["  none: this machine is ready"])])
 
 
 def passed(result: SelfTest | MachineError) -> bool:

@@ -1,4 +1,4 @@
-"""`vembed doctor [CONFIG]`: look at the machine, test that processes work together on it, and say what to mend."""
+"""`vembed doctor [CONFIG]`: look at the machine, test that processes work together on it, and say what to fix."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Look at devices, memory, versions and environment variables, let two processes compute one training step "
-    "together, compare its gradients with plain autograd, and say what to mend. Exits with 5 where something is wrong."
+    "together, compare its gradients with plain autograd, and say what to fix. Exits with 5 where something is wrong."
 )
 
 
@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Look at the machine, test it, and say what to mend."""
+    """Look at the machine, test it, and say what to fix."""
     parsed = parse_arguments(arguments, program=program)
     # What an earlier launcher left in the environment is for the doctor to find; only a plan would wait for processes.
     return run_command(lambda: _run(parsed), log_to_stderr=parsed.json, in_several=parsed.config is None)

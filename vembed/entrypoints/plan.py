@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from vembed.entrypoints import train
 from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 from vembed.plan.devices import parse_devices
-from vembed.plan.explain import explain
+from vembed.plan.explain import explain, explain_fully
 from vembed.plan.table import comparison
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument(
         "--records", type=int, metavar="N", help=f"records that unread data are taken to have ({ASSUMED_RECORDS:,})"
     )
+    parser.add_argument("--details", action="store_true", help="show every reason, and all ways to train in a table")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser.parse_args(arguments)
 
@@ -83,8 +83,11 @@ def _plan(parsed: argparse.Namespace, *, elsewhere: bool) -> int:
     made = plan_elsewhere(
         loaded.config, devices, shape=parsed.model_config, num_records=parsed.records or ASSUMED_RECORDS
     )
-    made = replace(made, reasons=(*loaded.notes, *made.reasons))
-    _show(made, loaded.config.model_name if parsed.model_config is None else parsed.model_config, parsed)
+    _show(
+        made.noting(*loaded.notes, first=True),
+        loaded.config.model_name if parsed.model_config is None else parsed.model_config,
+        parsed,
+    )
     return ExitCode.OK
 
 
@@ -94,4 +97,5 @@ def _show(plan: Plan, model: str, parsed: argparse.Namespace) -> None:
         return
     facts = {"model": model, "devices": parsed.devices or "this machine"}
     print(explain(plan, facts=facts))
-    print(comparison(plan))
+    if parsed.details:
+        print(explain_fully(plan, facts=facts), comparison(plan), sep="\n")

@@ -44,7 +44,11 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     only.add_argument("--validate", action="store_true", help="check the configuration and stop")
     only.add_argument("--plan", action="store_true", help="print the plan, write plan.json and stop")
     only.add_argument("--dry-run", action="store_true", help="load everything, do one step, write nothing and stop")
-    return parser.parse_args(arguments)
+    parser.add_argument("--details", action="store_true", help="with --plan: every reason, and all ways to train")
+    parsed = parser.parse_args(arguments)
+    if parsed.details and not parsed.plan:
+        parser.error("--details belongs to --plan: add --plan, or leave it out")
+    return parsed
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train") -> int:
@@ -100,6 +104,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
             notes=loaded.notes,
             watchdog=watchdog,
             stop=stop,
+            details=parsed.details,
         )
     shut_down(watchdog)
     return ExitCode.OK

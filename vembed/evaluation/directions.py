@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EvaluationOptions
+    from vembed.evaluation.report.geometry import Geometry
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
 
@@ -46,6 +47,7 @@ class Directions:
 
     forward: EvaluationResult  # its queries search its documents
     reverse: EvaluationResult | None = None  # its documents search its queries; None where that isn't measured
+    geometry: Geometry | None = None  # where its vectors lie; None where nobody looked
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,8 @@ def search_directions(tasks: Sequence[EncodedTask], options: EvaluationOptions) 
     Raises:
         NonFiniteError: An embedding holds NaN or infinity.
     """
-    return Directions(*(search_task(each, options) for each in tasks))
+    found = [search_task(each, options) for each in tasks]
+    return Directions(found[0], found[1] if len(found) > 1 else None)
 
 
 def asking_rows(task: RetrievalData, turned: RetrievalData) -> NDArray[np.int64]:

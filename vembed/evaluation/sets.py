@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from vembed.evaluation.significance import guard_verdict, mean_verdict, verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.result import EvaluationResult
@@ -87,3 +87,18 @@ def headline(decided: Verdict, outcomes: Sequence[SetOutcome]) -> str:
     """Return the line that ends a run: the verdict, and the guard sets on which the model forgets."""
     lost = [each.final.task for each in outcomes if each.forgets]
     return f"{decided.sentence}; forgets on {', '.join(lost)}" if lost else decided.sentence
+
+
+def worse_than_untrained(evaluations: Sequence[tuple[int, Mapping[str, float]]], metric: str, kept_step: int) -> str:
+    """Say that the saved model scores below the untrained one on the dev set; empty where it doesn't.
+
+    Args:
+        evaluations: (step, metrics on the dev set); step 0 is the untrained model.
+    """
+    values = {step: metrics[metric] for step, metrics in evaluations if metric in metrics}
+    if kept_step == 0 or not {0, kept_step} <= values.keys() or values[kept_step] >= values[0]:
+        return ""
+    return (
+        f"On the dev set the saved model is worse than the untrained one: {metric} {values[kept_step]:.4f} at step "
+        f"{kept_step}, {values[0]:.4f} before training. Try a lower learning_rate or fewer steps."
+    )

@@ -115,10 +115,10 @@ def number_text(value: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """Return a number of bytes in decimal units, e.g. "1.5 GB"."""
+    """Return a number of bytes in the units of the plan, e.g. "1.5 GiB"."""
     if not math.isfinite(value):
         return NOT_AVAILABLE
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= size:
             return f"{number_text(float(f'{value / size:.3g}'))} {unit}"
     return f"{number_text(value)} B"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from vembed.batch import Composed, Image
 from vembed.evaluation.pages import Table, write_report
-from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, WORSE, chart_axes, inline_svg, tick_text
+from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, WORSE, AxisTicks, chart_axes, inline_svg
 from vembed.evaluation.text import clip, count_text, metric_text, number_text, plural
 from vembed.mining.choose import RULES
 from vembed.mining.false_negatives import estimate
@@ -244,7 +244,7 @@ def _draw(groups: Mapping[str, NDArray[np.float32]]) -> Markup:
         axes.set(xlabel="score", ylabel="% of the group")
         for axis, ticks in ((axes.xaxis, 6), (axes.yaxis, 4)):
             axis.set_major_locator(MaxNLocator(ticks))
-            axis.set_major_formatter(FuncFormatter(tick_text))
+            axis.set_major_formatter(AxisTicks())
         axes.legend(loc="best")
         label = "Scores of positives, of mined documents and of the other candidates; the table has the numbers."
         return inline_svg(figure, name="scores", label=label)

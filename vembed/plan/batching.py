@@ -78,7 +78,8 @@ def plan_batch(
     accumulated, why = _accumulation(batch_keys)
     effective = together * accumulated
     even = batch_keys.global_batch_size is None or per_device * devices.count == together
-    size = f"{per_device} x {devices.count} devices" if even else f"{together} over {devices.count} devices"
+    across = f"{devices.count} device{'s' if devices.count > 1 else ''}"
+    size = f"{per_device} x {across}" if even else f"{together} over {across}"
     reasons.append(f"effective batch: {size} x {accumulated} accumulated = {effective}; {why}")
     rate, rate_reasons = _learning_rate(batch_keys, optimisation_keys.learning_rate, effective)
     return BatchPlan(per_device, together, accumulated, rate, (*reasons, *rate_reasons))

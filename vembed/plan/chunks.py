@@ -67,7 +67,9 @@ def choose_chunks(problem: PlanningProblem, way: Way, *, room_bytes: int) -> Chu
         if live is None:
             live = model.call_bytes(tokens, checkpointed=checkpointed)
         return ChunkPlan(WHOLE_BATCH, WHOLE_BATCH, 1.0, None, 1.0, live, (*reasons, whole))
-    caching = "gradient caching: memory is that of one chunk and of the graphs that are kept; the rest is encoded twice"
+    caching = (
+        "gradient caching: memory is that of one chunk and of the kept graphs; only what isn't kept is encoded twice"
+    )
     live = model.call_bytes(tokens, checkpointed=checkpointed)
     return ChunkPlan(rows, tokens, 0.0, None, 0.0, live, (*reasons, caching))
 

@@ -108,6 +108,16 @@ class Plan:
     candidates: tuple[Candidate, ...]  # every way of training that was weighed
     advice: Advice
     model: Mapping[str, str] = field(default_factory=dict)  # facts about the model, for people
+    why: tuple[str, ...] = ()  # of the reasons, those of the way
+    notes: tuple[str, ...] = ()  # of the reasons, those that tell of the data and of keys without effect
+    reserved_bytes: int = 0  # of one process, beside the prediction
+    device_is_known: bool = False  # whether the speed figures are of this kind of device
+
+    def noting(self, *said: str, first: bool = False) -> Plan:
+        """Return the plan with further notes, before or behind what it says already."""
+        if first:
+            return replace(self, reasons=(*said, *self.reasons), notes=(*said, *self.notes))
+        return replace(self, reasons=(*self.reasons, *said), notes=(*self.notes, *said))
 
     def recommends(self, candidate: Candidate) -> bool:
         """Return whether a candidate is what the plan chose."""
@@ -157,6 +167,13 @@ def make_plan(
     reserved = problem.reserve(chosen.way)
     loading = plan_loading(config, machine, data, num_queries=rows.num_queries, num_processes=devices.per_node)
     compiles, compile_notes = plan_compiling(problem, chosen, num_batches=steps.total * batch.accumulated)
+    notes = (
+        *plugin_lines(config.plugins),
+        *data.notes,
+        *length_notes,
+        *tile_notes,
+        *(step_notes if config.batch_sampling != "classes" else ()),  # batches of classes are made otherwise
+    )
     return Plan(
         way=chosen.way,
         chunks=chosen.chunks,
@@ -165,13 +182,9 @@ def make_plan(
         loading=loading,
         reasons=(
             *choice.reasons,
-            *plugin_lines(config.plugins),
-            *data.notes,
-            *length_notes,
+            *notes,
             *dtype_notes,
             *compile_notes,
-            *tile_notes,
-            *(step_notes if config.batch_sampling != "classes" else ()),  # batches of classes are made otherwise
             *batch.reasons,
             *_narrow_notes(problem, chosen.way),
             *_reduction_notes(config, devices.count, chosen.way),
@@ -195,6 +208,10 @@ def make_plan(
         memory_bytes=devices.memory_bytes,
         candidates=choice.candidates,
         advice=advise(problem, choice),
+        why=choice.reasons,
+        notes=notes,
+        reserved_bytes=sum(reserved.values()),
+        device_is_known=devices.known,
     )
 
 

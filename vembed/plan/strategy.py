@@ -109,11 +109,14 @@ def choose(problem: PlanningProblem) -> Choice:
         chosen = min(wished, key=lambda each: each.bytes_per_device.total)
     reasons = [_headline(problem, row, chosen), *_steps_down(problem, row, wished, chosen)]
     reasons += _warnings(problem, chosen, free, fits=fits)
-    faster = _faster(wished, chosen)
+    usual = [each for each in candidates if each in wished or each.way.sharding_factor in (1, problem.devices.count)]
+    faster = _faster(usual, chosen)
     if faster is not None:
+        ruled_out = faster not in wished and bool(_set_keys(problem.config))
+        why = f"ruled out by {_set_keys(problem.config)}" if ruled_out else "it isn't taken unless keys ask for it"
         reasons.append(
             f"{faster.way} fits as well and is about {faster.relative_speed / chosen.relative_speed:.2g} times as fast "
-            f"by rough figures; it isn't taken unless keys ask for it"
+            f"by rough figures; {why}"
         )
     return Choice(chosen, candidates, tuple(reasons))
 

@@ -18,7 +18,7 @@ from vembed.evaluation.text import bytes_text, plural
 from vembed.gradcache.engine import DRIFT_TOLERANCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from vembed.plan.hardware import Machine
     from vembed.plan.plan import Plan
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 DATA_SHARE = 0.2
 """Share of a step spent waiting for its batch from which more workers pay."""
+
+LEAST_WAIT_SECONDS = 1.0
+"""Time that a run waited for its batches in all, below which nothing is to be gained."""
 
 PADDING_RATIO = 1.25
 """Padded tokens over real ones: chunks of rows sorted by length usually stay under 1.1."""
@@ -200,7 +203,8 @@ def _ladder(setup: Setup) -> str:
 
 def _data(numbers: Numbers) -> Finding | None:
     share, setup = numbers.shares.get("data_seconds", 0.0), numbers.setup
-    if not numbers.are_timed or share <= DATA_SHARE:
+    waited = share * numbers.step_seconds * len(numbers.settled)
+    if not numbers.are_timed or share <= DATA_SHARE or waited < LEAST_WAIT_SECONDS:
         return None
     if setup.num_workers < setup.num_cores:
         advice = f"Raise num_workers, now {setup.num_workers}, towards the {plural(setup.num_cores, 'core')} there are."
@@ -317,17 +321,18 @@ RULES: tuple[Callable[[Numbers], Finding | None], ...] = (
 """In the order in which their findings are shown."""
 
 
-def diagnosis_text(rows: Sequence[Mapping[str, float]], findings: Sequence[Finding]) -> str:
-    """Return the diagnosis as the log shows it: where the time went, then each finding with its advice."""
+def diagnosis_lines(rows: Sequence[Mapping[str, float]], findings: Sequence[Finding]) -> Iterator[tuple[str, str]]:
+    """Yield the diagnosis as (label, line): where the time went, a part a line, then each finding with its advice."""
     split = split_time(rows)
-    lines = []
     if split is not None:
-        shares = ", ".join(f"{percent_text(part.share)} {part.name}" for part in split.parts)
-        lines.append(f"time of a step  {seconds_text(split.step_seconds)}: {shares}")
-    lines += [f"{finding.cause}: {finding.sentence} {finding.advice}" for finding in findings]
+        yield "time of step", f"{seconds_text(split.step_seconds)} on average"
+        for part in split.parts:
+            yield "", f"{percent_text(part.share):>8}  {part.name}"
+    for finding in findings:
+        yield "diagnosis", f"{finding.cause}: {finding.sentence}"
+        yield "", finding.advice
     if not findings:
-        lines.append("diagnosis  nothing stands out")
-    return "\n".join(lines)
+        yield "diagnosis", "nothing stands out"
 
 
 def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: object) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vembed.distributed.ranks import Ranks
@@ -11,9 +11,12 @@ from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.directions import Directions, encode_directions, search_directions
 from vembed.evaluation.evaluator import EvaluationOptions
+from vembed.evaluation.report.geometry import build_geometry
 from vembed.evaluation.sets import SetOutcome
 from vembed.evaluation.store import read_evaluation, write_evaluation
+from vembed.evaluation.text import plural
 from vembed.redact import redact
+from vembed.training.progress import LABEL_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from vembed.evaluation.sets import FurtherSet
 
 _log = logging.getLogger(__name__)
+
+FINAL = "final"
+"""The result of the kept model on the verdict's set, whose vectors the report shows."""
 
 REVERSED_SUFFIX = "-reversed"
 """What the folder of a result has behind its name where the documents asked."""
@@ -103,7 +109,7 @@ class Evaluations:
 
     def final(self) -> Directions:
         """Evaluate the kept model on the verdict's set."""
-        return self._evaluate("final", self.verdict_task, self._reversed_name("final"))
+        return self._evaluate(FINAL, self.verdict_task, self._reversed_name(FINAL))
 
     def outcomes(self) -> tuple[SetOutcome, ...]:
         """Evaluate the kept model on the further sets."""
@@ -136,7 +142,7 @@ class Evaluations:
         if not self.with_bm25:
             return None
         if reason := why_no_bm25(self.verdict_task):
-            _log.info("%-12s %s", "bm25", reason)
+            _log.info("%-*s  %s", LABEL_COLUMNS, "bm25", reason)
             return None
         return self.ranks.from_first(self._evaluate_bm25)
 
@@ -176,6 +182,8 @@ class Evaluations:
         self, tasks: Sequence[EncodedTask], options: EvaluationOptions, names: tuple[str, str | None]
     ) -> Directions:
         found = search_directions(tasks, options)
+        if names[0] == FINAL:
+            found = replace(found, geometry=build_geometry(tasks[0]))
         for each, result in zip(names, (found.forward, found.reverse), strict=True):
             if each is not None and result is not None:
                 write_evaluation(self.folder / each, result)
@@ -186,9 +194,11 @@ class Evaluations:
         wanted = dict.fromkeys([result.deciding(self.metric), "ndcg@10", "recall@10", "mrr@10"])
         shown = (metric for metric in wanted if metric in result.metrics)
         numbers = "  ".join(f"{metric} {result.metrics[metric]:.4f}" for metric in shown)
-        _log.info("%-12s %s  (%s, %d queries)", name, numbers, result.task, result.num_queries)
+        label = "  reversed" if name.endswith(REVERSED_SUFFIX) else name
+        _log.info("%-*s  %s  %s", LABEL_COLUMNS, label, numbers, result.task)
         self._said.add(name)
-        for note in result.notes:
+        sizes = f"{plural(result.num_queries, 'query', 'queries')}, {plural(result.num_documents, 'document')}"
+        for note in (f"{result.task}: {sizes}", *result.notes):
             if note not in self._said:
                 self._said.add(note)
-                _log.info("%-12s %s", "", note)
+                _log.info("%-*s  %s", LABEL_COLUMNS, "", note)

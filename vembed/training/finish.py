@@ -6,7 +6,7 @@ import errno
 import logging
 import platform
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError
 from vembed.evaluation.directions import Directions, recall_sums
 from vembed.evaluation.report.data import Reverse, RunReport
-from vembed.evaluation.sets import SetOutcome, headline, overall
+from vembed.evaluation.sets import SetOutcome, headline, overall, worse_than_untrained
 from vembed.evaluation.significance import Verdict, verdict
 from vembed.files import new_folder, share_permissions
 from vembed.models.adapters.lora import has_adapters, merge_adapters
@@ -25,17 +25,19 @@ from vembed.models.adapters.trained import narrowed_bytes, save_trained
 from vembed.plan.hardware import cpu_cores
 from vembed.redact import redact
 from vembed.text import show_bytes
-from vembed.training.diagnosis import diagnose, diagnosis_text, performance, setup_of
+from vembed.training.diagnosis import diagnose, diagnosis_lines, performance, setup_of
 from vembed.training.next_steps import next_commands
+from vembed.training.progress import LABEL_COLUMNS
 from vembed.training.saving import gather_encoder, model_bytes
 from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from vembed.checkpoint.manager import CheckpointManager
     from vembed.distributed.ranks import Ranks
+    from vembed.evaluation.report.geometry import Geometry
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.sets import SetRole
     from vembed.models.encoder import Encoder
@@ -118,7 +120,7 @@ def finish_run(parts: FinishParts, state: RunState, baseline: EvaluationResult) 
             last=None if last is None else last.forward,
             sets=sets,
         )
-        _publish(parts, state, result, kept_step=kept)
+        _publish(parts, state, result, kept_step=kept, geometry=final.geometry)
         return result
 
     return parts.ranks.from_first(conclude)
@@ -142,7 +144,7 @@ def _load_kept(parts: FinishParts, state: RunState) -> int:
     loaded = None if state.best_step == state.step else parts.checkpoints.load_best()
     kept = state.step if loaded is None else loaded
     if kept == state.best_step:
-        _log.info("the best checkpoint is of step %d", kept)
+        _log.info("%-*s  the best checkpoint is of step %d", LABEL_COLUMNS, "kept", kept)
     else:
         _log.warning("step %d was the best, but has no whole checkpoint; step %d is kept", state.best_step, kept)
     return kept
@@ -174,9 +176,11 @@ def _export(encoder: Encoder | None, output: OutputFolder, checkpoints: Checkpoi
             _log.warning("%s is removed: the model found no room beside it (%s)", removed, error)
 
 
-def _publish(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> None:
+def _publish(
+    parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int, geometry: Geometry | None
+) -> None:
     """Write the report and the model's card, and log the verdict."""
-    _write_report(parts, state, result, kept_step=kept_step)
+    _write_report(parts, lambda: replace(_report(parts, state, result, kept_step=kept_step), geometry=geometry))
     from vembed.training.card import write_model_card  # with huggingface_hub, and drawings above: not for --plan
 
     write_model_card(
@@ -186,19 +190,32 @@ def _publish(parts: FinishParts, state: RunState, result: RunResult, *, kept_ste
         data_facts=parts.data.facts(),
         environment=environment(parts.machine.device_name, parts.plan),
     )
-    _log.info("model   %s", parts.output.model)
-    _log.info("report  %s", parts.output.path / "report" / "report.html")
+    rows = read_rows(parts.output.path / "metrics.jsonl")
+    for label, line in _last_lines(parts, result, rows):
+        _log.info("%-*s  %s", LABEL_COLUMNS, label, line)
+    if parts.evaluations.test is not None and (
+        lost := worse_than_untrained(state.evaluations, parts.evaluations.metric, kept_step)
+    ):
+        _log.warning("%s", lost)
+    _log.info("%s", headline(result.verdict, result.sets))
+
+
+def _last_lines(
+    parts: FinishParts, result: RunResult, rows: Sequence[Mapping[str, float]]
+) -> Iterator[tuple[str, object]]:
+    """Yield what the log ends with before the verdict, by label."""
+    yield "model", parts.output.model
+    yield "report", parts.output.path / "report" / "report.html"
     for number, command in enumerate(next_commands(parts.output.path, parts.config)):
-        _log.info("%-7s %s", "" if number else "next", command)
-    _log.info("%s", parts.clock.total(read_rows(parts.output.path / "metrics.jsonl")))
+        yield "" if number else "next", command
+    yield "time", parts.clock.total(rows)
     if result.reverse is not None:
-        _log.info("reversed  %s: %s", result.reverse.task.direction, result.reverse.verdict.sentence)
+        yield "reversed", f"{result.reverse.task.direction}: {result.reverse.verdict.sentence}"
         before = Directions(result.baseline, result.reverse.baseline)
         if sums := recall_sums(before, Directions(result.final, result.reverse.final)):
-            _log.info("rsum      %.1f -> %.1f", sums[0].value, sums[1].value)
+            yield "rsum", f"{sums[0].value:.1f} -> {sums[1].value:.1f} of 600"
     for outcome in result.sets if len(result.sets) > 1 else ():
-        _log.info("%-5s  %s", outcome.role, outcome.line)
-    _log.info("%s", headline(result.verdict, result.sets))
+        yield outcome.role, outcome.line
 
 
 def _last(parts: FinishParts, state: RunState) -> Directions | None:
@@ -234,12 +251,12 @@ def _training_facts(state: RunState, rows: Sequence[Mapping[str, float]]) -> lis
     return facts
 
 
-def _write_report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step: int) -> None:
+def _write_report(parts: FinishParts, report: Callable[[], RunReport]) -> None:
     """Write the report. The model is saved by now: a report that fails must not make the run look lost."""
     from vembed.evaluation.report.write import write_report
 
     try:
-        write_report(parts.output.path / "report", _report(parts, state, result, kept_step=kept_step))
+        write_report(parts.output.path / "report", report())
     except OSError as error:
         _log.error("the report could not be written; the model is complete: %s", error)
     except Exception:  # noqa: BLE001 - whatever it is, the model stands; the log has the traceback
@@ -252,7 +269,8 @@ def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step
     rows = read_rows(parts.output.path / "metrics.jsonl")
     setup = setup_of(parts.plan, parts.machine, state, rows)
     findings = diagnose(rows, setup)
-    _log.info("%s", diagnosis_text(rows, findings))
+    for label, line in diagnosis_lines(rows, findings):
+        _log.info("%-*s  %s", LABEL_COLUMNS, label, line)
     facts = {
         "model": redact(parts.checkpoints.encoder.name),
         "strategy": " ".join(filter(None, (parts.plan.way.strategy, parts.plan.way.mode))),

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
+from statistics import median
 from typing import TYPE_CHECKING
 
 from vembed.text import show_duration
@@ -24,6 +25,9 @@ FIRST_SILENCE_SECONDS, LONGEST_SILENCE_SECONDS = 10.0, 60.0
 """How long a step may pass without a line: short at first, twice as long after each line."""
 
 POLL_SECONDS = 1.0
+
+LABEL_COLUMNS = 12
+"""Columns of what a line of a run is about: a step, an evaluation, what the run ends with."""
 
 PACE_STEPS = 20
 """The latest steps, by which the time left is told."""
@@ -71,7 +75,7 @@ class RunClock:
         return (steps.total - done) * pace + evaluations * self._dev_seconds
 
     def total(self, rows: Sequence[Mapping[str, float]]) -> str:
-        """Return how long the run took and what for, e.g. "trained 200 steps in 3:12: 1:50 steps, ...".
+        """Return how long the run took and what for, e.g. "3:12 for 200 steps: 1:50 steps, ...".
 
         Args:
             rows: Those of metrics.jsonl, which has the steps of earlier processes too.
@@ -83,7 +87,13 @@ class RunClock:
         }
         said = ", ".join(f"{show_duration(seconds)} {name}" for name, seconds in parts.items())
         noun = "step" if len(rows) == 1 else "steps"
-        return f"trained {len(rows):,} {noun} in {show_duration(sum(parts.values()))}: {said}"
+        return f"{show_duration(sum(parts.values()))} for {len(rows):,} {noun}: {said}"
+
+
+def usual_step_seconds(rows: Sequence[Mapping[str, float]]) -> float | None:
+    """Return the median time of the steps after the first, which also warms everything up; None without any."""
+    seconds = [row["step_seconds"] for row in rows[1:] if "step_seconds" in row]
+    return median(seconds) if seconds else None
 
 
 def evaluation_seconds(folder: Path) -> float:
@@ -100,13 +110,18 @@ def evaluation_seconds(folder: Path) -> float:
 
 
 def step_line(metrics: Mapping[str, float], steps: Steps, done: int, *, seconds_left: float) -> str:
-    """Return the line of a step; those of a run stand in columns."""
-    count, epochs = len(str(steps.total)), len(f"{steps.total / steps.per_epoch:.2f}")
+    """Return the line of a step, 80 columns wide for hundreds of steps; those of a run stand in columns.
+
+    Args:
+        metrics: "grad_norm" is shown as norm, "samples_per_second" as /s.
+    """
+    count, epochs = len(str(steps.total)), len(f"{steps.total / steps.per_epoch:.1f}")
     left = f"  {show_duration(seconds_left)} left" if done < steps.total else ""
+    rate = f"{metrics['learning_rate']:.1e}".replace("e-0", "e-").replace("0.0e+00", "0")
     return (
-        f"step {done:{count}d}/{steps.total}  epoch {metrics['epoch']:{epochs}.2f}  loss {metrics['loss']:7.4f}  "
-        f"grad norm {metrics['grad_norm']:<8.3g}  lr {metrics['learning_rate']:<8.3g}  "
-        f"{metrics['samples_per_second']:7.1f} samples/s{left}"
+        f"{f'step {done:{count}d}/{steps.total}':<{LABEL_COLUMNS}}  epoch {metrics['epoch']:{epochs}.1f}  "
+        f"loss {metrics['loss']:7.4f}  norm {metrics['grad_norm']:<5.2g}  lr {rate:<6}  "
+        f"{metrics['samples_per_second']:5.0f}/s{left}"
     )
 
 

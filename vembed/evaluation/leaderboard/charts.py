@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from vembed.evaluation.leaderboard.content import frontier
-from vembed.evaluation.report.charts import OTHER_SERIES, SERIES, chart_axes, inline_svg, tick_text
+from vembed.evaluation.report.charts import OTHER_SERIES, SERIES, AxisTicks, chart_axes, inline_svg, tick_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def draw_cost(
         _cost_axis(axes, min(costs), max(costs))
         axes.set_xlabel(axis)
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
+        axes.yaxis.set_major_formatter(AxisTicks())
         axes.margins(x=0.08, y=0.12)
         return inline_svg(figure, name=name, label=label)
 

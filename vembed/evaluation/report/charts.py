@@ -17,9 +17,9 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, Formatter, FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 
-from vembed.evaluation.text import number_text, signed_text
+from vembed.evaluation.text import MINUS, number_text, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ PAGE_COLOURS = {
     WORSE: "var(--worse)",
     **{colour: f"var(--series-{number})" for number, colour in enumerate(OTHER_SERIES, start=2)},
 }
-CURVE_INCHES, HISTOGRAM_INCHES, SPLIT_INCHES = (3.9, 2.1), (5.2, 2.5), (5.2, 3.2)
+CURVE_INCHES, LARGE_INCHES, HISTOGRAM_INCHES, SPLIT_INCHES = (3.9, 2.1), (5.2, 2.8), (5.2, 2.5), (5.2, 3.2)
 """Width and height, such that labels are about as large as small print where the drawing stands."""
 
 LOG_RANGE = 50.0
@@ -84,6 +84,9 @@ SETTINGS: dict[Any, Any] = {
     "lines.linewidth": 1.6,
 }
 
+FEW_POINTS = 3
+"""Points up to which a curve is drawn as dots alone: a line through them would look like a trend."""
+
 MAX_MARKS = 40
 """Most points of a curve that each have a mark."""
 
@@ -94,7 +97,13 @@ RECALL_TICKS = (1, 2, 5, 10, 20, 50, 100)
 
 
 def draw_curve(
-    curve: Curve, *, name: str, label: str, marked_step: int | None = None, is_metric: bool = False
+    curve: Curve,
+    *,
+    name: str,
+    label: str,
+    marked_step: int | None = None,
+    is_metric: bool = False,
+    is_large: bool = False,
 ) -> Markup:
     """Draw one curve over the steps.
 
@@ -104,9 +113,9 @@ def draw_curve(
         marked_step: Step of a point that gets a large mark and a line down to its step.
         is_metric: Values lie between 0 and 1 and are few: each gets a mark, and the axis is linear from 0.
     """
-    with chart_axes(CURVE_INCHES) as (figure, axes):
+    with chart_axes(LARGE_INCHES if is_large else CURVE_INCHES) as (figure, axes):
         values_N = curve.values_N / curve.spec.divisor
-        lone = len(values_N) == 1
+        is_few = len(values_N) <= FEW_POINTS
         faint = curve.mean_N is not None
         axes.plot(
             curve.steps_N,
@@ -114,15 +123,17 @@ def draw_curve(
             color=SERIES,
             alpha=0.35 if faint else 1.0,
             linewidth=0.9 if faint else 1.6,
-            marker="o" if lone or (is_metric and len(values_N) <= MAX_MARKS) else "",
+            linestyle="" if is_few else "-",
+            marker="o" if is_few or (is_metric and len(values_N) <= MAX_MARKS) else "",
             markersize=4.0,
+            clip_on=False,
         )
         if curve.mean_N is not None:
-            axes.plot(curve.steps_N, curve.mean_N / curve.spec.divisor, color=SERIES)
-        if marked_step is not None and not lone:
+            axes.plot(curve.steps_N, curve.mean_N / curve.spec.divisor, color=SERIES, clip_on=False)
+        if marked_step is not None and len(values_N) > 1:
             value = values_N[curve.steps_N == marked_step][0]
             axes.axvline(marked_step, color=BETTER, linewidth=1.0, linestyle=(0, (3, 3)))
-            axes.plot(marked_step, value, color=BETTER, marker="o", markersize=7.5)
+            axes.plot(marked_step, value, color=BETTER, marker="o", markersize=7.5, clip_on=False)
         if is_metric:
             set_ticks(axes.yaxis, MaxNLocator(4))
             axes.set_ylim(bottom=min(0.0, float(values_N.min())))
@@ -140,7 +151,7 @@ def _step_axis(axes: Axes) -> None:
 def set_ticks(axis: Axis, locator: Locator) -> None:
     """Put ticks where the locator says, labelled in our way."""
     axis.set_major_locator(locator)
-    axis.set_major_formatter(FuncFormatter(tick_text))
+    axis.set_major_formatter(AxisTicks())
 
 
 def scale_axis(axes: Axes, values_N: np.ndarray) -> None:
@@ -149,17 +160,46 @@ def scale_axis(axes: Axes, values_N: np.ndarray) -> None:
     if low > 0 and high / low > LOG_RANGE and len(values_N) > 2:
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(4))
+        _ticks(axes.yaxis, MaxNLocator(4))
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             room = abs(high) * 0.5 or 1.0
             axes.set_ylim(low - room, high + room)
-    axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
 
 
 def tick_text(value: float, _: int | None = None) -> str:
-    """Return the label of a tick."""
+    """Return the label of a tick of a logarithmic axis."""
     return number_text(float(f"{value:.10g}"))
+
+
+class AxisTicks(Formatter):
+    """Labels of one axis in one form: all as powers of ten where one would be, with the same decimals."""
+
+    def __call__(self, value: float, _: int | None = None) -> str:
+        """Return the label of a tick that stands alone."""
+        return tick_text(value)
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        """Return the labels of all ticks."""
+        shown = [float(f"{value:.10g}") for value in values]
+        sizes = [abs(value) for value in shown if value]
+        if not sizes:
+            return ["0"] * len(shown)
+        exponent = math.floor(math.log10(max(sizes)))
+        if exponent < -3 or exponent > 6:
+            mantissas = _alike([value / 10.0**exponent for value in shown])
+            return [
+                f"{text}e{exponent}".replace("-", MINUS) if value else "0"
+                for text, value in zip(mantissas, shown, strict=True)
+            ]
+        return [text.replace("-", MINUS) for text in _alike(shown)]
+
+
+def _alike(values: Sequence[float]) -> list[str]:
+    """Return numbers with as many decimals as the one that needs most of them, at most 4; 0 has none."""
+    decimals = max(len(f"{value:.4f}".rstrip("0").partition(".")[2]) for value in values)
+    return [f"{value:,.{decimals}f}" if value else "0" for value in values]
 
 
 def draw_histogram(gains: Sequence[float], *, label: str) -> Markup:
@@ -196,7 +236,7 @@ def draw_recall(recalls_K: Mapping[str, NDArray[np.float64]], *, name: str, labe
         axes.set_xscale("log")
         axes.set_xticks([cut for cut in RECALL_TICKS if cut <= count])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(FuncFormatter(tick_text))
+        axes.xaxis.set_major_formatter(AxisTicks())
         axes.set(ylim=(0.0, 1.03), xlabel="k, documents looked at")
         set_ticks(axes.yaxis, FixedLocator([0.0, 0.25, 0.5, 0.75, 1.0]))
         axes.legend(loc="best")
@@ -304,7 +344,8 @@ def draw_interval(row: MetricRow, *, reach: float) -> Markup:
         row: The metric; without a finite interval only the zero line is drawn.
         reach: Difference at the right end of the drawing; minus it at the left.
     """
-    marks = Markup('<line x1="50" x2="50" y1="1" y2="15" class="zero"></line>')
+    marks = Markup('<path d="M4 5v6M4 8h92M96 5v6" class="scale"></path>')
+    marks += Markup('<line x1="50" x2="50" y1="1" y2="15" class="zero"></line>')
     if row.verdict is not None and reach > 0:
         comparison = row.verdict.comparison
         low, middle, high = (

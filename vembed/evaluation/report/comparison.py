@@ -10,6 +10,7 @@ from vembed.evaluation.directions import RSUM_METRICS, recall_sum
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.pages import Cell, Table
 from vembed.evaluation.report.charts import draw_interval
+from vembed.evaluation.sets import worse_than_untrained
 from vembed.evaluation.significance import mean_interval, verdict
 from vembed.evaluation.text import count_text, metric_text, one_line, plural, signed_text
 
@@ -57,6 +58,13 @@ class Comparisons:
     def further(self) -> Table:
         """Table of all other metrics."""
         return self._table([row for row in self.rows if not row.is_headline])
+
+    @property
+    def scale(self) -> str:
+        """What the little drawings of the headline table are drawn against; empty where none has an interval."""
+        reach = bars_reach([row for row in self.rows if row.is_headline])
+        ends = f"{signed_text(-reach)} to {signed_text(reach)}"
+        return f" Dots: the difference, on a scale from {ends}; lines: its interval." if reach > 0 else ""
 
     def _table(self, rows: Sequence[MetricRow]) -> Table:
         models = [key for key in self.results if key != "bm25"]
@@ -237,11 +245,15 @@ def systems_note(report: RunReport) -> str:
     if report.kept_step is None:
         return ""
     kept = f"step {count_text(report.kept_step)}"
+    is_lost = worse_than_untrained(report.evaluations, report.verdict.comparison.metric, report.kept_step)
+    best = "the best trained one on the dev set, where the untrained model did better" if is_lost else ""
     if report.last is not None and report.last_step is not None:
         last = f"the model after step {count_text(report.last_step)}, with which training ended"
-        return f"Final is the checkpoint of {kept}, the best on the dev set, which model/ holds. Last is {last}."
-    if best_dev_step(report) == report.kept_step:
-        return f"Final is the model of {kept}, the last and also the best on the dev set; model/ holds it."
+        return (
+            f"Final is the checkpoint of {kept}, {best or 'the best on the dev set'}; model/ holds it. Last is {last}."
+        )
+    if is_lost or best_dev_step(report) == report.kept_step:
+        return f"Final is the model of {kept}, the last and also {best or 'the best on the dev set'}; model/ holds it."
     return f"Final is the model of {kept}, the last; model/ holds it."
 
 

@@ -23,14 +23,24 @@ from vembed.evaluation.report.curves import (
     sparkline,
     step_curve,
 )
+from vembed.evaluation.report.embedding_map import EmbeddingMap, near_pictures
 from vembed.evaluation.report.examples import Group, choose_examples, paired_values, shown_pictures
 from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.report.ranks import Ranks, build_ranks
 from vembed.evaluation.report.sets import sets_table
 from vembed.evaluation.report.settings import PlanParts, plan_parts
 from vembed.evaluation.report.time_split import TimeSplit, split_time
-from vembed.evaluation.sets import headline
-from vembed.evaluation.text import count_text, finite, metric_text, one_line, plural, signed_text, value_text
+from vembed.evaluation.sets import headline, worse_than_untrained
+from vembed.evaluation.text import (
+    count_text,
+    finite,
+    metric_text,
+    number_text,
+    one_line,
+    plural,
+    signed_text,
+    value_text,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,6 +49,8 @@ if TYPE_CHECKING:
     from vembed.evaluation.report.comparison import Comparisons, SystemKey
     from vembed.evaluation.report.data import RunReport
     from vembed.evaluation.significance import Verdict
+
+LARGE_CURVES = ("loss", "learning_rate", "grad_norm")
 
 MAX_EVALUATION_ROWS = 30
 """Most rows of the table of dev metrics; the curve and report.json have the rest."""
@@ -66,6 +78,7 @@ class Content:
     time: TimeSplit | None  # where the time of the steps went, where it was logged
     notes: tuple[str, ...]  # what was left out or clipped in the evaluation
     plan: PlanParts
+    map: EmbeddingMap | None  # where the vectors lie after training; None where the run had none
 
     @property
     def verdict(self) -> Verdict:
@@ -78,9 +91,46 @@ class Content:
         return headline(self.verdict, self.report.sets)
 
     @property
+    def interval_line(self) -> str:
+        """What the verdict's block says below its numbers: the interval, and the guard sets on which it forgets."""
+        _, _, numbers = one_line(self.headline).partition("(")
+        interval, _, lost = numbers.rpartition(")")
+        words = interval.partition(", ")[2] or one_line(self.headline)
+        return f"{words}{lost}"
+
+    @property
+    def summary(self) -> str:
+        """A few lines of plain text that say what came of the run, to be pasted anywhere."""
+        report, shown = self.report, [row for row in self.metrics.rows if row.is_headline][1:4]
+        others = [
+            f"{row.name} {metric_text(row.values.get('baseline'))} -> {metric_text(row.values.get('final'))}"
+            for row in shown
+        ]
+        facts = dict(self.facts)
+        setting = {key: report.config[key] for key in ("learning_rate", "loss_type") if key in report.config}
+        batch = report.plan.get("global_batch_size")
+        run = [facts["Model"], f"{facts['Training steps']} steps", *([f"batch {batch}"] if batch else [])]
+        lines = [
+            f"{one_line(report.title)}: {one_line(self.headline)}",
+            f"On {facts['Evaluated on']}: {', '.join(others)}" if others else f"On {facts['Evaluated on']}",
+            ", ".join([*run, *(f"{key} {value_text(key, value)}" for key, value in setting.items())]),
+        ]
+        return "\n".join([*lines, *self.guard_lines, *self.reverse_lines])
+
+    @property
+    def num_large(self) -> int:
+        """Of the curves, how many are drawn large: loss, learning rate and gradient norm."""
+        return sum(curve.spec.key in LARGE_CURVES for curve in self.curves)
+
+    @property
     def guard_lines(self) -> list[str]:
-        """What the verdict's block says of each guard set."""
-        return [f"Guard set {one_line(each.line)}" for each in self.report.sets if each.role == "guard"]
+        """What the verdict's block says of the dev set, where it disagrees, and of each guard set."""
+        guards = [f"Guard set {one_line(each.line)}" for each in self.report.sets if each.role == "guard"]
+        report = self.report
+        if not report.dev_task or report.kept_step is None:
+            return guards
+        lost = worse_than_untrained(report.evaluations, report.verdict.comparison.metric, report.kept_step)
+        return [lost, *guards] if lost else guards
 
     @property
     def sets(self) -> Table | None:
@@ -128,11 +178,12 @@ class Content:
         """(id, title) of the sections of the page."""
         return [
             ("metrics", "Metrics"),
-            *([("ranks", "Ranks and scores")] if self.ranks.recalls_K else []),
-            ("curves", "Curves"),
-            *([("speed", "Speed")] if self.tells_speed else []),
-            ("changes", "Query by query"),
             *([("queries", "Examples")] if self.groups else []),
+            ("changes", "Query by query"),
+            *([("vectors", "Embedding map")] if self.map is not None else []),
+            ("curves", "Curves"),
+            *([("ranks", "Ranks and scores")] if self.ranks.recalls_K else []),
+            *([("speed", "Speed")] if self.tells_speed else []),
             ("data", "Data"),
             ("plan", "Plan"),
             ("reproduce", "Reproduce"),
@@ -233,7 +284,13 @@ class Content:
     def performance(self) -> list[tuple[str, str]]:
         """What the training took; a unit that a value shows isn't said twice."""
         found = self.report.performance
-        return [(key.removesuffix("_bytes").replace("_", " "), value_text(key, value)) for key, value in found.items()]
+        return [
+            (
+                key.removesuffix("_bytes").replace("_", " "),
+                number_text(value) if type(value) is float else value_text(key, value),
+            )
+            for key, value in found.items()
+        ]
 
     @property
     def config(self) -> list[tuple[str, str]]:
@@ -282,8 +339,10 @@ def build_content(report: RunReport) -> Content:
         gains=tuple(after - before for before, after in pairs.values()),
         groups=groups,
         thumbnails=Thumbnails.of(
-            shown_pictures(each for group in groups for each in group.examples), report.image_limits
+            [*shown_pictures(each for group in groups for each in group.examples), *near_pictures(report)],
+            report.image_limits,
         ),
+        map=EmbeddingMap.of(report),
         ranks=build_ranks(report.task, report.baseline, report.final, report.bm25),
         reverse_ranks=None if turned is None else build_ranks(turned.task, turned.baseline, turned.final, None),
         time=split_time(report.steps),

@@ -42,7 +42,7 @@ STEP_CURVES = (
     CurveSpec("grad_norm", "Gradient norm", "", number_text, is_noisy=True),
     CurveSpec("samples_per_second", "Samples per second", "", number_text, is_noisy=True),
     CurveSpec("tokens_per_second", "Tokens per second", "", number_text, is_noisy=True),
-    CurveSpec("peak_memory_bytes", "Peak memory", "GB", bytes_text, divisor=1e9),
+    CurveSpec("peak_memory_bytes", "Peak memory", "GiB", bytes_text, divisor=2**30),
 )
 
 SOURCE_LOSS = "loss_source_"

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.data.retrieval import RetrievalData
+    from vembed.evaluation.report.geometry import Geometry
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.sets import SetOutcome
     from vembed.evaluation.significance import Verdict
@@ -66,6 +67,7 @@ class RunReport:
     last_step: int | None = None  # last step of training; None: not known
     findings: Sequence[Finding] | None = None  # what the numbers of the training say; None: nobody looked
     performance: Mapping[str, object] = field(default_factory=dict)  # what the training took: devices, memory, speed
+    geometry: Geometry | None = None  # where the vectors of `task` lie after training
 
     def __post_init__(self) -> None:
         """Refuse a report whose verdict speaks of a metric that the results don't have."""

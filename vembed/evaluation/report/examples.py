@@ -1,4 +1,4 @@
-"""Choosing the queries that tell most about a run: improved most, got worst, and still lowest.
+"""Choosing the queries that tell most about a run: improved most, got worse, and still lowest.
 
 A query stands in one group only. Order and choice depend on values and ids alone, never on the order of a file.
 """
@@ -26,7 +26,7 @@ GroupKind: TypeAlias = Literal["improved", "worse", "lowest"]
 
 TITLES: dict[GroupKind, str] = {
     "improved": "Improved most",
-    "worse": "Got worst",
+    "worse": "Got worse",
     "lowest": "Lowest scores now",
 }
 

@@ -11,7 +11,7 @@ import io
 import logging
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from PIL.Image import Resampling
 
@@ -34,7 +34,14 @@ THUMBNAIL_PIXELS = 160
 PAGE_CHARACTERS = 1_000_000
 """Characters of the page that all its thumbnails may take together."""
 
-FORMS = ((THUMBNAIL_PIXELS, None), *((THUMBNAIL_PIXELS, quality) for quality in (85, 70, 50)), (96, 50), (48, 30))
+Form: TypeAlias = tuple[int, int | None]
+
+FORMS: tuple[Form, ...] = (
+    (THUMBNAIL_PIXELS, None),
+    *((THUMBNAIL_PIXELS, quality) for quality in (85, 70, 50)),
+    (96, 50),
+    (48, 30),
+)
 """(longest side, quality) from best to smallest; None is lossless, which drawings often fit in."""
 
 
@@ -55,11 +62,11 @@ class Thumbnails:
     num_pictures: int  # pictures that the page shows, each counted once
 
     @classmethod
-    def of(cls, shown: Sequence[Image], limits: ImageLimits) -> Thumbnails:
+    def of(cls, shown: Sequence[Image], limits: ImageLimits, *, forms: Sequence[Form] = FORMS) -> Thumbnails:
         """Make the thumbnails of the pictures of a page, one that stands twice named twice."""
         distinct = dict.fromkeys(shown)
         share = PAGE_CHARACTERS // max(1, len(shown))
-        made = {picture: _thumbnail(picture, limits, characters=share) for picture in distinct}
+        made = {picture: _thumbnail(picture, limits, characters=share, forms=forms) for picture in distinct}
         return cls({picture: copy for picture, copy in made.items() if copy is not None}, len(distinct))
 
     @property
@@ -90,16 +97,16 @@ def small_copy(picture: Image, limits: ImageLimits) -> Bitmap | None:
         return None
 
 
-def _thumbnail(picture: Image, limits: ImageLimits, *, characters: int) -> Thumbnail | None:
+def _thumbnail(picture: Image, limits: ImageLimits, *, characters: int, forms: Sequence[Form]) -> Thumbnail | None:
     """Return the best copy that takes at most so many characters, or None where there is nothing to copy."""
     bitmap = small_copy(picture, limits)
-    return None if bitmap is None else _encoded(bitmap, characters)
+    return None if bitmap is None else _encoded(bitmap, characters, forms)
 
 
-def _encoded(bitmap: Bitmap, characters: int) -> Thumbnail:
+def _encoded(bitmap: Bitmap, characters: int, forms: Sequence[Form]) -> Thumbnail:
     """Encode in the first form that is small enough; the last one is taken as it is."""
     uri = ""
-    for side, quality in FORMS:
+    for side, quality in forms:
         copy = bitmap.copy()
         copy.thumbnail((side, side), Resampling.LANCZOS)
         buffer = io.BytesIO()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_STRETCHES = 60
 """Most stretches that are drawn; each shows the mean of its steps."""
 
-NO_FINDINGS = "Nothing stands out: no part of the step, no rank and no limit asks for another setting."
+NO_FINDINGS = "Nothing stands out: no setting looks worth changing."
 
 
 PARTS = {

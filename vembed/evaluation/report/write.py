@@ -12,7 +12,7 @@ from vembed.evaluation.report.examples import pictures_of, text_of
 from vembed.evaluation.report.machine import render_json
 from vembed.evaluation.report.pictures import picture_name
 from vembed.evaluation.report.settings import records_table
-from vembed.evaluation.report.time_split import NO_FINDINGS
+from vembed.evaluation.report.time_split import NO_FINDINGS, percent_text
 from vembed.files import replace_text
 
 if TYPE_CHECKING:
@@ -67,5 +67,6 @@ def _render(environment: Environment, name: str, content: Content, functions: Ma
         sum_table=sum_table,
         records_table=records_table,
         no_findings=NO_FINDINGS,
+        percent_text=percent_text,
         **functions,
     )

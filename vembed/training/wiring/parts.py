@@ -112,8 +112,7 @@ def with_hard_vectors(run: Run) -> Run:
     if run.config.batch_sampling != "hard":
         return run
     hard = HardVectors.of(run.encoder, run.data.records, run.output.hard_vectors, precision=run.plan.dtype)
-    note = hard.note(run.config.hard_refresh)
-    return replace(run, hard=hard, plan=replace(run.plan, reasons=(*run.plan.reasons, note)))
+    return replace(run, hard=hard, plan=run.plan.noting(hard.note(run.config.hard_refresh)))
 
 
 def with_hard_batches(run: Run) -> Run:

@@ -23,14 +23,14 @@ from vembed.models.adapters.lora import has_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.output_lock import FolderInUseError, hold_output
-from vembed.plan.explain import explain
+from vembed.plan.explain import explain, explain_fully
 from vembed.plan.table import comparison
 from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.checks import dry_run, refuse_batch_norm
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.output import OutputFolder
-from vembed.training.progress import RunClock
+from vembed.training.progress import RunClock, usual_step_seconds
 from vembed.training.saving import PARTS, check_shape, refuse_other_run
 from vembed.training.space import DiskNeeds, free_bytes
 from vembed.training.state import RunState
@@ -89,6 +89,7 @@ def run_from_config(
     watchdog: Watchdog | None = None,
     stop: StopSignal | None = None,
     callbacks: Callbacks | None = None,
+    details: bool = False,
 ) -> RunResult | None:
     """Run what a configuration describes.
 
@@ -101,6 +102,7 @@ def run_from_config(
         watchdog: Of whoever reports how this process ends.
         stop: The signals that this process has been taking; None takes them while the loop runs.
         callbacks: What a Python caller wants to be told and asked.
+        details: Whether every reason and all ways to train are shown below the plan.
 
     Returns:
         The verdict and results of the run; None unless `mode` is "train".
@@ -112,7 +114,8 @@ def run_from_config(
     if config.seeds is not None and mode == "train":
         raise ConfigError("seeds starts processes of its own: use vembed train, or call this once per seed with seed=N")
     try:
-        return _run(config, mode, command, sources or {}, tuple(notes), watchdog, stop, callbacks or Callbacks())
+        calls = callbacks or Callbacks()
+        return _run(config, mode, command, sources or {}, tuple(notes), watchdog, stop, calls, details=details)
     except PreemptedError as stopped:
         raise PreemptedError(f"{stopped}{watchdog.words}") from stopped
     except (RuntimeError, MemoryError) as error:
@@ -131,6 +134,8 @@ def _run(
     watchdog: Watchdog,
     stop: StopSignal | None,
     callbacks: Callbacks,
+    *,
+    details: bool,
 ) -> RunResult | None:
     clock = RunClock()
     given, (config, launcher, asked) = config, under_launcher(config, sources)
@@ -162,16 +167,17 @@ def _run(
         stack.enter_context(compile_errors_explained())
         run = _assemble(config, runtime, output, data, checkpoint, mode)
         watchdog.words.doing = "beginning"
-        model = {"model": config.model_name, **run.encoder.describe()}
-        facts = {**model, **data.read, "device": runtime.machine.device_name}
+        model = {"model": config.model_name, **run.encoder.describe(), **data.read}
+        facts = {**model, "device": runtime.machine.device_name}
         if launcher:
             facts["started by"] = launcher
         needs, free = _disk_needs(run), free_bytes(output.path)
         facts["disk"] = needs.line(free)
-        shown = explain(replace(run.plan, reasons=(*notes, *asked, *run.plan.reasons)), facts=facts)
-        _log.info("%s", shown)
-        if mode == "plan":
-            _log.info("%s", comparison(run.plan))
+        noted, rows = run.plan.noting(*notes, *asked, first=True), read_rows(output.path / "metrics.jsonl")
+        _log.info("%s", explain(noted, facts=facts, step_seconds=usual_step_seconds(rows)))
+        full = explain_fully(noted, facts=facts)
+        if details:
+            _log.info("%s\n%s", full, comparison(run.plan))
         if mode == "dry-run":
             _dry_run(run)
             return None
@@ -184,7 +190,7 @@ def _run(
         runtime.ranks.from_first(lambda: needs.refuse_small(free, output.path, config, may_adapt=may_adapt))
         runtime.ranks.from_first(lambda: _write_settings(run, given))
         starting.close()
-        return _train(run, command, shown, stop, callbacks, clock)
+        return _train(run, command, full, stop, callbacks, clock)
 
 
 def _dry_run(run: Run) -> None:
@@ -286,13 +292,13 @@ def _assemble(
 
         dtype = autocast_dtype(plan)
         sharded = shard_encoder(encoder, plan.way, runtime.ranks, device=runtime.device, compute_dtype=dtype)
-    plan = replace(plan, model=encoder.describe(), reasons=(*plan.reasons, *sampler.arrangement_notes()))
+    plan = replace(plan, model=encoder.describe()).noting(*sampler.arrangement_notes())
     run = Run(config, runtime, output, data, encoder, loss, sampler, plan, checkpoint, sharded=sharded)
     run = with_hard_vectors(run)
     run = replace(run, frozen=frozen_items(run), teacher=teacher(run, run.data.records))
     notes = () if run.frozen is None else run.frozen.notes
     notes = notes if run.teacher is None else (*notes, run.teacher.note)
-    return replace(run, plan=replace(run.plan, reasons=(*run.plan.reasons, *notes)))
+    return replace(run, plan=run.plan.noting(*notes))
 
 
 def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> LoadedCheckpoint | None:

@@ -162,7 +162,7 @@ def scale_axis(axes: Axes, values_N: np.ndarray) -> None:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.yaxis.set_major_formatter(FuncFormatter(tick_text))
     else:
-        _ticks(axes.yaxis, MaxNLocator(4))
+        set_ticks(axes.yaxis, MaxNLocator(4))
         if high - low <= 1e-9 * max(abs(low), abs(high)):
             room = abs(high) * 0.5 or 1.0
             axes.set_ylim(low - room, high + room)

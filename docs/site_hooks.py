@@ -25,6 +25,25 @@ LINK = re.compile(r"(?<=\]\()(?P<target>[^)\s#:]+)(?=[)#\s])")
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the pages that the navigation doesn't name at its end, so that each can be found."""
+    folder = Path(config.docs_dir)
+    named = set(named_pages(config.nav))
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")}
+    there |= {page_of(path.relative_to(ROOT).as_posix()) for path in folder.rglob("*.ipynb")}
+    if others := sorted(there - named):
+        config.nav = [*(config.nav or []), {"More": others}]
+    return config
+
+
+def named_pages(entry: object) -> list[str]:
+    """Return the pages of a part of the navigation."""
+    if not isinstance(entry, list | dict):
+        return [str(entry)]
+    inside = entry.values() if isinstance(entry, dict) else entry
+    return [page for each in inside for page in named_pages(each)]
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each file of the repository that a document links to, and for each notebook."""
     for name in PROJECT_PAGES:

@@ -36,6 +36,12 @@ def test_a_notebook_is_stored_as_it_ran(path: Path) -> None:
     assert len(content) < 2**20
 
 
+def test_the_first_model_takes_fifteen_lines_of_code() -> None:
+    cells = json.loads((FOLDER / "first_model.ipynb").read_text("utf-8"))["cells"]
+    code = "".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+    assert len([line for line in code.splitlines() if line.strip()]) <= 15
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
     text = LINK.sub(moved, markdown)
     text = re.sub(r"^(```\w+) (\S+\.\w+)$", r'\1 title="\2"', text, flags=re.MULTILINE)
-    return re.sub(r"^(```\w+) [^=]*$", r"\1", text, flags=re.MULTILINE)
+    return re.sub(r"^(```\w+) [^=\n]*$", r"\1", text, flags=re.MULTILINE)
 
 
 def repository_path(page: str, target: str) -> str:

@@ -224,6 +224,21 @@ def test_mlflow_keeps_a_run_in_a_local_database_that_reads_back(
     assert_no_secret(run.parent)
 
 
+@pytest.mark.slow
+def test_a_server_that_is_gone_is_one_warning_after_a_short_wait(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("mlflow", reason="the extra mlflow isn't installed: pip install 'vembed[mlflow]'")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
+    tell_all("mlflow", run)
+    assert (os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"], os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"]) == ("0", "30")
+    warnings = [each.message for each in caplog.records if "switched off" in each.message]
+    assert len(warnings) == 2, "one of each start"
+    assert "metrics.jsonl has everything (see that MLFLOW_TRACKING_URI answers" in warnings[0]
+
+
 TRACKIO_READS = """
 import json, sys
 from trackio.sqlite_storage import SQLiteStorage
@@ -244,6 +259,9 @@ def test_trackio_keeps_a_run_in_its_local_database_that_reads_back(
 ) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio", reason="the extra trackio isn't installed: pip install 'vembed[trackio]'")
+    from trackio.utils import RESERVED_KEYS
+
+    assert not {"plan", "verdict", "results", "examples"} & {*RESERVED_KEYS}
     tell_all("trackio", run)
     assert "switched off" not in caplog.text
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

@@ -88,7 +88,7 @@ def test_examples_show_small_copies_of_pictures_and_no_secret(tmp_path: Path) ->
     assert (wanted.getpixel((50, 50)), found.getpixel((50, 50))) == ((0, 0, 255), (255, 0, 0))
     assert rows[0][6:8] == ["2", "2"]
     assert rows[0][9] == "not relevant"
-    assert ["balls", "test", "ndcg@10", 0.375, 0.625, 0.25] in tracker.tables["metrics"][1]
+    assert ["balls", "test", "ndcg@10", 0.375, 0.625, 0.25] in tracker.tables["results"][1]
     assert "ndcg@10 0.375 -> 0.625" in tracker.texts["verdict"]
     assert SECRET not in str((tracker.tables, tracker.texts))
 
@@ -108,7 +108,7 @@ def test_tensorboard_shows_configuration_plan_result_tables_and_pictures(tmp_pat
     assert text("configuration") == "| key | value |\n| --- | --- |\n| seed | 3 |\n| data |  |"
     assert text("plan") == "```\nplan\n  batch  256\n```"
     assert "ndcg@10 0.375 -> 0.625" in text("verdict")
-    assert "| balls | test | ndcg@10 | 0.375 | 0.625 | 0.25 |" in text("metrics")
+    assert "| balls | test | ndcg@10 | 0.375 | 0.625 | 0.25 |" in text("results")
     first = text("examples").splitlines()[2]
     assert "| a blue &#124; ball, token=*** |" in first
     assert "| examples/1/relevant picture |" in first

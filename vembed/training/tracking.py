@@ -64,7 +64,7 @@ def track_end(
     for tracker in trackers:
         tracker.log_text(step, "verdict", redact(headline(result.verdict, result.sets)))
         tracker.log_result(step, _values(result))
-        tracker.log_table(step, "metrics", *_metrics_table(result))
+        tracker.log_table(step, "results", *_results_table(result))
         if rows:
             tracker.log_table(step, "examples", columns, rows)
         for path in (parts.output.path / name for name in FILES):
@@ -85,7 +85,7 @@ def _values(result: RunResult) -> dict[str, float]:
     return values
 
 
-def _metrics_table(result: RunResult) -> tuple[Sequence[str], list[list[Cell]]]:
+def _results_table(result: RunResult) -> tuple[Sequence[str], list[list[Cell]]]:
     """Return a row for each metric of each set."""
     rows: list[list[Cell]] = []
     for outcome in result.sets:

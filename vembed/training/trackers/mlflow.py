@@ -28,6 +28,10 @@ MOST_METRICS, MOST_PARAMETERS = 1000, 100
 """What a server takes in one call."""
 
 
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+"""What MLflow asks of the environment where the user sets nothing: by its own numbers a run would wait for minutes."""
+
+
 class MlflowTracker(HostedTracker):
     """Send a run to MLflow; its own variables hold: MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME and the like.
 
@@ -39,6 +43,8 @@ class MlflowTracker(HostedTracker):
 
     def __init__(self, folder: Path, *, resume_step: int = 0, config: Mapping[str, object] | None = None) -> None:
         super().__init__(folder, resume_step=resume_step, config=config)
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
         self._client: Any = None
         self._waiting: list[Any] = []
         self._flushed = time.monotonic()

@@ -51,3 +51,7 @@ class TrackioTracker(HostedTracker):
     def log_model(self, folder: Path) -> None:
         """Keep the model as an artifact."""
         self.run.log_artifact(str(folder), name=f"{self.run.name}-model", type="model")
+
+    def finish(self, run: Any) -> None:  # noqa: ARG002 - trackio knows its one run, and would finish it again at exit
+        """Finish the run."""
+        self.package.finish()

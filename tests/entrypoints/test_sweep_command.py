@@ -162,6 +162,7 @@ def test_a_sweep_killed_twice_ends_in_the_same_table(site: Site, tmp_path: Path)
     page = (killed / "sweep.html").read_text("utf-8")
     assert "learning_rate" in page
     assert "<svg" in page
+    assert (killed / "comparison" / "compare.html").is_file()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from vembed.config.load import load_config
 from vembed.config.settings import parse_overrides
 from vembed.config.synonyms import ALIASES
-from vembed.entrypoints.command import add_config_arguments, config_path, run_command
+from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode, MachineError, VembedError
 from vembed.output_lock import hold_output
 from vembed.redact import redact
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.config.schema import Config
+    from vembed.sweeping.ranking import Ranked
     from vembed.sweeping.space import Choice, Tried
     from vembed.sweeping.trials import Outcome
 
@@ -50,6 +51,9 @@ DECIDES_STEPS = (
     "mine",
 )
 """Parts of the names of keys that change how many steps a run has; other keys leave them as they are."""
+
+MOST_COMPARED = 6
+"""Trials of the comparison at the end; more curves than that can't be told apart."""
 
 _log = logging.getLogger(__name__)
 
@@ -289,5 +293,22 @@ def _report(parsed: argparse.Namespace, sweep: _Sweep, outcomes: Sequence[Outcom
     if any(each.word in ("best", "shorter") for each in ranked):
         write_sweep_report(sweep.folder, SweepReport(ranked, metric, sweep.has_test, facts, command))
         print(f"report: {redact(str(sweep.folder / 'sweep.html'))}")
+        _compare(sweep, ranked)
         return ExitCode.OK
     raise MachineError(f"all {len(outcomes)} trials failed; delete {sweep.folder / 'trials'} to try them again")
+
+
+def _compare(sweep: _Sweep, ranked: Sequence[Ranked]) -> None:
+    """Put the best runs side by side: curves, time and memory, and the queries that each wins and loses."""
+    folders = [str(each.outcome.folder) for each in ranked if each.word in ("best", "within noise", "worse")]
+    folders = folders[:MOST_COMPARED]
+    if len(folders) < 2:
+        return
+    from vembed.comparison.compare import compare_runs
+
+    quiet_libraries()
+    output = sweep.folder / "comparison"
+    command = redact(shlex.join(["vembed", "compare", *folders, "--output", str(output)]))
+    compare_runs(folders, output, metric=sweep.config.metric_for_best_model, command=command)
+    what = "the two trials" if len(folders) == len(ranked) == 2 else f"the best {len(folders)} trials"
+    print(f"comparison of {what}: {redact(str(output / 'compare.html'))}")

@@ -236,30 +236,41 @@ def test_an_unknown_factory_is_refused_before_encoding(call: Any, bag: Path, cor
 
 
 @pytest.mark.slow
-def test_a_signal_stops_it_and_nothing_is_left(bag: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["stopped", "killed"])
+def test_an_encoding_that_a_signal_ends_goes_on_to_the_same_bytes(
+    call: Any, bag: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     corpus = tmp_path / "big.txt"
-    corpus.write_text("\n".join(f"document number {number} about apples and trains" for number in range(300_000)))
+    corpus.write_text("\n".join(f"document number {number} about apples and trains" for number in range(100_000)))
     (tmp_path / "out").mkdir()
+    words = ("--data", corpus, "--output", tmp_path / "out" / "i")
     process = subprocess.Popen(
-        [sys.executable, "-m", "vembed", "encode", bag, "--data", corpus, "--output", tmp_path / "out/i"],
+        [sys.executable, "-m", "vembed", "encode", bag, *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path,
     )  # fmt: skip
+    journal = tmp_path / "out" / ".i.part" / "journal.jsonl"
     try:
-        deadline = 600
-        while not any((tmp_path / "out").glob(".i.tmp/ids.jsonl")) and deadline:
+        deadline = 2400
+        while not (journal.is_file() and journal.read_text().count("\n") > 3) and deadline:
             deadline -= 1
             try:
-                process.wait(0.1)
+                process.wait(0.02)
                 break
             except subprocess.TimeoutExpired:
                 continue
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 75, err
-    assert "nothing was written" in err
-    assert not list((tmp_path / "out").iterdir())
+    assert process.returncode == (75 if number == signal.SIGTERM else -9), err
+    assert number == signal.SIGKILL or "what is encoded is kept, and the same command goes on" in err
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == [".i.part"]
+    done = call("encode", bag, *words)
+    assert "going on behind what an earlier start has encoded" in done.out
+    vembed.build_index(bag, corpus, tmp_path / "whole")
+    for name in FILES:
+        assert (tmp_path / "out" / "i" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+    assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == ["i"]
 
 
 def test_cut_texts_are_counted(call: Any, bag: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
@@ -12,6 +13,7 @@ from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
+from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.evaluation.evaluator import evaluate as evaluate_task
@@ -24,12 +26,14 @@ from vembed.search.build import BuildOptions, refuse_taken, write_index
 from vembed.search.format import IndexMeta, read_meta
 from vembed.search.index import Hit, SearchIndex
 from vembed.search.searcher import Searcher
+from vembed.search.tables import is_table, unpacked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vembed.batch import Side
     from vembed.config.keys.data import LabelKind
+    from vembed.search.tables import Format
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
 
@@ -57,7 +61,11 @@ class IndexOptions(TypedDict, total=False):
     """How an index is built."""
 
     side: Side  # which prompt the documents get; "document" unless they are queries
-    index: str  # FAISS index string; "Flat" is exact, "HNSW32" or "IVF1024,Flat" are faster and may miss documents
+    # FAISS index string; "Flat" is exact, "HNSW32" or "IVF1024,Flat" are faster and may miss documents; or "int8" and
+    # "binary", which find candidates in less memory
+    index: str
+    format: Format  # "index" (a folder), or its rows as a "parquet" file or a "lancedb" table
+    ranks: Ranks | None  # the processes that encode together; all must make the call
     batch_size: int  # most documents of one encoder call
     overwrite: bool  # whether an index that is there may be replaced
     id_column: str | None  # column of the ids; default: _id, id, docid or doc_id
@@ -128,8 +136,9 @@ def build_index(
     refuse_unknown(options, IndexOptions, "build_index")
     side: Side = options.get("side", "document")
     refuse_side(side)
-    folder = home_path(output)
-    with hold_output(folder, beside=True):
+    folder, ranks = home_path(output), options.get("ranks") or Ranks()
+    with ExitStack() as stack:
+        ranks.from_first(lambda: stack.enter_context(hold_output(folder, beside=True)))
         refuse_taken(folder, overwrite=options.get("overwrite", False))
         return _build_index(model, str(data), folder, side, options)
 
@@ -147,6 +156,7 @@ def _build_index(
     corpus = Corpus(data, corpus_options)
     loaded = model if isinstance(model, EmbeddingModel) else load(model)
     encode = loaded.item_encoder(options.get("batch_size", DEFAULT_BATCH_SIZE), poll=options.get("poll"))
+    encode.ranks = options.get("ranks") or Ranks()
     return write_index(
         folder,
         corpus,
@@ -158,18 +168,27 @@ def _build_index(
             side=side,
             factory=options.get("index", "Flat"),
             overwrite=options.get("overwrite", False),
+            form=options.get("format", "index"),
         ),
     )
 
 
 def open_index(
-    folder: str | Path, /, *, model: EmbeddingModel | str | Path | None = None, **options: Unpack[LoadOptions]
+    folder: str | Path,
+    /,
+    *,
+    model: EmbeddingModel | str | Path | None = None,
+    rescored: int | None = None,
+    **options: Unpack[LoadOptions],
 ) -> Searcher:
     """Open an index for searching.
 
     Args:
+        folder: What `build_index` wrote: a folder, a Parquet file or a LanceDB table.
         model: The model for the queries; by default the one that the index names, under the options that it was built
             with. Its weights must be those that made the vectors.
+        rescored: Candidates for each hit that are ranked by the full vectors; by default 4 where the index is of few
+            bits (int8, binary), else 0, which ranks none again.
         options: See `LoadOptions`; they win over the options that the index was built with. Code and pickles are
             allowed here or not at all: an index can't allow them.
 
@@ -180,8 +199,11 @@ def open_index(
     """
     refuse_unknown(options, LoadOptions, "open_index")
     path = home_path(folder)
+    if rescored is not None and rescored < 0:
+        raise ConfigError(f"rescored is {rescored}; it is at least 0")
+    path = unpacked(path) if is_table(path) else path
     meta = read_meta(path)
-    index = SearchIndex(path)
+    index = SearchIndex(path, rescored=rescored)
     if not isinstance(model, EmbeddingModel):
         kept = {name: value for name, value in meta.model_options.items() if name in VECTOR_OPTIONS}
         if model is not None:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.errors import ConfigError, ExitCode
+from vembed.extras import import_extra
 from vembed.files import home_path
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from vembed.distributed.ranks import Ranks
 
-DESCRIPTION = "Encode a corpus into a folder that vembed search reads: vectors, ids, and a FAISS index."
+Format: TypeAlias = Literal["index", "parquet", "lancedb"]
+
+DESCRIPTION = "Encode a corpus for vembed search: a folder with vectors, ids and a FAISS index, or a table of them."
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
@@ -36,11 +43,19 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         type=Path,
         required=True,
         metavar="DIR",
-        help="gets vectors, ids, FAISS index, thumbnails, meta.json",
+        help="gets vectors, ids, FAISS index, thumbnails, meta.json; FILE.parquet becomes a Parquet file",
+    )
+    parser.add_argument(
+        "--format",
+        choices=get_args(Format),
+        help="index (a folder, default), parquet (one file), lancedb (a table in a folder; needs vembed[lancedb])",
     )
     parser.add_argument("--side", choices=("document", "query"), default="document", help="which prompt texts get")
     parser.add_argument(
-        "--index", default="Flat", metavar="FACTORY", help="FAISS index: Flat (exact, default), HNSW32, IVF1024,Flat"
+        "--index",
+        default="Flat",
+        metavar="FACTORY",
+        help="FAISS index: Flat (exact, default), HNSW32, IVF1024,Flat; int8 or binary: small, then rescored",
     )
     parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
     parser.add_argument("--id-column", metavar="NAME", help="default: _id, id, docid or doc_id")
@@ -57,44 +72,64 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Encode a corpus into an index."""
-    parsed = parse_arguments(arguments, program=program)
-    return run_command(lambda: _run(parsed))
+    parsed, watchdog = parse_arguments(arguments, program=program), Watchdog()
+    return run_command(partial(_run, parsed, watchdog), in_several=True, watchdog=watchdog)
 
 
-def _run(parsed: argparse.Namespace) -> int:
+def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    output = home_path(parsed.output)
+    by_name: Format = "parquet" if output.suffix == ".parquet" else "index"
+    form: Format = parsed.format or by_name
+    if (form == "parquet") != (by_name == "parquet"):
+        raise ConfigError(
+            f"--format {form} doesn't fit --output {parsed.output}: a Parquet file's name ends in .parquet"
+        )
+    if form == "lancedb":
+        import_extra("lancedb", "lancedb", "--format lancedb")
     from vembed.data.corpus import Corpus
 
     Corpus(parsed.data)  # a path that leads nowhere is told before torch is imported, which takes seconds
-    with hold_output(parsed.output, beside=True):
-        return _encode(parsed)
 
-
-def _encode(parsed: argparse.Namespace) -> int:
-    from vembed.api.model import load
-    from vembed.api.retrieval import build_index
+    from vembed.distributed.runtime import shut_down, start_runtime
     from vembed.search.build import refuse_taken
     from vembed.training.guards import StopSignal
 
-    refuse_taken(home_path(parsed.output), overwrite=parsed.overwrite)  # before a model is loaded
     quiet_libraries()
-    with StopSignal(advice="nothing was written, encode again") as stop:
-        model = load(parsed.model, **load_options(parsed))
-        meta = build_index(
-            model,
-            parsed.data,
-            parsed.output,
-            side=parsed.side,
-            index=parsed.index,
-            batch_size=parsed.batch_size,
-            overwrite=parsed.overwrite,
-            id_column=parsed.id_column,
-            text_column=parsed.text_column,
-            image_column=parsed.image_column,
-            image_root=parsed.image_root,
-            poll=stop.poll,
-        )
+    runtime = start_runtime(deterministic=False, watchdog=watchdog)
+    with ExitStack() as stack, StopSignal(advice="what is encoded is kept, and the same command goes on") as stop:
+        runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output, beside=True)))
+        refuse_taken(output, overwrite=parsed.overwrite)  # before a model is loaded
+        stack.enter_context(stop.asking(runtime.ranks.agreement(runtime.device)))
+        _encode(parsed, form, runtime.ranks, stop.poll)
+    shut_down(watchdog)
+    return ExitCode.OK
+
+
+def _encode(parsed: argparse.Namespace, form: Format, ranks: Ranks, poll: Callable[[], None]) -> None:
+    from vembed.api.model import load
+    from vembed.api.retrieval import build_index
+
+    model = load(parsed.model, **load_options(parsed))
+    meta = build_index(
+        model,
+        parsed.data,
+        parsed.output,
+        side=parsed.side,
+        index=parsed.index,
+        format=form,
+        batch_size=parsed.batch_size,
+        overwrite=parsed.overwrite,
+        id_column=parsed.id_column,
+        text_column=parsed.text_column,
+        image_column=parsed.image_column,
+        image_root=parsed.image_root,
+        ranks=ranks,
+        poll=poll,
+    )
+    if not ranks.is_first:
+        return
     for note in meta.notes:
         print(note)
     if meta.num_truncated:
@@ -106,5 +141,5 @@ def _encode(parsed: argparse.Namespace) -> int:
     if meta.num_vectors is not None:
         each, size = meta.num_vectors / meta.num_documents, 4 * meta.num_vectors * meta.model.dimension
         documents += f", {meta.num_vectors:,} vectors ({each:.1f} a document, {size / 1e6:,.1f} MB)"
-    print(f"{documents}, {meta.model.dimension} dimensions, index {meta.factory}: {redact(str(parsed.output))}")
-    return ExitCode.OK
+    kind = f"index {meta.factory}" if form == "index" else {"parquet": "Parquet", "lancedb": "LanceDB"}[form]
+    print(f"{documents}, {meta.model.dimension} dimensions, {kind}: {redact(str(parsed.output))}")

@@ -35,7 +35,9 @@ FALLBACK_WIDTH = 100
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
     """Parse the command line of a search."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("index", type=Path, metavar="INDEX", help="folder that vembed encode wrote")
+    parser.add_argument(
+        "index", type=Path, metavar="INDEX", help="what vembed encode wrote: a folder, FILE.parquet or a LanceDB folder"
+    )
     parser.add_argument("query", nargs="?", metavar="QUERY", help="what to search for")
     parser.add_argument(
         "--image",
@@ -45,6 +47,12 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         help="picture to search with; a query beside it says what should differ; may be given again",
     )
     parser.add_argument("-k", type=int, default=10, metavar="N", help="documents per query (default 10)")
+    parser.add_argument(
+        "--rescore",
+        type=int,
+        metavar="N",
+        help="candidates for each hit that the full vectors rank; default: 4 for an int8 or binary index, else 0",
+    )
     parser.add_argument("--model", metavar="MODEL", help="default: the model that the index names")
     parser.add_argument("--json", action="store_true", help="one JSON object per query and line")
     parser.add_argument("--serve", action="store_true", help="open a search page on this machine")
@@ -63,12 +71,14 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace) -> int:
     _refuse_contradictions(parsed)
     from vembed.search.format import read_meta
+    from vembed.search.tables import is_table
 
-    read_meta(home_path(parsed.index))  # a missing index is said before a model is loaded
+    if not is_table(home_path(parsed.index)):
+        read_meta(home_path(parsed.index))  # a missing index is said before a model is loaded
     from vembed.api.retrieval import open_index
 
     quiet_libraries()
-    searcher = open_index(parsed.index, model=parsed.model, **load_options(parsed))
+    searcher = open_index(parsed.index, model=parsed.model, rescored=parsed.rescore, **load_options(parsed))
     if parsed.serve:
         return _serve(searcher, 8000 if parsed.port is None else parsed.port)
     _refuse_without_tower(searcher, parsed)
@@ -84,6 +94,8 @@ def _run(parsed: argparse.Namespace) -> int:
 def _refuse_contradictions(parsed: argparse.Namespace) -> None:
     if parsed.k < 1:
         raise ConfigError(f"-k must be at least 1, got {parsed.k}")
+    if parsed.rescore is not None and parsed.rescore < 0:
+        raise ConfigError(f"--rescore must be at least 0, got {parsed.rescore}")
     if parsed.query is not None and not parsed.query.strip():
         raise ConfigError("the query is empty; write what to search for, in quotes")
     if parsed.serve and (parsed.query is not None or parsed.image is not None or parsed.json):

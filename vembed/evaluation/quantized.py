@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 import faiss
 import numpy as np
 
-from vembed.evaluation.index import SLICE_ROWS, search_index
+from vembed.evaluation.index import SLICE_ROWS, build_index, search_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,6 +47,16 @@ def int8_codes(vectors_NE: NDArray[np.float32], scales_E: NDArray[np.float32]) -
 def sign_bits(vectors_NE: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Return one bit for each dimension, 8 to a byte, (N, ceil(E / 8)); the last byte is filled up with zeros."""
     return np.packbits(vectors_NE > 0, axis=1)
+
+
+def index_of(vectors_DE: NDArray[np.float32], factory: str) -> Any:
+    """Return a FAISS index of the kind that a string names: one of `QUANTIZATIONS`, or FAISS's own.
+
+    Raises:
+        ConfigError: FAISS can't build it for these vectors.
+    """
+    few_bits: Quantization | None = next((each for each in QUANTIZATIONS if each == factory), None)
+    return build_index((vectors_DE,), factory) if few_bits is None else quantized_index(vectors_DE, few_bits)
 
 
 def quantized_index(documents_DE: NDArray[np.float32], precision: Quantization) -> Any:

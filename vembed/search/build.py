@@ -1,10 +1,14 @@
-"""Make an index: a corpus in, a folder out that appears complete or not at all.
+"""Make an index: a corpus in, a folder or a table out that appears complete or not at all.
 
 1. The corpus is read and checked to its end, and written as ids.jsonl: an invalid last row costs no encoding.
 2. It is read again in slices: documents are encoded and the vectors appended to vectors.npy, and of each picture a
    small copy is kept. A document that is no longer what it was in step 1 ends the work.
 3. FAISS builds its index from the mapped file.
 4. meta.json is written last, and the folder takes its name.
+
+All this happens in a hidden folder beside the output, `.NAME.part`. Where a process is killed or stopped, the folder
+stays, and the same command goes on behind the last slice (`vembed.search.journal`). Several processes encode each slice
+together, and the first one writes.
 
 Memory: three slices of documents (one is read ahead, one encoded, one written), the vectors of two, the ids, and in
 step 3 what FAISS holds ("Flat": all vectors once; where documents have several, "Flat" makes no such index).
@@ -17,22 +21,26 @@ import logging
 import shutil
 import time
 from collections import deque
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
-import faiss
 import numpy as np
 import torch
 
 from vembed.batch import MODALITY_WORDS, Image, Ragged, modality_of, modality_words, pictures_in
-from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError
+from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError
+from vembed.evaluation.directions import count_truncated
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, values_of
-from vembed.evaluation.index import build_index, new_index
-from vembed.files import new_folder
+from vembed.evaluation.index import new_index
+from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
+from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
+from vembed.files import disk_error, file_sha256, new_folder
 from vembed.search.format import (
     DOCUMENTS_FILE,
+    HEADER_BYTES,
     INDEX_FILE,
     META_FILE,
     OFFSETS_FILE,
@@ -43,18 +51,22 @@ from vembed.search.format import (
     VECTORS_FILE,
     IndexMeta,
     is_index,
+    write_vectors_header,
 )
-from vembed.search.thumbnails import ThumbnailWriter, make_thumbnails
+from vembed.search.journal import Journal
+from vembed.search.tables import is_table, write_table
+from vembed.search.thumbnails import ThumbnailReader, make_thumbnails
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from numpy.typing import NDArray
-
     from vembed.batch import Item, Side
     from vembed.data.corpus import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder, Vectors
+    from vembed.evaluation.provenance import Key
     from vembed.models.fingerprint import ModelIdentity
+    from vembed.search.journal import Entry
+    from vembed.search.tables import Format
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +86,13 @@ class BuildOptions:
     side: Side = "document"  # which prompt the documents get
     factory: str = "Flat"  # FAISS index string; "Flat" is exact
     overwrite: bool = False  # whether an index that is there may be replaced
+    form: Format = "index"  # the folder of an index, or a table of its rows
 
 
 def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
-    """Encode a corpus into a folder.
+    """Encode a corpus into a folder or a table; on several ranks all must call this.
 
-    The files are written into a hidden folder beside it. An index that is there stays until the new one is whole.
+    An index that is there stays until the new one is whole.
 
     Raises:
         ConfigError: The folder holds something already, or FAISS can't build such an index.
@@ -89,15 +102,37 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     """
     output = Path(output).resolve()
     refuse_taken(output, overwrite=options.overwrite)
-    new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
+    if options.factory not in QUANTIZATIONS:
+        new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
+    part = output.with_name(f".{output.name}.part")
     try:
-        with new_folder(output) as temporary:
-            meta = _write_files(temporary, corpus, encode, options)
-    except OSError as error:
+        meta = _write_files(part, corpus, encode, options)
+        if encode.ranks.is_first:
+            _publish(part, output, meta, options.form)
+        encode.ranks.gather_objects(None)  # all wait: the first one may fail
+    except PreemptedError:
+        raise
+    except Exception as error:
+        if encode.ranks.is_first:
+            shutil.rmtree(part, ignore_errors=True)
+        refused = error if isinstance(error, OSError) else disk_error(error)
+        if refused is None:
+            raise
         raise MachineError(
-            f"{output}: the index can't be written: {error}. Free some space, or choose another folder"
+            f"{output}: the index can't be written: {refused}. Free some space, or choose another folder"
         ) from error
     return meta
+
+
+def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
+    """Give the output its name."""
+    if form != "index":
+        write_table(part, output, form)
+    else:
+        with new_folder(output) as temporary:
+            for name in (*meta.files, META_FILE):
+                (part / name).replace(temporary / name)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def refuse_taken(output: Path, *, overwrite: bool) -> None:
@@ -107,6 +142,10 @@ def refuse_taken(output: Path, *, overwrite: bool) -> None:
         ConfigError: It holds an index and `overwrite` is false, or other files.
     """
     if not output.exists():
+        return
+    if is_table(output):
+        if not overwrite:
+            raise ConfigError(f"{output} holds vectors; replace them with --overwrite, or choose another name")
         return
     if not output.is_dir():
         raise ConfigError(f"{output} is a file; name a folder for the index")
@@ -118,13 +157,14 @@ def refuse_taken(output: Path, *, overwrite: bool) -> None:
 
 
 def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
-    num_documents, num_pictures = _write_documents(folder / DOCUMENTS_FILE, corpus, encode)
+    ranks = encode.ranks
+    if ranks.is_first:
+        folder.mkdir(parents=True, exist_ok=True)
+    num_documents, num_pictures = ranks.from_first(lambda: _write_documents(folder / DOCUMENTS_FILE, corpus, encode))
     dim, several = options.model.dimension, encode.encoder.multi_vector
-    # The vectors, the index that holds them again, and the copies; of several vectors at least one each.
+    # The vectors, the index or table that holds them again, and the copies; of several vectors at least one each.
     _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES)
-    before = encode.num_truncated[options.side]
-    num_vectors = _write_vectors(folder, (num_documents, num_pictures), corpus, encode, options.side)
-    num_truncated = encode.num_truncated[options.side] - before
+    num_vectors, num_truncated = _write_vectors(folder, (num_documents, num_pictures), corpus, encode, options)
     meta = IndexMeta(
         model=options.model,
         model_options=dict(options.model_options),
@@ -134,16 +174,17 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
         num_documents=num_documents,
         num_pictures=num_pictures,
         num_truncated=num_truncated,
-        notes=corpus.notes,
+        notes=ranks.from_first(lambda: corpus.notes),
         file_bytes={},
         num_vectors=num_vectors if several else None,
     )
-    if not meta.compares_all:
-        _require_disk(folder, num_vectors * dim * 4)
-        vectors_VE = np.load(folder / VECTORS_FILE, mmap_mode="r")
-        faiss.write_index(build_index((vectors_VE,), options.factory), str(folder / INDEX_FILE))
-    meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
-    (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
+    if ranks.is_first:
+        if not meta.compares_all:
+            _require_disk(folder, num_vectors * dim * 4)
+            vectors_VE = np.load(folder / VECTORS_FILE, mmap_mode="r")
+            write_faiss(index_of(vectors_VE, options.factory), folder / INDEX_FILE)
+        meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
+        (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
     return meta
 
 
@@ -153,7 +194,7 @@ def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> tuple[i
     taken = encode.encoder.modalities
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for document in corpus:
-            if num_documents % SLICE_ROWS == 0:
+            if num_documents % SLICE_ROWS == 0 and encode.ranks.is_one:
                 encode.poll()
             modality = modality_of(document.item)
             if modality not in taken:
@@ -188,86 +229,97 @@ def _require_disk(folder: Path, num_bytes: int) -> None:
         )
 
 
-def _write_vectors(folder: Path, counts: tuple[int, int], corpus: Corpus, encode: ItemEncoder, side: Side) -> int:
+def _write_vectors(
+    folder: Path, counts: tuple[int, int], corpus: Corpus, encode: ItemEncoder, options: BuildOptions
+) -> tuple[int, int]:
     """Append the vectors slice by slice: a plain write says that the disk is full, where a mapped page would crash.
 
     Returns:
-        How many vectors there are.
+        How many vectors there are, and how many texts were cut.
     """
     num_documents, num_pictures = counts
+    ranks, side = encode.ranks, options.side
+    files = {VECTORS_FILE: HEADER_BYTES, **({THUMBNAILS_FILE: 0} if num_pictures else {})}
+    key = ranks.from_first(lambda: _key(folder, corpus, encode, options))
+    journal = Journal(folder, key, files) if ranks.is_first else None
+    num_done = ranks.from_first(lambda: len(journal.done) if journal else 0)
+    before, num_cut = encode.num_truncated[side], 0
+    if num_done and ranks.is_first:
+        _log.info("going on behind what an earlier start has encoded")
     progress = _Progress(num_documents)
-    keeping = _Copies(folder, corpus, encode) if num_pictures else nullcontext()
+    slices = _slices(folder / DOCUMENTS_FILE, corpus)
+    for documents in islice(slices, num_done):
+        num_cut += count_truncated(encode.encoder, [each.item for each in documents], side) if ranks.is_first else 0
+        progress.skip(len(documents))
     under_way: deque[list[Document]] = deque()
 
     def items() -> Iterator[list[Item]]:
-        for documents in _slices(folder / DOCUMENTS_FILE, corpus):
+        for documents in slices:
             under_way.append(documents)
             yield [document.item for document in documents]
 
-    streaming = closing(encode.stream(items(), side))
-    lengths: list[NDArray[np.int64]] = []
-    with (folder / VECTORS_FILE).open("wb") as file, keeping as copies, streaming as found:
-        _write_header(file, num_documents, encode.encoder.dimension)
+    with closing(encode.stream(items(), side)) as found:
         for vectors in found:
             documents = under_way.popleft()
-            _refuse_nonfinite(vectors, documents)
-            file.write(values_of(vectors).astype("<f4", copy=False).tobytes())
-            if isinstance(vectors, Ragged):
-                lengths.append(vectors.lengths)
-            if copies is not None:
-                copies.add([document.item for document in documents])
+            if journal is not None:
+                _refuse_nonfinite(vectors, documents)
+                copies = list(_copies(documents, corpus, encode)) if num_pictures else []
+                parts = [
+                    values_of(vectors).astype("<f4", copy=False).tobytes(),
+                    *([b"".join(copies)] * (len(files) - 1)),
+                ]
+                lengths = vectors.lengths.tolist() if isinstance(vectors, Ragged) else None
+                journal.append(parts, len(documents), lengths, [len(copy) for copy in copies])
             progress.add(len(documents))
-        assert progress.done == num_documents
-        if copies is not None:
-            copies.finish(side)
-        if not lengths:
-            return num_documents
-        starts = np.concatenate([[0], *lengths]).cumsum()
-        np.save(folder / STARTS_FILE, starts.astype("<i8", copy=False))
-        file.seek(0)
-        _write_header(file, int(starts[-1]), encode.encoder.dimension)
-        return int(starts[-1])
+    assert progress.done == num_documents
+    num_cut += sum(ranks.gather_objects(encode.num_truncated[side] - before))
+    if journal is not None:
+        journal.close()
+    num_vectors = ranks.from_first(lambda: _finish(folder, journal.done, encode) if journal else 0)
+    assert encode.encoder.multi_vector or num_vectors == num_documents
+    if num_pictures:
+        probes = values_of(encode(_probes(folder, encode), side))
+        if ranks.is_first:
+            np.save(folder / PROBE_FILE, probes.astype("<f4", copy=False))
+    return num_vectors, num_cut
 
 
-def _write_header(file: BinaryIO, num_vectors: int, dim: int) -> None:
-    """Write what numpy's files begin with; it is of one length whatever the number of vectors."""
-    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (num_vectors, dim)})
+def _key(folder: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
+    """Return what the bytes of the vectors are made of."""
+    sample = [document.item for document in islice(corpus, SAMPLE_TEXTS)]
+    made = vectors_key(
+        encode.encoder, model_key(encode.encoder), sample, options.side, autocast_dtype=encode.autocast_dtype
+    )
+    return {**made, "documents": file_sha256(folder / DOCUMENTS_FILE)}
 
 
-class _Copies:
-    """Keep a small copy of each picture, and what tells the model by them."""
+def _finish(folder: Path, done: Sequence[Entry], encode: ItemEncoder) -> int:
+    """Write where vectors and copies start, and return how many vectors there are."""
+    lengths = [length for entry in done for length in entry.lengths or ()]
+    num_vectors = sum(lengths) if encode.encoder.multi_vector else sum(entry.num_documents for entry in done)
+    with (folder / VECTORS_FILE).open("r+b") as file:
+        write_vectors_header(file, num_vectors, encode.encoder.dimension)
+    if encode.encoder.multi_vector:
+        np.save(folder / STARTS_FILE, np.cumsum([0, *lengths], dtype="<i8"))
+    copies = [length for entry in done for length in entry.copy_lengths]
+    if copies:
+        np.save(folder / OFFSETS_FILE, np.cumsum([0, *copies], dtype="<i8"))
+    return num_vectors
 
-    def __init__(self, folder: Path, corpus: Corpus, encode: ItemEncoder) -> None:
-        self._folder = folder
-        self._limits = corpus.limits
-        self._encode = encode
-        self._first = b""
-        self._file = (folder / THUMBNAILS_FILE).open("wb")
-        self._writer = ThumbnailWriter(self._file)
 
-    def __enter__(self) -> _Copies:
-        return self
+def _copies(documents: Sequence[Document], corpus: Corpus, encode: ItemEncoder) -> Iterator[bytes]:
+    """Yield a small copy of each document's pictures."""
+    for copy in make_thumbnails([each.item for each in documents], corpus.limits, torch.get_num_threads()):
+        if encode.ranks.is_one:
+            encode.poll()
+        yield copy
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
-    def add(self, items: Sequence[Item]) -> None:
-        """Copy the pictures of the next documents."""
-        self._writer.add(self._polled(items))
-
-    def finish(self, side: Side) -> None:
-        """Write the last two files."""
-        self._writer.write_offsets(self._folder / OFFSETS_FILE)
-        probes: list[Item] = [Image("the first thumbnail", self._first)]
-        if "text" in self._encode.encoder.modalities:
-            probes.append(PROBE_TEXT)
-        np.save(self._folder / PROBE_FILE, values_of(self._encode(probes, side)).astype("<f4", copy=False))
-
-    def _polled(self, items: Sequence[Item]) -> Iterator[bytes]:
-        for copy in make_thumbnails(items, self._limits, torch.get_num_threads()):
-            self._encode.poll()
-            self._first = self._first or copy
-            yield copy
+def _probes(folder: Path, encode: ItemEncoder) -> list[Item]:
+    """Return items that tell the model by their vectors where there are pictures."""
+    copies = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE)
+    first = Image("the first thumbnail", copies.read(copies.first()))
+    return [first, PROBE_TEXT] if "text" in encode.encoder.modalities else [first]
 
 
 class _Progress:
@@ -276,15 +328,21 @@ class _Progress:
     def __init__(self, num_documents: int) -> None:
         self._num_documents = num_documents
         self._started = self._last_line = time.perf_counter()
-        self.done = 0
+        self.done = self._skipped = 0
+
+    def skip(self, num_documents: int) -> None:
+        """Count documents that an earlier start encoded."""
+        self.done += num_documents
+        self._skipped += num_documents
 
     def add(self, num_documents: int) -> None:
         """Count the next documents."""
         self.done += num_documents
         now = time.perf_counter()
         if now - self._last_line > SECONDS_BETWEEN_LINES:
+            rate = (self.done - self._skipped) / (now - self._started)
             done, of = (f"{number:,}" for number in (self.done, self._num_documents))
-            _log.info("encoded %s of %s documents, %.0f a second", done, of, self.done / (now - self._started))
+            _log.info("encoded %s of %s documents, %.0f a second", done, of, rate)
             self._last_line = now
 
 

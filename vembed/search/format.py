@@ -26,7 +26,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
 
 import vembed
 from vembed.errors import DataError
@@ -91,6 +94,20 @@ class IndexMeta:
         head = {"kind": KIND, "format_version": version, "vembed_version": vembed.__version__}
         facts = {name: value for name, value in asdict(self).items() if several or name != "num_vectors"}
         return json.dumps({**head, **facts}, indent=2, ensure_ascii=False) + "\n"
+
+
+def write_vectors_header(file: BinaryIO, num_vectors: int, dim: int) -> None:
+    """Write what numpy's files begin with; it is of one length whatever the number of vectors."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (num_vectors, dim)})
+
+
+def _header_bytes() -> int:
+    buffer = BytesIO()
+    write_vectors_header(buffer, 1, 1)
+    return len(buffer.getvalue())
+
+
+HEADER_BYTES = _header_bytes()
 
 
 def is_index(folder: Path) -> bool:

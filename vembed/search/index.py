@@ -4,6 +4,8 @@ Memory: what FAISS holds, and 8 bytes a document; texts and thumbnails stay on d
 vectors, 8 bytes a document more: "Flat" maps the vectors and compares a query with all of them; another index finds
 candidates for each vector of the query, and the mapped vectors of those alone are compared.
 
+An index of few bits (int8, binary) finds more candidates than asked for, and the mapped vectors of these rank them.
+
 Shape legend: Q queries, E embedding dim, k hits per query.
 """
 
@@ -14,13 +16,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import faiss
 import numpy as np
 
 from vembed.batch import Image, Ragged
 from vembed.errors import ConfigError, DataError, NonFiniteError
 from vembed.evaluation.encode import values_of
 from vembed.evaluation.maxsim import search_maxsim
+from vembed.evaluation.quantized import QUANTIZATIONS, read_faiss, rescore, search_quantized
 from vembed.search.format import (
     DOCUMENTS_FILE,
     INDEX_FILE,
@@ -49,6 +51,9 @@ BLOCK_BYTES = 1 << 24
 LEAST_AGREEMENT = 0.98
 """Cosine of a document's vector with the stored one, below which the model is taken for another one. Half precision
 keeps 0.999; another pooling, tokenizer or prompt falls far below."""
+
+USUAL_RESCORED = 4
+"""Candidates for each hit that the full vectors rank where an index is of few bits."""
 
 CANDIDATES = 128
 """Nearest vectors that an approximate index is asked for, for each vector of a query; or 4 for each hit, if more."""
@@ -84,8 +89,10 @@ class SearchIndex:
         DataError: A file is missing or broken.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, rescored: int | None = None) -> None:
         self.meta: IndexMeta = read_meta(folder)
+        few_bits = self.meta.factory in QUANTIZATIONS
+        self._rescored = (USUAL_RESCORED if few_bits else 0) if rescored is None else rescored
         self._folder = folder
         self._index: Any = None if self.meta.compares_all else self._read_faiss()
         self._file = (folder / DOCUMENTS_FILE).open("rb")
@@ -125,7 +132,10 @@ class SearchIndex:
         if isinstance(vectors, Ragged):
             scores_Qk, rows_Qk = search_maxsim(self._documents, vectors, k=k)
         else:
-            scores_Qk, rows_Qk = self._index.search(np.ascontiguousarray(vectors), min(k, len(self)))
+            q_QE, k = np.ascontiguousarray(vectors), min(k, len(self))
+            scores_Qk, rows_Qk = search_quantized(self._index, q_QE, k=k * max(1, self._rescored))
+            if self._rescored:
+                scores_Qk, rows_Qk = rescore(self._vectors, q_QE, rows_Qk, k=k)
         return [self._hits(scores, rows) for scores, rows in zip(scores_Qk, rows_Qk, strict=True)]
 
     def _hits(self, scores: NDArray[np.float32], rows: NDArray[np.int64]) -> list[Hit]:
@@ -139,7 +149,7 @@ class SearchIndex:
     def _by_candidates(self, query: Ragged, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         """Return scores and rows of the best among the documents of the vectors that are nearest to a query's."""
         nearest = min(max(CANDIDATES, 4 * k), self._index.ntotal)
-        _, found = self._index.search(np.ascontiguousarray(query.values), nearest)
+        _, found = search_quantized(self._index, np.ascontiguousarray(query.values), k=nearest)
         candidates = np.unique(np.searchsorted(self._documents.offsets, found[found >= 0], side="right") - 1)
         if not len(candidates):
             return np.zeros(0, dtype=np.float32), candidates
@@ -206,10 +216,12 @@ class SearchIndex:
     def _read_faiss(self) -> Any:
         path = self._folder / INDEX_FILE
         try:
-            index = faiss.read_index(str(path))
+            index = read_faiss(path, self.meta.factory)
         except RuntimeError as error:
             raise self._broken(INDEX_FILE, str(error).rsplit(": ", 1)[-1]) from error
-        if (index.ntotal, index.d) != (self.meta.num_vectors or len(self), self.meta.model.dimension):
+        dim = self.meta.model.dimension
+        bits = 8 * -(-dim // 8) if self.meta.factory == "binary" else dim
+        if (index.ntotal, index.d) != (self.meta.num_vectors or len(self), bits):
             raise self._broken(INDEX_FILE, f"{index.ntotal} vectors of {index.d} dimensions")
         return index
 

@@ -10,7 +10,7 @@ import io
 import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import numpy as np
 import PIL.Image
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from numpy.typing import NDArray
     from PIL.Image import Image as Bitmap
 
     from vembed.batch import Item
@@ -97,27 +96,6 @@ def make_thumbnails(items: Iterable[Item], limits: ImageLimits, num_threads: int
             yield from pool.map(copy_of, block)
 
 
-class ThumbnailWriter:
-    """Write copies and where they start."""
-
-    def __init__(self, copies: IO[bytes]) -> None:
-        self._copies = copies
-        self._lengths: list[NDArray[np.int64]] = []
-
-    def add(self, copies: Iterable[bytes]) -> None:
-        """Append the copies of the next documents."""
-        lengths = []
-        for copy in copies:
-            self._copies.write(copy)
-            lengths.append(len(copy))
-        self._lengths.append(np.array(lengths, dtype=np.int64))
-
-    def write_offsets(self, path: Path) -> None:
-        """Write where each copy starts, and where the last one ends."""
-        lengths = np.concatenate([np.zeros(1, dtype=np.int64), *self._lengths])
-        np.save(path, np.cumsum(lengths).astype(_OFFSETS_DTYPE))
-
-
 class ThumbnailReader:
     """Read copies back, from several threads.
 
@@ -125,12 +103,13 @@ class ThumbnailReader:
         DataError: The offsets are broken, or of another number of documents.
     """
 
-    def __init__(self, copies: Path, offsets: Path, *, num_documents: int) -> None:
+    def __init__(self, copies: Path, offsets: Path, *, num_documents: int | None = None) -> None:
         self._path = copies
         try:
             self._offsets = np.load(offsets, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise DataError(f"{offsets} is broken: {error}; encode the corpus again with --overwrite") from error
+        num_documents = len(self._offsets) - 1 if num_documents is None else num_documents
         if self._offsets.shape != (num_documents + 1,) or self._offsets.dtype != _OFFSETS_DTYPE:
             raise DataError(f"{offsets} is broken: it isn't of {num_documents:,} documents; encode the corpus again")
         self._file = copies.open("rb")

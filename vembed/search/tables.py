@@ -1,0 +1,196 @@
+"""An index as one Parquet file or as a LanceDB table: a row for each document, and what else it holds in the metadata.
+
+    id         string
+    text       string
+    image      string, only where there are pictures: the path; null of a text
+    thumbnail  binary, only where there are pictures: a small WebP copy; no bytes for a text
+    vector     fixed_size_list<float>[E]
+
+The schema's metadata holds `vembed`, the index's meta.json (model, weights, dimensions, similarity, prompts, counts),
+`normalised` ("true" where vectors have unit length), and `probe`, the vectors that tell the model by pictures.
+
+To be searched, a table is unpacked into the folder of an index, so that both give the same answers.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import tempfile
+import weakref
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from vembed.errors import ConfigError, DataError, MachineError
+from vembed.evaluation.quantized import index_of, write_faiss
+from vembed.extras import import_extra
+from vembed.files import is_file, is_folder, new_file, new_folder
+from vembed.search.format import (
+    DOCUMENTS_FILE,
+    INDEX_FILE,
+    META_FILE,
+    OFFSETS_FILE,
+    PROBE_FILE,
+    THUMBNAILS_FILE,
+    VECTORS_FILE,
+    read_meta,
+    write_vectors_header,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
+
+Format: TypeAlias = Literal["index", "parquet", "lancedb"]
+
+TABLE = "documents"
+BATCH_ROWS = 8192
+"""Rows of a row group: 12 MB of vectors at 384 dimensions."""
+
+
+def write_table(folder: Path, output: Path, form: Format) -> None:
+    """Write the index of a folder as a table; the output appears complete or not at all.
+
+    Raises:
+        ConfigError: The documents have several vectors each, or LanceDB isn't installed.
+        MachineError: The disk refuses.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    meta = read_meta(folder)
+    if meta.num_vectors is not None:
+        raise ConfigError(f"a {form} table holds one vector for each document, and this model gives several")
+    pictures = bool(meta.num_pictures)
+    fields = [("id", pa.string()), ("text", pa.string())]
+    fields += [("image", pa.string()), ("thumbnail", pa.binary())] if pictures else []
+    fields += [("vector", pa.list_(pa.float32(), meta.model.dimension))]
+    facts = {"vembed": meta.to_json(), "normalised": str(meta.model.similarity == "cosine").lower()}
+    if pictures:
+        facts["probe"] = base64.b64encode((folder / PROBE_FILE).read_bytes()).decode()
+    schema = pa.schema(fields, metadata=facts)
+    try:
+        if form == "parquet":
+            with new_file(output, shared=True) as temporary, pq.ParquetWriter(temporary, schema) as writer:
+                for batch in _batches(folder, schema):
+                    writer.write_batch(batch)
+        else:
+            lancedb = import_extra("lancedb", "lancedb", "--format lancedb")
+            with new_folder(output) as temporary:
+                reader = pa.RecordBatchReader.from_batches(schema, _batches(folder, schema))
+                lancedb.connect(str(temporary)).create_table(TABLE, reader)
+    except OSError as error:
+        raise MachineError(f"{output}: the vectors can't be written: {error}. Free some space") from error
+
+
+def _batches(folder: Path, schema: Any) -> Iterator[Any]:
+    """Yield the documents of an index, many in each batch."""
+    import pyarrow as pa
+
+    vectors_NE: NDArray[np.float32] = np.load(folder / VECTORS_FILE, mmap_mode="r")
+    offsets = np.load(folder / OFFSETS_FILE) if "thumbnail" in schema.names else None
+    with (folder / DOCUMENTS_FILE).open(encoding="utf-8", newline="\n") as lines:
+        for start in range(0, len(vectors_NE), BATCH_ROWS):
+            part_NE = vectors_NE[start : start + BATCH_ROWS]
+            rows = [json.loads(next(lines)) for _ in range(len(part_NE))]
+            columns: dict[str, Any] = {name: [row.get(name) for row in rows] for name in ("id", "text", "image")}
+            if offsets is not None:
+                with (folder / THUMBNAILS_FILE).open("rb") as copies:
+                    copies.seek(int(offsets[start]))
+                    lengths = np.diff(offsets[start : start + len(part_NE) + 1]).tolist()
+                    columns["thumbnail"] = [copies.read(length) for length in lengths]
+            flat = pa.array(np.ascontiguousarray(part_NE).reshape(-1), pa.float32())
+            columns["vector"] = pa.FixedSizeListArray.from_arrays(flat, part_NE.shape[1])
+            arrays = [pa.array(columns[field.name], field.type) for field in schema]
+            yield pa.record_batch(arrays, schema=schema)
+
+
+def is_table(path: Path) -> bool:
+    """Return whether a path is a Parquet file or a LanceDB folder, by its name and what lies in it."""
+    return (is_file(path) and path.suffix == ".parquet") or is_folder(path / f"{TABLE}.lance")
+
+
+def unpacked(path: Path) -> Path:
+    """Return the folder of the index that a table was written from, made again in the temporary folder.
+
+    It is deleted when the program ends.
+
+    Raises:
+        ConfigError: LanceDB isn't installed.
+        DataError: It is no table of ours, or broken.
+        MachineError: The disk refuses.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if is_file(path):
+        try:
+            file = pq.ParquetFile(path)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path} can't be read as Parquet: {error}; encode the corpus again") from error
+        schema, batches = file.schema_arrow, file.iter_batches(BATCH_ROWS)
+    else:
+        lancedb = import_extra("lancedb", "lancedb", f"{path}, a LanceDB table,")
+        table = lancedb.connect(str(path)).open_table(TABLE)
+        schema, batches = table.schema, _of_lance(table)
+    facts = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    if "vembed" not in facts:
+        raise DataError(f"{path} holds no vectors of vembed encode: its metadata has no `vembed`")
+    folder = Path(tempfile.mkdtemp(prefix="vembed-"))
+    weakref.finalize(unpacked, shutil.rmtree, folder, ignore_errors=True)
+    try:
+        _unpack(batches, facts, folder)
+    except OSError as error:
+        raise MachineError(
+            f"{path}: it is unpacked into {folder.parent}, which refuses: {error}. Free some space there, or set TMPDIR"
+        ) from error
+    return folder
+
+
+def _of_lance(table: Any) -> Iterator[Any]:
+    """Yield the rows of a table in the order in which they were written."""
+    num_rows = table.count_rows()
+    for start in range(0, num_rows, BATCH_ROWS):
+        places = list(range(start, min(start + BATCH_ROWS, num_rows)))
+        yield from table.take_offsets(places).to_arrow().to_batches()
+
+
+def _unpack(batches: Iterable[Any], facts: dict[str, str], folder: Path) -> None:
+    (folder / META_FILE).write_text(facts["vembed"], encoding="utf-8")
+    content = json.loads(facts["vembed"])
+    num_documents, dim = content["num_documents"], content["model"]["dimension"]
+    lengths = [0]
+    with (
+        (folder / VECTORS_FILE).open("wb") as vectors,
+        (folder / DOCUMENTS_FILE).open("w", encoding="utf-8", newline="\n") as documents,
+        (folder / THUMBNAILS_FILE).open("wb") as copies,
+    ):
+        write_vectors_header(vectors, num_documents, dim)
+        for batch in batches:
+            vectors.write(batch.column("vector").flatten().to_numpy(zero_copy_only=False).astype("<f4").tobytes())
+            named = [name for name in ("id", "text", "image") if name in batch.schema.names]
+            for row in batch.select(named).to_pylist():
+                kept = {name: value for name, value in row.items() if value is not None}
+                documents.write(json.dumps(kept, ensure_ascii=False) + "\n")
+            for copy in batch.column("thumbnail").to_pylist() if "thumbnail" in batch.schema.names else ():
+                copies.write(copy)
+                lengths.append(len(copy))
+    if "probe" in facts:
+        np.save(folder / OFFSETS_FILE, np.cumsum(lengths, dtype="<i8"))
+        np.save(folder / PROBE_FILE, np.load(BytesIO(base64.b64decode(facts["probe"])), allow_pickle=False))
+    else:
+        (folder / THUMBNAILS_FILE).unlink()
+    for name, size in content["file_bytes"].items():
+        if name != INDEX_FILE and (folder / name).stat().st_size != size:
+            raise DataError(
+                f"the table is cut or was changed: it gives another {name} than was written; encode it again"
+            )
+    write_faiss(index_of(np.load(folder / VECTORS_FILE, mmap_mode="r"), content["factory"]), folder / INDEX_FILE)
+    sizes = {name: (folder / name).stat().st_size for name in content["file_bytes"]}
+    content["file_bytes"] = sizes
+    (folder / META_FILE).write_text(json.dumps(content), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Trackers: where the numbers of a run go while it trains.
+"""Trackers: where what a run tells goes while it trains.
 
-Here: what a tracker is, their registry, metrics.jsonl (always), TensorBoard, and the guard that keeps a failing tracker
-from stopping a run.
-Not here: which numbers there are (training/), and the reports of an evaluation (evaluation/).
+Here: what a tracker is, their registry, metrics.jsonl (always), a file for each service, and the guard that keeps a
+failing one from stopping a run.
+Not here: what they are told (training/trainer.py and tracking.py), and the reports of an evaluation (evaluation/).
 """

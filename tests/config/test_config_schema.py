@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from vembed.config.keys.evaluation import metrics_that_choose
+from vembed.config.keys.sources import Source
 from vembed.config.messages import key_schemas
 from vembed.config.schema import (
     SECTIONS,
@@ -461,13 +462,21 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
     ({"max_skipped_steps": 5}, {"max_skipped_steps": 5, "nonfinite_policy": "skip"}, "set nonfinite_policy to skip"),
     ({"mine": "once", "label_kind": "grade"}, {"mine": "once"}, "mine needs rows with positives"),
     (
-        {"mine": 2, "teacher_model_name": "t", "loss_type": "margin_mse"},
-        {"mine": 2},
-        "mine with vembed mine before, or leave one out",
+        {"mine": "once", "mine_teacher": "builtin:ngram-bag"},
+        {"mine": "once", "mine_teacher": "./t"},
+        "has nothing to teach",
     ),
+    (
+        {"data": [{"path": "a"}, {"path": "b", "loss": "cosent"}]},
+        {"data": [{"path": "a"}, {"path": "b", "loss": "cosent"}], "source_batches": "single"},
+        "data[1].loss: a mixed batch holds rows of all sources and has one loss",
+    ),
+    ({"hard_refresh": 2}, {"hard_refresh": 2, "batch_sampling": "hard"}, "hard_refresh has no effect with"),
     *(
         ({name: value}, {name: value, "mine": "once"}, f"{name} has no effect with mine never")
         for name, value in {
+            "mine_corpus": "corpus.jsonl",
+            "mine_teacher": "./t",
             "mine_negatives": 2,
             "mine_range_min": 5,
             "mine_range_max": 50,
@@ -515,10 +524,16 @@ def test_one_tower_is_no_model(given: str) -> None:
         Config.model_validate({given: "a"})
 
 
+def constructed(values: Mapping[str, Any]) -> Config:
+    """Return a configuration whose rules nobody has checked."""
+    sources = {"data": [Source(**each) for each in values["data"]]} if values.get("data") else {}
+    return config_class().model_construct(**{"model_name": "m", **values, **sources})
+
+
 def test_every_rule_has_a_case_above_and_one_sentence_for_the_reference() -> None:
     broken = set()
     for bad, _, _ in RULE_CASES:
-        candidate = config_class().model_construct(**{"model_name": "m", **bad})
+        candidate = constructed(bad)
         broken |= {rule.summary for rule in rules() if rule.check(candidate) is not None}
     assert broken == {rule.summary for rule in rules()}
     assert all(rule.summary.endswith(".") and "\n" not in rule.summary for rule in rules())
@@ -537,7 +552,7 @@ def test_a_rule_reads_no_key_that_it_does_not_name() -> None:
     watched_something = False
     for rule in rules():
         for values in [{}, *(bad for bad, _, _ in RULE_CASES)]:
-            watched = Watched(config_class().model_construct(**{"model_name": "m", **values}))
+            watched = Watched(constructed(values))
             rule.check(watched)
             assert watched.read <= set(rule.keys), rule.summary
             watched_something |= bool(watched.read)

@@ -12,6 +12,7 @@ from loss_cases import plain
 from streamed_cases import unit_rows
 from test_cosent import graded
 
+from vembed.config.keys.sources import loss_names
 from vembed.config.load import load_config, load_values
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
@@ -143,4 +144,4 @@ def test_what_can_not_be_is_refused_in_words(changes: dict[str, Any], words: str
 
 def test_the_settings_of_a_run_name_all_losses() -> None:
     config = load_config(None, ["model_name=m", "source_batches=single", "data=[{path: a}, {path: b, loss: cosent}]"])
-    assert _loss_names(config.config.model_dump()) == config.config.loss_names() == ("infonce", "cosent")
+    assert _loss_names(config.config.model_dump()) == loss_names(config.config) == ("infonce", "cosent")

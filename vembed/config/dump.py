@@ -4,6 +4,7 @@ import hashlib
 import json
 
 from vembed.config.fields import facts_of
+from vembed.config.keys.sources import loss_names
 from vembed.config.schema import SECTIONS, Config, fields, key_names, section_keys
 from vembed.config.text import write_mapping
 from vembed.redact import redact_value
@@ -26,7 +27,7 @@ def _of_another_plugin(name: str, config: Config) -> bool:
     losses = facts_of(fields()[name]).get("acts_with", {}).get("loss_type", ())
     return (
         bool(losses)
-        and not {config.loss_type, *config.loss_names()} & set(losses)
+        and not {config.loss_type, *loss_names(config)} & set(losses)
         and LOSSES.plugins().keys() >= set(losses)
     )
 

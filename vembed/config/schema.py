@@ -25,7 +25,7 @@ from vembed.config.keys.model import ModelKeys
 from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.keys.output import OutputKeys
 from vembed.config.keys.sampling import SamplingKeys
-from vembed.config.keys.sources import losses_of_sources
+from vembed.config.keys.sources import loss_names, losses_of_sources
 from vembed.config.keys.teacher import TeacherKeys
 from vembed.config.plugins import PluginKeys, import_plugins
 from vembed.config.synonyms import ALIASES, foreign
@@ -111,12 +111,6 @@ class Config(
         """Return the facts (`LossFacts` of vembed.losses) of the chosen loss, or of the sum of several."""
         return LOSSES.load(self.loss_type).with_added(self.added_losses).with_sources(losses_of_sources(self))
 
-    def loss_names(self) -> tuple[str, ...]:
-        """Return the `loss_type` of every loss that acts, known or not."""
-        own = losses_of_sources(self)
-        shared = () if own and all(own) else (self.loss_type, *self.added_losses)
-        return tuple(dict.fromkeys((*shared, *(name for name in own if name is not None))))
-
     def loss_keys(self) -> Any:
         """Return the keys of the chosen loss, as its own section; of a sum those of each part."""
         return self.loss_facts().keys_in(self)
@@ -190,7 +184,7 @@ def rules() -> list[Rule]:
 
 @functools.lru_cache(maxsize=1)
 def _idle_rules(checked: type[Config]) -> list[Rule]:
-    further = {"loss_type": (("added_losses", "data"), lambda config: config.loss_names())}
+    further = {"loss_type": (("added_losses", "data"), loss_names)}
     return idle_rules(checked.model_fields, {"loss_type": _hint}, further)
 
 
@@ -244,7 +238,7 @@ def _of_losses(info: FieldInfo, names: list[str]) -> FieldInfo:
 def _broken_of_loss(config: Config) -> list[tuple[tuple[str, ...], str]]:
     """Return what the chosen loss's own section refuses."""
     try:
-        if {*config.loss_names(), *config.added_losses} <= set(LOSSES.names()):  # a rule tells others
+        if {*loss_names(config), *config.added_losses} <= set(LOSSES.names()):  # a rule tells others
             config.loss_keys()
     except ValidationError as refused:
         errors = [(each["loc"], each.get("ctx", {}).get("error", each["msg"])) for each in refused.errors()]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from vembed.config.fields import ANY, LARGEST_COUNT, Auto, Count, Name, key, rule
-from vembed.config.keys.sources import LISTED_NEGATIVES, SourceKeys
+from vembed.config.keys.sources import LISTED_NEGATIVES, SourceKeys, loss_names
 from vembed.files import as_one_path
 from vembed.registry import LOSSES
 
@@ -148,7 +148,7 @@ def _sets_differ(config: "Config") -> str | None:
 @rule("label_kind", "loss_type", "added_losses", "data")
 def _scores_have_a_loss(config: "Config") -> str | None:
     """`label_kind: pair` and `grade` need a loss that takes listed pairs."""
-    if config.label_kind not in {"pair", "grade"} or takes_pairs(*config.loss_names()):
+    if config.label_kind not in {"pair", "grade"} or takes_pairs(*loss_names(config)):
         return None
     taking = [name for name in LOSSES.names() if takes_pairs(name)]
     return (

@@ -75,6 +75,13 @@ def losses_of_sources(config: "Config") -> tuple[str | None, ...]:
     return tuple(source.loss for source in config.data or ())
 
 
+def loss_names(config: "Config") -> tuple[str, ...]:
+    """Return the `loss_type` of every loss that acts, known or not."""
+    own = losses_of_sources(config)
+    shared = () if own and all(own) else (config.loss_type, *config.added_losses)
+    return tuple(dict.fromkeys((*shared, *(name for name in own if name is not None))))
+
+
 @rule("data", "loss_type", "source_batches")
 def _losses_of_sources_fit(config: "Config") -> str | None:
     """A `loss` in `data` learns from rows, takes as many vectors of a row as `loss_type`, and needs single batches."""

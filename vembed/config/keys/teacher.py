@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from vembed.config.fields import ANY, Name, Section, key, rule
 from vembed.config.keys.data import takes_pairs
 from vembed.config.keys.loss import filters_by_teacher
+from vembed.config.keys.sources import loss_names
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def teacher_gives_scores(config: "Config") -> bool:
 
     A loss that learns from positives as well keeps to them where the teacher is there for something else.
     """
-    losses = [LOSSES.load(name) for name in config.loss_names() if name in LOSSES]
+    losses = [LOSSES.load(name) for name in loss_names(config) if name in LOSSES]
     takers = [loss for loss in losses if {"pairs", "lists"} & set(loss.takes)]
     by_data = config.label_kind in ("pair", "grade")
     is_needed = any("positives" not in loss.takes for loss in takers)
@@ -48,7 +49,7 @@ def teacher_gives_scores(config: "Config") -> bool:
 def _somebody_reads_the_teacher(config: "Config") -> str | None:
     """`teacher_model_name` must be set where the loss reads a teacher, and only there."""
     loss, is_given = config.loss_type, config.teacher_model_name is not None
-    every = [name for name in config.loss_names() if name in LOSSES]
+    every = [name for name in loss_names(config) if name in LOSSES]
     is_read = any(LOSSES.load(name).reads_teacher(config) for name in every)
     if is_given == (is_read or (is_given and teacher_gives_scores(config))):
         return None

@@ -140,9 +140,10 @@ class Content:
     @property
     def sets_note(self) -> str:
         """What the table of sets shows."""
+        measures = dict.fromkeys(one_line(each.verdict.comparison.metric) for each in self.report.sets)
         return (
-            f"{one_line(self.report.verdict.comparison.metric)} before and after training. Each interval speaks of one "
-            f"set; they aren't corrected for their number."
+            f"{' or '.join(measures)} before and after training. Each interval speaks of one set; they aren't "
+            f"corrected for their number."
         )
 
     @property

@@ -74,7 +74,8 @@ def test_a_run_arrives_byte_for_byte_with_its_numbers_and_nothing_else(
     expected = {path.relative_to(exported).as_posix(): path for path in exported.rglob("*") if path.is_file()}
     assert files.keys() == expected.keys()
     for name, path in expected.items():
-        assert name == "README.md" or files[name] == path.read_bytes(), name
+        assert name in ("README.md", "serve.md") or files[name] == path.read_bytes(), name
+    assert f"vllm serve {REPO} " in files["serve.md"].decode()
     card = files["README.md"].decode()
     data = block(card)
     assert (data["license"], data["library_name"], data["pipeline_tag"]) == (

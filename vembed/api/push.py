@@ -27,6 +27,7 @@ from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.card.render import CARD_FILE
 from vembed.files import is_folder
+from vembed.models.export.serve import SERVE_FILE
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.redact import redact
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MODEL_FILES = (
-    *(CARD_FILE, "serve.md", "*config*.json", "tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json"),
+    *(CARD_FILE, SERVE_FILE, "*config*.json", "tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json"),
     *("added_tokens.json", "modules.json", "vembed_*.json", "*.jinja", "*.model", "*.py", "projections.safetensors"),
     *("*model*.safetensors", "*.safetensors.index.json", "model*.onnx", "model*.onnx_data"),
 )
@@ -112,7 +113,7 @@ def push_model(request: PushRequest, *, poll: Callable[[], None] = lambda: None)
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="vembed-push-"))) / "model"
             keys = (request.keys or ModelKeys(model_name=model)).model_copy(update={"model_name": model})
             card = card_files(request.repo.partition("/")[2], request.repo, model, run, request.words)
-            export_model(ExportRequest(keys=keys, output=folder), card, poll=poll)
+            export_model(ExportRequest(keys=keys, output=folder, served_as=request.repo), card, poll=poll)
         files, left_out = _model_files(folder)
         _refuse_private_words(folder, files, Path(model))
         poll()

@@ -23,7 +23,7 @@ DESCRIPTION = (
     "Write a model into a folder that sentence-transformers, transformers or open_clip loads, with a model card "
     "(README.md) of what its run left. What was written is read back and must give the same vectors."
 )
-FORMATS = ("auto", "sentence-transformers", "transformers", "open_clip")
+FORMATS = ("auto", "sentence-transformers", "transformers", "open_clip", "onnx")
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -39,6 +39,12 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument("--overwrite", action="store_true", help="replace the model that DIR holds")
     parser.add_argument(
         "--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run, finished or not, in place of its model"
+    )
+    graphs = parser.add_argument_group("for --format onnx: a sentence-transformers folder with ONNX graphs in onnx/")
+    graphs.add_argument("--int8", action="store_true", help="write a graph with weights of 8 bits too")
+    graphs.add_argument("--opset", type=int, metavar="N", help="version of ONNX's operators; default: that of torch")
+    graphs.add_argument(
+        "--allow-lower", action="store_true", help="keep a graph whose vectors have a cosine below 0.999 to the model's"
     )
     add_card_arguments(parser)
     add_source_arguments(parser)
@@ -78,11 +84,23 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
 def _request(parsed: argparse.Namespace, model: str) -> ExportRequest:
     import torch
 
+    from vembed.models.export.graph import GraphRequest, require_onnx
     from vembed.models.export.write import ExportRequest
 
     keys = source_keys(parsed, model)
     dtype = None if parsed.dtype is None else getattr(torch, parsed.dtype)
-    return ExportRequest(keys=keys, output=parsed.output, form=parsed.format, dtype=dtype, overwrite=parsed.overwrite)
+    form, graphs = parsed.format, None
+    if form == "onnx":
+        require_onnx()
+        form, graphs = (
+            "sentence-transformers",
+            GraphRequest(int8=parsed.int8, opset=parsed.opset, allow_lower=parsed.allow_lower),
+        )
+    elif parsed.int8 or parsed.opset is not None or parsed.allow_lower:
+        raise ConfigError("--int8, --opset and --allow-lower are for graphs; add --format onnx")
+    return ExportRequest(
+        keys=keys, output=parsed.output, form=form, dtype=dtype, overwrite=parsed.overwrite, graphs=graphs
+    )
 
 
 def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:
@@ -102,12 +120,16 @@ def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:
     from vembed.evaluation.card.front_matter import LICENSES, nearest_license
+    from vembed.evaluation.text import bytes_text
 
     dtype = str(exported.dtype).removeprefix("torch.")
     print(f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "
           f"{exported.difference:.2g}")  # fmt: skip
     if exported.rounding:
         print(f"rounding the weights to {dtype} moved vectors by up to {exported.rounding:.2g}")
+    for graph in exported.graphs:
+        print(f"{graph.name}, {bytes_text(graph.num_bytes)}: its vectors have a cosine of at least {graph.cosine:.7f} "
+              f"to the model's ({graph.num_texts} texts, each alone and all at once)")  # fmt: skip
     if license_id is None:
         print("the card states no licence; --license ID does")
     elif license_id not in LICENSES:

@@ -22,6 +22,7 @@ import torch
 from vembed.errors import ConfigError
 from vembed.models.files import WEIGHTS_FILE
 from vembed.models.late import new_layer
+from vembed.models.older_readers import add_older_names
 from vembed.models.sentence_transformers_format import (
     MODULES_FILE,
     Dense,
@@ -246,6 +247,7 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
     encoder.backbone.save_pretrained(folder)
     encoder.tokenizer.padding_side = "right"  # what fills a query up stands behind it, whatever its family does
     encoder.tokenizer.save_pretrained(folder)
+    add_older_names(folder)
     settings: dict[str, object] = {"do_lower_case": spec.lower_case, "document_length": spec.max_length}
     if late.expand_to != late.query_length:
         settings["query_length"] = late.query_length

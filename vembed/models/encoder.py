@@ -308,6 +308,15 @@ class Encoder(nn.Module, ABC):
         """Write the encoder for one of the libraries of `export_forms`."""
         self.save(folder)
 
+    def why_no_graph(self) -> str:
+        """Say why the encoder can't be written as an ONNX graph; empty where it can."""
+        kind = f" ({self.about.models})" if self.about is not None else ""
+        return f"{self.name}{kind} is no transformer that gives one vector for each text"
+
+    def graph(self) -> nn.Module:
+        """Return the network from token ids and mask (R, T) to token states (R, T, H) and vectors (R, E)."""
+        raise NotImplementedError(self.why_no_graph())
+
     def usage(self) -> Recipe | None:
         """Return how transformers alone gives the encoder's vectors; None where that takes more than a few lines."""
         return None

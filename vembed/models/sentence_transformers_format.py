@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from vembed.errors import ConfigError
 from vembed.models.files import WEIGHTS_FILE, save_weights
+from vembed.models.older_readers import add_older_names
 from vembed.models.pooling import POOLING_MODES, PoolingMode
 
 if TYPE_CHECKING:
@@ -252,6 +253,7 @@ def write_sentence_transformers(encoder: TextEncoder, folder: Path) -> None:
     spec = encoder.spec
     encoder.backbone.save_pretrained(folder)
     encoder.tokenizer.save_pretrained(folder)
+    add_older_names(folder)
     write_json(
         folder / "sentence_bert_config.json", {"max_seq_length": encoder.max_length, "do_lower_case": spec.lower_case}
     )

@@ -344,6 +344,19 @@ class TextEncoder(Encoder):
         settings = json.loads(path.read_text("utf-8")) | {"model_max_length": self.max_length}
         path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
+    def why_no_graph(self) -> str:
+        """Say why the encoder can't be written as an ONNX graph; empty where it can."""
+        if self.multi_vector:
+            return f"{self.name} gives several vectors for each text; a graph gives one"
+        if not self.spec.include_prompt:
+            return f"{self.name} leaves the tokens of its prompt out of the pooling, which a graph can't know"
+        return ""
+
+    def graph(self) -> nn.Module:
+        """Return the transformer with what stands behind it, under torch's own attention."""
+        self.backbone.config.get_text_config()._attn_implementation = "sdpa"
+        return _TextGraph(self)
+
     def usage(self) -> Recipe | None:
         """Return how transformers alone gives the vectors; None with dense layers or an unusual pooling."""
         spec = self.spec
@@ -352,6 +365,23 @@ class TextEncoder(Encoder):
             return None
         auto_class = family_of(self.backbone.config).auto_class.__name__
         return Recipe("text", auto_class, spec.pooling[0], {"padding": True, "padding_side": "right"})
+
+
+class _TextGraph(nn.Module):
+    """A text encoder as a function of tensors alone."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Return token states (R, T, H) and vectors (R, E)."""
+        spec = self.encoder.spec
+        hidden_RTH = self.encoder.backbone(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        x = pool(hidden_RTH, attention_mask.bool(), spec.pooling)
+        for layer in self.encoder.dense:
+            x = layer(x)
+        return hidden_RTH, F.normalize(x, dim=-1) if spec.normalize else x
 
 
 def count_truncated(encoded: BatchEncoding, lengths: NDArray[np.int64], max_length: int) -> int:

@@ -26,7 +26,9 @@ from safetensors import SafetensorError, safe_open
 
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.files import new_folder
+from vembed.models.export.graph import Graph, GraphRequest, write_graphs
 from vembed.models.export.samples import TEXTS, largest_difference, num_items, picture_bytes, sample_vectors
+from vembed.models.export.serve import SERVE_FILE, serve_page
 from vembed.models.files import DTYPES, ModelFiles, quiet_loading, save_background
 from vembed.models.registry import encoder_classes, load_encoder
 
@@ -56,6 +58,8 @@ class ExportRequest:
     form: Form | Literal["auto"] = "auto"
     dtype: torch.dtype | None = None  # of the stored weights; None for that of the source
     overwrite: bool = False  # whether a model at the output may be replaced
+    graphs: GraphRequest | None = None  # ONNX graphs to write into the folder
+    served_as: str = ""  # what serve.md calls the folder; empty for its own name
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Exported:
     rounding: float  # the largest difference that rounding the weights made, 0 where none was rounded
     num_items: int  # sample items that were compared
     readers: tuple[str, ...]  # what read it back, with versions
+    graphs: tuple[Graph, ...] = ()
 
 
 def export_model(
@@ -117,6 +122,8 @@ def write_encoder(
         NonFiniteError: As `export_model`.
     """
     output, computing = request.output.expanduser().resolve(), _computing(dtype, next(encoder.parameters()).dtype)
+    if request.graphs is not None and (why := encoder.why_no_graph()):
+        raise ConfigError(f"--format onnx: {why}")
     form = choose_form(encoder, request.form)
     before = sample_vectors(encoder)
     poll()
@@ -127,22 +134,25 @@ def write_encoder(
     with new_model_folder(output) as folder, quiet_loading():
         encoder.to(dtype)
         write_form(encoder, form, folder)
-        for name, text in extra_files(encoder, form).items():
+        page = {SERVE_FILE: serve_page(folder, request.served_as or output.name)}
+        for name, text in (page | dict(extra_files(encoder, form))).items():
             (folder / name).write_text(text, "utf-8")
         several = encoder.multi_vector
         del encoder  # of a large model only one copy has room
         poll()
         read_back = {"model_name": str(folder), "model_revision": None, "torch_dtype": computing}
         again = request.keys.model_copy(update=read_back)
-        found: dict[str, Vectors] = {"vembed": sample_vectors(load_encoder(again).eval())}
+        stored = load_encoder(again).eval()
+        found: dict[str, Vectors] = {"vembed": sample_vectors(stored)}
         poll()
         if form == "sentence-transformers":
             found |= _by_sentence_transformers(folder, wanted, again, several=several)
         differences = {reader: largest_difference(wanted, vectors) for reader, vectors in found.items()}
         _refuse_different(differences, output)
+        graphs = () if request.graphs is None else write_graphs(stored, folder, request.graphs)
     readers = tuple(f"{reader} {version(reader)}" for reader in found)
     rounding = largest_difference(before, wanted)
-    return Exported(form, dtype, max(differences.values()), rounding, num_items(wanted), readers)
+    return Exported(form, dtype, max(differences.values()), rounding, num_items(wanted), readers, graphs)
 
 
 def _computing(dtype: torch.dtype, stored: torch.dtype) -> str:

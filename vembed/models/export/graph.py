@@ -1,0 +1,196 @@
+"""A text encoder as an ONNX graph, which onnxruntime runs without torch.
+
+1. The encoder is traced with free axes for rows and tokens: `onnx/model.onnx` takes `input_ids` and `attention_mask`,
+   int64 (R, T) padded at the right, and gives `last_hidden_state` (R, T, H), which sentence-transformers and
+   text-embeddings-inference pool, and `sentence_embedding` (R, E), the vectors of the model itself.
+2. `onnx/model_quantized.onnx` has weights of 8 bits; numbers between layers are rounded as they come.
+3. onnxruntime encodes texts of many lengths, each alone and all at once. The least cosine to the encoder's own vectors
+   decides whether the folder is written.
+
+Shape legend: R rows, T tokens, H hidden dim, E embedding dim.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from vembed.errors import ConfigError, MachineError
+from vembed.models.export.samples import TEXTS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from vembed.batch import Side
+    from vembed.models.encoder import Encoder
+
+LEAST_COSINE = 0.999
+LARGEST_FILE = 1_900_000_000  # bytes; a message of protobuf holds less than 2 GiB
+GRAPH, QUANTIZED = "onnx/model.onnx", "onnx/model_quantized.onnx"
+GRAPH_TEXTS = (*TEXTS, *("the quick brown fox jumps over a lazy dog " * count for count in (1, 2, 4, 7, 12, 30)))
+"""Of many lengths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRequest:
+    """Which graphs to write."""
+
+    int8: bool = False
+    opset: int | None = None  # version of ONNX's operators; None for the one that torch writes
+    allow_lower: bool = False  # whether a graph below `LEAST_COSINE` is kept
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A graph that was written."""
+
+    name: str  # path in the model's folder
+    num_bytes: int
+    cosine: float  # the least, of onnxruntime's vectors to the encoder's own
+    num_texts: int
+
+
+def require_onnx() -> None:
+    """Refuse where the packages of the extra are missing.
+
+    Raises:
+        ConfigError: It has the command that installs them.
+    """
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"--format onnx needs {', '.join(missing)}; install with: pip install 'vembed[onnx]'")
+
+
+def write_graphs(encoder: Encoder, folder: Path, request: GraphRequest) -> tuple[Graph, ...]:
+    """Write the graphs of an encoder into its folder; the encoder is used up.
+
+    Raises:
+        MachineError: torch can't write the model as a graph, or a graph's vectors differ too much.
+    """
+    wanted = {side: _own_vectors(encoder, side) for side in _sides(encoder)}
+    inputs = {side: _inputs(encoder, side) for side in wanted}
+    (folder / GRAPH).parent.mkdir()
+    _trace(encoder, inputs["query"][:3], folder / GRAPH, request.opset)
+    names = [GRAPH]
+    if request.int8:
+        _quantize(folder / GRAPH, folder / QUANTIZED)
+        names.append(QUANTIZED)
+    graphs = []
+    for name in names:
+        cosine = min(_least_cosine(folder / name, inputs[side], wanted[side]) for side in wanted)
+        files = [folder / name, *(folder / name).parent.glob(f"{(folder / name).name}_data")]
+        size = sum(path.stat().st_size for path in files)
+        graphs.append(Graph(name, size, cosine, len(wanted) * len(GRAPH_TEXTS)))
+        if not cosine >= LEAST_COSINE and not request.allow_lower:
+            raise MachineError(
+                f"{name}: the cosine of its vectors to the model's is {cosine:.5f} at the least, below {LEAST_COSINE}; "
+                f"nothing was written. Measure what that costs on your data, and write it with --allow-lower"
+            )
+    return tuple(graphs)
+
+
+def _sides(encoder: Encoder) -> tuple[Side, ...]:
+    """Return the sides whose texts are put in differently."""
+    return ("query",) if len(set(encoder.prompts.values())) == 1 else ("query", "document")
+
+
+@torch.no_grad()
+def _own_vectors(encoder: Encoder, side: Side) -> NDArray[np.float64]:
+    features = encoder.featurize(GRAPH_TEXTS, side)
+    inputs = encoder.collate(features, np.arange(len(GRAPH_TEXTS)), int(features.lengths.max()))
+    vectors_RE: NDArray[np.float64] = encoder(inputs).double().numpy()
+    return vectors_RE
+
+
+def _inputs(encoder: Encoder, side: Side) -> list[NDArray[np.int64]]:
+    """Return the token ids of each text."""
+    ids = encoder.featurize(GRAPH_TEXTS, side).columns["input_ids"]
+    return [np.asarray(row, dtype=np.int64) for row in np.split(ids.values, ids.offsets[1:-1])]
+
+
+def _padded(rows: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return token ids and mask (R, T); what the mask leaves out may be any token."""
+    width = max(map(len, rows))
+    ids_RT = np.stack([np.pad(row, (0, width - len(row)), mode="edge") for row in rows])
+    mask_RT = (np.arange(width) < np.array([[len(row)] for row in rows])).astype(np.int64)
+    return ids_RT, mask_RT
+
+
+def _trace(encoder: Encoder, rows: list[NDArray[np.int64]], path: Path, opset: int | None) -> None:
+    """Write the graph of an encoder, traced on a few rows."""
+    import onnx
+
+    example = tuple(torch.from_numpy(each) for each in _padded(rows))
+    axes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            program = torch.onnx.export(
+                encoder.graph().float().eval(),
+                example,
+                dynamo=True,
+                opset_version=opset,
+                input_names=["input_ids", "attention_mask"],
+                output_names=["last_hidden_state", "sentence_embedding"],
+                dynamic_shapes={"input_ids": axes, "attention_mask": axes},
+                verbose=False,
+            )
+    except Exception as error:  # it has no common base: the tracer, the translator and the model itself fail here
+        why = next(
+            (line for line in reversed(str(error).splitlines()) if "Error" in line), str(error).partition("\n")[0]
+        )
+        raise MachineError(f"{encoder.name} can't be written as an ONNX graph: {why.strip()}") from error
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+    assert program is not None
+    model = program.model_proto
+    big = sum(parameter.numel() * 4 for parameter in encoder.parameters()) > LARGEST_FILE
+    onnx.save_model(model, str(path), save_as_external_data=big, location=f"{path.name}_data" if big else None)
+
+
+def _quantize(source: Path, output: Path) -> None:
+    """Write a graph with weights of 8 bits."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    large = source.stat().st_size > LARGEST_FILE or source.with_name(f"{source.name}_data").exists()
+    root = logging.getLogger()
+    level = root.level
+    try:
+        root.setLevel(logging.ERROR)  # it logs advice of its own there
+        quantize_dynamic(source, output, weight_type=QuantType.QInt8, per_channel=True, use_external_data_format=large)
+    finally:
+        root.setLevel(level)
+
+
+def _least_cosine(path: Path, rows: list[NDArray[np.int64]], wanted_RE: NDArray[np.float64]) -> float:
+    """Return the least cosine of a graph's vectors to those wanted: each row alone, and all rows in one call."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def run(some: list[NDArray[np.int64]]) -> NDArray[np.float64]:
+        ids_RT, mask_RT = _padded(some)
+        vectors_RE: NDArray[np.float64] = session.run(
+            ["sentence_embedding"], {"input_ids": ids_RT, "attention_mask": mask_RT}
+        )[0].astype(np.float64)
+        return vectors_RE
+
+    found = [np.concatenate([run([row]) for row in rows]), run(rows)]
+    lengths_R = np.linalg.norm(wanted_RE, axis=1)
+    cosines = [(each * wanted_RE).sum(axis=1) / (np.linalg.norm(each, axis=1) * lengths_R) for each in found]
+    return float(np.min(cosines))

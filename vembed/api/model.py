@@ -296,7 +296,7 @@ class EmbeddingModel:
         """Send the model's folder with its card to the Hugging Face hub, as `vembed push` does.
 
         Args:
-            repo: "owner/name"; it is made where there is none.
+            repo: "owner/name"; created if it doesn't exist.
             public: Whether everyone may see it.
             dry_run: Whether to return what would be sent, and send nothing.
             revision: Branch to send to.

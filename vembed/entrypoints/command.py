@@ -47,7 +47,9 @@ def register_command(function: Command) -> Command:
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what names a configuration: CONFIG, --config and --config_override."""
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML or JSON file")
-    parser.add_argument("--config", dest="config_option", type=Path, metavar="CONFIG", help="the same, as an option")
+    parser.add_argument(
+        "--config", dest="config_option", type=Path, metavar="CONFIG", help="the same file, as an option"
+    )
     parser.add_argument(
         "--config_override",
         "--config-override",

@@ -57,7 +57,9 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     check.add_argument("--json", type=Path, metavar="FILE", help="write all findings with examples as JSON")
     check.add_argument("--html", type=Path, metavar="FILE", help="write them as a page")
     check.add_argument("--strict", action="store_true", help="exit with 3 for warnings too")
-    check.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
+    check.add_argument(
+        "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
+    )
     show.add_argument("--rows", type=int, default=3, metavar="N", help="how many rows (default 3)")
     return parser.parse_args(arguments)
 

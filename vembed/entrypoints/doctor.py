@@ -28,13 +28,13 @@ DESCRIPTION = (
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="also show what a run of it would plan")
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="also plan a run of this configuration")
     parser.add_argument(
         "--config_override", "--config-override", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
         help="settings that win over the file",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument("--no-self-test", action="store_true", help="only look, start no process")
+    parser.add_argument("--no-self-test", action="store_true", help="skip the self test, which starts processes")
     return parser.parse_args(arguments)
 
 

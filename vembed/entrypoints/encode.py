@@ -50,14 +50,16 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         choices=get_args(Format),
         help="index (a folder, default), parquet (one file), lancedb (a table in a folder; needs vembed[lancedb])",
     )
-    parser.add_argument("--side", choices=("document", "query"), default="document", help="which prompt texts get")
+    parser.add_argument("--side", choices=("document", "query"), default="document", help="side whose prompt the texts get")
     parser.add_argument(
         "--index",
         default="Flat",
         metavar="FACTORY",
         help="FAISS index: Flat (exact, default), HNSW32, IVF1024,Flat; int8 or binary: small, then rescored",
     )
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
+    parser.add_argument(
+        "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
+    )
     parser.add_argument("--id-column", metavar="NAME", help="default: _id, id, docid or doc_id")
     parser.add_argument("--text-column", metavar="NAME", help="default: text, document, passage, contents or content")
     parser.add_argument("--image-column", metavar="NAME", help="default: image, positive_image or image_path")

@@ -69,12 +69,14 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         metavar="DIR",
         help="gets leaderboard.html, .md, .json, MODEL/SET/run.trec; of pairs: report.html, .md, .json",
     )
-    parser.add_argument("--metric", default=DEFAULT_METRIC, metavar="M", help="what to compare by; default: ndcg@10")
+    parser.add_argument("--metric", default=DEFAULT_METRIC, metavar="M", help="metric to compare by; default: ndcg@10")
     parser.add_argument("--split", help="split of the sets; default: their test split")
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
+    parser.add_argument(
+        "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
+    )
     parser.add_argument("--bm25", action="store_true", help="evaluate BM25 too")
-    parser.add_argument("--dims", metavar="N,N", help="also search the first N dimensions, e.g. 64,128,256")
-    parser.add_argument("--quantize", nargs="+", default=[], choices=QUANTIZE, help="also search vectors of fewer bits")
+    parser.add_argument("--dims", metavar="N,N", help="also search with the first N dimensions alone, e.g. 64,128,256")
+    parser.add_argument("--quantize", nargs="+", default=[], choices=QUANTIZE, help="also search quantized vectors")
     parser.add_argument(
         "--rescore",
         nargs="+",

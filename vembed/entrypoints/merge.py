@@ -42,22 +42,24 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     """Parse the command line of a merge."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="hub id, local folder, or output of a run; first the one to keep"
+        "models", nargs="+", metavar="MODEL", help="hub id, local folder, or output of a run; the one to preserve first"
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be empty")
     parser.add_argument("--method", choices=METHODS, default="linear", help="how weights are mixed; default: linear")
     how = parser.add_mutually_exclusive_group(required=True)
     how.add_argument("--weights", nargs="+", type=float, metavar="W", help="weight of each model; their sum is 1")
-    how.add_argument("--data", nargs="+", metavar="SET", help="dev sets to win on: choose the weights there")
-    choosing = parser.add_argument_group("for weights that are chosen")
+    how.add_argument("--data", nargs="+", metavar="SET", help="dev sets to choose the weights on")
+    choosing = parser.add_argument_group("when weights are chosen")
     choosing.add_argument(
-        "--guard", nargs="+", default=[], metavar="SET", help="sets on which the first model's quality is kept"
+        "--guard", nargs="+", default=[], metavar="SET", help="sets on which the first model's quality must be kept"
     )
     choosing.add_argument("--split", help="split of the sets of --data; default: their validation split")
     choosing.add_argument("--guard-split", metavar="SPLIT", help="split of those of --guard; default: that of --split")
-    choosing.add_argument("--metric", default="ndcg@10", metavar="M", help="what to choose by; default: ndcg@10")
+    choosing.add_argument("--metric", default="ndcg@10", metavar="M", help="metric to choose by; default: ndcg@10")
     choosing.add_argument("--steps", type=int, default=10, metavar="N", help="try weights in steps of 1/N; default: 10")
-    choosing.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
+    choosing.add_argument(
+        "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that DIR holds")
     add_model_arguments(parser)
     return parser.parse_args(arguments)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vembed.training.guards import StopSignal
 
 DESCRIPTION = (
-    "Mine hard negatives: for each row, documents that a model finds near its query and nobody called relevant."
+    "Mine hard negatives: for each row, documents that a model ranks near its query and that nobody labelled relevant."
 )
 
 
@@ -62,10 +62,12 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument(
         "--teacher",
         metavar="MODEL",
-        help="a better model, whose scores the margins look at: encoder or cross-encoder of sentence-transformers",
+        help="a stronger model whose scores the margins use: encoder or cross-encoder of sentence-transformers",
     )
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="most items of one encoder call")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --sampling random (default 0)")
+    parser.add_argument(
+        "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --sampling random (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
     add_model_arguments(parser)
     add_picture_argument(parser)

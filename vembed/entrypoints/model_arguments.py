@@ -20,7 +20,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--document-prompt", metavar="TEXT", help="text before each document; default: the model's own")
     parser.add_argument("--max-seq-length", type=int, metavar="N", help="longest input in tokens; default: the model's")
     parser.add_argument("--model-revision", metavar="COMMIT", help="branch, tag or commit of a hub model")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that a model brings; needs a commit")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with the model; needs a commit"
+    )
     parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, with weights_only")
     parser.add_argument("--bf16", action="store_true", help="encode in bfloat16")
 
@@ -66,7 +68,9 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what decides whether a model may be read, to a command that writes it."""
     source = parser.add_argument_group("for models that need it")
     source.add_argument("--model-revision", metavar="COMMIT", help="branch, tag or commit of a hub model")
-    source.add_argument("--trust-remote-code", action="store_true", help="run code that a model brings; needs a commit")
+    source.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that comes with the model; needs a commit"
+    )
     source.add_argument("--allow-pickle", action="store_true", help="read pickled weights, with weights_only")
 
 

@@ -32,20 +32,20 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser = argparse.ArgumentParser(
         prog=program,
         description=DESCRIPTION,
-        epilog="With --devices or --model-config neither data nor weights are read. Without them the plan is that of a "
-        "run on this machine, and it is written to the output folder as plan.json, unless --json prints it instead.",
+        epilog="With --devices or --model-config, neither data nor weights are read. Without them the plan is for this "
+        "machine, and plan.json is written to the output folder; --json prints it instead.",
     )
     add_config_arguments(parser)
-    parser.add_argument("--devices", metavar="8xH100-80GB", help="plan for these, or for 4x24GB, or 2x8xA100-40GB")
+    parser.add_argument("--devices", metavar="8xH100-80GB", help="devices to plan for; also 4x24GB or 2x8xA100-40GB")
     parser.add_argument(
         "--model-config",
         metavar="FILE",
-        help="JSON with the model's shape, read in place of the model (configs/shapes)",
+        help="JSON file with the model's shape, used instead of the model (configs/shapes)",
     )
     parser.add_argument(
-        "--records", type=int, metavar="N", help=f"records that unread data are taken to have ({ASSUMED_RECORDS:,})"
+        "--records", type=int, metavar="N", help=f"records to assume where no data are read ({ASSUMED_RECORDS:,})"
     )
-    parser.add_argument("--details", action="store_true", help="show every reason, and all ways to train in a table")
+    parser.add_argument("--details", action="store_true", help="also list every reason and every way to train")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser.parse_args(arguments)
 

@@ -25,7 +25,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument("model", metavar="RUN_OR_MODEL", help="output folder of a run, or folder of a model")
-    parser.add_argument("repo", metavar="OWNER/NAME", help="repository of the hub; it is made where there is none")
+    parser.add_argument("repo", metavar="OWNER/NAME", help="repository of the hub; created if it doesn't exist")
     parser.add_argument("--public", action="store_true", help="let everyone see it; default: private")
     parser.add_argument("--dry-run", action="store_true", help="show what would be sent, and send nothing")
     parser.add_argument("--revision", metavar="BRANCH", help="branch to send to; default: main")

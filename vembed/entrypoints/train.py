@@ -39,12 +39,14 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     """Parse the command line of a training run."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     add_config_arguments(parser)
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="the same as the key resume")
+    parser.add_argument("--resume", metavar="auto|never|PATH", help="overrides the key resume")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--validate", action="store_true", help="check the configuration and stop")
     only.add_argument("--plan", action="store_true", help="print the plan, write plan.json and stop")
     only.add_argument("--dry-run", action="store_true", help="load everything, do one step, write nothing and stop")
-    parser.add_argument("--details", action="store_true", help="with --plan: every reason, and all ways to train")
+    parser.add_argument(
+        "--details", action="store_true", help="with --plan: also list every reason and every way to train"
+    )
     parsed = parser.parse_args(arguments)
     if parsed.details and not parsed.plan:
         parser.error("--details belongs to --plan: add --plan, or leave it out")

@@ -76,7 +76,8 @@ def test_nothing_that_a_run_prints_or_writes_holds_a_secret(tmp_path: Path, capf
         return printed
 
     said("--validate")
-    assert "https://***@host" in said("--plan")
+    said("--plan")
+    assert "https://***@host" in said("--plan", "--details")
     assert files_with_canary(output) == set()
     assert "https://***@host" in (output / "plan.json").read_text()
     said("--config_override", f"document_prompt=?token={CANARY} ")

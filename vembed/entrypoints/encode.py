@@ -50,7 +50,9 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         choices=get_args(Format),
         help="index (a folder, default), parquet (one file), lancedb (a table in a folder; needs vembed[lancedb])",
     )
-    parser.add_argument("--side", choices=("document", "query"), default="document", help="side whose prompt the texts get")
+    parser.add_argument(
+        "--side", choices=("document", "query"), default="document", help="side whose prompt the texts get"
+    )
     parser.add_argument(
         "--index",
         default="Flat",

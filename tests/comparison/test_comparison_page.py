@@ -58,7 +58,7 @@ def test_hostile_names_and_texts_are_only_shown(tmp_path: Path) -> None:
     assert "<script" not in notebook
 
 
-@pytest.mark.parametrize("count", [2, 20])
+@pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_page_of_many_runs_stays_small(tmp_path: Path, count: int) -> None:
     runs = [write_run(tmp_path / f"run{n:02}", values_of(n, count=200), steps=600) for n in range(count)]
     compare_runs(runs, tmp_path / "report")

@@ -258,6 +258,28 @@ def test_an_export_is_read_back_by_the_library_that_it_is_for(bert: Path, tmp_pa
         export_model(replace(request, output=tmp_path / "other", form="transformers"), lambda encoder, form: {})
 
 
+def test_an_export_for_pylate_says_what_pylate_reads_and_gives_the_same_vectors(bert: Path, tmp_path: Path) -> None:
+    keys = ModelKeys(model_name=str(bert), **KEYS)
+    done = export_model(ExportRequest(keys=keys, output=tmp_path / "out", form="pylate"), lambda encoder, form: {})
+    assert (done.form, done.difference) == ("pylate", 0)
+    modules = json.loads((tmp_path / "out" / "modules.json").read_text())
+    assert [each["type"] for each in modules] == [
+        "sentence_transformers.models.Transformer", "pylate.models.Dense.Dense",
+    ]  # fmt: skip
+    general = json.loads((tmp_path / "out" / "config_sentence_transformers.json").read_text())
+    assert (general["model_type"], general["query_prefix"], general["query_length"]) == (
+        "ColBERT",
+        "[Q] ",
+        QUERY_LENGTH,
+    )
+    assert not (tmp_path / "out" / "2_MultiVectorMask").exists()
+    pooled = ModelKeys(model_name=str(bert), **KEYS, pool_factor=2)
+    with pytest.raises(
+        ConfigError, match=r"PyLate's files have no place for what .* write --format sentence-transformers"
+    ):
+        export_model(ExportRequest(keys=pooled, output=tmp_path / "no", form="pylate"), lambda encoder, form: {})
+
+
 def test_adapters_train_beside_a_new_head_and_are_merged_into_an_equal_model(bert: Path, tmp_path: Path) -> None:
     encoder = late(bert)
     add_adapters(encoder, AdapterKeys(lora_r=2))

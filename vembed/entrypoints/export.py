@@ -23,7 +23,7 @@ DESCRIPTION = (
     "Write a model into a folder that sentence-transformers, transformers or open_clip loads, with a model card "
     "(README.md) of what its run left. What was written is read back and must give the same vectors."
 )
-FORMATS = ("auto", "sentence-transformers", "transformers", "open_clip", "onnx")
+FORMATS = ("auto", "sentence-transformers", "transformers", "open_clip", "pylate", "onnx")
 DTYPES = ("float32", "float16", "bfloat16")
 
 

@@ -22,7 +22,16 @@ from torch import Tensor
 
 from vembed.batch import Features, Ragged
 from vembed.errors import ConfigError
-from vembed.models.colbert_format import DOCUMENT_LENGTH, LateSpec, is_late, load_layers, read_late, write_late
+from vembed.models.colbert_format import (
+    DOCUMENT_LENGTH,
+    LateSpec,
+    fits_pylate,
+    is_late,
+    load_layers,
+    read_late,
+    turn_to_pylate,
+    write_late,
+)
 from vembed.models.encoder import About
 from vembed.models.families import checked_config, family_of
 from vembed.models.late import make_head, refuse_pooling
@@ -186,16 +195,22 @@ class ColbertEncoder(TextEncoder):
         return (self.head.measured(token_inputs(self.max_length, masked=True)),)
 
     def export_forms(self) -> tuple[Form, ...]:
-        """Return sentence-transformers, unless it has no place for what decides the vectors."""
-        return ("vembed",) if self.late.topk_tokens is not None else ("sentence-transformers",)
+        """Return sentence-transformers, unless it has no place for what decides the vectors, and PyLate likewise."""
+        if self.late.topk_tokens is not None:
+            return ("vembed",)
+        return ("sentence-transformers", "pylate") if fits_pylate(self) else ("sentence-transformers",)
 
-    def why_not(self, form: Form) -> str:  # noqa: ARG002
+    def why_not(self, form: Form) -> str:
         """Say which library takes several vectors for each text."""
+        if form == "pylate":
+            return f"PyLate's files have no place for what {self.name} does to its texts or vectors"
         return f"{self.name} gives several vectors for each text: it is a model of sentence-transformers"
 
-    def write_form(self, form: Form, folder: Path) -> None:  # noqa: ARG002
-        """Write the one folder that there is."""
+    def write_form(self, form: Form, folder: Path) -> None:
+        """Write a folder of sentence-transformers, or turn it into one of PyLate."""
         self.save(folder)
+        if form == "pylate":
+            turn_to_pylate(self, folder)
 
     def usage(self) -> Recipe | None:
         """Return None: what transformers alone would need is more than a few lines."""

@@ -7,11 +7,13 @@
 | ColBERTv2 | architecture HF_ColBERT | artifact.metadata; the linear layer is a weight of the transformer's file |
 
 A transformer of any other folder gets a linear layer of its own, and the markers [Q] and [D] as tokens that train.
-Written is sentence-transformers' form.
+Written is sentence-transformers' form, and PyLate's where that is asked for.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import string
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -296,4 +298,48 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
             {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.{kind}"}
             for index, (kind, path) in enumerate(modules)
         ],
+    )
+
+
+def fits_pylate(encoder: ColbertEncoder) -> bool:
+    """Return whether PyLate's files say all that decides the vectors of an encoder."""
+    late = encoder.late
+    fills_all = late.expand_to in (0, late.query_length) and late.filling is None
+    return fills_all and late.pool_factor == 1.0 and bool(late.markers) and dict(encoder.spec.prompts) == late.markers
+
+
+def turn_to_pylate(encoder: ColbertEncoder, folder: Path) -> None:
+    """Turn a folder that `write_late` wrote into one that PyLate 1 loads, on sentence-transformers 5."""
+    late, spec = encoder.late, encoder.spec
+    modules = []
+    for module in json.loads((folder / MODULES_FILE).read_text("utf-8")):
+        kind, path = module["type"].rpartition(".")[2], module["path"]
+        if kind not in ("Transformer", "Dense"):
+            shutil.rmtree(folder / path)
+            continue
+        if kind == "Dense":
+            settings = json.loads((folder / path / "config.json").read_text("utf-8"))
+            kept = {key: value for key, value in settings.items() if not key.startswith("module_")}
+            write_json(folder / path / "config.json", {**kept, "use_residual": False})
+        own = "sentence_transformers.models.Transformer" if kind == "Transformer" else "pylate.models.Dense.Dense"
+        modules.append({**module, "type": own})
+    write_json(folder / MODULES_FILE, modules)
+    write_json(
+        folder / "sentence_bert_config.json", {"max_seq_length": spec.max_length, "do_lower_case": spec.lower_case}
+    )
+    write_json(
+        folder / GENERAL_FILE,
+        {
+            "model_type": "ColBERT",
+            "prompts": {},
+            "default_prompt_name": None,
+            "similarity_fn_name": "MaxSim",
+            "query_prefix": late.markers["query"],
+            "document_prefix": late.markers["document"],
+            "query_length": late.query_length,
+            "document_length": spec.max_length,
+            "do_query_expansion": late.expand_to > 0,
+            "attend_to_expansion_tokens": late.attends,
+            "skiplist_words": list(late.skipped),
+        },
     )

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 Similarity: TypeAlias = Literal["cosine", "dot"]
 """How two embeddings are compared. Both are inner products: those of cosine models have unit length."""
 
-Form: TypeAlias = Literal["sentence-transformers", "transformers", "open_clip", "vembed"]
+Form: TypeAlias = Literal["sentence-transformers", "transformers", "open_clip", "pylate", "vembed"]
 """The library that a folder is written for. Every one of them is loaded by vembed too."""
 
 FORMS: tuple[Form, ...] = get_args(Form)

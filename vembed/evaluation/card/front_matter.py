@@ -83,7 +83,7 @@ def front_matter(facts: CardFacts) -> str:
     license_id, license_name = (None, None) if facts.license_id is None else _license(one_line(facts.license_id))
     found = ModelCardData(
         language=[one_line(code) for code in facts.languages] or None,
-        library_name=facts.model.form,
+        library_name="PyLate" if facts.model.form == "pylate" else facts.model.form,
         pipeline_tag=_pipeline_tag(facts.model),
         tags=_tags(facts),
         base_model=None if base is None else base.hub_id,
@@ -109,7 +109,7 @@ def _pipeline_tag(model: ModelFacts) -> str:
     """Return the task under which the hub lists the model."""
     if not model.takes_texts:
         return "image-feature-extraction"
-    if model.form == "sentence-transformers":
+    if model.form in ("sentence-transformers", "pylate"):
         return "sentence-similarity"
     return "zero-shot-image-classification" if model.takes_pictures else "feature-extraction"
 

@@ -68,7 +68,9 @@ def table_lines(ranked: Sequence[Ranked], metric: str) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*numbered, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in numbered]
     failures = [
-        f"failed: {each.outcome.trial.values}: {each.outcome.error}" for each in ranked if each.word == "failed"
+        f"failed: {each.outcome.trial.values}: {each.outcome.error} (delete {each.outcome.folder} to try it again)"
+        for each in ranked
+        if each.word == "failed"
     ]
     return [line.rstrip() for line in [*lines, *failures]]
 

@@ -472,6 +472,12 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         "data[1].loss: a mixed batch holds rows of all sources and has one loss",
     ),
     ({"hard_refresh": 2}, {"hard_refresh": 2, "batch_sampling": "hard"}, "hard_refresh has no effect with"),
+    ({"seeds": [1, 2, 1]}, {"seeds": [1, 2]}, "seed 1 is listed twice"),
+    (
+        {"seeds": [1, 2], "test_data_path": "t", "eval_strategy": "no"},
+        {"seeds": [1, 2], "test_data_path": "t"},
+        "seeds keeps the model that is best on the dev set",
+    ),
     *(
         ({name: value}, {name: value, "mine": "once"}, f"{name} has no effect with mine never")
         for name, value in {

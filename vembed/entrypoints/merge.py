@@ -42,7 +42,10 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     """Parse the command line of a merge."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="hub id, local folder, or output of a run; the one to preserve first"
+        "models",
+        nargs="+",
+        metavar="MODEL",
+        help="hub id, local folder, or output of a run; put the one to preserve first",
     )
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to write; must be empty")
     parser.add_argument("--method", choices=METHODS, default="linear", help="how weights are mixed; default: linear")

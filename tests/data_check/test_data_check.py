@@ -261,6 +261,14 @@ def test_columns_are_mapped_as_in_a_configuration(tmp_path: Path, capsys: pytest
     assert "THEIRS=OURS" in capsys.readouterr().err
 
 
+def test_an_option_of_a_model_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = written(tmp_path / "train.jsonl", clean_rows(2))
+    for action, words, name in (("check", ["--bf16"], "bf16"), ("show", ["--max-seq-length", "8"], "max-seq-length")):
+        assert main([action, str(data), *words], program="vembed data") == 2
+        assert f"--{name} has an effect only with --model" in capsys.readouterr().err
+    assert main(["show", str(data), "--max-image-pixels", "100"], program="vembed data") == 0
+
+
 def test_a_model_counts_tokens_and_finds_unlabelled_answers(bag: Path, tmp_path: Path) -> None:
     rows = [{**row, "positive": f"{row['query']} {row['positive'][:40]}"} for row in clean_rows(40)]
     for number in range(0, 20, 2):

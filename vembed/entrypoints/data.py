@@ -135,11 +135,15 @@ def _refuse_missing(sources: dict[str, SourceOptions]) -> None:
 
 def _encoder(parsed: argparse.Namespace) -> ItemEncoder | None:
     """Load the model, where there is one."""
+    options = load_options(parsed)
     if parsed.model is None:
+        for name in options:
+            if name != "max_image_pixels":
+                raise ConfigError(f"--{name.replace('_', '-')} has an effect only with --model")
         return None
     if getattr(parsed, "batch_size", 1) < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
     from vembed.api.model import load
 
     quiet_libraries()
-    return load(parsed.model, **load_options(parsed)).item_encoder(getattr(parsed, "batch_size", 1))
+    return load(parsed.model, **options).item_encoder(getattr(parsed, "batch_size", 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
@@ -25,6 +26,7 @@ from vembed.redact import redact
 from vembed.search.build import BuildOptions, refuse_taken, write_index
 from vembed.search.format import IndexMeta, read_meta
 from vembed.search.index import Hit, SearchIndex
+from vembed.search.ray_job import RayJob
 from vembed.search.searcher import Searcher
 from vembed.search.tables import is_table, unpacked
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.config.keys.data import LabelKind
+    from vembed.evaluation.encode import ItemEncoder
     from vembed.search.tables import Format
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
@@ -75,6 +78,8 @@ class IndexOptions(TypedDict, total=False):
     # folder that pictures' paths start from and must stay in; default: the corpus file's own
     image_root: str | Path | None
     poll: Callable[[], None]  # called between encoder calls; may raise to stop
+    ray: str | None  # HOST:PORT of a Ray cluster that encodes the texts; "" is the one that Ray finds or starts here
+    ray_workers: int | None  # its workers; default: one for each GPU, or for each 4 CPUs
 
 
 def evaluate(
@@ -169,8 +174,25 @@ def _build_index(
             factory=options.get("index", "Flat"),
             overwrite=options.get("overwrite", False),
             form=options.get("format", "index"),
+            job=_ray_job(loaded, options),
         ),
     )
+
+
+def _ray_job(loaded: EmbeddingModel, options: IndexOptions) -> RayJob | None:
+    address, num_workers = options.get("ray"), options.get("ray_workers")
+    if address is None:
+        return None
+    if not (options.get("ranks") or Ranks()).is_one:
+        raise ConfigError("--ray starts workers itself; start vembed encode without torchrun or accelerate launch")
+    # A worker takes the device that Ray gives it.
+    given = cast("LoadOptions", {key: value for key, value in loaded.options.items() if key != "device"})
+    make = partial(_worker_encoder, loaded.name, given, options.get("batch_size", DEFAULT_BATCH_SIZE))
+    return RayJob(make=make, address=address, num_workers=num_workers)
+
+
+def _worker_encoder(name: str, options: LoadOptions, batch_size: int) -> ItemEncoder:
+    return load(name, **options).item_encoder(batch_size)
 
 
 def open_index(

@@ -62,6 +62,17 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument(
         "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
     )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="encode texts as a Ray Data job, on the cluster at HOST:PORT or the one that Ray finds or starts on this "
+        "machine (needs vembed[ray])",
+    )
+    parser.add_argument(
+        "--ray-workers", type=int, metavar="N", help="workers of --ray; default: one for each GPU, or for each 4 CPUs"
+    )
     parser.add_argument("--id-column", metavar="NAME", help="default: _id, id, docid or doc_id")
     parser.add_argument("--text-column", metavar="NAME", help="default: text, document, passage, contents or content")
     parser.add_argument("--image-column", metavar="NAME", help="default: image, positive_image or image_path")
@@ -83,6 +94,7 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    _check_ray(parsed)
     output = home_path(parsed.output)
     by_name: Format = "parquet" if output.suffix == ".parquet" else "index"
     form: Format = parsed.format or by_name
@@ -111,11 +123,24 @@ def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
     return ExitCode.OK
 
 
+def _check_ray(parsed: argparse.Namespace) -> None:
+    if parsed.ray is None:
+        if parsed.ray_workers is not None:
+            raise ConfigError("--ray-workers is for --ray; add it, or start several processes with torchrun")
+        return
+    if parsed.ray_workers is not None and parsed.ray_workers < 1:
+        raise ConfigError(f"--ray-workers must be at least 1, got {parsed.ray_workers}")
+    import_extra("ray", "ray", "--ray")
+
+
 def _encode(parsed: argparse.Namespace, form: Format, ranks: Ranks, poll: Callable[[], None]) -> None:
     from vembed.api.model import load
     from vembed.api.retrieval import build_index
 
-    model = load(parsed.model, **load_options(parsed))
+    options = load_options(parsed)
+    if parsed.ray is not None:
+        options["device"] = "cpu"  # the workers encode, and may need the whole GPU
+    model = load(parsed.model, **options)
     meta = build_index(
         model,
         parsed.data,
@@ -131,6 +156,8 @@ def _encode(parsed: argparse.Namespace, form: Format, ranks: Ranks, poll: Callab
         image_root=parsed.image_root,
         ranks=ranks,
         poll=poll,
+        ray=parsed.ray,
+        ray_workers=parsed.ray_workers,
     )
     if not ranks.is_first:
         return

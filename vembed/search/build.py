@@ -54,6 +54,7 @@ from vembed.search.format import (
     write_vectors_header,
 )
 from vembed.search.journal import Journal
+from vembed.search.ray_job import slice_spans
 from vembed.search.tables import is_table, write_table
 from vembed.search.thumbnails import ThumbnailReader, make_thumbnails
 
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from vembed.evaluation.provenance import Key
     from vembed.models.fingerprint import ModelIdentity
     from vembed.search.journal import Entry
+    from vembed.search.ray_job import RayJob
     from vembed.search.tables import Format
 
 _log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class BuildOptions:
     factory: str = "Flat"  # FAISS index string; "Flat" is exact
     overwrite: bool = False  # whether an index that is there may be replaced
     form: Format = "index"  # the folder of an index, or a table of its rows
+    job: RayJob | None = None  # who encodes the texts; None is this process and its ranks
 
 
 def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
@@ -161,6 +164,8 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
     if ranks.is_first:
         folder.mkdir(parents=True, exist_ok=True)
     num_documents, num_pictures = ranks.from_first(lambda: _write_documents(folder / DOCUMENTS_FILE, corpus, encode))
+    if options.job is not None and num_pictures:
+        raise ConfigError(f"--ray encodes texts, and {options.source} has {num_pictures:,} pictures; leave it out")
     dim, several = options.model.dimension, encode.encoder.multi_vector
     # The vectors, the index or table that holds them again, and the copies; of several vectors at least one each.
     _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES)
@@ -258,9 +263,14 @@ def _write_vectors(
             under_way.append(documents)
             yield [document.item for document in documents]
 
-    with closing(encode.stream(items(), side)) as found:
+    if options.job is None:
+        found = encode.stream(items(), side)
+    else:
+        spans = slice_spans(folder / DOCUMENTS_FILE, SLICE_ROWS)[num_done:]
+        found = options.job.stream(folder / DOCUMENTS_FILE, spans, encode, side)
+    with closing(found):
         for vectors in found:
-            documents = under_way.popleft()
+            documents = next(slices) if options.job else under_way.popleft()
             if journal is not None:
                 _refuse_nonfinite(vectors, documents)
                 copies = list(_copies(documents, corpus, encode)) if num_pictures else []

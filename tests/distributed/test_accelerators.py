@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from vembed.api.model import _device
+from vembed.api.loading import device_named
 from vembed.distributed import devices, runtime
 from vembed.distributed.process_env import ProcessEnv
 from vembed.distributed.runtime import describe_machine, local_device, start_runtime
@@ -46,7 +46,9 @@ def with_cudnn_attention() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("with_cudnn_attention")
-@pytest.mark.parametrize("prepare", [local_device, lambda: start_runtime(deterministic=False), lambda: _device("cpu")])
+@pytest.mark.parametrize(
+    "prepare", [local_device, lambda: start_runtime(deterministic=False), lambda: device_named("cpu")]
+)
 def test_cudnns_attention_is_off_in_runs_and_for_models_that_are_loaded(prepare: Any) -> None:
     assert torch.backends.cuda.cudnn_sdp_enabled()
     prepare()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 from command_cases import ROOT, RUN, Site, environment, run_here, run_keys, write_config
 
-from vembed.entrypoints import encode
+from vembed.entrypoints import export
 from vembed.entrypoints.train import main
 
 if TYPE_CHECKING:
@@ -184,8 +184,8 @@ def test_half_of_a_launchers_word_is_refused_and_other_commands_run_in_one_proce
     for name, value in {"RANK": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     assert run_here(config, "--validate").code == 0
-    words = ["model", "--data", "corpus.jsonl", "--output", str(tmp_path / "index")]
-    assert encode.main(words, program="vembed encode") == 2
+    words = ["model", "--output", str(tmp_path / "exported")]
+    assert export.main(words, program="vembed export") == 2
     assert "this command runs in one" in capsys.readouterr().err
 
 

@@ -23,6 +23,7 @@ from vembed.errors import ConfigError, MachineError
 from vembed.training.output import OutputFolder
 from vembed.training.saving import module_tensors
 from vembed.training.wiring.planning import read_back
+from vembed.training.wiring.resume_point import resume_point
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +56,7 @@ class Reader:
         """Do what a resumed run does with its checkpoints; return the step that it stands at."""
         output = OutputFolder(folder)
         device = torch.device("cpu")
-        loaded = wiring._resume_point(self.config, Runtime(device, describe_machine(device)), output)
+        loaded = resume_point(self.config, Runtime(device, describe_machine(device)), output)
         if loaded is None:
             return None
         read_back(self.plan, loaded, self.config)

@@ -115,7 +115,7 @@ def test_a_device_that_is_broken_says_so_before_the_step_is_done_again(monkeypat
 def test_memory_that_nothing_brings_back_ends_a_run_with_advice(
     monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
 ) -> None:
-    def fails(*_: Any) -> None:
+    def fails(*_: Any, **__: Any) -> None:
         raise error
 
     monkeypatch.setattr(wiring, "_run", fails)

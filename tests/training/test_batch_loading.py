@@ -144,9 +144,9 @@ def test_this_process_neither_deals_rows_nor_counts_nor_tokenizes(rows: Path, mo
     for owner, name in (*work, (BatchStructure, "of"), (type(source.encoder), "featurize")):
         original = getattr(owner, name)
 
-        def elsewhere(*args: Any, original: Any = original, name: str = name) -> Any:
+        def elsewhere(*args: Any, original: Any = original, name: str = name, **keys: Any) -> Any:
             assert os.getpid() != here, name
-            return original(*args)
+            return original(*args, **keys)
 
         monkeypatch.setattr(owner, name, elsewhere)
     with loader_of(source, 1) as loader:

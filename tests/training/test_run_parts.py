@@ -179,7 +179,7 @@ def test_the_fingerprint_covers_all_that_a_run_reads(tmp_path: Path, monkeypatch
 
     def fingerprint(*, document: str = "d", grade: int = 1, query: str = "q") -> str:
         task = RetrievalData("test", {"1": query}, {"2": document}, {"1": {"2": grade}})
-        monkeypatch.setattr(room, "load_retrieval", lambda *_: task)
+        monkeypatch.setattr(room, "load_retrieval", lambda *_, **__: task)
         return load_run_data(keys, needs_dev=False).fingerprint
 
     first = fingerprint()

@@ -14,6 +14,7 @@ from vembed.batch import Image
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.sets import SetOutcome
+from vembed.training.finish import RunResult
 from vembed.training.trackers.base import Tracker
 from vembed.training.trackers.registry import open_trackers
 from vembed.training.trackers.tensorboard import TensorBoardTracker
@@ -61,7 +62,7 @@ def tell_end(trackers: list[Tracker], folder: Path) -> None:
     queries = {"q1": f"a blue | ball, token={SECRET}", "q2": "blue"}
     task = RetrievalData("balls", queries, documents, {"q1": {"d2": 1}, "q2": {"d2": 1}})
     outcome = SetOutcome.of("test", result(q1=0.25, q2=0.5), result(q1=0.75, q2=0.5), "ndcg@10")
-    run = SimpleNamespace(verdict=outcome.verdict, sets=(outcome,))
+    run = RunResult(outcome.verdict, outcome.baseline, outcome.final, None, folder, sets=(outcome,))
     parts = SimpleNamespace(
         evaluations=SimpleNamespace(verdict_task=task),
         max_image_pixels=10**6,

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 import difflib
 import logging
-import os
-import re
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, cast, overload
 
 import numpy as np
 import torch
 
+from vembed.api.loading import COMMIT, LoadOptions, device_named, image_limits, locate_model, refuse_unknown
 from vembed.api.mteb import model_meta, taken_by_mteb
 from vembed.api.vectors import Scoring, form_of
 from vembed.batch import Ragged, modality_of
 from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
-from vembed.data.images import ImageLimits
 from vembed.data.python_inputs import items_of, refuse_other_modalities
-from vembed.distributed.runtime import local_device, prepare_device
-from vembed.errors import ConfigError, MachineError, NonFiniteError
+from vembed.distributed.runtime import local_device
+from vembed.errors import ConfigError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
-from vembed.files import home_path, is_folder
 from vembed.models.fingerprint import ModelIdentity, identify
-from vembed.models.names import MODEL_FOLDER, is_run, locate
-from vembed.models.registry import is_builtin, load_encoder
-from vembed.text import first_line
+from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -45,33 +40,6 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_BATCH_SIZE = 256
 SIDES = ("query", "document")
-COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
-class LoadOptions(TypedDict, total=False):
-    """What may be said about a model, under the names of the configuration; what is left out its own files say."""
-
-    model_revision: str | None  # branch, tag or commit of a hub model
-    trust_remote_code: bool  # run code that the model brings along; needs `model_revision` to be a commit
-    allow_pickle: bool  # read pickled weights, with weights_only
-    attn_implementation: str | None  # "sdpa", "eager" or "flash_attention_2"
-    pooling_method: str | None  # "mean", "cls", "last_token", or "none": a vector of each token
-    projection_dim: int | None  # dimension of the vectors of a model that is new to late interaction
-    topk_tokens: int | None  # most vectors that an item keeps
-    pool_factor: float | None  # vectors of a document that become one
-    query_length: int | None  # tokens of a query in late interaction
-    query_expansion: bool | None  # whether queries are filled up to that length
-    bidirectional: bool  # let each token of a decoder see those behind it
-    max_seq_length: int | None  # longest input in tokens
-    query_prompt: str | None  # text before each query
-    document_prompt: str | None  # text before each document
-    pad_token: str | None  # padding token, for tokenizers without one
-    image_background: str | None  # behind transparent parts of pictures: "white", "black" or "none"
-    image_tokens: int | None  # most tokens of a picture of a vision-language model
-    max_image_size: int | None  # its pictures larger than a square of this side are shrunk
-    max_image_pixels: int | None  # a picture whose header says more is refused before it is decoded
-    device: str | None  # "cpu", "cuda", "cuda:1"; the default is the one that training would take
-    bf16: bool  # encode in bfloat16 mixed precision
 
 
 def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> EmbeddingModel:
@@ -93,7 +61,7 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
         )
     given = {key: value for key, value in options.items() if key in ModelKeys.model_fields}
     keys = checked_section(ModelKeys, {"model_name": name, **given})
-    encoder = load_encoder(keys, image_limits=_image_limits(options))
+    encoder = load_encoder(keys, image_limits=image_limits(options))
     return EmbeddingModel(encoder, name=name, options=options)
 
 
@@ -103,9 +71,9 @@ class EmbeddingModel:
     def __init__(self, encoder: Encoder, *, name: str, options: LoadOptions) -> None:
         self.name = name
         self.options = options
-        self.image_limits = _image_limits(options)
+        self.image_limits = image_limits(options)
         device = options.get("device")
-        self._device = local_device() if device is None else _device(device)
+        self._device = local_device() if device is None else device_named(device)
         self._encoder = encoder.to(self._device).eval()
         self._says_cut = True
 
@@ -353,65 +321,3 @@ def refuse_side(side: str) -> None:
     if side not in SIDES:
         near = difflib.get_close_matches(str(side), SIDES, n=1, cutoff=0.0)[0]
         raise ValueError(f"there is no side {side!r}; did you mean {near!r}?")
-
-
-def refuse_unknown(options: Mapping[str, object], known: type, function: str) -> None:
-    """Refuse an argument that nothing reads, as Python does where it can.
-
-    Raises:
-        TypeError: There is one.
-    """
-    names = known.__annotations__
-    for name in options:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-            raise TypeError(f"{function}() has no argument {name!r}; did you mean {near!r}?")
-
-
-def _image_limits(options: LoadOptions) -> ImageLimits:
-    pixels = options.get("max_image_pixels")
-    if pixels is None:
-        return ImageLimits()
-    if pixels < 1:
-        raise ConfigError(f"max_image_pixels is {pixels}; it is at least 1")
-    return ImageLimits(max_pixels=pixels)
-
-
-def _device(name: str) -> torch.device:
-    prepare_device()
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        reason = first_line(error)
-        raise MachineError(f"device {name!r} can't be used: {reason}") from error
-    return device
-
-
-def locate_model(path_or_name: str | Path) -> tuple[str, Path | None]:
-    """Return what a model is loaded by, and the run that it is of.
-
-    The output folder of a run stands for its model; a folder is named by its absolute path.
-
-    Returns:
-        A hub id or a path; and the output folder of the run, None for a model that is not in one.
-
-    Raises:
-        ConfigError: There is no such folder, the run has no model yet, or the name is of a model to train from scratch.
-    """
-    name = str(path_or_name)
-    if is_builtin(name):
-        raise ConfigError(
-            f"{name} is a model to be trained from scratch; train it, then name the output folder of the run"
-        )
-    located = locate(name)
-    if not is_folder(located.name):
-        if isinstance(path_or_name, Path) or os.path.lexists(home_path(name)):
-            raise ConfigError(f"there is no folder {name}; name that of a model, or of a run")
-        return name, None
-    if located.run is not None:
-        _log.info("%s", located.note)
-        run = located.run.resolve()
-        return str(run / MODEL_FOLDER), run
-    folder = Path(located.name).resolve()
-    return str(folder), folder.parent if folder.name == MODEL_FOLDER and is_run(folder.parent) else None

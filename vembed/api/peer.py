@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.api.keys import TrainKeys
-    from vembed.api.model import LoadOptions
+    from vembed.api.loading import LoadOptions
     from vembed.api.result import RunResult
     from vembed.batch import Side
     from vembed.data.python_inputs import ItemInput

@@ -22,7 +22,7 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from vembed.api.card import NOTHING_SAID, OwnersWords, card_files
-from vembed.api.model import locate_model
+from vembed.api.loading import locate_model
 from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.card.render import CARD_FILE

@@ -82,8 +82,7 @@ class RunResult(FinishedRun):
         curves = {
             label: [(row["step"], row[name]) for row in rows if name in row] for name, label in _STEP_CURVES.items()
         }
-        verdict = self.sets[0].verdict if self.sets else self.verdict
-        page, metric = self.report.with_suffix(".json"), verdict.comparison.metric
+        page, metric = self.report.with_suffix(".json"), self.metric
         evaluations = json.loads(page.read_text("utf-8"))["evaluations"] if page.is_file() else []
         curves[f"dev {metric}"] = [(each["step"], each["metrics"][metric]) for each in evaluations]
         found = {name: points for name, points in curves.items() if points}

@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
-from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, LoadOptions, load, refuse_side, refuse_unknown
+from vembed.api.loading import LoadOptions, refuse_unknown
+from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, load, refuse_side
 from vembed.config.keys.data import DataKeys
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits

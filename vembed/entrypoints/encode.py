@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
@@ -107,14 +108,17 @@ def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
     from vembed.data.corpus import Corpus
 
     Corpus(parsed.data)  # a path that leads nowhere is told before torch is imported, which takes seconds
+    with ExitStack() as stack:
+        if not process_env().is_launched:  # and so is a folder that can't be written
+            stack.enter_context(hold_output(output, beside=True))
 
-    from vembed.distributed.runtime import shut_down, start_runtime
-    from vembed.search.build import refuse_taken
-    from vembed.training.guards import StopSignal
+        from vembed.distributed.runtime import shut_down, start_runtime
+        from vembed.search.build import refuse_taken
+        from vembed.training.guards import StopSignal
 
-    quiet_libraries()
-    runtime = start_runtime(deterministic=False, watchdog=watchdog)
-    with ExitStack() as stack, StopSignal(advice="what is encoded is kept, and the same command goes on") as stop:
+        quiet_libraries()
+        runtime = start_runtime(deterministic=False, watchdog=watchdog)
+        stop = stack.enter_context(StopSignal(advice="what is encoded is kept, and the same command goes on"))
         runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output, beside=True)))
         refuse_taken(output, overwrite=parsed.overwrite)  # before a model is loaded
         stack.enter_context(stop.asking(runtime.ranks.agreement(runtime.device)))

@@ -214,7 +214,7 @@ def _evaluate_pairs(parsed: argparse.Namespace, command: str) -> int:
 
 
 def _refuse_unread_code(parsed: argparse.Namespace) -> None:
-    from vembed.api.model import COMMIT
+    from vembed.api.loading import COMMIT
 
     if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
         raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")

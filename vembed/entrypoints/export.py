@@ -65,7 +65,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
     from vembed.api.card import OwnersWords, card_files
-    from vembed.api.model import locate_model
+    from vembed.api.loading import locate_model
     from vembed.models.export.write import export_model
     from vembed.training.guards import StopSignal
 

@@ -230,7 +230,7 @@ def _write(
 
 
 def _model_keys(parsed: argparse.Namespace, name: str) -> ModelKeys:
-    from vembed.api.model import COMMIT, locate_model
+    from vembed.api.loading import COMMIT, locate_model
     from vembed.config.keys.model import ModelKeys
     from vembed.config.messages import checked_section
 

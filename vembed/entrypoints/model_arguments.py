@@ -11,7 +11,7 @@ from vembed.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
-    from vembed.api.model import LoadOptions
+    from vembed.api.loading import LoadOptions
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +80,7 @@ def source_keys(parsed: argparse.Namespace, model: str) -> ModelKeys:
     Raises:
         ConfigError: The model's code would run without a commit that was read.
     """
-    from vembed.api.model import COMMIT
+    from vembed.api.loading import COMMIT
 
     if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
         raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")

@@ -68,6 +68,11 @@ class RunResult:
     last: EvaluationResult | None = None  # the model of the last step, where another one is kept
     sets: tuple[SetOutcome, ...] = ()  # of each test set, that of baseline and final first, and each guard set
 
+    @property
+    def metric(self) -> str:
+        """The metric that decides, as the results of the first set name it."""
+        return (self.sets[0].verdict if self.sets else self.verdict).comparison.metric
+
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.output}: {self.verdict.sentence}>"
 

@@ -57,10 +57,10 @@ def track_end(
     """
     if not trackers:
         return
-    metric, first = result.verdict.comparison.metric, result.sets[0]
-    groups = choose_examples(parts.evaluations.verdict_task, first.baseline, first.final, metric)
+    task = parts.evaluations.verdict_task
+    groups = () if task.grades else choose_examples(task, result.baseline, result.final, result.metric)
     limits = ImageLimits(max_pixels=parts.max_image_pixels)
-    columns, rows = _examples_table(groups, metric, limits)
+    columns, rows = _examples_table(groups, result.metric, limits)
     for tracker in trackers:
         tracker.log_text(step, "verdict", redact(headline(result.verdict, result.sets)))
         tracker.log_result(step, _values(result))
@@ -77,7 +77,7 @@ def track_end(
 def _values(result: RunResult) -> dict[str, float]:
     """Return the main metrics of each set before and after; those of the first set have plain names."""
     values: dict[str, float] = {}
-    names = {*HEADLINE, result.verdict.comparison.metric}
+    names = {*HEADLINE, result.metric}
     for number, outcome in enumerate(result.sets):
         of_set = f"{outcome.role}-{number}/" if number else ""
         for name, found in (("baseline", outcome.baseline), ("final", outcome.final)):

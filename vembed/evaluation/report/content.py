@@ -19,6 +19,7 @@ from vembed.evaluation.report.curves import (
     STEP_CURVES,
     Curve,
     dev_curve,
+    evenly_spread,
     source_curves,
     sparkline,
     step_curve,
@@ -236,7 +237,7 @@ class Content:
         """The dev metrics by step, the kept one marked by a word."""
         names, kept = dev_metric_names(self), self.report.kept_step
         rows, tones = [], {}
-        for row, (step, metrics) in enumerate(evaluation_rows(self)):
+        for row, (step, metrics) in enumerate(evenly_spread(self.evaluations, MAX_EVALUATION_ROWS)):
             is_kept = step == kept
             if is_kept:
                 tones[row] = "chosen"
@@ -247,7 +248,8 @@ class Content:
     @property
     def evaluation_note(self) -> str:
         """What the table of dev metrics is on, and which rows it has."""
-        num_rows, num_evaluations = len(evaluation_rows(self)), len(self.evaluations)
+        num_evaluations = len(self.evaluations)
+        num_rows = min(num_evaluations, MAX_EVALUATION_ROWS)
         if num_rows == num_evaluations:
             return self.dev_note
         return f"{self.dev_note} {num_rows} of {count_text(num_evaluations)} evaluations, evenly spread."
@@ -384,15 +386,6 @@ def _notes(report: RunReport) -> tuple[str, ...]:
     for result in (reverse.baseline, reverse.final) if reverse else ():
         found |= dict.fromkeys(f"Reversed: {note}" for note in result.notes)
     return tuple(found)
-
-
-def evaluation_rows(content: Content) -> tuple[tuple[int, Mapping[str, float]], ...]:
-    """Return at most `MAX_EVALUATION_ROWS` evaluations, evenly spread, first and last included."""
-    rows = content.evaluations
-    if len(rows) <= MAX_EVALUATION_ROWS:
-        return rows
-    last = MAX_EVALUATION_ROWS - 1
-    return tuple(rows[round(index * (len(rows) - 1) / last)] for index in range(MAX_EVALUATION_ROWS))
 
 
 def dev_metric_names(content: Content) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 MAX_POINTS = 500
 """Most points drawn of one curve: more can't be told apart at its width, and each costs bytes."""
@@ -179,3 +181,10 @@ def dev_curve(evaluations: Sequence[tuple[int, Mapping[str, float]]], metric: st
     """Return the curve of one dev metric over the steps, or None where no evaluation has it."""
     points = [(int(step), finite(metrics[metric])) for step, metrics in evaluations if metric in metrics]
     return curve_of(points, CurveSpec(metric, "", "", metric_text))
+
+
+def evenly_spread(rows: Sequence[T], most: int) -> Sequence[T]:
+    """Return at most so many rows, evenly spread, first and last included."""
+    if len(rows) <= most:
+        return rows
+    return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from vembed.checkpoint.manager import CheckpointManager
 from vembed.collector import collector_paused
 from vembed.config.dump import dump_config, hashed_values, plain_values
 from vembed.distributed.runtime import start_runtime
@@ -31,14 +30,14 @@ from vembed.training.finish import FinishParts, RunResult, finish_run, package_v
 from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.output import OutputFolder
 from vembed.training.progress import RunClock, usual_step_seconds
-from vembed.training.saving import PARTS, check_shape, refuse_other_run
+from vembed.training.saving import refuse_other_run
 from vembed.training.space import DiskNeeds, free_bytes
 from vembed.training.state import RunState
 from vembed.training.trackers.jsonl import read_rows
 from vembed.training.tracking import closing, track_end, track_start
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import build_sampler, load_data
-from vembed.training.wiring.early import accepted_differences, paths_read, refuse_other_place
+from vembed.training.wiring.early import paths_read
 from vembed.training.wiring.hard_batches import hard_batch_bytes
 from vembed.training.wiring.launcher import under_launcher
 from vembed.training.wiring.mining import mining_bytes
@@ -62,7 +61,8 @@ from vembed.training.wiring.parts import (
     with_hard_batches,
     with_hard_vectors,
 )
-from vembed.training.wiring.planning import build_plan, check_decisions, read_back
+from vembed.training.wiring.planning import build_plan, read_back
+from vembed.training.wiring.resume_point import resume_point
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -155,7 +155,7 @@ def _run(
             stack.enter_context(_only_warnings())
         if mode == "train":
             runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output.path)))
-        checkpoint = _resume_point(config, runtime, output) if mode == "train" else None
+        checkpoint = resume_point(config, runtime, output) if mode == "train" else None
         watchdog.words.checkpoint = None if checkpoint is None else checkpoint.path
         watchdog.words.doing = "reading the data"
         data = load_data(config)
@@ -299,32 +299,6 @@ def _assemble(
     notes = () if run.frozen is None else run.frozen.notes
     notes = notes if run.teacher is None else (*notes, run.teacher.note)
     return replace(run, plan=run.plan.noting(*notes))
-
-
-def _resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> LoadedCheckpoint | None:
-    """Return the checkpoint to go on from, after checking that it is of this configuration."""
-    if config.resume == "never":
-        return None
-    manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, ranks=runtime.ranks)
-    source: Literal["auto"] | Path = "auto" if config.resume == "auto" else Path(config.resume)
-    checkpoint = manager.load(source, required=[*PARTS, "run", "updater"], check=_check)
-    if checkpoint is None:
-        lost = len(read_rows(output.path / "metrics.jsonl")) if runtime.ranks.is_first else 0
-        if lost:
-            _log.warning("%s: no checkpoint of the %d steps that it tells of; they are done again", output.path, lost)
-        return None
-    refuse_other_place(checkpoint.path, output)
-    saved = checkpoint.stamp["config"]
-    assert isinstance(saved, dict)
-    for difference in accepted_differences(checkpoint.path, saved, config):
-        _log.info("resume: %s was %r and is %r now", difference.key, difference.old, difference.new)
-    _log.info("resume: going on from %s", checkpoint.path)
-    return checkpoint
-
-
-def _check(checkpoint: LoadedCheckpoint) -> None:
-    check_shape(checkpoint)
-    check_decisions(checkpoint)
 
 
 def _train(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from contextlib import ExitStack
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
@@ -134,7 +135,8 @@ def _check_ray(parsed: argparse.Namespace) -> None:
         return
     if parsed.ray_workers is not None and parsed.ray_workers < 1:
         raise ConfigError(f"--ray-workers must be at least 1, got {parsed.ray_workers}")
-    import_extra("ray", "ray", "--ray")
+    if find_spec("ray") is None:  # importing it here takes a second, and comes before its settings
+        import_extra("ray", "ray", "--ray")
 
 
 def _encode(parsed: argparse.Namespace, form: Format, ranks: Ranks, poll: Callable[[], None]) -> None:

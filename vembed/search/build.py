@@ -281,6 +281,8 @@ def _write_vectors(
                 lengths = vectors.lengths.tolist() if isinstance(vectors, Ragged) else None
                 journal.append(parts, len(documents), lengths, [len(copy) for copy in copies])
             progress.add(len(documents))
+    rest = next(slices, None)  # reads the corpus to its end, which checks it
+    assert rest is None
     assert progress.done == num_documents
     num_cut += sum(ranks.gather_objects(encode.num_truncated[side] - before))
     if journal is not None:

@@ -82,15 +82,18 @@ class RayJob:
             num_workers, resources = _share(ray.cluster_resources(), self.num_workers)
             _log.info("Ray: %d workers, each with %s", num_workers, resources)
             rows = [{"start": start, "stop": stop} for start, stop in spans]
-            found = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
-                _Worker,
-                fn_constructor_args=(self.make, str(documents), side),
-                batch_size=1,
-                compute=ray.data.ActorPoolStrategy(size=num_workers),
-                max_restarts=RETRIES,
-                max_task_retries=RETRIES,
-                **resources,
-            )
+            with warnings.catch_warnings():
+                # Ray 2.64 drops the keywords of starting again; the extra ends before it.
+                warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
+                found = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+                    _Worker,
+                    fn_constructor_args=(self.make, str(documents), side),
+                    batch_size=1,
+                    compute=ray.data.ActorPoolStrategy(size=num_workers),
+                    max_restarts=RETRIES,
+                    max_task_retries=RETRIES,
+                    **resources,
+                )
             for row in _arriving(found.iter_rows, encode.poll):
                 encode.num_truncated[side] += int(row["num_truncated"])
                 offsets, vectors_VE = row["offsets"], row["vectors"]
@@ -149,8 +152,8 @@ def _cluster(address: str) -> Generator[Any]:
     """Connect to a cluster, and leave it at the end; one that the caller is connected to stays so."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # Ray's own process logs to our terminal
-    # Ray 2.64 drops the keywords that say how often a worker is started again; the extra ends before it.
-    warnings.filterwarnings("ignore", "`ray_remote_args` is deprecated")
+    # After a stop the thread that waits for rows would have Ray start another cluster.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     ray = import_extra("ray", "ray", "--ray")
     import_extra("ray.data", "ray", "--ray")
     logging.getLogger("ray.data").setLevel(

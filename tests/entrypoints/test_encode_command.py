@@ -222,7 +222,7 @@ def test_a_disk_that_is_too_small_is_said_before_encoding(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(vembed.MachineError, match="GB free"):
+    with pytest.raises(vembed.MachineError, match="has 1,000 B free, and vectors and index need "):
         vembed.build_index(bag, corpus, tmp_path / "index")
     monkeypatch.undo()
     vembed.build_index(bag, corpus, tmp_path / "index")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from ball_cases import write_balls
 from command_cases import environment
-from search_cases import FILES, write_corpus
+from search_cases import FILES, PICTURE_FILES, write_corpus
 
 import vembed
 from vembed.errors import PreemptedError
@@ -160,6 +162,40 @@ def test_slices_of_another_corpus_or_damaged_ones_are_made_again(
         vembed.build_index(bag, many, tmp_path / damage)
         for name in FILES:
             assert (tmp_path / damage / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("kind", ["paths", "bytes", "root"])
+def test_slices_of_a_picture_that_was_replaced_are_made_again(
+    clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(build, "SAMPLE_TEXTS", 1)
+    names = ["red", "blue", "green"]
+    albums = [write_balls(tmp_path / album) for album in ("album", "other")]
+    shutil.copyfile(albums[1] / "yellow.png", albums[1] / "green.png")
+
+    def write_rows(album: Path) -> Path:
+        cells = [{"bytes": (album / f"{name}.png").read_bytes(), "path": "a.png"} for name in names]
+        pq.write_table(pa.table({"_id": names, "image": cells}), tmp_path / "rows.parquet")
+        return tmp_path / "rows.parquet"
+
+    if kind == "bytes":
+        data = write_rows(albums[0])
+    else:
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps({"_id": name, "image": f"{name}.png"}) + "\n" for name in names))
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_finish", lambda *_: (_ for _ in ()).throw(PreemptedError("stopped")))
+        with pytest.raises(PreemptedError):
+            vembed.build_index(clip, data, tmp_path / "index", image_root=albums[0])
+    root = albums[1] if kind == "root" else albums[0]
+    if kind == "paths":
+        shutil.copyfile(albums[1] / "green.png", albums[0] / "green.png")
+    elif kind == "bytes":
+        write_rows(albums[1])
+    for name in ("index", "whole"):
+        vembed.build_index(clip, data, tmp_path / name, image_root=root)
+    for name in PICTURE_FILES:
+        assert (tmp_path / "index" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from model_cases import load_any
 from search_cases import DOCUMENTS, FILES, meta_of
 
 import vembed
+from vembed.evaluation.text import bytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,8 +84,8 @@ def test_documents_like_one_begin_with_itself(several: Path) -> None:
 
 def test_the_commands_encode_and_search(call: Any, model: Path, several: Path, tmp_path: Path) -> None:
     done = call("encode", model, "--data", several.parent / "corpus.jsonl", "--output", tmp_path / "index")
-    size = 4 * meta_of(several)["num_vectors"] * 16 / 1e6
-    assert (done.code, f" a document, {size:,.1f} MB), 16 dimensions" in done.out) == (0, True)
+    size = bytes_text(4 * meta_of(several)["num_vectors"] * 16)
+    assert (done.code, f" a document, {size}), 16 dimensions" in done.out) == (0, True)
     assert [path.read_bytes() for path in sorted(several.iterdir())] == [
         path.read_bytes() for path in sorted((tmp_path / "index").iterdir())
     ]
@@ -111,6 +112,27 @@ def test_options_of_late_interaction_are_kept_with_an_index(model: Path, several
     assert meta_of(tmp_path / "index")["model_options"] == {"topk_tokens": 3}
     index = vembed.open_index(tmp_path / "index")
     assert {len(index.index.vector(row)) for row in range(len(CORPUS))} == {3}
+
+
+@pytest.mark.parametrize("form", ["parquet", "lancedb"])
+def test_a_table_of_several_vectors_is_refused_before_anything_is_encoded(
+    model: Path, several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    if form == "lancedb":
+        pytest.importorskip("lancedb", reason="the extra lancedb isn't installed: pip install 'vembed[lancedb]'")
+    monkeypatch.setattr("vembed.search.build._write_files", None)
+    with pytest.raises(vembed.ConfigError, match=f"a {form} table holds one vector for each document"):
+        vembed.build_index(
+            model, several.parent / "corpus.jsonl", tmp_path / ("v" + ".parquet" * (form == "parquet")), format=form
+        )  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_vectors_are_not_rescored(call: Any, several: Path) -> None:
+    with pytest.raises(vembed.ConfigError, match=r"several vectors .* leave --rescore \(rescored\) out"):
+        vembed.open_index(several, rescored=4)
+    refused = call("search", several, "trees", "--rescore", 2)
+    assert (refused.code, "leave --rescore" in refused.err) == (2, True)
 
 
 def test_an_index_of_one_vector_stays_what_programs_before_read(index: Path) -> None:

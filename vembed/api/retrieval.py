@@ -24,9 +24,10 @@ from vembed.evaluation.store import write_evaluation
 from vembed.files import home_path, is_folder
 from vembed.output_lock import hold_output
 from vembed.redact import redact
-from vembed.search.build import BuildOptions, refuse_taken, write_index
-from vembed.search.format import IndexMeta, read_meta
+from vembed.search.build import BuildOptions, write_index
+from vembed.search.format import IndexMeta
 from vembed.search.index import Hit, SearchIndex
+from vembed.search.output import output_form, refuse_taken
 from vembed.search.ray_job import RayJob
 from vembed.search.searcher import Searcher
 from vembed.search.tables import is_table, unpacked
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from vembed.batch import Side
     from vembed.config.keys.data import LabelKind
     from vembed.evaluation.encode import ItemEncoder
-    from vembed.search.tables import Format
+    from vembed.search.output import Format
 
 __all__ = ["EvaluationResult", "Hit", "IndexMeta", "Searcher", "build_index", "evaluate", "open_index"]
 
@@ -68,7 +69,8 @@ class IndexOptions(TypedDict, total=False):
     # FAISS index string; "Flat" is exact, "HNSW32" or "IVF1024,Flat" are faster and may miss documents; or "int8" and
     # "binary", which find candidates in less memory
     index: str
-    format: Format  # "index" (a folder), or its rows as a "parquet" file or a "lancedb" table
+    # "index" (a folder), or its rows as a "parquet" file or a "lancedb" table; by default what the output's name tells
+    format: Format
     ranks: Ranks | None  # the processes that encode together; all must make the call
     batch_size: int  # most documents of one encoder call
     overwrite: bool  # whether an index that is there may be replaced
@@ -134,7 +136,7 @@ def build_index(
     Args:
         data: BEIR folder, folder of pictures, file with ids and texts or pictures, text file with one document a line,
             or `builtin:SET`.
-        output: The folder; it appears complete or not at all.
+        output: The folder, or FILE.parquet; it appears complete or not at all.
 
     Raises:
         VembedError: The corpus, the model or the folder can't be used.
@@ -143,9 +145,10 @@ def build_index(
     side: Side = options.get("side", "document")
     refuse_side(side)
     folder, ranks = home_path(output), options.get("ranks") or Ranks()
+    options["format"] = output_form(folder, options.get("format"))
     with ExitStack() as stack:
         ranks.from_first(lambda: stack.enter_context(hold_output(folder, beside=True)))
-        refuse_taken(folder, overwrite=options.get("overwrite", False))
+        refuse_taken(folder, str(data), overwrite=options.get("overwrite", False))
         return _build_index(model, str(data), folder, side, options)
 
 
@@ -173,8 +176,7 @@ def _build_index(
             source=redact(data),
             side=side,
             factory=options.get("index", "Flat"),
-            overwrite=options.get("overwrite", False),
-            form=options.get("format", "index"),
+            form=options["format"],
             job=_ray_job(loaded, options),
         ),
     )
@@ -211,12 +213,12 @@ def open_index(
         model: The model for the queries; by default the one that the index names, under the options that it was built
             with. Its weights must be those that made the vectors.
         rescored: Candidates for each hit that are ranked by the full vectors; by default 4 where the index is of few
-            bits (int8, binary), else 0, which ranks none again.
+            bits (int8, binary), else 0, which ranks none again. Not for an index of several vectors.
         options: See `LoadOptions`; they win over the options that the index was built with. Code and pickles are
             allowed here or not at all: an index can't allow them.
 
     Raises:
-        ConfigError: The model is another one than that of the index.
+        ConfigError: The model is another one than that of the index, or there is nothing to rescore.
         DataError: The index is missing or broken.
         MachineError: The model can't be reached.
     """
@@ -224,9 +226,8 @@ def open_index(
     path = home_path(folder)
     if rescored is not None and rescored < 0:
         raise ConfigError(f"rescored is {rescored}; it is at least 0")
-    path = unpacked(path) if is_table(path) else path
-    meta = read_meta(path)
-    index = SearchIndex(path, rescored=rescored)
+    index = SearchIndex(unpacked(path) if is_table(path) else path, rescored=rescored, place=path)
+    meta = index.meta
     if not isinstance(model, EmbeddingModel):
         kept = {name: value for name, value in meta.model_options.items() if name in VECTOR_OPTIONS}
         if model is not None:

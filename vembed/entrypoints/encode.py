@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, get_args
 
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
@@ -18,13 +18,12 @@ from vembed.extras import import_extra
 from vembed.files import home_path
 from vembed.output_lock import hold_output
 from vembed.redact import redact
+from vembed.search.output import Format, output_form, refuse_taken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from vembed.distributed.ranks import Ranks
-
-Format: TypeAlias = Literal["index", "parquet", "lancedb"]
 
 DESCRIPTION = "Encode a corpus for vembed search: a folder with vectors, ids and a FAISS index, or a table of them."
 
@@ -98,14 +97,7 @@ def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
     _check_ray(parsed)
     output = home_path(parsed.output)
-    by_name: Format = "parquet" if output.suffix == ".parquet" else "index"
-    form: Format = parsed.format or by_name
-    if (form == "parquet") != (by_name == "parquet"):
-        raise ConfigError(
-            f"--format {form} doesn't fit --output {parsed.output}: a Parquet file's name ends in .parquet"
-        )
-    if form == "lancedb":
-        import_extra("lancedb", "lancedb", "--format lancedb")
+    form = output_form(output, parsed.format)
     from vembed.data.corpus import Corpus
 
     Corpus(parsed.data)  # a path that leads nowhere is told before torch is imported, which takes seconds
@@ -114,14 +106,13 @@ def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
             stack.enter_context(hold_output(output, beside=True))
 
         from vembed.distributed.runtime import shut_down, start_runtime
-        from vembed.search.build import refuse_taken
         from vembed.training.guards import StopSignal
 
         quiet_libraries()
         runtime = start_runtime(deterministic=False, watchdog=watchdog)
         stop = stack.enter_context(StopSignal(advice="what is encoded is kept, and the same command goes on"))
         runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output, beside=True)))
-        refuse_taken(output, overwrite=parsed.overwrite)  # before a model is loaded
+        refuse_taken(output, parsed.data, overwrite=parsed.overwrite)  # before a model is loaded
         stack.enter_context(stop.asking(runtime.ranks.agreement(runtime.device)))
         _encode(parsed, form, runtime.ranks, stop.poll)
     shut_down(watchdog)
@@ -142,6 +133,7 @@ def _check_ray(parsed: argparse.Namespace) -> None:
 def _encode(parsed: argparse.Namespace, form: Format, ranks: Ranks, poll: Callable[[], None]) -> None:
     from vembed.api.model import load
     from vembed.api.retrieval import build_index
+    from vembed.evaluation.text import bytes_text
 
     options = load_options(parsed)
     if parsed.ray is not None:
@@ -177,6 +169,6 @@ def _encode(parsed: argparse.Namespace, form: Format, ranks: Ranks, poll: Callab
         documents += f" ({meta.num_pictures:,} with a picture)"
     if meta.num_vectors is not None:
         each, size = meta.num_vectors / meta.num_documents, 4 * meta.num_vectors * meta.model.dimension
-        documents += f", {meta.num_vectors:,} vectors ({each:.1f} a document, {size / 1e6:,.1f} MB)"
+        documents += f", {meta.num_vectors:,} vectors ({each:.1f} a document, {bytes_text(size)})"
     kind = f"index {meta.factory}" if form == "index" else {"parquet": "Parquet", "lancedb": "LanceDB"}[form]
     print(f"{documents}, {meta.model.dimension} dimensions, {kind}: {redact(str(parsed.output))}")

@@ -16,16 +16,16 @@ step 3 what FAISS holds ("Flat": all vectors once; where documents have several,
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import shutil
-import time
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, values_of
 from vembed.evaluation.index import new_index
 from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
+from vembed.evaluation.text import bytes_text
 from vembed.files import disk_error, file_sha256, new_folder
 from vembed.search.format import (
     DOCUMENTS_FILE,
@@ -50,12 +51,12 @@ from vembed.search.format import (
     THUMBNAILS_FILE,
     VECTORS_FILE,
     IndexMeta,
-    is_index,
     write_vectors_header,
 )
 from vembed.search.journal import Journal
+from vembed.search.progress import Progress
 from vembed.search.ray_job import slice_spans
-from vembed.search.tables import is_table, write_table
+from vembed.search.tables import write_table
 from vembed.search.thumbnails import ThumbnailReader, make_thumbnails
 
 if TYPE_CHECKING:
@@ -67,12 +68,11 @@ if TYPE_CHECKING:
     from vembed.evaluation.provenance import Key
     from vembed.models.fingerprint import ModelIdentity
     from vembed.search.journal import Entry
+    from vembed.search.output import Format
     from vembed.search.ray_job import RayJob
-    from vembed.search.tables import Format
 
 _log = logging.getLogger(__name__)
 
-SECONDS_BETWEEN_LINES = 10.0
 DISK_MARGIN = 1.2
 USUAL_THUMBNAIL_BYTES = 8_192
 """What the copy of a photograph takes, for the check of the disk."""
@@ -87,7 +87,6 @@ class BuildOptions:
     source: str  # the corpus, for people
     side: Side = "document"  # which prompt the documents get
     factory: str = "Flat"  # FAISS index string; "Flat" is exact
-    overwrite: bool = False  # whether an index that is there may be replaced
     form: Format = "index"  # the folder of an index, or a table of its rows
     job: RayJob | None = None  # who encodes the texts; None is this process and its ranks
 
@@ -95,16 +94,20 @@ class BuildOptions:
 def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
     """Encode a corpus into a folder or a table; on several ranks all must call this.
 
-    An index that is there stays until the new one is whole.
+    What is there stays until the new one is whole, and is replaced then.
 
     Raises:
-        ConfigError: The folder holds something already, or FAISS can't build such an index.
+        ConfigError: FAISS can't build such an index, or a table can't hold what the model gives.
         DataError: The corpus is broken.
         NonFiniteError: A vector holds NaN or infinity.
         MachineError: The disk is too small or refuses.
     """
     output = Path(output).resolve()
-    refuse_taken(output, overwrite=options.overwrite)
+    if encode.encoder.multi_vector and options.form != "index":
+        raise ConfigError(
+            f"a {options.form} table holds one vector for each document, and this model gives several; make an index "
+            "of its vectors: leave --format out, and choose an --output without .parquet"
+        )
     if options.factory not in QUANTIZATIONS:
         new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
     part = output.with_name(f".{output.name}.part")
@@ -130,7 +133,7 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
 def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
     """Give the output its name."""
     if form != "index":
-        write_table(part, output, form)
+        write_table(part, output, meta, form)
     else:
         with new_folder(output) as temporary:
             for name in (*meta.files, META_FILE):
@@ -138,38 +141,18 @@ def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
     shutil.rmtree(part, ignore_errors=True)
 
 
-def refuse_taken(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output folder that holds something.
-
-    Raises:
-        ConfigError: It holds an index and `overwrite` is false, or other files.
-    """
-    if not output.exists():
-        return
-    if is_table(output):
-        if not overwrite:
-            raise ConfigError(f"{output} holds vectors; replace them with --overwrite, or choose another name")
-        return
-    if not output.is_dir():
-        raise ConfigError(f"{output} is a file; name a folder for the index")
-    if is_index(output):
-        if not overwrite:
-            raise ConfigError(f"{output} holds an index; replace it with --overwrite, or choose another folder")
-    elif any(output.iterdir()):
-        raise ConfigError(f"{output} holds other files than an index; choose a folder of its own")
-
-
 def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
     ranks = encode.ranks
     if ranks.is_first:
         folder.mkdir(parents=True, exist_ok=True)
-    num_documents, num_pictures = ranks.from_first(lambda: _write_documents(folder / DOCUMENTS_FILE, corpus, encode))
+    written = ranks.from_first(lambda: _write_documents(folder / DOCUMENTS_FILE, corpus, encode))
+    num_documents, num_pictures = written.num_documents, written.num_pictures
     if options.job is not None and num_pictures:
         raise ConfigError(f"--ray encodes texts, and {options.source} has {num_pictures:,} pictures; leave it out")
     dim, several = options.model.dimension, encode.encoder.multi_vector
     # The vectors, the index or table that holds them again, and the copies; of several vectors at least one each.
     _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES)
-    num_vectors, num_truncated = _write_vectors(folder, (num_documents, num_pictures), corpus, encode, options)
+    num_vectors, num_truncated = _write_vectors(folder, written, corpus, encode, options)
     meta = IndexMeta(
         model=options.model,
         model_options=dict(options.model_options),
@@ -184,18 +167,28 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
         num_vectors=num_vectors if several else None,
     )
     if ranks.is_first:
-        if not meta.compares_all:
+        if not meta.compares_all and options.form == "index":
             _require_disk(folder, num_vectors * dim * 4)
             vectors_VE = np.load(folder / VECTORS_FILE, mmap_mode="r")
             write_faiss(index_of(vectors_VE, options.factory), folder / INDEX_FILE)
-        meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
+        names = [name for name in meta.files if options.form == "index" or name != INDEX_FILE]  # no table holds it
+        meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in names})
         (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
     return meta
 
 
-def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> tuple[int, int]:
-    """Write each document's row on a line, and return how many there are, and how many of them have a picture."""
+class _Written(NamedTuple):
+    """What stands in ids.jsonl."""
+
+    num_documents: int
+    num_pictures: int  # documents with a picture
+    pictures: str  # SHA-256 of which pictures these are
+
+
+def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> _Written:
+    """Write each document's row on a line."""
     num_documents = num_pictures = 0
+    identities = hashlib.sha256()
     taken = encode.encoder.modalities
     with path.open("w", encoding="utf-8", newline="\n") as file:
         for document in corpus:
@@ -207,16 +200,31 @@ def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> tuple[i
                     f"{encode.encoder.name} takes {modality_words(taken)}, and document {document.id!r} is a "
                     f"{MODALITY_WORDS[modality][0]}: choose a model for it, or leave such documents out"
                 )
-            count = len(list(pictures_in([document.item])))
-            if count > 1 and not encode.encoder.several_pictures:
+            pictures = list(pictures_in([document.item]))
+            if len(pictures) > 1 and not encode.encoder.several_pictures:
                 raise DataError(
-                    f"{encode.encoder.name} takes one picture in an item, and document {document.id!r} has {count}: "
-                    "choose a vision-language model, or give each picture an id"
+                    f"{encode.encoder.name} takes one picture in an item, and document {document.id!r} has "
+                    f"{len(pictures)}: choose a vision-language model, or give each picture an id"
                 )
             file.write(json.dumps(_row(document), ensure_ascii=False) + "\n")
             num_documents += 1
             num_pictures += modality != "text"
-    return num_documents, num_pictures
+            for picture in pictures:
+                identities.update(_identity(picture))
+    return _Written(num_documents, num_pictures, identities.hexdigest())
+
+
+def _identity(picture: Image) -> bytes:
+    """Return what tells a picture from one that takes its place: the hash of its bytes, or the state of its file."""
+    if picture.data is not None:
+        return hashlib.sha256(picture.data).digest()
+    try:
+        state = Path(picture.path).stat()
+    except OSError as error:
+        raise DataError(
+            f"{picture.path} can't be read: {error.strerror}; the corpus changed while it was read"
+        ) from error
+    return json.dumps([picture.path, state.st_size, state.st_mtime_ns]).encode()
 
 
 def _row(document: Document) -> dict[str, str]:
@@ -229,29 +237,29 @@ def _require_disk(folder: Path, num_bytes: int) -> None:
     free, needed = shutil.disk_usage(folder).free, int(DISK_MARGIN * num_bytes)
     if free < needed:
         raise MachineError(
-            f"the disk of {folder.parent} has {free / 1e9:.1f} GB free, and vectors and index need {needed / 1e9:.1f} "
-            f"GB; free some, or choose another folder"
+            f"the disk of {folder.parent} has {bytes_text(free)} free, and vectors and index need "
+            f"{bytes_text(needed)}; free some, or choose another folder"
         )
 
 
 def _write_vectors(
-    folder: Path, counts: tuple[int, int], corpus: Corpus, encode: ItemEncoder, options: BuildOptions
+    folder: Path, written: _Written, corpus: Corpus, encode: ItemEncoder, options: BuildOptions
 ) -> tuple[int, int]:
     """Append the vectors slice by slice: a plain write says that the disk is full, where a mapped page would crash.
 
     Returns:
         How many vectors there are, and how many texts were cut.
     """
-    num_documents, num_pictures = counts
+    num_documents, num_pictures = written.num_documents, written.num_pictures
     ranks, side = encode.ranks, options.side
     files = {VECTORS_FILE: HEADER_BYTES, **({THUMBNAILS_FILE: 0} if num_pictures else {})}
-    key = ranks.from_first(lambda: _key(folder, corpus, encode, options))
+    key = ranks.from_first(lambda: _key(folder, written, corpus, encode, options))
     journal = Journal(folder, key, files) if ranks.is_first else None
     num_done = ranks.from_first(lambda: len(journal.done) if journal else 0)
     before, num_cut = encode.num_truncated[side], 0
     if num_done and ranks.is_first:
         _log.info("going on behind what an earlier start has encoded")
-    progress = _Progress(num_documents)
+    progress = Progress(num_documents)
     slices = _slices(folder / DOCUMENTS_FILE, corpus)
     for documents in islice(slices, num_done):
         num_cut += count_truncated(encode.encoder, [each.item for each in documents], side) if ranks.is_first else 0
@@ -296,13 +304,13 @@ def _write_vectors(
     return num_vectors, num_cut
 
 
-def _key(folder: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
+def _key(folder: Path, written: _Written, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
     """Return what the bytes of the vectors are made of."""
     sample = [document.item for document in islice(corpus, SAMPLE_TEXTS)]
     made = vectors_key(
         encode.encoder, model_key(encode.encoder), sample, options.side, autocast_dtype=encode.autocast_dtype
     )
-    return {**made, "documents": file_sha256(folder / DOCUMENTS_FILE)}
+    return {**made, "documents": file_sha256(folder / DOCUMENTS_FILE), "pictures": written.pictures}
 
 
 def _finish(folder: Path, done: Sequence[Entry], encode: ItemEncoder) -> int:
@@ -332,30 +340,6 @@ def _probes(folder: Path, encode: ItemEncoder) -> list[Item]:
     copies = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE)
     first = Image("the first thumbnail", copies.read(copies.first()))
     return [first, PROBE_TEXT] if "text" in encode.encoder.modalities else [first]
-
-
-class _Progress:
-    """Say every few seconds how far the encoding has come."""
-
-    def __init__(self, num_documents: int) -> None:
-        self._num_documents = num_documents
-        self._started = self._last_line = time.perf_counter()
-        self.done = self._skipped = 0
-
-    def skip(self, num_documents: int) -> None:
-        """Count documents that an earlier start encoded."""
-        self.done += num_documents
-        self._skipped += num_documents
-
-    def add(self, num_documents: int) -> None:
-        """Count the next documents."""
-        self.done += num_documents
-        now = time.perf_counter()
-        if now - self._last_line > SECONDS_BETWEEN_LINES:
-            rate = (self.done - self._skipped) / (now - self._started)
-            done, of = (f"{number:,}" for number in (self.done, self._num_documents))
-            _log.info("encoded %s of %s documents, %.0f a second", done, of, rate)
-            self._last_line = now
 
 
 def _slices(path: Path, corpus: Corpus) -> Iterator[list[Document]]:

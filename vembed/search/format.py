@@ -25,7 +25,7 @@ Nothing in it depends on when or where it was made: equal inputs give equal byte
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -126,7 +126,25 @@ def read_meta(folder: Path) -> IndexMeta:
         DataError: There is no index, it is of a later version, or a file is missing or cut.
     """
     path = folder / META_FILE
-    content = _read_json(path)
+    meta = parse_meta(_read_json(path), path)
+    for name in meta.files:
+        size = meta.file_bytes.get(name, 0)
+        actual = (folder / name).stat().st_size if is_file(folder / name) else None
+        if actual != size:
+            found = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
+            raise DataError(f"{folder / name} {found}; encode the corpus again with --overwrite")
+    return meta
+
+
+def parse_meta(content: dict[str, Any], path: Path) -> IndexMeta:
+    """Return what meta.json says.
+
+    Args:
+        path: Where it was read, for messages.
+
+    Raises:
+        DataError: It is broken, of a later version, or of something else.
+    """
     if content.get("kind") != KIND:
         raise DataError(f"{path} is of something else than an index; make one with vembed encode")
     version = content.get("format_version")
@@ -140,16 +158,11 @@ def read_meta(folder: Path) -> IndexMeta:
     try:
         values = {name: content[name] for name in IndexMeta.__dataclass_fields__}
         values["model"] = ModelIdentity(**{name: content["model"][name] for name in ModelIdentity.__dataclass_fields__})
-        meta = IndexMeta(**values)
-        sizes = {name: int(meta.file_bytes[name]) for name in meta.files}
-    except (KeyError, TypeError, ValueError) as error:
+        return replace(
+            IndexMeta(**values), file_bytes={name: int(size) for name, size in content["file_bytes"].items()}
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DataError(f"{path} is broken ({type(error).__name__}: {error}); encode the corpus again") from error
-    for name, size in sizes.items():
-        actual = (folder / name).stat().st_size if is_file(folder / name) else None
-        if actual != size:
-            found = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
-            raise DataError(f"{folder / name} {found}; encode the corpus again with --overwrite")
-    return meta
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -85,12 +85,23 @@ class StoredDocument(NamedTuple):
 class SearchIndex:
     """An index in memory, its texts and thumbnails on disk. Several threads may ask it.
 
+    Args:
+        rescored: As in `open_index`.
+        place: What messages call the index, where the folder was unpacked from a table.
+
     Raises:
+        ConfigError: There is nothing to rescore.
         DataError: A file is missing or broken.
     """
 
-    def __init__(self, folder: Path, *, rescored: int | None = None) -> None:
+    def __init__(self, folder: Path, *, rescored: int | None = None, place: Path | None = None) -> None:
         self.meta: IndexMeta = read_meta(folder)
+        self._place = place or folder
+        if rescored is not None and self.meta.num_vectors is not None:
+            raise ConfigError(
+                f"{self._place} has several vectors of each document, and all of them rank it already; leave --rescore "
+                "(rescored) out"
+            )
         few_bits = self.meta.factory in QUANTIZATIONS
         self._rescored = (USUAL_RESCORED if few_bits else 0) if rescored is None else rescored
         self._folder = folder
@@ -189,7 +200,7 @@ class SearchIndex:
         own = self.meta.model
         if model.weights_sha256 != own.weights_sha256:
             raise ConfigError(
-                f"{self._folder} was made by {own.name} with weights {own.weights_sha256[:12]}, and {model.name} has "
+                f"{self._place} was made by {own.name} with weights {own.weights_sha256[:12]}, and {model.name} has "
                 f"weights {model.weights_sha256[:12]}: its vectors mean something else. Take that model with --model, "
                 f"or encode the corpus again"
             )
@@ -200,7 +211,7 @@ class SearchIndex:
             _cosine(vector, stored) < LEAST_AGREEMENT for vector, stored in zip(vectors_NE, stored_NE, strict=True)
         ):
             raise ConfigError(
-                f"{model.name} has the weights that {self._folder} was made with, but another vector for its first "
+                f"{model.name} has the weights that {self._place} was made with, but another vector for its first "
                 f"document: its tokenizer, image processor, pooling, length or prompts have changed. Encode the corpus "
                 f"again"
             )
@@ -238,7 +249,7 @@ class SearchIndex:
         return Ragged(self._vectors, starts)
 
     def _broken(self, name: str, reason: str) -> DataError:
-        return DataError(f"{self._folder / name} is broken: {reason}; encode the corpus again with --overwrite")
+        return DataError(f"{self._place}: {name} is broken: {reason}; encode the corpus again with --overwrite")
 
 
 def _cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:

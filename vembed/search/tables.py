@@ -9,7 +9,8 @@
 The schema's metadata holds `vembed`, the index's meta.json (model, weights, dimensions, similarity, prompts, counts),
 `normalised` ("true" where vectors have unit length), and `probe`, the vectors that tell the model by pictures.
 
-To be searched, a table is unpacked into the folder of an index, so that both give the same answers.
+To be searched, a table is unpacked into the folder of an index, whose FAISS index is built each time. "Flat", int8 and
+binary give the answers of an index; an HNSW index differs a little from build to build, and so may its answers.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import json
 import shutil
 import tempfile
 import weakref
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vembed.errors import ConfigError, DataError, MachineError
+from vembed.errors import DataError, MachineError
 from vembed.evaluation.quantized import index_of, write_faiss
 from vembed.extras import import_extra
 from vembed.files import is_file, is_folder, new_file, new_folder
@@ -37,35 +39,35 @@ from vembed.search.format import (
     PROBE_FILE,
     THUMBNAILS_FILE,
     VECTORS_FILE,
-    read_meta,
+    IndexMeta,
+    parse_meta,
     write_vectors_header,
 )
+from vembed.text import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from numpy.typing import NDArray
 
-Format: TypeAlias = Literal["index", "parquet", "lancedb"]
+    from vembed.search.output import Format
 
 TABLE = "documents"
+_FACTS = (b"vembed", b"normalised", b"probe")
 BATCH_ROWS = 8192
-"""Rows of a row group: 12 MB of vectors at 384 dimensions."""
+"""Rows of a row group: 12 MiB of vectors at 384 dimensions."""
 
 
-def write_table(folder: Path, output: Path, form: Format) -> None:
-    """Write the index of a folder as a table; the output appears complete or not at all.
+def write_table(folder: Path, output: Path, meta: IndexMeta, form: Format) -> None:
+    """Write the vectors and rows of a folder as a table; the output appears complete or not at all.
 
     Raises:
-        ConfigError: The documents have several vectors each, or LanceDB isn't installed.
+        ConfigError: LanceDB isn't installed.
         MachineError: The disk refuses.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    meta = read_meta(folder)
-    if meta.num_vectors is not None:
-        raise ConfigError(f"a {form} table holds one vector for each document, and this model gives several")
     pictures = bool(meta.num_pictures)
     fields = [("id", pa.string()), ("text", pa.string())]
     fields += [("image", pa.string()), ("thumbnail", pa.binary())] if pictures else []
@@ -115,6 +117,16 @@ def is_table(path: Path) -> bool:
     return (is_file(path) and path.suffix == ".parquet") or is_folder(path / f"{TABLE}.lance")
 
 
+def is_own_table(path: Path) -> bool:
+    """Return whether a path is a table that vembed wrote, with nothing else beside it in its folder."""
+    if not is_table(path) or (is_folder(path) and len(list(path.iterdir())) > 1):
+        return False
+    try:
+        return "vembed" in _opened(path)[0]
+    except DataError:
+        return False
+
+
 def unpacked(path: Path) -> Path:
     """Return the folder of the index that a table was written from, made again in the temporary folder.
 
@@ -126,6 +138,26 @@ def unpacked(path: Path) -> Path:
         MachineError: The disk refuses.
     """
     import pyarrow as pa
+
+    facts, batches = _opened(path)
+    if "vembed" not in facts:
+        raise DataError(f"{path} holds no vectors of vembed encode: its metadata has no `vembed`")
+    folder = Path(tempfile.mkdtemp(prefix="vembed-"))
+    weakref.finalize(unpacked, shutil.rmtree, folder, ignore_errors=True)
+    try:
+        _unpack(batches, facts, parse_meta(json.loads(facts["vembed"]), path), folder)
+    except (pa.ArrowException, KeyError, ValueError, OSError) as error:
+        if not isinstance(error, OSError) or error.errno is None:  # Arrow's own, of pages that can't be unpacked
+            raise DataError(f"{path} is broken: {first_line(error)}; encode the corpus again") from error
+        raise MachineError(
+            f"{path}: it is unpacked into {folder.parent}, which refuses: {error}. Free some space there, or set TMPDIR"
+        ) from error
+    return folder
+
+
+def _opened(path: Path) -> tuple[dict[str, str], Iterable[Any]]:
+    """Return what the metadata of a table holds, and its rows."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     if is_file(path):
@@ -136,20 +168,13 @@ def unpacked(path: Path) -> Path:
         schema, batches = file.schema_arrow, file.iter_batches(BATCH_ROWS)
     else:
         lancedb = import_extra("lancedb", "lancedb", f"{path}, a LanceDB table,")
-        table = lancedb.connect(str(path)).open_table(TABLE)
+        try:
+            table = lancedb.connect(str(path)).open_table(TABLE)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise DataError(f"{path} can't be read as LanceDB: {first_line(error)}; encode the corpus again") from error
         schema, batches = table.schema, _of_lance(table)
-    facts = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
-    if "vembed" not in facts:
-        raise DataError(f"{path} holds no vectors of vembed encode: its metadata has no `vembed`")
-    folder = Path(tempfile.mkdtemp(prefix="vembed-"))
-    weakref.finalize(unpacked, shutil.rmtree, folder, ignore_errors=True)
-    try:
-        _unpack(batches, facts, folder)
-    except OSError as error:
-        raise MachineError(
-            f"{path}: it is unpacked into {folder.parent}, which refuses: {error}. Free some space there, or set TMPDIR"
-        ) from error
-    return folder
+    metadata = schema.metadata or {}
+    return {key.decode(): value.decode() for key, value in metadata.items() if key in _FACTS}, batches
 
 
 def _of_lance(table: Any) -> Iterator[Any]:
@@ -160,17 +185,14 @@ def _of_lance(table: Any) -> Iterator[Any]:
         yield from table.take_offsets(places).to_arrow().to_batches()
 
 
-def _unpack(batches: Iterable[Any], facts: dict[str, str], folder: Path) -> None:
-    (folder / META_FILE).write_text(facts["vembed"], encoding="utf-8")
-    content = json.loads(facts["vembed"])
-    num_documents, dim = content["num_documents"], content["model"]["dimension"]
+def _unpack(batches: Iterable[Any], facts: dict[str, str], meta: IndexMeta, folder: Path) -> None:
     lengths = [0]
     with (
         (folder / VECTORS_FILE).open("wb") as vectors,
         (folder / DOCUMENTS_FILE).open("w", encoding="utf-8", newline="\n") as documents,
         (folder / THUMBNAILS_FILE).open("wb") as copies,
     ):
-        write_vectors_header(vectors, num_documents, dim)
+        write_vectors_header(vectors, meta.num_documents, meta.model.dimension)
         for batch in batches:
             vectors.write(batch.column("vector").flatten().to_numpy(zero_copy_only=False).astype("<f4").tobytes())
             named = [name for name in ("id", "text", "image") if name in batch.schema.names]
@@ -185,12 +207,9 @@ def _unpack(batches: Iterable[Any], facts: dict[str, str], folder: Path) -> None
         np.save(folder / PROBE_FILE, np.load(BytesIO(base64.b64decode(facts["probe"])), allow_pickle=False))
     else:
         (folder / THUMBNAILS_FILE).unlink()
-    for name, size in content["file_bytes"].items():
-        if name != INDEX_FILE and (folder / name).stat().st_size != size:
-            raise DataError(
-                f"the table is cut or was changed: it gives another {name} than was written; encode it again"
-            )
-    write_faiss(index_of(np.load(folder / VECTORS_FILE, mmap_mode="r"), content["factory"]), folder / INDEX_FILE)
-    sizes = {name: (folder / name).stat().st_size for name in content["file_bytes"]}
-    content["file_bytes"] = sizes
-    (folder / META_FILE).write_text(json.dumps(content), encoding="utf-8")
+    for name in meta.files:
+        if name != INDEX_FILE and (folder / name).stat().st_size != meta.file_bytes[name]:
+            raise ValueError(f"the table is cut or was changed: it gives another {name} than was written")
+    write_faiss(index_of(np.load(folder / VECTORS_FILE, mmap_mode="r"), meta.factory), folder / INDEX_FILE)
+    meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in meta.files})
+    (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")

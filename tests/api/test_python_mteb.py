@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -83,6 +85,27 @@ def test_a_loaded_model_goes_into_mteb_and_scores_as_ours(transformer: Path, fru
     assert (meta.embed_dim, meta.similarity_fn_name.value, meta.use_instructions) == (model.dimension, "cosine", True)
     other = vembed.load(transformer, query_prompt="say: ")
     assert other.mteb_model_meta.revision != meta.revision == vembed.load(transformer).mteb_model_meta.revision
+
+
+def test_the_revision_tells_models_apart_by_what_their_files_say(
+    transformer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vembed.api.mteb.import_extra", lambda *words: SimpleNamespace(ModelMeta=SimpleNamespace))
+    shutil.copytree(transformer, tmp_path / "moved")
+    shutil.copytree(transformer, tmp_path / "other")
+    path = tmp_path / "other" / "1_Pooling" / "config.json"
+    flags = json.loads(path.read_text()) | {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}
+    path.write_text(json.dumps(flags))
+    shutil.copytree(transformer, tmp_path / "cased")
+    path = tmp_path / "cased" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    path.write_text(
+        json.dumps(tokenizer | {"normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "a"}})
+    )
+    folders = (transformer, *(tmp_path / name for name in ("moved", "other", "cased")))
+    own, moved, *others = [vembed.load(folder).mteb_model_meta.revision for folder in folders]
+    assert own == moved
+    assert len({own, *others}) == 3
 
 
 @pytest.mark.slow

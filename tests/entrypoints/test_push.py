@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from command_cases import Outcome, Site
     from hub_cases import Hub
 
+    from vembed.api.loading import LoadOptions
+
 REPO = "team/faq-search"
 
 
@@ -143,7 +145,7 @@ def test_python_sends_the_same_to_a_branch_and_a_second_time_only_what_changed(h
 def test_a_malformed_name_is_refused_before_anything_is_read(hub: Hub, name: str) -> None:
     code, _, err = push("./nowhere", name)
     assert code == 2
-    assert "is no name on the hub: write owner/name" in err
+    assert "isn't a valid name on the hub: write owner/name" in err
 
 
 @pytest.mark.parametrize(
@@ -192,8 +194,12 @@ def test_without_a_token_or_with_a_wrong_one_nothing_is_sent(
     ("file", "text", "message"),
     [
         ("config.json", '{"_name_or_path": "/scratch/anna/models/bert"}', "tells of this machine: /scratch/anna"),
-        ("README.md", "---\ntags: []\n---\nread from /home/anna/rows.jsonl", "tells of this machine: /home/anna"),
-        ("README.md", "---\ntags: []\n---\nAuthorization: Bearer hf_abcdefghijkl0123456789", "a password or a token"),
+        ("README.md", "---\ntags: [vembed]\n---\nread from /home/anna/rows.jsonl", "tells of this machine: /home/anna"),
+        (
+            "README.md",
+            "---\ntags: [vembed]\n---\nAuthorization: Bearer hf_abcdefghijkl0123456789",
+            "a password or a token",
+        ),
     ],
 )
 def test_a_path_or_a_secret_keeps_the_folder_here(
@@ -206,3 +212,72 @@ def test_a_path_or_a_secret_keeps_the_folder_here(
     assert message in err
     assert "Nothing was sent" in err
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("tags", ["[sentence-transformers, generated_from_trainer]", "[", "vembed-like"])
+def test_a_card_of_another_tool_stays_here_and_the_model_gets_one_of_its_own(
+    hub: Hub, exported: Path, tmp_path: Path, tags: str
+) -> None:
+    shutil.copytree(exported, tmp_path / "mine")
+    (tmp_path / "mine" / "README.md").write_text(f"---\ntags: {tags}\n---\n| a row of the training data |\n")
+    code, _, err = push(tmp_path / "mine", REPO)
+    assert code == 0, err
+    card = hub.branches[REPO, "main"]["README.md"].decode()
+    assert "a row of the training data" not in card
+    assert "vembed" in block(card)["tags"]  # type: ignore[operator]
+
+
+def test_only_folders_that_a_model_names_are_looked_into(hub: Hub, exported: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    shutil.copytree(exported, mine)
+    private = [
+        "scripts/make_rows.py",
+        "data/README.md",
+        "labels/config_customers.json",
+        "wandb/run-1/files/config.json",
+    ]
+    private += [
+        "make_rows.py",
+        "config_customers.json",
+        "wandb-config.json",
+        "1_Pooling/README.md",
+        "onnx/notes/config.json",
+    ]
+    model = [
+        "onnx/model.onnx",
+        "onnx/model.onnx_data",
+        "onnx/model_quantized.onnx.data",
+        "modeling_mine.py",
+        "parts.py",
+    ]
+    for name in (*private, *model):
+        (mine / name).parent.mkdir(parents=True, exist_ok=True)
+        (mine / name).write_text("{}")
+    (mine / "modeling_mine.py").write_text("from .parts import Part\n")
+    config = json.loads((mine / "config.json").read_text())
+    (mine / "config.json").write_text(json.dumps({**config, "auto_map": {"AutoModel": "modeling_mine.MyModel"}}))
+    code, out, err = push(mine, REPO, "--dry-run")
+    assert code == 0, err
+    kept = {line.split()[-1] for line in out.splitlines() if "stays here" in line}
+    assert kept == set(private)
+    assert {line.split()[-1] for line in out.splitlines() if line.startswith(" ")} >= {*model, "1_Pooling/config.json"}
+
+
+def test_what_a_model_was_loaded_with_is_published_or_refused(hub: Hub, exported: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported, tmp_path / "raw")
+    options: LoadOptions = {"pooling_method": "cls", "query_prompt": "q: ", "max_seq_length": 12}
+    with pytest.raises(
+        ConfigError, match="without max_seq_length, pooling_method, query_prompt: load the model without"
+    ):
+        vembed.load(tmp_path / "raw", **options).push_to_hub(REPO)
+    assert hub.requests == []
+    (tmp_path / "raw" / "README.md").unlink()
+    model = vembed.load(tmp_path / "raw", **options)
+    model.push_to_hub(REPO)
+    for name, content in hub.branches[REPO, "main"].items():
+        (tmp_path / "back" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "back" / name).write_bytes(content)
+    texts = ["a red fox", "word " * 20]
+    found = vembed.load(tmp_path / "back").encode(texts, "query")
+    assert np.array_equal(found, model.encode(texts, "query"))
+    assert not np.allclose(found, vembed.load(exported).encode(texts, "query"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,10 +95,25 @@ def test_a_graph_below_the_bound_is_refused_and_nothing_stays(tmp_path: Path, mo
     assert small.name == QUANTIZED
     assert small.cosine < exact.cosine
     assert small.cosine > 0.9
-    monkeypatch.setattr(graph, "LEAST_COSINE", (small.cosine + exact.cosine) / 2)
+    monkeypatch.setattr(graph, "LEAST", (small.cosine + exact.cosine) / 2)
     with pytest.raises(MachineError, match=r"model_quantized.onnx: the cosine .* nothing was written.*--allow-lower"):
         export(source, tmp_path / "other", int8=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bare", "out"]
+
+
+@pytest.mark.slow
+def test_a_graph_with_other_lengths_is_refused_though_its_directions_are_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bare = load(write_model(tmp_path / "bare", "bert"))
+    spec = replace(bare.spec, normalize=False)
+    TextEncoder("x", backbone=bare.backbone, tokenizer=bare.tokenizer, spec=spec).save(tmp_path / "in")
+    own_vectors = graph._own_vectors
+    monkeypatch.setattr(graph, "_own_vectors", lambda *words: 1.01 * own_vectors(*words))
+    with pytest.raises(MachineError, match=r"onnx/model.onnx: the ratio of lengths .* is 0.990\d+ at the least"):
+        export(tmp_path / "in", tmp_path / "out")
+    (done,) = export(tmp_path / "in", tmp_path / "out", allow_lower=True).graphs
+    assert (done.cosine > 0.999999, round(done.length, 4)) == (True, 0.9901)
 
 
 @pytest.mark.slow
@@ -109,7 +125,7 @@ def test_the_program_of_the_docs_runs_without_vembed_and_gives_its_vectors(
     )
     monkeypatch.chdir(tmp_path)
     assert main(["in", "--output", "my-model", "--format", "onnx"], program="vembed export") == 0
-    assert re.search(r"onnx/model.onnx, [\d.]+ [kM]B: .* cosine of at least (1.0|0.99999)", capsys.readouterr().out)
+    assert re.search(r"onnx/model.onnx, [\d.]+ [KM]iB: .* cosine of at least (1.0|0.99999)", capsys.readouterr().out)
     programs = re.findall(r"```python\n(.*?)^```$", (ROOT / "docs" / "export.md").read_text(), re.DOTALL | re.MULTILINE)
     (program,) = [each for each in programs if "onnxruntime" in each]
     assert "vembed" not in program
@@ -158,6 +174,6 @@ def test_options_of_graphs_need_a_graph_and_a_graph_its_packages(
     words = [str(tmp_path / "bert"), "--output", str(tmp_path / "out")]
     assert main([*words, "--int8"], program="vembed export") == 2
     assert "add --format onnx" in capsys.readouterr().err
-    monkeypatch.setattr(graph.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert main([*words, "--format", "onnx"], program="vembed export") == 2
-    assert "install with: pip install 'vembed[onnx]'" in capsys.readouterr().err
+    assert '--format onnx needs onnxruntime, which is missing: pip install "vembed[onnx]"' in capsys.readouterr().err

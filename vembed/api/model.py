@@ -59,10 +59,14 @@ def load(path_or_name: str | Path, /, **options: Unpack[LoadOptions]) -> Embeddi
         raise ConfigError(
             "trust_remote_code runs the model's code: set model_revision to the commit (40 hex digits) that you read"
         )
-    given = {key: value for key, value in options.items() if key in ModelKeys.model_fields}
-    keys = checked_section(ModelKeys, {"model_name": name, **given})
-    encoder = load_encoder(keys, image_limits=image_limits(options))
+    encoder = load_encoder(_model_keys(name, options), image_limits=image_limits(options))
     return EmbeddingModel(encoder, name=name, options=options)
+
+
+def _model_keys(name: str, options: LoadOptions) -> ModelKeys:
+    """Return what was said about a model as keys of a configuration."""
+    given = {key: value for key, value in options.items() if key in ModelKeys.model_fields}
+    return checked_section(ModelKeys, {"model_name": name, **given})
 
 
 class EmbeddingModel:
@@ -116,7 +120,7 @@ class EmbeddingModel:
     @cached_property
     def mteb_model_meta(self) -> Any:
         """What MTEB wants to know of a model; with it, `mteb.evaluate(model, tasks)` takes this one as it is."""
-        return model_meta(self, sum(each.numel() for each in self._encoder.parameters()))
+        return model_meta(self, self._encoder)
 
     @cached_property
     def identity(self) -> ModelIdentity:
@@ -261,7 +265,10 @@ class EmbeddingModel:
         base_model_license: str | None = None,
         language: Sequence[str] = (),
     ) -> Pushed:
-        """Send the model's folder with its card to the Hugging Face hub, as `vembed push` does.
+        """Send the model with its card to the Hugging Face hub, as `vembed push` does.
+
+        What `load` was told about the model (pooling, prompts, lengths) goes with it. A folder that `vembed export`
+        wrote is sent as it is, and refused where it was loaded otherwise.
 
         Args:
             repo: "owner/name"; created if it doesn't exist.
@@ -279,8 +286,6 @@ class EmbeddingModel:
         from vembed.api.card import OwnersWords
         from vembed.api.push import PushRequest, push_model
 
-        names = ("model_revision", "trust_remote_code", "allow_pickle")
-        given = {name: self.options[name] for name in names if name in self.options}  # type: ignore[literal-required]
         request = PushRequest(
             source=self.name,
             repo=repo,
@@ -289,7 +294,7 @@ class EmbeddingModel:
             revision=revision,
             message=message,
             words=OwnersWords.checked(license, base_model_license, language),
-            keys=checked_section(ModelKeys, {"model_name": self.name, **given}),
+            keys=_model_keys(self.name, self.options),
         )
         return push_model(request)
 

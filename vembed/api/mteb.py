@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
@@ -22,7 +19,9 @@ from vembed.batch import Composed, Image, modality_words
 from vembed.data.python_inputs import as_png
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS
+from vembed.evaluation.provenance import digest, features_digest, model_key
 from vembed.extras import import_extra
+from vembed.models.export.samples import sample_kinds
 from vembed.models.names import MODEL_FOLDER
 from vembed.redact import redact
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from vembed.api.model import EmbeddingModel
     from vembed.batch import Modality
     from vembed.data.python_inputs import ItemInput
+    from vembed.models.encoder import Encoder
 
 Encode = TypeVar("Encode", bound="Callable[..., Any]")
 
@@ -93,7 +93,7 @@ def _slices(batches: Iterable[Mapping[str, Any]], model: EmbeddingModel) -> Iter
         yield rows
 
 
-def model_meta(model: EmbeddingModel, num_parameters: int) -> Any:
+def model_meta(model: EmbeddingModel, encoder: Encoder) -> Any:
     """Return what MTEB wants to know of a model, an `mteb.models.ModelMeta`.
 
     Raises:
@@ -103,8 +103,8 @@ def model_meta(model: EmbeddingModel, num_parameters: int) -> Any:
     known = {
         "loader": None,
         "name": _name(model.name),
-        "revision": _revision(model),
-        "n_parameters": num_parameters,
+        "revision": _revision(model, encoder),
+        "n_parameters": sum(each.numel() for each in encoder.parameters()),
         "max_tokens": model.max_length,
         "embed_dim": model.dimension,
         "similarity_fn_name": str(model.similarity),
@@ -123,11 +123,11 @@ def _name(name: str) -> str:
     return redact("/".join(["local", *parts][-2:]))
 
 
-def _revision(model: EmbeddingModel) -> str:
+def _revision(model: EmbeddingModel, encoder: Encoder) -> str:
     """Return a hash of everything that the vectors depend on."""
     options = {key: value for key, value in model.options.items() if key != "device" and value is not None}
-    content = {**asdict(model.identity), "name": None, "options": options}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    features = {name: features_digest(encoder, items, side) for name, items, side in sample_kinds(encoder)}
+    return digest([model_key(encoder), encoder.similarity, features, options])[:16]
 
 
 def find_tasks(names: Sequence[str]) -> list[Any]:

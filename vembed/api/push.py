@@ -1,10 +1,11 @@
 """A trained model on the Hugging Face hub: its folder, its card, and nothing else of the run.
 
 1. The model of a run is exported into a folder that is gone afterwards, with a card whose examples load it from the
-   hub. A model's folder that has a card, as `vembed export` writes it, is sent as it is.
+   hub. A model's folder with a card of ours, as `vembed export` writes it, is sent as it is; any other card may quote
+   rows, and the model is exported anew.
 2. Files that belong to no model stay here. What is left is read for paths of this machine and for secrets.
-3. The repository is made where there is none, private unless the caller says otherwise, and the folder is sent in one
-   commit by huggingface_hub, which skips what arrived before.
+3. The repository is made where there is none, private unless the caller says otherwise, and the folder is sent by
+   huggingface_hub, which skips what arrived before.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import yaml
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from vembed.api.card import NOTHING_SAID, OwnersWords, card_files
 from vembed.api.loading import locate_model
@@ -27,19 +30,30 @@ from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.card.render import CARD_FILE
 from vembed.files import is_folder
+from vembed.models.composed_towers import IMAGE, PROJECTIONS_FILE, TEXT
 from vembed.models.export.serve import SERVE_FILE
 from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.patches import HEAD_FOLDER
+from vembed.models.sentence_transformers_format import MODULES_FILE
 from vembed.redact import redact
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 MODEL_FILES = (
-    *(CARD_FILE, SERVE_FILE, "*config*.json", "tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json"),
-    *("added_tokens.json", "modules.json", "vembed_*.json", "*.jinja", "*.model", "*.py", "projections.safetensors"),
-    *("*model*.safetensors", "*.safetensors.index.json", "model*.onnx", "model*.onnx_data"),
+    *("config.json", "*_config.json", "config_sentence_transformers.json", MODULES_FILE, "vembed_*.json", "*.jinja"),
+    *("tokenizer*.json", "vocab.*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model"),
+    *("*model*.safetensors", "*.safetensors.index.json", PROJECTIONS_FILE, "model*.onnx", "model*.onnx[._]data"),
 )
-"""What a model's folder is made of, by names; nothing else is sent."""
+"""What a model's folders are made of, by names, beside the card, serve.md and code that settings name."""
+
+MODEL_FOLDERS = (TEXT, IMAGE, HEAD_FOLDER, "onnx", "additional_chat_templates")
+"""Folders of a model that its modules.json doesn't name."""
+
+READING = frozenset({"model_name", "model_revision", "trust_remote_code", "allow_pickle", "attn_implementation"})
+"""Keys that say how a model is read; the others change its vectors."""
+
+ROOT_FILES = (CARD_FILE, SERVE_FILE)
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 LONGEST_NAME = 96
@@ -109,10 +123,14 @@ def push_model(request: PushRequest, *, poll: Callable[[], None] = lambda: None)
         raise ConfigError("there is no token for the hub: run hf auth login, or set HF_TOKEN; nothing was sent")
     with ExitStack() as stack:
         folder = Path(model)
-        if run is not None or not (folder / CARD_FILE).is_file():
+        keys = (request.keys or ModelKeys(model_name=model)).model_copy(update={"model_name": model})
+        changed = sorted(keys.model_dump(exclude_defaults=True).keys() - READING)
+        if run is None and _is_ours(folder / CARD_FILE):
+            _refuse_changes(changed, folder)
+        else:
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="vembed-push-"))) / "model"
-            keys = (request.keys or ModelKeys(model_name=model)).model_copy(update={"model_name": model})
-            card = card_files(request.repo.partition("/")[2], request.repo, model, run, request.words)
+            told = None if changed else run  # its measurements are of the model as it was trained
+            card = card_files(request.repo.partition("/")[2], request.repo, model, told, request.words)
             export_model(ExportRequest(keys=keys, output=folder, served_as=request.repo), card, poll=poll)
         files, left_out = _model_files(folder)
         _refuse_private_words(folder, files, Path(model))
@@ -130,25 +148,89 @@ def push_model(request: PushRequest, *, poll: Callable[[], None] = lambda: None)
 def _check_name(repo: str) -> None:
     if not NAME.fullmatch(repo) or len(repo) > LONGEST_NAME or ".." in repo or "--" in repo:
         raise ConfigError(
-            f"{repo!r} is no name on the hub: write owner/name, of letters, digits, '-', '_' and '.', at most "
+            f"{repo!r} isn't a valid name on the hub: write owner/name, of letters, digits, '-', '_' and '.', at most "
             f"{LONGEST_NAME} characters, e.g. my-team/faq-search"
+        )
+
+
+def _is_ours(card: Path) -> bool:
+    """Return whether a card is one that vembed writes, which quotes no row."""
+    if not card.is_file():
+        return False
+    try:
+        block = yaml.safe_load(_metadata(card))
+    except yaml.YAMLError:
+        return False
+    tags = block.get("tags") if isinstance(block, dict) else None
+    return isinstance(tags, list) and "vembed" in tags
+
+
+def _refuse_changes(names: list[str], folder: Path) -> None:
+    """Refuse settings that would change the vectors of a folder that is sent as it is.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    if names:
+        raise ConfigError(
+            f"{redact(str(folder))} is sent as it is, without {', '.join(names)}: load the model without that, or "
+            f"remove {CARD_FILE} from the folder to have it exported with it. Nothing was sent"
         )
 
 
 def _model_files(folder: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the files of a folder that belong to a model, and the others, as paths within it."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in paths]
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    code = {place: _code_files(folder / place) for place in _model_folders(folder)}
     kept = [
         name
         for name in names
-        if any(fnmatch(name.rpartition("/")[2], pattern) for pattern in MODEL_FILES)
+        for place, _, file in [name.rpartition("/")]
+        if place in code
+        and (any(fnmatch(file, pattern) for pattern in MODEL_FILES) or file in code[place] or name in ROOT_FILES)
         and re.fullmatch(r"[\w.-]+(/[\w.-]+)*", name, re.ASCII)
         and not any(part.startswith((".", "checkpoint", "step-")) for part in name.split("/"))
     ]
     if not any(name.endswith((".safetensors", ".onnx")) for name in kept):
         raise ConfigError(f"{folder} holds no weights; name the output folder of a run, or a model's folder")
     return tuple(kept), tuple(sorted(set(names) - set(kept)))
+
+
+def _model_folders(folder: Path) -> set[str]:
+    """Return the folders that hold files of a model, as paths within its own; modules may have modules."""
+    found: set[str] = set()
+    new = {"", *MODEL_FOLDERS}
+    while new:
+        found |= new
+        new = {f"{place}/{name}".lstrip("/") for place in new for name in _modules(folder / place)} - found
+    return found
+
+
+def _modules(folder: Path) -> set[str]:
+    """Return the folders that a folder's own settings name as modules."""
+    listed, routed = _settings(folder / MODULES_FILE), _settings(folder / "router_config.json")
+    names = {each.get("path") for each in listed or () if isinstance(each, dict)}
+    names.update(routed["types"] if isinstance(routed, dict) and isinstance(routed.get("types"), dict) else ())
+    return {name.strip("/") for name in names if isinstance(name, str) and name.strip("/")}
+
+
+def _code_files(folder: Path) -> set[str]:
+    """Return the Python files that a folder's settings name, and those that they import from beside them."""
+    named = [each.get("type") for each in _settings(folder / MODULES_FILE) or () if isinstance(each, dict)]
+    for path in folder.glob("*config.json"):
+        settings = _settings(path)
+        named += _texts(settings.get("auto_map")) if isinstance(settings, dict) else ()
+    heads = {folder / f"{str(name).rpartition('--')[2].partition('.')[0]}.py" for name in named}
+    present = [head for head in heads if head.is_file()]
+    return {Path(path).name for head in present for path in (str(head), *get_relative_import_files(head))}
+
+
+def _settings(path: Path) -> Any:
+    """Return the content of a JSON file; None where there is none, or it is broken."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
 
 
 def _refuse_private_words(folder: Path, files: tuple[str, ...], source: Path) -> None:

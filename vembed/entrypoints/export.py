@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from vembed.entrypoints.command import quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_card_arguments, add_source_arguments, source_keys
 from vembed.errors import ConfigError, ExitCode
+from vembed.extras import import_extra
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 
@@ -84,14 +85,15 @@ def _export(parsed: argparse.Namespace, stack: ExitStack) -> int:
 def _request(parsed: argparse.Namespace, model: str) -> ExportRequest:
     import torch
 
-    from vembed.models.export.graph import GraphRequest, require_onnx
+    from vembed.models.export.graph import GraphRequest
     from vembed.models.export.write import ExportRequest
 
     keys = source_keys(parsed, model)
     dtype = None if parsed.dtype is None else getattr(torch, parsed.dtype)
     form, graphs = parsed.format, None
     if form == "onnx":
-        require_onnx()
+        for name in ("onnx", "onnxruntime", "onnxscript"):
+            import_extra(name, "onnx", "--format onnx")
         form, graphs = (
             "sentence-transformers",
             GraphRequest(int8=parsed.int8, opset=parsed.opset, allow_lower=parsed.allow_lower),
@@ -121,6 +123,7 @@ def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:
     from vembed.evaluation.card.front_matter import LICENSES, nearest_license
     from vembed.evaluation.text import bytes_text
+    from vembed.models.export.graph import LEAST
 
     dtype = str(exported.dtype).removeprefix("torch.")
     print(f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "
@@ -130,6 +133,8 @@ def _print(exported: Exported, output: Path, license_id: str | None) -> None:
     for graph in exported.graphs:
         print(f"{graph.name}, {bytes_text(graph.num_bytes)}: its vectors have a cosine of at least {graph.cosine:.7f} "
               f"to the model's ({graph.num_texts} texts, each alone and all at once)")  # fmt: skip
+        if graph.length < LEAST:
+            print(f"{graph.name}: lengths of vectors differ from the model's by up to {1 - graph.length:.2%}")
     if license_id is None:
         print("the card states no licence; --license ID does")
     elif license_id not in LICENSES:

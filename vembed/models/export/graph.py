@@ -4,15 +4,14 @@
    int64 (R, T) padded at the right, and gives `last_hidden_state` (R, T, H), which sentence-transformers and
    text-embeddings-inference pool, and `sentence_embedding` (R, E), the vectors of the model itself.
 2. `onnx/model_quantized.onnx` has weights of 8 bits; numbers between layers are rounded as they come.
-3. onnxruntime encodes texts of many lengths, each alone and all at once. The least cosine to the encoder's own vectors
-   decides whether the folder is written.
+3. onnxruntime encodes texts of many lengths, each alone and all at once. The least cosine to the encoder's own vectors,
+   and the largest difference in length, decide whether the folder is written.
 
-Shape legend: R rows, T tokens, H hidden dim, E embedding dim.
+Shape legend: R rows, T tokens, H hidden dim, E embedding dim; 2: each row alone, and all at once.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import warnings
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vembed.errors import ConfigError, MachineError
+from vembed.errors import MachineError
 from vembed.models.export.samples import TEXTS
 
 if TYPE_CHECKING:
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
     from vembed.batch import Side
     from vembed.models.encoder import Encoder
 
-LEAST_COSINE = 0.999
+LEAST = 0.999
+"""Of cosines, and of a shorter length to the longer one; a dot product counts both."""
 LARGEST_FILE = 1_900_000_000  # bytes; a message of protobuf holds less than 2 GiB
 GRAPH, QUANTIZED = "onnx/model.onnx", "onnx/model_quantized.onnx"
 GRAPH_TEXTS = (*TEXTS, *("the quick brown fox jumps over a lazy dog " * count for count in (1, 2, 4, 7, 12, 30)))
@@ -45,7 +45,7 @@ class GraphRequest:
 
     int8: bool = False
     opset: int | None = None  # version of ONNX's operators; None for the one that torch writes
-    allow_lower: bool = False  # whether a graph below `LEAST_COSINE` is kept
+    allow_lower: bool = False  # whether a graph below `LEAST` is kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,8 @@ class Graph:
     name: str  # path in the model's folder
     num_bytes: int
     cosine: float  # the least, of onnxruntime's vectors to the encoder's own
+    length: float  # the least, of the shorter of two such vectors to the longer
     num_texts: int
-
-
-def require_onnx() -> None:
-    """Refuse where the packages of the extra are missing.
-
-    Raises:
-        ConfigError: It has the command that installs them.
-    """
-    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"--format onnx needs {', '.join(missing)}; install with: pip install 'vembed[onnx]'")
 
 
 def write_graphs(encoder: Encoder, folder: Path, request: GraphRequest) -> tuple[Graph, ...]:
@@ -85,14 +75,16 @@ def write_graphs(encoder: Encoder, folder: Path, request: GraphRequest) -> tuple
         names.append(QUANTIZED)
     graphs = []
     for name in names:
-        cosine = min(_least_cosine(folder / name, inputs[side], wanted[side]) for side in wanted)
-        files = [folder / name, *(folder / name).parent.glob(f"{(folder / name).name}_data")]
+        pairs = [_agreement(folder / name, inputs[side], wanted[side]) for side in wanted]
+        cosine, length = np.min(pairs, axis=0).tolist()
+        files = [folder / name, *(folder / name).parent.glob(f"{(folder / name).name}[._]data")]
         size = sum(path.stat().st_size for path in files)
-        graphs.append(Graph(name, size, cosine, len(wanted) * len(GRAPH_TEXTS)))
-        if not cosine >= LEAST_COSINE and not request.allow_lower:
+        graphs.append(Graph(name, size, cosine, length, len(wanted) * len(GRAPH_TEXTS)))
+        if not min(cosine, length) >= LEAST and not request.allow_lower:
+            what = "cosine" if not cosine >= LEAST else "ratio of lengths"
             raise MachineError(
-                f"{name}: the cosine of its vectors to the model's is {cosine:.5f} at the least, below {LEAST_COSINE}; "
-                f"nothing was written. Measure what that costs on your data, and write it with --allow-lower"
+                f"{name}: the {what} of its vectors to the model's is {min(cosine, length):.5f} at the least, below "
+                f"{LEAST}; nothing was written. Measure what that costs on your data, and write it with --allow-lower"
             )
     return tuple(graphs)
 
@@ -175,8 +167,11 @@ def _quantize(source: Path, output: Path) -> None:
         root.setLevel(level)
 
 
-def _least_cosine(path: Path, rows: list[NDArray[np.int64]], wanted_RE: NDArray[np.float64]) -> float:
-    """Return the least cosine of a graph's vectors to those wanted: each row alone, and all rows in one call."""
+def _agreement(path: Path, rows: list[NDArray[np.int64]], wanted_RE: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the least cosine of a graph's vectors to those wanted, and the least ratio of their lengths.
+
+    Each row is put in alone, and all rows in one call.
+    """
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -190,7 +185,8 @@ def _least_cosine(path: Path, rows: list[NDArray[np.int64]], wanted_RE: NDArray[
         )[0].astype(np.float64)
         return vectors_RE
 
-    found = [np.concatenate([run([row]) for row in rows]), run(rows)]
-    lengths_R = np.linalg.norm(wanted_RE, axis=1)
-    cosines = [(each * wanted_RE).sum(axis=1) / (np.linalg.norm(each, axis=1) * lengths_R) for each in found]
-    return float(np.min(cosines))
+    found_2RE = np.stack([np.concatenate([run([row]) for row in rows]), run(rows)])
+    lengths_2R, own_R = np.linalg.norm(found_2RE, axis=-1), np.linalg.norm(wanted_RE, axis=1)
+    cosines_2R = (found_2RE * wanted_RE).sum(axis=-1) / (lengths_2R * own_R)
+    ratios_2R = np.minimum(lengths_2R / own_R, own_R / lengths_2R)
+    return float(cosines_2R.min()), float(ratios_2R.min())

@@ -43,10 +43,11 @@ def sample_vectors(encoder: Encoder) -> dict[str, NDArray[np.float64]]:
     Returns:
         What was encoded -> (n, E): texts as queries and as documents, and pictures.
     """
-    return {name: _encode(encoder, items, side) for name, items, side in _kinds(encoder)}
+    return {name: _encode(encoder, items, side) for name, items, side in sample_kinds(encoder)}
 
 
-def _kinds(encoder: Encoder) -> Iterator[tuple[str, Sequence[Item], Side]]:
+def sample_kinds(encoder: Encoder) -> Iterator[tuple[str, Sequence[Item], Side]]:
+    """Yield the samples that an encoder takes: what they are called, items of one kind, their side."""
     if "text" in encoder.modalities:
         yield "query texts", TEXTS, "query"
         yield "document texts", TEXTS, "document"

@@ -24,6 +24,7 @@ import PIL.Image
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.files import new_folder
 from vembed.models.export.graph import Graph, GraphRequest, write_graphs
@@ -35,7 +36,6 @@ from vembed.models.registry import encoder_classes, load_encoder
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from vembed.config.keys.model import ModelKeys
     from vembed.models.encoder import Encoder, Form
     from vembed.models.export.samples import Vectors
 
@@ -140,8 +140,7 @@ def write_encoder(
         several = encoder.multi_vector
         del encoder  # of a large model only one copy has room
         poll()
-        read_back = {"model_name": str(folder), "model_revision": None, "torch_dtype": computing}
-        again = request.keys.model_copy(update=read_back)
+        again = _plain_keys(request.keys, folder, computing)
         stored = load_encoder(again).eval()
         found: dict[str, Vectors] = {"vembed": sample_vectors(stored)}
         poll()
@@ -153,6 +152,12 @@ def write_encoder(
     readers = tuple(f"{reader} {version(reader)}" for reader in found)
     rounding = largest_difference(before, wanted)
     return Exported(form, dtype, max(differences.values()), rounding, num_items(wanted), readers, graphs)
+
+
+def _plain_keys(keys: ModelKeys, folder: Path, computing: str) -> ModelKeys:
+    """Return how others read a folder: what was said about the source must be in its files by now."""
+    kept = {name: getattr(keys, name) for name in ("trust_remote_code", "attn_implementation")}
+    return ModelKeys.model_validate({"model_name": str(folder), "torch_dtype": computing, **kept})
 
 
 def _computing(dtype: torch.dtype, stored: torch.dtype) -> str:

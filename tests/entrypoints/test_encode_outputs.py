@@ -96,6 +96,18 @@ def test_a_table_is_written_without_the_faiss_index_that_it_never_holds(
     assert searched.search(["apple"], 4) == vembed.open_index(index).search(["apple"], 4)
 
 
+@pytest.mark.parametrize("name", ["index", "v.parquet"])
+def test_an_index_of_more_clusters_than_documents_is_refused_before_encoding(
+    bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(build, "_write_vectors", None)
+    with pytest.raises(
+        vembed.ConfigError, match=r"--index IVF8,Flat is trained on at least 8 documents, and .* has 4;"
+    ):
+        vembed.build_index(bag, corpus, tmp_path / name, index="IVF8,Flat")
+    assert not list(tmp_path.iterdir())
+
+
 def test_messages_about_a_table_name_it_and_not_where_it_was_unpacked(bag: Path, clip: Path, table: Path) -> None:
     with pytest.raises(vembed.ConfigError, match=rf"^{table} was made by "):
         vembed.open_index(table, model=clip)

@@ -7,6 +7,7 @@ Shape legend: D documents, Q queries, E embedding dim, k hits per query.
 
 from __future__ import annotations
 
+import re
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -144,6 +145,14 @@ def new_index(factory: str, dim: int) -> Any:
         return _empty_index(factory, dim)
     except RuntimeError as error:
         raise ConfigError(_unbuildable(factory, f"vectors of {dim} dimensions", error)) from error
+
+
+def trained_clusters(index: str) -> tuple[int, int]:
+    """Return the most inverted lists, and the most codes of a product quantizer, that an index string asks for."""
+    factory = index.partition(":")[0]
+    lists = max((int(number) for number in re.findall(r"IVF(\d+)", factory)), default=0)
+    bits = [int(number or 8) for number in re.findall(r"PQ\d+(?:\+\d+)?(?:x(\d+))?", factory)]
+    return lists, max((1 << min(bit, 32) for bit in bits), default=0)
 
 
 def _empty_index(factory: str, dim: int) -> Any:

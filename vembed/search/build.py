@@ -34,7 +34,7 @@ from vembed.batch import MODALITY_WORDS, Image, Ragged, modality_of, modality_wo
 from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError
 from vembed.evaluation.directions import count_truncated
 from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, values_of
-from vembed.evaluation.index import new_index
+from vembed.evaluation.index import new_index, trained_clusters
 from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
 from vembed.evaluation.text import bytes_text
@@ -150,6 +150,11 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
     if options.job is not None and num_pictures:
         raise ConfigError(f"--ray encodes texts, and {options.source} has {num_pictures:,} pictures; leave it out")
     dim, several = options.model.dimension, encode.encoder.multi_vector
+    if not several and (least := max(trained_clusters(options.factory))) > num_documents:
+        raise ConfigError(
+            f"--index {options.factory} is trained on at least {least:,} documents, and {options.source} has "
+            f"{num_documents:,}; take fewer clusters, or Flat or HNSW32"
+        )
     # The vectors, the index or table that holds them again, and the copies; of several vectors at least one each.
     _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES)
     num_vectors, num_truncated = _write_vectors(folder, written, corpus, encode, options)

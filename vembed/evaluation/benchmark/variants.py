@@ -7,14 +7,13 @@ bits are also tried with rescoring, which ranks some candidates for each hit by 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from vembed.errors import ConfigError
 from vembed.evaluation.benchmark.names import unique_folders
 from vembed.evaluation.evaluator import EXACT
-from vembed.evaluation.index import new_index
+from vembed.evaluation.index import new_index, trained_clusters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -112,7 +111,7 @@ def check_sizes(variants: Sequence[Variant], task: str, num_documents: int) -> N
         ConfigError: Names the index and one that the set can train.
     """
     for variant in variants:
-        lists, codes = _clusters(variant.index)
+        lists, codes = trained_clusters(variant.index)
         if max(lists, codes) <= num_documents:
             continue
         if lists > num_documents:
@@ -128,7 +127,7 @@ def check_sizes(variants: Sequence[Variant], task: str, num_documents: int) -> N
 
 def size_note(variant: Variant, num_documents: int) -> str | None:
     """Return a sentence where an index can be trained, but on fewer documents than FAISS advises."""
-    lists, codes = _clusters(variant.index)
+    lists, codes = trained_clusters(variant.index)
     wanted = ADVISED_ROWS_PER_LIST * max(lists, codes)
     if wanted <= num_documents:
         return None
@@ -136,11 +135,3 @@ def size_note(variant: Variant, num_documents: int) -> str | None:
         f"FAISS advises {wanted} documents to train {variant.index}, and there are {num_documents}: "
         "its clusters are rough."
     )
-
-
-def _clusters(index: str) -> tuple[int, int]:
-    """Return the most inverted lists, and the most codes of a product quantizer, that an index string asks for."""
-    factory = index.partition(":")[0]
-    lists = max((int(number) for number in re.findall(r"IVF(\d+)", factory)), default=0)
-    bits = [int(number or 8) for number in re.findall(r"PQ\d+(?:\+\d+)?(?:x(\d+))?", factory)]
-    return lists, max((1 << min(bit, 32) for bit in bits), default=0)

@@ -253,6 +253,27 @@ def test_what_each_run_took_is_read_from_its_rows(runs: list[Path]) -> None:
     assert (cost.planned_bytes, cost.peak_bytes) == (4_000_000, 5e6)
 
 
+def test_logs_beside_runs_are_passed_over(runs: list[Path]) -> None:
+    log = runs[0].with_name("first.log")
+    log.touch()
+    found = compare_runs([runs[0], log, runs[1]])
+    assert [run.name for run in found.runs] == ["first", "better"]
+    assert found.notes == (f"{log} is passed over: it isn't a run.",)
+    with pytest.raises(ConfigError, match="none of the files named is a run"):
+        compare_runs([log])
+
+
+def test_a_folder_of_seeds_points_to_their_runs(runs: list[Path], tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "out", values_of(1))
+    (folder / "seeds.json").write_text("{}")
+    for path in (folder, folder / "model"):
+        path.mkdir(exist_ok=True)
+        with pytest.raises(ConfigError, match=r"is of several seeds; name their runs: vembed compare .*out/seed-\*"):
+            compare_runs([path, runs[0]])
+    write_run(folder / "seed-1", values_of(1))
+    assert len(compare_runs([folder / "seed-1", runs[0]]).runs) == 2
+
+
 BROKEN_FILES = (
     "config.yaml", "plan.json", "metrics.jsonl", "report/report.json", "evaluation/final/metrics.json",
     "evaluation/final/per_query.json", "evaluation/baseline/metrics.json", "evaluation/step-0/metrics.json",

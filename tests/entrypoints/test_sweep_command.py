@@ -73,6 +73,19 @@ def test_what_a_sweep_cannot_do_is_refused_with_the_way_out(
     assert told in refused(capsys, write_config(tmp_path, site.keys(**keys)), *words)
 
 
+def test_a_tracker_whose_package_is_missing_is_refused_before_anything_is_trained(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vembed.training.trackers.registry._is_installed", lambda _: False)
+    for module in (train, sweep):
+        monkeypatch.setattr(module, "hold_output", lambda folder: pytest.fail(f"{folder} was begun"))
+    one = write_config(tmp_path, site.keys(report_to="wandb"))
+    assert train.main([str(one)]) == ExitCode.ENVIRONMENT
+    assert sweep.main([str(one), "--try", "temperature=0.1,0.2"], program="vembed sweep") == ExitCode.ENVIRONMENT
+    assert train.main([str(write_config(tmp_path, site.keys(report_to="wandb", seeds=[1, 2])))]) == ExitCode.ENVIRONMENT
+    assert capsys.readouterr().err.count('pip install "vembed[wandb]"') == 3
+
+
 def test_a_folder_goes_on_only_with_what_it_was_begun_with(site: Site, tmp_path: Path) -> None:
     path = write_config(tmp_path, site.keys())
     folder = tmp_path / "sweep"

@@ -43,6 +43,19 @@ def test_a_range_over_decades_is_drawn_by_its_logarithm_and_a_narrow_one_is_not(
     assert 0.35 < sum(value < -5 for value in found) / len(found) < 0.65
 
 
+def test_a_range_of_a_key_that_takes_fractions_is_not_drawn_in_whole_numbers() -> None:
+    tried = parse_tries(["weight_decay=0..1"])
+    assert len(drawn(tried, 8, seed=0)) == 8
+    (whole,) = parse_tries(["warmup_steps=0..4"])
+    assert isinstance(whole.values, Range)
+    assert whole.values.whole
+
+
+def test_fewer_draws_than_asked_for_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    assert len(drawn(parse_tries(["epochs=1..3"]), 8, seed=0)) == 3
+    assert "--random 8: there are only 3 different combinations" in caplog.text
+
+
 def test_fewer_combinations_than_asked_for_are_all_taken() -> None:
     tried = parse_tries(["temperature=0.02,0.05,0.1"])
     assert drawn(tried, 10, seed=0) == grid(tried)

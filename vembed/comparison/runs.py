@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.sets import SetRole
 
+SEEDS_FILE = "seeds.json"
+"""Marks a folder that holds a run for each of several seeds."""
+
 DEFAULT_METRIC = "ndcg@10"
 
 _SHAPES: Final[dict[str, Any]] = {
@@ -95,6 +98,10 @@ def read_runs(paths: Sequence[Path | str], first: Path | str | None = None) -> t
     folders: dict[Path, Path] = {}
     notes = []
     for path in paths:
+        place = home_path(path)
+        if is_file(place) and any(is_run(each) for each in place.parent.iterdir() if each.is_dir()):
+            notes.append(f"{redact(str(path))} is passed over: it isn't a run.")  # a shell's DIR/* names logs too
+            continue
         found, passed_over = _folders(path)
         notes += passed_over
         for folder in found:
@@ -102,6 +109,8 @@ def read_runs(paths: Sequence[Path | str], first: Path | str | None = None) -> t
                 notes.append(f"{redact(str(folder))} is named twice and compared once.")
             folders.setdefault(folder.resolve(), folder)
     folders = {**{folder.resolve(): folder for folder in begin}, **folders}
+    if not folders:
+        raise ConfigError("none of the files named is a run; name output folders of runs")
     names = _names(list(folders))
     return [_read_run(folder, name) for folder, name in zip(folders.values(), names, strict=True)], notes
 
@@ -116,7 +125,7 @@ def _folders(path: Path | str) -> tuple[list[Path], list[str]]:
     if "*" in str(path) and not place.exists():
         start = Path(place.anchor)
         matches = sorted(start.glob(str(place.relative_to(start))))
-        runs = [match for match in matches if is_folder(match) and is_run(match)]
+        runs = [match for match in matches if is_folder(match) and is_run(match) and not is_file(match / SEEDS_FILE)]
         if not runs:
             raise ConfigError(f"{redact(str(path))} matches no output folder of a run")
         others = [match for match in matches if match not in runs]
@@ -125,6 +134,9 @@ def _folders(path: Path | str) -> tuple[list[Path], list[str]]:
         raise ConfigError(f"there is no folder {redact(str(path))}{nearest_folder(place)}; name a run's output folder")
     for folder in (place, place.parent):
         if is_run(folder) and (folder == place or place.name in ("report", MODEL_FOLDER, "evaluation")):
+            if is_file(folder / SEEDS_FILE):
+                each = redact(str(folder / "seed-*"))
+                raise ConfigError(f"{redact(str(path))} is of several seeds; name their runs: vembed compare {each}")
             return [folder], []
     said = f"{redact(str(path))} isn't the output folder of a run: it has no plan.json and no train.log"
     if any(is_run(child) for child in place.iterdir() if child.is_dir()):

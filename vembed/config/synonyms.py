@@ -19,6 +19,12 @@ ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 """Other names of a key, or of several that one value sets. An alias beside its key is an error."""
 
+
+def targets(name: str) -> tuple[str, ...]:
+    """Return the keys that a name sets: those of an alias, or the name itself."""
+    return ALIASES.get(name, (name,))
+
+
 EVERY: object = object()
 """In the table: any value that no earlier row has. null asks for nothing, and is never refused."""
 

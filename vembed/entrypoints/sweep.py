@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from vembed.config.load import load_config
 from vembed.config.settings import parse_overrides
-from vembed.config.synonyms import ALIASES
+from vembed.config.synonyms import targets
 from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode, MachineError, VembedError
 from vembed.output_lock import hold_output
@@ -21,12 +21,12 @@ from vembed.sweeping.process import GO_ON, TrainProcess
 from vembed.sweeping.ranking import chosen_lines, rank, table_lines
 from vembed.sweeping.request import Request
 from vembed.sweeping.space import corners, drawn, grid, parse_tries
-from vembed.sweeping.trials import Trial, Trials, trial_name
+from vembed.sweeping.trials import Trial, Trials, dev_metric, trial_name
 from vembed.text import show_duration
 from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vembed.config.schema import Config
     from vembed.sweeping.ranking import Ranked
@@ -165,9 +165,11 @@ def _configs(parsed: argparse.Namespace, trials: Sequence[Trial]) -> dict[str, C
     Raises:
         VembedError: A line for each problem of any of them.
     """
+    from vembed.training.trackers.registry import refuse_missing_packages
     from vembed.training.wiring.early import refuse_wrong_inputs
 
-    both = _targets(parsed.config_override) & _targets([f"{key}={value}" for key, value in trials[0].choice.items()])
+    overridden = parse_overrides(parsed.config_override).entries or ()
+    both = _targets(each.name for each in overridden) & _targets(trials[0].choice)
     if both:
         raise ConfigError(f"{', '.join(sorted(both))}: given by --config_override and tried; leave one out")
     configs, problems = {}, []
@@ -176,6 +178,7 @@ def _configs(parsed: argparse.Namespace, trials: Sequence[Trial]) -> dict[str, C
         try:
             configs[trial.name] = config = load_config(config_path(parsed), [*parsed.config_override, *values]).config
             refuse_wrong_inputs(config)
+            refuse_missing_packages(config.report_to)
         except VembedError as error:
             problems.append(error)
     if problems:
@@ -184,9 +187,9 @@ def _configs(parsed: argparse.Namespace, trials: Sequence[Trial]) -> dict[str, C
     return configs
 
 
-def _targets(overrides: Sequence[str]) -> set[str]:
-    entries = parse_overrides(overrides).entries or ()
-    return {target for entry in entries for target in ALIASES.get(entry.name, (entry.name,))}
+def _targets(names: Iterable[str]) -> set[str]:
+    """Return the keys that names set, without the part of a mapping."""
+    return {target for name in names for target in targets(name.partition(".")[0])}
 
 
 def _refuse_incomparable(config: Config, tried: set[str]) -> None:
@@ -253,14 +256,14 @@ def _amount_line(parsed: argparse.Namespace, count: int, total: int, trials: Seq
 
 def _train(parsed: argparse.Namespace, sweep: _Sweep, process: TrainProcess, command: str) -> int:
     config, metric = sweep.config, sweep.config.metric_for_best_model
-    request = Request.of(sweep.asked, config, {key.partition(".")[0] for key in _keys(sweep.tried)})
+    request = Request.of(sweep.asked, config, _targets(each.key for each in sweep.tried))
     request = request.go_on(sweep.folder, config)
     trials = _counted(sweep.trials, process, request.steps)
     request = replace(request, steps={trial.name: trial.steps for trial in trials})
     request.write(sweep.folder)
     count, total = _amount(parsed, trials)
     _log.info("%s", _amount_line(parsed, count, total, trials))
-    _log.info("%s on the dev set chooses; no test set has a part in it", metric)
+    _log.info("the dev set chooses; no test set has a part in it")
     runs = Trials(sweep.folder / "trials", process, metric, count, total)
     if parsed.optuna is not None:
         mean = round(total / count)
@@ -275,19 +278,16 @@ def _train(parsed: argparse.Namespace, sweep: _Sweep, process: TrainProcess, com
     return _report(parsed, sweep, outcomes, command)
 
 
-def _keys(tried: Sequence[Tried]) -> set[str]:
-    return {target for each in tried for target in ALIASES.get(each.key, (each.key,))}
-
-
 def _report(parsed: argparse.Namespace, sweep: _Sweep, outcomes: Sequence[Outcome], command: str) -> int:
     """Print the table, and write it with a page."""
     from vembed.sweeping.report import SweepReport, write_sweep_report
 
-    metric = sweep.config.metric_for_best_model
+    metric = dev_metric(outcomes, sweep.config.metric_for_best_model)
     ranked = rank(outcomes, metric)
     print(*table_lines(ranked, metric), sep="\n")
     print(*chosen_lines(ranked, metric, has_test=sweep.has_test), sep="\n")
-    facts = {"configuration": redact(str(config_path(parsed))), "asked": redact(" ".join(sweep.asked))}
+    facts = {} if config_path(parsed) is None else {"configuration": redact(str(config_path(parsed)))}
+    facts["asked"] = redact(" ".join(sweep.asked))
     if parsed.config_override:
         facts["overrides"] = redact(" ".join(parsed.config_override))
     if any(each.word in ("best", "shorter") for each in ranked):

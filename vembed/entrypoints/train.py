@@ -81,10 +81,12 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
         return _train_seeds(loaded.config, parsed, redact(shlex.join([*called.split(), *words])))
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
+            from vembed.training.trackers.registry import refuse_missing_packages
             from vembed.training.wiring.early import refuse_wrong_inputs, refuse_wrong_output
 
             refuse_wrong_inputs(loaded.config)
             if mode == "train":
+                refuse_missing_packages(loaded.config.report_to)
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
             if mode != "plan":
                 refuse_wrong_output(loaded.config)
@@ -116,10 +118,12 @@ def _train_seeds(config: Config, parsed: argparse.Namespace, command: str) -> in
     """Train once per seed, each time in a process of its own that this one waits for."""
     from vembed.sweeping.process import GO_ON, TrainProcess
     from vembed.sweeping.seeds import refuse_unfit, train_seeds
+    from vembed.training.trackers.registry import refuse_missing_packages
     from vembed.training.wiring.early import refuse_wrong_inputs
 
     refuse_unfit(config, launcher=process_env().launcher if process_env().is_launched else "")
     refuse_wrong_inputs(config)
+    refuse_missing_packages(config.report_to)
     with StopSignal(advice=GO_ON) as stop, hold_output(Path(config.output_dir)):
         process = TrainProcess(config_path(parsed), parsed.config_override, stop.poll)
         train_seeds(config, process, process.steps, command)

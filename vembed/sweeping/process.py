@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from vembed.config.settings import parse_overrides
-from vembed.config.synonyms import ALIASES
+from vembed.config.synonyms import targets
 from vembed.errors import ExitCode, PreemptedError, VembedError
 from vembed.json_text import fit, read_object
 from vembed.output_lock import FolderInUseError, hold_output
 from vembed.redact import redact
+from vembed.sweeping.trials import TryAgainError
 from vembed.text import cut
 from vembed.training.trackers.jsonl import read_rows
 
@@ -47,6 +48,9 @@ PROBE_STEPS: Final = 3
 _PR_SET_PDEATHSIG: Final = 1
 _LOG_LINES: Final = 50
 _STOPPED: Final = (ExitCode.PREEMPTED, ExitCode.INTERRUPTED)
+_OUTSIDE: Final = (ExitCode.CONFIG, ExitCode.ENVIRONMENT)
+"""Exit codes of causes that may be gone at the next try: a file, a package, memory, a full disk."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -65,18 +69,23 @@ class TrainProcess:
 
         Raises:
             PreemptedError: A signal asked it to stop.
+            TryAgainError: The configuration or the machine is why it failed.
             FolderInUseError: Another process keeps writing in the folder.
         """
         self._wait_for(folder)
         log = folder.with_name(f"{folder.name}.log")
         words = self.words({**trial.choice, **trial.overrides, **_own(folder)})
+        begin = _size(log)
         code = self._run(words, log)
         if code == -signal.SIGKILL:
             _log.warning("%s was killed, perhaps for lack of memory; one more try from its last checkpoint", folder)
+            begin = _size(log)
             code = self._run(words, log)
         if code in _STOPPED:
             raise PreemptedError(f"{folder.name} was stopped by a signal; {GO_ON}")
-        return "" if code == ExitCode.OK else _reason(code, log)
+        if code in _OUTSIDE:
+            raise TryAgainError(_reason(code, log, begin))
+        return "" if code == ExitCode.OK else _reason(code, log, begin)
 
     def words(self, settings: Mapping[str, str], *options: str) -> list[str]:
         """Return the command of a training with some settings in place of the user's own."""
@@ -184,13 +193,22 @@ def _own(folder: Path) -> dict[str, str]:
 def _keys(overrides: Sequence[str]) -> set[str]:
     """Return the keys that overrides set, a part of a mapping as `key.part`."""
     entries = parse_overrides(overrides).entries or ()
-    names = [(name, entry.part) for entry in entries for name in ALIASES.get(entry.name, (entry.name,))]
+    names = [(name, entry.part) for entry in entries for name in targets(entry.name)]
     return {name if part is None else f"{name}.{part}" for name, part in names}
 
 
-def _reason(code: int, log: Path) -> str:
-    """Return why a process failed, as its last words say."""
+def _size(log: Path) -> int:
+    return log.stat().st_size if log.exists() else 0
+
+
+def _reason(code: int, log: Path, begin: int = 0) -> str:
+    """Return why a process failed, as its last words say.
+
+    Args:
+        begin: Where they begin: the size in bytes that the log had before.
+    """
     with log.open(encoding="utf-8", errors="replace") as file:
+        file.seek(begin)
         lines = [line.rstrip() for line in deque(file, maxlen=_LOG_LINES) if line.strip()]
     told = next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1] if lines else "no word")
     how = f"killed by {signal.Signals(-code).name}: " if code < 0 else ""

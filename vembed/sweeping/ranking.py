@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from vembed.errors import DataError
 from vembed.evaluation.significance import CONFIDENCE, compare
-from vembed.sweeping.trials import best_of, dev_value
+from vembed.sweeping.trials import best_of, dev_metric, dev_value
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,8 +37,9 @@ def rank(outcomes: Sequence[Outcome], metric: str) -> list[Ranked]:
     """Return the trials, the best first: those of fewer steps behind, and those that failed last.
 
     Raises:
-        ValueError: Two trials were evaluated on different queries.
+        DataError: Two trials were evaluated on different queries.
     """
+    metric = dev_metric(outcomes, metric)
     full = [each for each in outcomes if each.dev is not None and "max_steps" not in each.trial.overrides]
     short = [each for each in outcomes if each.dev is not None and "max_steps" in each.trial.overrides]
     best = best_of(full, metric)
@@ -50,7 +52,10 @@ def rank(outcomes: Sequence[Outcome], metric: str) -> list[Ranked]:
         assert best.dev is not None
         assert each.dev is not None
         confidence = 1 - (1 - CONFIDENCE) / (len(full) - 1)
-        comparison = compare(best.dev, each.dev, metric, confidence=confidence)
+        try:
+            comparison = compare(best.dev, each.dev, metric, confidence=confidence)
+        except ValueError as error:
+            raise DataError(f"{each.folder} can't be compared with {best.folder}: {error}") from error
         ranked.append(Ranked(each, "worse" if comparison.high < 0 else "within noise", comparison))
     short.sort(key=lambda each: (-each.trial.steps, -dev_value(each, metric)))
     failed = [each for each in outcomes if each.dev is None]
@@ -68,7 +73,7 @@ def table_lines(ranked: Sequence[Ranked], metric: str) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*numbered, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in numbered]
     failures = [
-        f"failed: {each.outcome.trial.values}: {each.outcome.error} (delete {each.outcome.folder} to try it again)"
+        f"failed: {each.outcome.trial.values}: {each.outcome.error} ({each.outcome.next_try})"
         for each in ranked
         if each.word == "failed"
     ]
@@ -77,7 +82,7 @@ def table_lines(ranked: Sequence[Ranked], metric: str) -> list[str]:
 
 def _cells(ranked: Ranked, keys: Sequence[str], metric: str) -> list[str]:
     outcome, comparison = ranked.outcome, ranked.to_best
-    values = [outcome.trial.choice.get(key, "") for key in keys]
+    values = [outcome.trial.shown.get(key, "") for key in keys]
     if outcome.dev is None:
         return ["", *values, "", "", "", "failed", ""]
     word = f"after {outcome.trial.steps} steps" if ranked.word == "shorter" else ranked.word
@@ -103,6 +108,11 @@ def chosen_lines(ranked: Sequence[Ranked], metric: str, *, has_test: bool) -> li
             f"one of {len(ranked)} was chosen on the dev set, so its dev value flatters it; the test set had no "
             f"part in the choice"
         )
+        if len(finished) > 1:
+            lines.append(
+                "the comparison shows the best trials on the test set too: it chooses nothing, and to take another "
+                "trial for its test result would be a choice on the test set"
+            )
     else:
         lines.append(
             f"the verdict is on the dev set that chose one of {len(ranked)}, which flatters it; give test_data_path "

@@ -71,7 +71,7 @@ def _document(report: SweepReport) -> dict[str, Any]:
         outcome, comparison = ranked.outcome, ranked.to_best
         return {
             "trial": outcome.trial.name,
-            "values": dict(outcome.trial.choice),
+            "values": outcome.trial.shown,
             "word": ranked.word,
             "steps": outcome.trial.steps or None,
             "kept_step": outcome.kept_step if outcome.dev is not None else None,
@@ -98,7 +98,7 @@ def _shared(report: SweepReport) -> dict[str, Any]:
     rows: list[list[str | Cell]] = []
     for each in report.ranked:
         outcome = each.outcome
-        values = [outcome.trial.choice.get(key, "") for key in report.keys]
+        values = [outcome.trial.shown.get(key, "") for key in report.keys]
         if outcome.dev is None:
             rows.append([*values, "", "", f"failed: {outcome.error}", ""])
             continue
@@ -142,7 +142,7 @@ def _draw(report: SweepReport) -> Markup:
 
 
 def _draw_points(axes: Axes, report: SweepReport, shown: Sequence[Ranked], values: Sequence[float]) -> None:
-    texts = [each.outcome.trial.choice[report.keys[0]] for each in shown]
+    texts = [each.outcome.trial.shown[report.keys[0]] for each in shown]
     numbers = _numbers(texts)
     names = list(dict.fromkeys(texts))
     across = numbers or [float(names.index(text)) for text in texts]
@@ -162,7 +162,7 @@ def _draw_lines(axes: Axes, report: SweepReport, shown: Sequence[Ranked], values
     """Draw parallel coordinates: each axis from its lowest value to its highest, the last one is the metric."""
     columns = []
     for place, key in enumerate(report.keys):
-        texts = [each.outcome.trial.choice[key] for each in shown]
+        texts = [each.outcome.trial.shown[key] for each in shown]
         columns.append(_axis(axes, place, texts))
     low, high = min(values), max(values)
     columns.append([(value - low) / (high - low) if high > low else 0.5 for value in values])

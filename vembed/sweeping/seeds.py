@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.config.dump import dump_config
-from vembed.errors import ConfigError, MachineError
+from vembed.errors import ConfigError, DataError, MachineError
 from vembed.evaluation.pages import Cell, Table, write_report
 from vembed.evaluation.seeds import seeds_verdict
 from vembed.evaluation.significance import verdict
@@ -20,7 +20,7 @@ from vembed.files import new_folder, replace_text
 from vembed.models.names import MODEL_FOLDER
 from vembed.redact import redact
 from vembed.sweeping.request import Request
-from vembed.sweeping.trials import Trial, Trials, best_of, dev_value, run_report
+from vembed.sweeping.trials import Trial, Trials, best_of, dev_metric, dev_value, run_report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -37,10 +37,6 @@ NAME = "seeds"
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 PLAN_FILE = "plan.json"
 
-LIMITS = (
-    "The interval speaks of other seeds and of other queries of the same kind. With 3 seeds it is wide where models "
-    "differ from seed to seed: two degrees of freedom are left to judge that by."
-)
 _log = logging.getLogger(__name__)
 
 
@@ -59,7 +55,17 @@ class SeedsReport:
     def keeps(self) -> str:
         """Which model was kept, and why."""
         value = f"{self.metric} {dev_value(self.kept, self.metric):.4f}"
-        return f"{MODEL_FOLDER}/ is that of {self.kept.trial.name}, the best on the dev set ({value})"
+        return f"the model in {MODEL_FOLDER}/ is that of {self.kept.trial.name}, the best on the dev set ({value})"
+
+    @property
+    def limits(self) -> str:
+        """What the interval doesn't say."""
+        count = len(self.outcomes)
+        return (
+            f"The interval speaks of other seeds and of other queries of the same kind. It is wide where models "
+            f"differ from seed to seed: {plural(count, 'seed')} leave {plural(count - 1, 'degree')} of freedom to "
+            f"judge that by."
+        )
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,11 @@ class SetOfSeeds:
     pairs: Sequence[tuple[EvaluationResult, EvaluationResult]]  # of each seed before and after training
     found: SeedsVerdict
 
+    @property
+    def metric(self) -> str:
+        """What decides on this set."""
+        return self.found.verdict.comparison.metric
+
 
 def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int], command: str) -> SeedsReport:
     """Train once per seed, each in a folder of its own, and judge them together.
@@ -79,6 +90,7 @@ def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int]
 
     Raises:
         ConfigError: The output folder holds something else.
+        DataError: The data of two seeds differ.
         MachineError: Seeds failed, so that fewer than two are left or one is missing.
     """
     assert config.seeds is not None
@@ -94,16 +106,15 @@ def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int]
     runs = Trials(folder, runner, metric, len(trials), steps * len(trials))
     outcomes = [runs.train(replace(trial, steps=steps)) for trial in trials]
     finished = [each for each in outcomes if not each.error]
-    failed = "; ".join(f"{each.trial.name}: {each.error}" for each in outcomes if each.error)
-    again = f"delete the folder of a seed that failed, and the same command trains it again ({failed})"
+    failed = "; ".join(f"{each.trial.name}: {each.error} ({each.next_try})" for each in outcomes if each.error)
     if len(finished) < 2:
-        raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, too few to judge; {again}")
+        raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, too few to judge; {failed}")
     report = _judge(finished, metric, command)
     _write(folder, report, config)
     for line in _lines(report):
         _log.info("%s", line)
     if failed:
-        raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, and the verdict is of those; {again}")
+        raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, and the verdict is of those; {failed}")
     return report
 
 
@@ -112,14 +123,19 @@ def _judge(outcomes: Sequence[Outcome], metric: str, command: str) -> SeedsRepor
     assert kept is not None
     by_seed = [_results(each.folder) for each in outcomes]
     sets = []
-    for place, (role, _) in enumerate(by_seed[0]):
-        pairs = [results[place][1] for results in by_seed]
-        sets.append(SetOfSeeds(role, pairs, seeds_verdict([[pair] for pair in pairs], metric)))
+    try:
+        for place, (role, _) in enumerate(by_seed[0]):
+            pairs = [results[place][1] for results in by_seed]
+            found = seeds_verdict([[pair] for pair in pairs], pairs[0][1].deciding(metric))
+            sets.append(SetOfSeeds(role, pairs, found))
+    except ValueError as error:
+        raise DataError(f"{kept.folder.parent}: the seeds can't be judged together: {error}") from error
     judged = [each for each in sets if each.role != "guard"]
     whole = judged[0].found
-    if len(judged) > 1:
-        whole = seeds_verdict([[each.pairs[seed] for each in judged] for seed in range(len(outcomes))], metric)
-    return SeedsReport(outcomes, kept, sets, whole, metric, command)
+    alike = [each for each in judged if each.metric == judged[0].metric]
+    if len(alike) > 1:
+        whole = seeds_verdict([[each.pairs[seed] for each in alike] for seed in range(len(outcomes))], alike[0].metric)
+    return SeedsReport(outcomes, kept, sets, whole, dev_metric(outcomes, metric), command)
 
 
 def _results(folder: Path) -> list[tuple[str, tuple[EvaluationResult, EvaluationResult]]]:
@@ -206,7 +222,7 @@ def _shared(report: SeedsReport) -> dict[str, Any]:
     for place, outcome in enumerate(report.outcomes):
         cells = []
         for each in report.sets:
-            one = verdict(*each.pairs[place], report.metric).comparison
+            one = verdict(*each.pairs[place], each.metric).comparison
             bounds = f"{signed_text(one.low)} to {signed_text(one.high)}"
             cells.append(Cell(f"{metric_text(one.candidate)} ({signed_text(one.difference)})", bounds))
         dev = metric_text(dev_value(outcome, report.metric))
@@ -223,7 +239,7 @@ def _shared(report: SeedsReport) -> dict[str, Any]:
         "title": plural(len(report.outcomes), "seed"),
         "sentence": report.whole.verdict.sentence,
         "keeps": report.keeps,
-        "limits": LIMITS,
+        "limits": report.limits,
         "seeds": Table(heads, [*rows, means, deviations], tones=tones),
         "command": report.command,
     }
@@ -252,7 +268,10 @@ def _draw(report: SeedsReport) -> Markup:
         axes.set_xticks([0, 1, 1.35], ["before", "after", "mean"])
         axes.set_xlim(-0.2, 1.6)
         axes.set_ylabel(comparison.metric)
-        label = "The metric of each seed before and after training, and their mean with its interval."
+        label = (
+            "The metric of each seed before and after training, and the mean after training, around which the interval "
+            "of the mean gain is drawn."
+        )
         return inline_svg(figure, name="seeds", label=label)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 import re
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from vembed.config.messages import unknown_key
 from vembed.config.schema import Config, fields
-from vembed.config.synonyms import ALIASES
+from vembed.config.synonyms import targets
 from vembed.errors import ConfigError
 from vembed.redact import shown
 
@@ -39,6 +40,7 @@ FIXED = {
 }
 """Keys that can't be tried, and why. So can't those that choose the sets of the evaluation."""
 
+_log = logging.getLogger(__name__)
 _SETS = re.compile(r"(val|test|guard)_|(column_mapping|image_root|label_kind|retrieval_mode|skip_invalid_records)$")
 _RANGE = re.compile(r"([-+.\deE]+?)\.\.([-+.\deE]+)")
 
@@ -102,7 +104,7 @@ def parse_tries(words: Sequence[str]) -> list[Tried]:
         except ConfigError as error:
             problems.append(f"--try {shown(word)}: {error}")
             continue
-        if any(_names(tried.key) & _names(each.key) for each in found):
+        if any({*targets(tried.key)} & {*targets(each.key)} for each in found):
             problems.append(f"--try {shown(word)}: {tried.key} is already tried; list all of its values together")
         found.append(tried)
     if problems:
@@ -131,7 +133,7 @@ def grid(tried: Sequence[Tried]) -> list[Choice]:
 def drawn(tried: Sequence[Tried], count: int, seed: int) -> list[Choice]:
     """Return different combinations drawn at random, the same for the same seed; all there are, where that is fewer."""
     if not any(isinstance(each.values, Range) for each in tried) and math.prod(len(e.ends) for e in tried) <= count:
-        return grid(tried)
+        return _told(grid(tried), count)
     source = random.Random(seed)  # noqa: S311 - nothing here is a secret
     found: dict[tuple[str, ...], Choice] = {}
     for _ in range(100 * count):  # of a small space most draws are repeated ones
@@ -139,7 +141,14 @@ def drawn(tried: Sequence[Tried], count: int, seed: int) -> list[Choice]:
         found.setdefault(tuple(choice.values()), choice)
         if len(found) == count:
             break
-    return list(found.values())
+    return _told(list(found.values()), count)
+
+
+def _told(found: list[Choice], asked: int) -> list[Choice]:
+    """Say where there are fewer combinations than asked for."""
+    if len(found) < asked:
+        _log.warning("--random %d: there are only %d different combinations", asked, len(found))
+    return found
 
 
 def corners(tried: Sequence[Tried]) -> Iterator[Choice]:
@@ -154,7 +163,7 @@ def _parse(word: str) -> Tried:
         raise ConfigError("write KEY=VALUE,VALUE, such as learning_rate=1e-5,2e-5")
     _refuse_key(key)
     if (ends := _RANGE.fullmatch(text)) is not None:
-        return Tried(key, _range(*ends.groups()))
+        return Tried(key, _range(key, *ends.groups()))
     values = _split(text)
     if not all(values):
         raise ConfigError("a value is missing beside a comma; write '' for an empty text and null for none")
@@ -165,7 +174,7 @@ def _parse(word: str) -> Tried:
 
 def _refuse_key(key: str) -> None:
     name = key.partition(".")[0]
-    for target in ALIASES.get(name, (name,)):
+    for target in targets(name):
         if target not in fields():
             raise ConfigError(unknown_key(name))
         if target in FIXED:
@@ -176,11 +185,7 @@ def _refuse_key(key: str) -> None:
             raise ConfigError(f"{target} decides nothing about the result")
 
 
-def _names(key: str) -> set[str]:
-    return set(ALIASES.get(key, (key,)))
-
-
-def _range(low: str, high: str) -> Range:
+def _range(key: str, low: str, high: str) -> Range:
     try:
         first, last = float(low), float(high)
     except ValueError as error:
@@ -188,7 +193,12 @@ def _range(low: str, high: str) -> Range:
     if not (math.isfinite(first) and math.isfinite(last) and first < last):
         raise ConfigError("a range is two numbers, the smaller one first, such as 1e-6..1e-4")
     whole = all(re.fullmatch(r"[-+]?\d+", each) for each in (low, high))
-    return Range(first, last, whole)
+    return Range(first, last, whole and not any(_takes_fractions(target) for target in targets(key)))
+
+
+def _takes_fractions(key: str) -> bool:
+    """Tell whether a key takes any number; of a part of a mapping nobody knows."""
+    return key in fields() and "float" in str(fields()[key].annotation)
 
 
 def _split(text: str) -> list[str]:

@@ -30,6 +30,11 @@ def cut(text: str, most: int = 60) -> str:
     return visible(text if len(text) <= most else f"{text[:most]}...")
 
 
+def plural(count: int, noun: str, many: str | None = None) -> str:
+    """Return a count with its noun: "1 row", "2,000 rows"."""
+    return f"{count:,} {noun if count == 1 else many or noun + 's'}"
+
+
 def quoted(text: str, most: int = 60) -> str:
     """Return a text for a message as `cut` does, in quotes."""
     return repr(text if len(text) <= most else f"{text[:most]}...")

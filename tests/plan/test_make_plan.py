@@ -299,6 +299,7 @@ def test_the_short_form_is_one_screen_with_the_way_its_reason_the_memory_and_the
     assert re.search(r"\d more notes, \d+ reasons and 2 ways compared: see --plan --details", text)
     assert "unknown until a step is measured" in text, "a CPU's figures say nothing of its speed"
     assert "about 1:12 for all steps" in explain(made, facts={}, step_seconds=3.0)
+    assert "compared: see --details\n" in explain(made, facts={}, details="--details") + "\n"
     assert "ways to train" not in text
 
 

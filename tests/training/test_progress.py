@@ -5,7 +5,8 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -13,7 +14,18 @@ from vembed.plan.batching import Steps
 from vembed.text import show_duration
 from vembed.training import progress
 from vembed.training.next_steps import next_commands
-from vembed.training.progress import Heartbeat, RunClock, evaluation_seconds, step_line
+from vembed.training.output import OutputFolder
+from vembed.training.progress import (
+    SAME_SPEED,
+    Heartbeat,
+    RunClock,
+    evaluation_seconds,
+    measured_step_seconds,
+    step_line,
+)
+
+if TYPE_CHECKING:
+    from vembed.plan.plan import Plan
 
 STEPS = Steps(total=1000, per_epoch=100, warmup=10, eval_every=300)
 METRICS = {"epoch": 0.01, "loss": 4.05, "grad_norm": 15.53, "learning_rate": 0.0, "samples_per_second": 9.0}
@@ -93,6 +105,20 @@ def test_earlier_evaluations_count_once_each(tmp_path: Path) -> None:
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "metrics.json").write_text(json.dumps({"seconds": value}))
     assert evaluation_seconds(tmp_path) == 13.5, "further sets count too, also where they took as long as each other"
+
+
+def test_a_time_is_measured_only_in_a_run_that_was_planned_alike(tmp_path: Path) -> None:
+    alike = dict.fromkeys(SAME_SPEED, 1)
+    plan = cast("Plan", SimpleNamespace(to_json=lambda: {**alike, "steps": 9}))
+    output = OutputFolder(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": n, "step_seconds": n}) + "\n" for n in (1, 2, 4))
+    )
+    assert measured_step_seconds(output, plan) is None, "nothing says how that run was planned"
+    (tmp_path / "model").mkdir()
+    for content, expected in ((alike, 3), (alike | {"batch_size": 64}, None), ("bent", None)):
+        (tmp_path / "plan.json").write_text(json.dumps(content))
+        assert measured_step_seconds(output, plan) == expected
 
 
 def test_only_a_step_that_takes_long_speaks_and_ever_more_rarely(

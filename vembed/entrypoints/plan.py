@@ -96,6 +96,6 @@ def _show(plan: Plan, model: str, parsed: argparse.Namespace) -> None:
         print(json.dumps(plan.to_json(), indent=2))
         return
     facts = {"model": model, "devices": parsed.devices or "this machine"}
-    print(explain(plan, facts=facts))
+    print(explain(plan, facts=facts, details="--details, or --json"))
     if parsed.details:
         print(explain_fully(plan, facts=facts), comparison(plan), sep="\n")

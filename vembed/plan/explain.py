@@ -10,7 +10,7 @@ from vembed.plan.chunks import WHOLE_BATCH
 from vembed.plan.hardware import GIB
 from vembed.plan.problem import FIT_FACTOR, FIT_SHARE
 from vembed.redact import redact
-from vembed.text import show_bytes, show_duration
+from vembed.text import plural, show_bytes, show_duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,12 +29,19 @@ MODEL_FACTS = ("towers", "projections", "trains")
 """Of the facts that an encoder states, those that the short form shows."""
 
 
-def explain(plan: Plan, *, facts: Mapping[str, str], step_seconds: float | None = None) -> str:
+def explain(
+    plan: Plan,
+    *,
+    facts: Mapping[str, str],
+    details: str = "--plan --details, or plan.json",
+    step_seconds: float | None = None,
+) -> str:
     """Return the plan on one screen: what was decided, why, what it needs.
 
     Args:
         facts: Further facts by label, e.g. of the data.
-        step_seconds: Measured time of a step of this run, where there is one.
+        details: Where the rest is to be seen.
+        step_seconds: Measured time of a step of such a run, where there is one.
     """
     hidden = plan.model.keys() - MODEL_FACTS
     rows = [(label, value) for label, value in facts.items() if label not in hidden]
@@ -52,9 +59,9 @@ def explain(plan: Plan, *, facts: Mapping[str, str], step_seconds: float | None 
             break
         noted += block
         shown += 1
-    left = f"{len(plan.notes) - shown} more notes, " if shown < len(plan.notes) else ""
-    reasons, ways = len(plan.reasons), len(plan.candidates)
-    more = f"{left}{reasons} reasons and {ways} ways compared: see --plan --details, or plan.json"
+    left = f"{plural(len(plan.notes) - shown, 'more note')}, " if shown < len(plan.notes) else ""
+    reasons, ways = plural(len(plan.reasons), "reason"), plural(len(plan.candidates), "way")
+    more = f"{left}{reasons} and {ways} compared: see {details}"
     return redact("\n".join([*lines, *noted, *_wrapped(f"{INDENT}{'more':<{width}}  ", more)]))
 
 
@@ -117,7 +124,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
     needed = FIT_FACTOR * total + plan.reserved_bytes
     used, asked = (min(BAR_COLUMNS, round(BAR_COLUMNS * count / usable)) for count in (total, needed))
     bar = f"[{'#' * used}{'+' * (asked - used)}{'.' * (BAR_COLUMNS - asked)}]"
-    reads = "fits" if plan.fits else "may not fit; lower batch_size"
+    reads = "fits" if plan.fits else "may not fit"
     yield "memory", f"{bar} {needed / GIB:.1f} of {usable / GIB:.1f} GiB usable: {reads}"
     sizes = ", ".join(f"{name} {size}" for name, size in _parts(plan)[0].items())
     yield "", f"# {show_bytes(total)} at the peak, + margin and reserve ({sizes})"
@@ -133,7 +140,7 @@ def _time(plan: Plan, step_seconds: float | None) -> str:
     """Return how long the steps take: from a measured one, else by rough figures of a known device."""
     if step_seconds is not None:
         whole = show_duration(step_seconds * plan.steps.total)
-        return f"about {whole} for all steps, from steps of {step_seconds:.3g} s measured in this run"
+        return f"about {whole} for all steps, from steps of {step_seconds:.3g} s measured in the run that lies there"
     rough = None
     for each in plan.candidates:
         if plan.recommends(each):

@@ -107,8 +107,7 @@ def choose(problem: PlanningProblem) -> Choice:
     fits = chosen is not None
     if chosen is None:
         chosen = min(wished, key=lambda each: each.bytes_per_device.total)
-    reasons = [_headline(problem, row, chosen), *_steps_down(problem, row, wished, chosen)]
-    reasons += _warnings(problem, chosen, free, fits=fits)
+    reasons = [_headline(problem, row, chosen), *_warnings(problem, chosen, free, fits=fits)]
     usual = [each for each in candidates if each in wished or each.way.sharding_factor in (1, problem.devices.count)]
     faster = _faster(usual, chosen)
     if faster is not None:
@@ -118,7 +117,7 @@ def choose(problem: PlanningProblem) -> Choice:
             f"{faster.way} fits as well and is about {faster.relative_speed / chosen.relative_speed:.2g} times as fast "
             f"by rough figures; {why}"
         )
-    return Choice(chosen, candidates, tuple(reasons))
+    return Choice(chosen, candidates, (*reasons, *_steps_down(problem, row, wished, chosen)))
 
 
 def _unasked(problem: PlanningProblem, candidates: Sequence[Candidate], row: MatrixRow) -> Candidate | None:
@@ -252,6 +251,12 @@ def _warnings(problem: PlanningProblem, chosen: Candidate, free: Candidate | Non
     """Say where the numbers speak against what the user set."""
     config, way = problem.config, chosen.way
     said = []
+    if not fits:
+        said.append(f"no way that the keys allow fits; {way} needs least")
+    if free is not None and not fits:
+        said.append(f"by the numbers {free.way} would fit; the keys that are set rule it out")
+    elif free is not None and free.way.strategy != way.strategy:
+        said.append(f"{_set_keys(config)}: as set; the numbers alone would give {free.way}")
     if problem.devices.count == 1:
         idle = {
             "use_fsdp true": config.use_fsdp is True,
@@ -275,12 +280,6 @@ def _warnings(problem: PlanningProblem, chosen: Candidate, free: Candidate | Non
         said.append("use_gradient_cache: on, as it is with gradient checkpointing above 1B parameters")
     if not problem.model.checkpointable and config.gradient_checkpointing is True:
         said.append("gradient_checkpointing true has no effect: this model computes nothing again")
-    if not fits:
-        said.append(f"no way that the keys allow fits; {way} needs least")
-    if free is not None and not fits:
-        said.append(f"by the numbers {free.way} would fit; the keys that are set rule it out")
-    elif free is not None and free.way.strategy != way.strategy:
-        said.append(f"{_set_keys(config)}: as set; the numbers alone would give {free.way}")
     return said
 
 

@@ -11,13 +11,17 @@ from contextlib import contextmanager
 from statistics import median
 from typing import TYPE_CHECKING
 
+from vembed.json_text import read_object
 from vembed.text import show_duration
+from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from vembed.plan.batching import Steps
+    from vembed.plan.plan import Plan
+    from vembed.training.output import OutputFolder
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +92,26 @@ class RunClock:
         said = ", ".join(f"{show_duration(seconds)} {name}" for name, seconds in parts.items())
         noun = "step" if len(rows) == 1 else "steps"
         return f"{show_duration(sum(parts.values()))} for {len(rows):,} {noun}: {said}"
+
+
+SAME_SPEED = (
+    *("model", "strategy", "mode", "world_size", "batch_size", "global_batch_size", "dtype", "memory_bytes"),
+    *("gradient_checkpointing", "use_lora"),
+)
+"""Keys of plan.json that are equal where steps take about as long."""
+
+
+def measured_step_seconds(output: OutputFolder, plan: Plan) -> float | None:
+    """Return what a step of the run in a folder took, where the run was planned alike; None elsewhere."""
+    if not output.holds_run:
+        return None
+    try:
+        other, own = read_object(output.path / "plan.json"), plan.to_json()
+    except (OSError, ValueError):  # nothing says how that run was planned
+        return None
+    if any(other.get(key) != own[key] for key in SAME_SPEED):
+        return None
+    return usual_step_seconds(read_rows(output.path / "metrics.jsonl"))
 
 
 def usual_step_seconds(rows: Sequence[Mapping[str, float]]) -> float | None:

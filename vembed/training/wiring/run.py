@@ -29,11 +29,10 @@ from vembed.training.checks import dry_run, refuse_batch_norm
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
 from vembed.training.guards import NonFiniteGuard, StopSignal
 from vembed.training.output import OutputFolder
-from vembed.training.progress import RunClock, usual_step_seconds
+from vembed.training.progress import RunClock, measured_step_seconds
 from vembed.training.saving import refuse_other_run
 from vembed.training.space import DiskNeeds, free_bytes
 from vembed.training.state import RunState
-from vembed.training.trackers.jsonl import read_rows
 from vembed.training.tracking import closing, track_end, track_start
 from vembed.training.trainer import Trainer
 from vembed.training.wiring.data import build_sampler, load_data
@@ -173,8 +172,8 @@ def _run(
             facts["started by"] = launcher
         needs, free = _disk_needs(run), free_bytes(output.path)
         facts["disk"] = needs.line(free)
-        noted, rows = run.plan.noting(*notes, *asked, first=True), read_rows(output.path / "metrics.jsonl")
-        _log.info("%s", explain(noted, facts=facts, step_seconds=usual_step_seconds(rows)))
+        noted = run.plan.noting(*notes, *asked, first=True)
+        _log.info("%s", explain(noted, facts=facts, step_seconds=measured_step_seconds(output, noted)))
         full = explain_fully(noted, facts=facts)
         if details:
             _log.info("%s\n%s", full, comparison(run.plan))

@@ -35,6 +35,11 @@ def plural(count: int, noun: str, many: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else many or noun + 's'}"
 
 
+def every(count: int, noun: str) -> str:
+    """Return how often something comes: "every epoch", "every 3 epochs"."""
+    return f"every {noun}" if count == 1 else f"every {plural(count, noun)}"
+
+
 def quoted(text: str, most: int = 60) -> str:
     """Return a text for a message as `cut` does, in quotes."""
     return repr(text if len(text) <= most else f"{text[:most]}...")

@@ -471,6 +471,11 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
         {"data": [{"path": "a"}, {"path": "b", "loss": "cosent"}], "source_batches": "single"},
         "data[1].loss: a mixed batch holds rows of all sources and has one loss",
     ),
+    (
+        {"data": [{"path": "a", "loss": "cosent"}], "added_losses": {"spread_out": 0.1}},
+        {"data": [{"path": "a"}], "added_losses": {"spread_out": 0.1}},
+        "added_losses has no effect: every source of data has a loss of its own",
+    ),
     ({"hard_refresh": 2}, {"hard_refresh": 2, "batch_sampling": "hard"}, "hard_refresh has no effect with"),
     ({"seeds": [1, 2, 1]}, {"seeds": [1, 2]}, "seed 1 is listed twice"),
     (

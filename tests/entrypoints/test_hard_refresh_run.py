@@ -51,7 +51,7 @@ def test_batches_are_chosen_anew_before_each_epoch_and_plan_and_report_say_so(wh
     assert names == [f"epoch-0000{epoch}.npz" for epoch in (1, 2, 3)]
     assert not np.array_equal(vectors_of(whole, 1), vectors_of(whole, 2)), "the model has changed"
     reasons = json.loads((whole.folder / "plan.json").read_text("utf-8"))["reasons"]
-    assert any("hard: before epoch 1 and every 1 epoch the model as it then is encodes" in each for each in reasons)
+    assert any("hard: before epoch 1 and every epoch the model as it then is encodes" in each for each in reasons)
     report = json.loads((whole.folder / "report" / "report.json").read_text("utf-8"))
     assert "hard batches chosen before epoch 3" in json.dumps(report)
 

@@ -56,7 +56,8 @@ def test_negatives_are_mined_before_each_epoch_and_the_report_says_so(whole: Out
     assert json.loads((mining / names[1] / "report.json").read_text("utf-8"))["negatives"] == found[1]["counts"].sum()
     plan = json.loads((whole.folder / "plan.json").read_text("utf-8"))
     assert any(
-        "mine: up to 2 hard negatives of each record before epoch 1 and every 1" in each for each in plan["reasons"]
+        "mine: up to 2 hard negatives of each record before epoch 1 and every epoch, from" in each
+        for each in plan["reasons"]
     )
 
 

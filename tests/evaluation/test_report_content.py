@@ -15,7 +15,6 @@ from vembed.evaluation.report.content import (
     MAX_EVALUATION_ROWS,
     build_content,
     dev_metric_names,
-    evaluation_rows,
 )
 from vembed.evaluation.report.curves import MAX_POINTS, STEP_CURVES, curve_of, sparkline, step_curve, thinned_rows
 from vembed.evaluation.report.examples import choose_examples
@@ -150,9 +149,9 @@ def test_dev_metrics_of_another_name_are_drawn_instead() -> None:
 
 def test_a_long_table_of_evaluations_keeps_first_and_last() -> None:
     content = build_content(sample(evaluations=[(step, {METRIC: 0.5}) for step in range(0, 501, 5)]))
-    rows = evaluation_rows(content)
+    rows = content.evaluation_table.rows
     assert len(rows) == MAX_EVALUATION_ROWS
-    assert (rows[0][0], rows[-1][0]) == (0, 500)
+    assert (rows[0][0], rows[-1][0]) == ("0", "500")
 
 
 def test_a_verdict_on_a_metric_that_no_query_has_is_refused() -> None:

@@ -167,11 +167,12 @@ def _metric(baseline: Run, asked: str | None) -> str:
 def _compare(runs: Sequence[Run], metric: str, notes: Sequence[str], command: str) -> RunComparison:
     baseline, others = runs[0], runs[1:]
     changes, task, changes_note = _changes(baseline, others, metric)
+    tables = set_tables(baseline, others, metric)
     return RunComparison(
         metric=metric,
         runs=tuple(runs),
-        verdicts=tuple(pair_verdicts(baseline, others, metric)),
-        tables=tuple(set_tables(baseline, others, metric)),
+        verdicts=tuple(pair_verdicts(baseline, others, metric, tables)),
+        tables=tuple(tables),
         config=tuple(config_differences(runs)),
         data=tuple(data_differences(runs)),
         data_sentence=data_sentence(runs),

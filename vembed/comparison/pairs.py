@@ -94,7 +94,7 @@ def set_tables(baseline: Run, others: Sequence[Run], metric: str) -> list[SetTab
     return tables
 
 
-def pair_verdicts(baseline: Run, others: Sequence[Run], metric: str) -> list[PairVerdict]:
+def pair_verdicts(baseline: Run, others: Sequence[Run], metric: str, tables: Sequence[SetTable]) -> list[PairVerdict]:
     """Return a verdict for each run beside the baseline, on the mean over the test sets that both have.
 
     Sets that are measured by another metric than the first, as graded pairs are, stand beside it.
@@ -110,11 +110,13 @@ def pair_verdicts(baseline: Run, others: Sequence[Run], metric: str) -> list[Pai
                 reasons.append(why_not)
             else:
                 pairs.append((each.final, partner.final))
+        if not tests:
+            reasons.append(f"{one_line(baseline.name)} has no result on a test set.")
         found.append((run, pairs, " ".join(dict.fromkeys(reasons))))
     p_values = [paired_p_value(pairs, metric) for _, pairs, _ in found if pairs]
     corrected = iter(zip(p_values, holm(p_values), strict=True))
     return [
-        _pair_verdict(baseline, run, pairs, metric, next(corrected), len(p_values))
+        _pair_verdict(baseline, run, pairs, metric, next(corrected), len(p_values), tables)
         if pairs
         else PairVerdict(run.name, "not compared", None, None, None, f"{one_line(run.name)} isn't compared: {reason}")
         for run, pairs, reason in found
@@ -223,6 +225,7 @@ def _pair_verdict(
     metric: str,
     p_values: tuple[float, float],
     num_tests: int,
+    tables: Sequence[SetTable],
 ) -> PairVerdict:
     first = pairs[0]
     verdict = judged(compare(*first, metric)) if len(pairs) == 1 else mean_verdict(pairs, metric)
@@ -235,7 +238,7 @@ def _pair_verdict(
         "no difference": f"No difference between {one} and {other} can be told",
     }[word]
     sentence = f"{said}: {numbers_text(verdict, corrected, num_tests)}"
-    lost = _guards_lost(baseline, run, metric)
+    lost = _guards_lost(run, tables)
     if lost:
         sentence += f"; worse on {plural(len(lost), 'guard set')} ({', '.join(lost)})"
     return PairVerdict(run.name, word, verdict, p_value, corrected, f"{sentence}.")
@@ -253,12 +256,11 @@ def numbers_text(verdict: Verdict, corrected: float, num_tests: int) -> str:
     return f"{difference} ({interval}, {tests}, {queries})"
 
 
-def _guards_lost(baseline: Run, run: Run, metric: str) -> list[str]:
-    """Return the guard sets on which a run is worse than the baseline."""
-    lost = []
-    for each in (each for each in baseline.sets if each.role == "guard"):
-        decides = each.final.deciding(metric)
-        partner, _ = match(each, run, decides)
-        if partner is not None and judged(compare(each.final, partner.final, decides)).word == "worse":
-            lost.append(one_line(each.name))
-    return lost
+def _guards_lost(run: Run, tables: Sequence[SetTable]) -> list[str]:
+    """Return the guard sets on which a run is worse than the baseline, as their tables say."""
+    return [
+        one_line(table.name)
+        for table in tables
+        if table.role == "guard"
+        and any(line.name == run.name and line.word == "worse" for line in table.lines.get(table.metric, []))
+    ]

@@ -228,7 +228,7 @@ def _teacher(
     name, pickled = parsed.teacher, parsed.allow_pickle
     keys = ModelKeys(model_name=name, allow_pickle=pickled)
     if CrossEncoder.is_meant(keys):
-        return CrossEncoderTeacher(CrossEncoder(keys).to(runtime.device))
+        return CrossEncoderTeacher.of(CrossEncoder(keys).to(runtime.device), task, ranks=runtime.ranks, poll=stop.poll)
     encode = load(name, allow_pickle=pickled, bf16=parsed.bf16).item_encoder(parsed.batch_size, poll=stop.poll)
     encode.ranks = runtime.ranks
     return EncoderTeacher.of(encode, task, folder / "teacher")

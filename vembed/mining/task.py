@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.item_table import ItemTable
     from vembed.data.records import RecordTable
+    from vembed.models.cross_encoder import CrossEncoder
     from vembed.models.encoder import Encoder
 
 BLOCK_ITEMS = 8192
@@ -143,7 +144,7 @@ class MiningTask:
             total.update(part.values.astype("<i8").tobytes())
         return total.hexdigest()
 
-    def require(self, encoder: Encoder) -> None:
+    def require(self, encoder: Encoder | CrossEncoder) -> None:
         """Refuse items that a model has no tower for.
 
         Raises:

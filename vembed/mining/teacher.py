@@ -12,17 +12,22 @@ from vembed.errors import MachineError
 from vembed.mining.vectors import StoredVectors, shared_model_key, stored_vectors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
 
+    from vembed.distributed.ranks import Ranks
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
     from vembed.mining.task import MiningTask
     from vembed.models.cross_encoder import CrossEncoder
 
 PAIRS_BLOCK = 65_536
-"""Pairs whose vectors, or texts, are in memory at a time."""
+"""Pairs whose vectors are in memory at a time."""
+
+TEXTS_BLOCK = 4096
+"""Pairs of texts that a cross-encoder scores before it looks whether it is to stop."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +71,25 @@ class CrossEncoderTeacher:
     """Scores of a cross-encoder, which reads query and document together: between 0 and 1, as margins need them."""
 
     model: CrossEncoder
+    poll: Callable[[], None] = lambda: None  # called now and then; may raise to stop
+
+    @classmethod
+    def of(
+        cls, model: CrossEncoder, task: MiningTask, *, ranks: Ranks, poll: Callable[[], None]
+    ) -> CrossEncoderTeacher:
+        """Return a teacher of a task.
+
+        Args:
+            ranks: The processes that ask it.
+            poll: Called now and then where one alone asks; may raise to stop.
+
+        Raises:
+            DataError: The data hold more than texts.
+        """
+        task.require(model)
+        if ranks.world_size > 1:  # they have different numbers of pairs, and agree on stopping after each block
+            return cls(model)
+        return cls(model, poll)
 
     @property
     def key(self) -> Key:
@@ -81,8 +105,9 @@ class CrossEncoderTeacher:
             MachineError: A score isn't finite.
         """
         found = [np.zeros(0, dtype=np.float32)]
-        for start in range(0, len(queries_P), PAIRS_BLOCK):
-            own = slice(start, start + PAIRS_BLOCK)
+        for start in range(0, len(queries_P), TEXTS_BLOCK):
+            self.poll()
+            own = slice(start, start + TEXTS_BLOCK)
             queries, documents = (
                 texts_of(items.take(rows[own]))
                 for items, rows in ((task.queries, queries_P), (task.documents, documents_P))

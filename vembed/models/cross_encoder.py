@@ -5,7 +5,7 @@ The library tokenizes, sorts by length, pads and computes. It trains nothing her
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from vembed.batch import Modality
     from vembed.config.keys.model import ModelKeys
 
 PAIRS_AT_ONCE = 32
@@ -33,6 +34,8 @@ class CrossEncoder:
     Raises:
         ConfigError: sentence-transformers isn't installed or can't load it, or it gives several scores.
     """
+
+    modalities: ClassVar[frozenset[Modality]] = frozenset({"text"})
 
     def __init__(self, keys: ModelKeys) -> None:
         self.name = keys.model_name

@@ -13,9 +13,9 @@ import numpy as np
 
 from vembed.batch import MODALITY_WORDS
 from vembed.data.clusters import BLOCK_ROWS, TINY, whole_numbers
-from vembed.data.problems import plural
 from vembed.errors import ConfigError
 from vembed.evaluation.provenance import model_key
+from vembed.text import every
 from vembed.training.stored import StoredSide, StorePlace, distinct_items
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class HardVectors:
         count = sum(len(side.items.ids_U) for side in self.sides)
         when = "before step 1 the starting model"
         if isinstance(refresh, int):
-            when = f"before epoch 1 and every {plural(refresh, 'epoch')} the model as it then is"
+            when = f"before epoch 1 and {every(refresh, 'epoch')} the model as it then is"
         return (
             f"batch_sampling hard: {when} encodes {count:,} distinct queries and positives; rows whose vectors lie "
             f"close together share a batch."

@@ -77,9 +77,9 @@ def track_end(
 def _values(result: RunResult) -> dict[str, float]:
     """Return the main metrics of each set before and after; those of the first set have plain names."""
     values: dict[str, float] = {}
-    names = {*HEADLINE, result.metric}
     for number, outcome in enumerate(result.sets):
         of_set = f"{outcome.role}-{number}/" if number else ""
+        names = {*HEADLINE, outcome.verdict.comparison.metric}
         for name, found in (("baseline", outcome.baseline), ("final", outcome.final)):
             values |= {f"{of_set}{name}/{metric}": value for metric, value in found.metrics.items() if metric in names}
     return values

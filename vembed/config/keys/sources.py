@@ -93,14 +93,20 @@ def _losses_of_sources_fit(config: "Config") -> str | None:
             found = "learns nothing from the rows alone" if name in LOSSES else "is no loss"
             return f"data[{number}].loss: {name!r} {found}; name one of {', '.join(taken)}"
         if LOSSES.load(name).multi_vector != LOSSES.load(config.loss_type).multi_vector:
-            return (
-                f"data[{number}].loss: {name} takes other embeddings than {config.loss_type}: one several for each row"
-            )
+            return f"data[{number}].loss: {name} and {config.loss_type} differ: one takes several vectors a row"
         if config.source_batches == "mixed" and len(config.data or ()) > 1:
             return (
                 f"data[{number}].loss: a mixed batch holds rows of all sources and has one loss; set source_batches to "
                 f"single, or leave the loss out"
             )
+    return None
+
+
+@rule("data", "added_losses")
+def _added_losses_act(config: "Config") -> str | None:
+    """`added_losses` has no effect where every source has a `loss` of its own."""
+    if config.added_losses and config.data and all(losses_of_sources(config)):
+        return "added_losses has no effect: every source of data has a loss of its own; remove one of them"
     return None
 
 

@@ -18,6 +18,7 @@ from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
 from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.registry import load_encoder, load_skeleton
 from vembed.redact import redact
+from vembed.text import every
 from vembed.training.teacher import ROWS_AT_ONCE
 from vembed.training.wiring.data import image_limits
 from vembed.training.wiring.model import teacher_keys
@@ -94,7 +95,9 @@ class MiningWork:
             return None
         keys = teacher_keys(config, config.mine_teacher)
         if CrossEncoder.is_meant(keys):
-            return CrossEncoderTeacher(CrossEncoder(keys).to(encode.device))
+            return CrossEncoderTeacher.of(
+                CrossEncoder(keys).to(encode.device), task, ranks=encode.ranks, poll=encode.poll
+            )
         model = load_encoder(keys, image_limits=image_limits(config)).to(encode.device)
         budget = encoding_budget(model, encode.device, ROWS_AT_ONCE)
         own = ItemEncoder(model, budget, encode.device, encode.autocast_dtype, encode.poll, encode.ranks)
@@ -122,7 +125,7 @@ def mining_notes(config: Config, data: RunData) -> list[str]:
     """Say in the plan when negatives are mined, and what of."""
     if config.mine == "never":
         return []
-    when = "before epoch 1" if config.mine == "once" else f"before epoch 1 and every {config.mine} epochs"
+    when = "before epoch 1" if config.mine == "once" else f"before epoch 1 and {every(config.mine, 'epoch')}"
     told = f"mine: up to {config.mine_negatives} hard negatives of each record {when}, from {_num_documents(data):,}"
     notes = [f"{told} documents; batches are planned with all of them"]
     if config.mine_teacher is not None:

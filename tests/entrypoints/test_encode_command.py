@@ -266,7 +266,7 @@ def test_an_encoding_that_a_signal_ends_goes_on_to_the_same_bytes(
     assert number == signal.SIGKILL or "what is encoded is kept, and the same command goes on" in err
     assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == [".i.part"]
     done = call("encode", bag, *words)
-    assert "going on behind what an earlier start has encoded" in done.out
+    assert "resuming after what an earlier start encoded" in done.out
     vembed.build_index(bag, corpus, tmp_path / "whole")
     for name in FILES:
         assert (tmp_path / "out" / "i" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name

@@ -118,7 +118,7 @@ def test_unnormalised_vectors_and_a_hub_id_change_the_commands(tmp_path: Path) -
     assert body_of(page["text-embeddings-inference"])["normalize"] is False
     (docker,) = [words for words in commands(page["text-embeddings-inference"]) if words[0] == "docker"]
     assert docker[docker.index("--model-id") + 1] == "team/faq-search"
-    assert page["Infinity"].startswith("Not for this model: it gives every vector unit length")
+    assert page["Infinity"].startswith("Not for this model: the server gives every vector unit length")
     assert "What your client does" not in page
 
 

@@ -7,8 +7,8 @@
 4. meta.json is written last, and the folder takes its name.
 
 All this happens in a hidden folder beside the output, `.NAME.part`. Where a process is killed or stopped, the folder
-stays, and the same command goes on behind the last slice (`vembed.search.journal`). Several processes encode each slice
-together, and the first one writes.
+stays, and the same command continues after the last slice (`vembed.search.journal`). Several processes encode each
+slice together, and the first one writes.
 
 Memory: three slices of documents (one is read ahead, one encoded, one written), the vectors of two, the ids, and in
 step 3 what FAISS holds ("Flat": all vectors once; where documents have several, "Flat" makes no such index).
@@ -263,7 +263,7 @@ def _write_vectors(
     num_done = ranks.from_first(lambda: len(journal.done) if journal else 0)
     before, num_cut = encode.num_truncated[side], 0
     if num_done and ranks.is_first:
-        _log.info("going on behind what an earlier start has encoded")
+        _log.info("resuming after what an earlier start encoded")
     progress = Progress(num_documents)
     slices = _slices(folder / DOCUMENTS_FILE, corpus)
     for documents in islice(slices, num_done):

@@ -122,16 +122,16 @@ def _needs(served: Served) -> list[str]:
 def _no_text(served: Served, takes: str) -> str:
     """Say why a server that takes texts and perhaps more doesn't take this model."""
     if not served.modules and served.model_type not in PAIR_TYPES:
-        return "it needs modules.json, which only the form sentence-transformers has (`vembed export --format`)"
-    return f"it serves {takes}, with one vector for each"
+        return "the server needs modules.json, which only the form sentence-transformers has (`vembed export --format`)"
+    return f"the server takes only {takes}, with one vector for each"
 
 
 def _why_no_tei(served: Served) -> str:
     if not served.is_text:
         return _no_text(served, "transformers of texts")
     if served.model_type not in TEI_TYPES:
-        return f"it doesn't read {_plain(served.model_type)} in the settings of transformers"
-    return "" if served.pooling else "it pools by cls, mean or the last token, over all tokens"
+        return f"the server doesn't read {_plain(served.model_type)} in the settings of transformers"
+    return "" if served.pooling else "the server pools only by cls, mean or the last token, over all tokens"
 
 
 def _tei(served: Served, place: str) -> list[str]:
@@ -165,7 +165,7 @@ def _why_no_vllm(served: Served) -> str:
         return _no_text(served, "transformers of texts, CLIP and SigLIP")
     if served.model_type not in VLLM_TYPES:
         return f"its list of embedding models has no {_plain(served.model_type)} in the settings of transformers"
-    return "" if served.pooling else "it pools by cls, mean or the last token, over all tokens"
+    return "" if served.pooling else "the server pools only by cls, mean or the last token, over all tokens"
 
 
 def _vllm(served: Served, place: str) -> list[str]:
@@ -193,7 +193,11 @@ def _why_no_infinity(served: Served) -> str:
         return ""
     if not served.is_text:
         return _no_text(served, "transformers of texts, CLIP and SigLIP")
-    return "" if "Normalize" in served.modules else "it gives every vector unit length, and this model's lengths count"
+    return (
+        ""
+        if "Normalize" in served.modules
+        else "the server gives every vector unit length, and this model's lengths count"
+    )
 
 
 def _infinity(served: Served, place: str) -> list[str]:

@@ -23,7 +23,7 @@ from vembed.config.plugins import import_plugins
 from vembed.config.schema import Config, fields
 from vembed.config.settings import parse_overrides, read_values
 from vembed.config.sources import Entry, Layer, Place, Problem, Refused, raise_problems
-from vembed.config.synonyms import ALIASES, Foreign, foreign, is_foreign
+from vembed.config.synonyms import Foreign, foreign, is_foreign, targets
 from vembed.config.text import MAX_NODES, Pairs, read_mapping, resolve
 from vembed.errors import ConfigError
 from vembed.redact import MASK, lacks_secret, printable, shown
@@ -222,14 +222,14 @@ def _settle(entries: Iterable[Entry]) -> tuple[dict[str, Entry], list[Problem]]:
     problems = []
     num_unknown = 0
     for entry in entries:
-        targets = ALIASES.get(entry.name, (entry.name,))
-        unknown = [target for target in targets if target not in fields() and not is_foreign(target)]
+        names = targets(entry.name)
+        unknown = [target for target in names if target not in fields() and not is_foreign(target)]
         if unknown:
             text = unknown_key(entry.name, suggest=num_unknown < MAX_SUGGESTIONS)
             problems.append(Problem(entry.place, text, shown(entry.name)))
             num_unknown += 1
             continue
-        for target in targets:
+        for target in names:
             if entry.part is not None and not _is_mapping(target):
                 text = f"{target} is one value and has no parts; write {target}=VALUE"
                 problems.append(Problem(entry.place, text, entry.name))

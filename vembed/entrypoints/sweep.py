@@ -295,7 +295,7 @@ def _report(parsed: argparse.Namespace, sweep: _Sweep, outcomes: Sequence[Outcom
         print(f"report: {redact(str(sweep.folder / 'sweep.html'))}")
         _compare(sweep, ranked)
         return ExitCode.OK
-    raise MachineError(f"all {len(outcomes)} trials failed; delete {sweep.folder / 'trials'} to try them again")
+    raise MachineError(f"all {len(outcomes)} trials failed; the lines above say how each is tried again")
 
 
 def _compare(sweep: _Sweep, ranked: Sequence[Ranked]) -> None:

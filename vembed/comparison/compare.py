@@ -23,8 +23,9 @@ from vembed.comparison.runs import Run, read_runs
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError
 from vembed.evaluation.pages import notebook_frame
-from vembed.evaluation.text import one_line, plural
+from vembed.evaluation.text import one_line
 from vembed.redact import redact
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from vembed.batch import ranges
-from vembed.data.problems import plural
 from vembed.errors import DataError
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

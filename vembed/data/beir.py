@@ -16,13 +16,13 @@ from vembed.data.files import iter_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits
 from vembed.data.lines import lines, reading
-from vembed.data.problems import ProblemLog, plural
+from vembed.data.problems import ProblemLog
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import PATH_KEYS, SPLIT_NAMES, Role, is_for_evaluation, missing_split, split_for
 from vembed.data.texts import encoding_fault, id_fault, part_fault, text_fault, title_and_text
 from vembed.errors import DataError
 from vembed.files import is_file, is_folder
-from vembed.text import quoted
+from vembed.text import plural, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.data.arrangements import LEAST_ROWS, EpochBatches, shuffled
-from vembed.data.problems import plural
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

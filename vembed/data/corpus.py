@@ -24,13 +24,14 @@ from vembed.data.files import RawRow, iter_rows, text_rows
 from vembed.data.image_root import ImageRoot, PictureFault
 from vembed.data.images import ImageLimits, content_name
 from vembed.data.presets import preset_path
-from vembed.data.problems import ProblemLog, plural
+from vembed.data.problems import ProblemLog
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import BUILTIN_PREFIX
 from vembed.data.splits import SourceOptions
 from vembed.data.texts import encoding_fault, id_fault, part_fault, title_and_text
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

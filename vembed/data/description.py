@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 from vembed.batch import Composed, Image, pictures_in
 from vembed.data.columns import WEIGHT_COLUMN, listing
-from vembed.data.problems import plural
 from vembed.redact import redact
-from vembed.text import cut, quoted
+from vembed.text import cut, plural, quoted
 
 if TYPE_CHECKING:
     from vembed.batch import Item

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vembed.data.images import content_name
-from vembed.data.problems import plural
 from vembed.data.retrieval_sources import task_from_records
 from vembed.errors import DataError
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -11,7 +11,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from vembed.errors import DataError
-from vembed.text import cut
+from vembed.text import cut, plural
 
 MAX_LISTED = 20
 MAX_LISTED_IN_NOTE = 3
@@ -146,8 +146,3 @@ def _places(places: list[str]) -> str:
         shown.append(line if colon and file == last else place)
         last = file
     return ", ".join(shown)
-
-
-def plural(count: int, noun: str, many: str | None = None) -> str:
-    """Return a count with its noun: "1 row", "2,000 rows"."""
-    return f"{count:,} {noun if count == 1 else many or noun + 's'}"

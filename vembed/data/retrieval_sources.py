@@ -15,12 +15,13 @@ from vembed.data.beir import read_beir
 from vembed.data.builtin import load_builtin_retrieval
 from vembed.data.images import content_name
 from vembed.data.presets import preset_path
-from vembed.data.problems import ProblemLog, plural
+from vembed.data.problems import ProblemLog
 from vembed.data.retrieval import RetrievalData
 from vembed.data.sources import BUILTIN_PREFIX, beir_folder, load_records
 from vembed.data.splits import SPLIT_NAMES, SourceOptions
 from vembed.errors import DataError
 from vembed.files import home_path
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from vembed.batch import Item

@@ -14,11 +14,10 @@ from vembed.data.files import ROW_SUFFIXES, json_object, suffix_of
 from vembed.data.hub import HUB_ID
 from vembed.data.lines import nearest_entry, reading
 from vembed.data.presets import preset_hint
-from vembed.data.problems import plural
 from vembed.data.splits import SPLIT_NAMES, missing_split, split_for
 from vembed.errors import DataError
 from vembed.files import home_path, is_file, is_folder, listed_paths
-from vembed.text import cut
+from vembed.text import cut, plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

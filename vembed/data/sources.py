@@ -22,7 +22,6 @@ from vembed.data.files import RawRow, holds_text_cells, iter_rows
 from vembed.data.hub import hub_rows, hub_split
 from vembed.data.lines import reading
 from vembed.data.presets import preset_path
-from vembed.data.problems import plural
 from vembed.data.record_store import kept_or_read
 from vembed.data.record_writer import RecordWriter
 from vembed.data.records import LoadedRecords, Record
@@ -32,6 +31,7 @@ from vembed.data.tables import table_form
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

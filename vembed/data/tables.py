@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vembed.data import lines as limits
 from vembed.data.lines import lines, too_long
 from vembed.data.parquet import MAX_COLUMNS, repeated
-from vembed.data.problems import plural
 from vembed.errors import DataError
-from vembed.text import quoted
+from vembed.text import plural, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -13,7 +13,7 @@ from vembed.data_check.pictures import check_pictures
 from vembed.data_check.profile import odd_texts, profile_of
 from vembed.data_check.source import Source
 from vembed.errors import ExitCode
-from vembed.evaluation.text import plural
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from vembed.data_check.findings import SEVERITIES
 from vembed.evaluation.pages import Table, html_environment, write_pages
 from vembed.evaluation.report.charts import CURVE_INCHES, SERIES, AxisTicks, chart_axes, inline_svg
-from vembed.evaluation.text import clip, columns_of, count_text, number_text, one_line, plain, plural
+from vembed.evaluation.text import clip, columns_of, count_text, number_text, one_line, plain
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,8 @@ from vembed.batch import Composed, pictures_in
 from vembed.data.columns import listing
 from vembed.data.images import check_image
 from vembed.data.sources import load_records
-from vembed.evaluation.text import clip, one_line, plural
+from vembed.evaluation.text import clip, one_line
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from vembed.data.problems import plural
 from vembed.data.python_inputs import refuse_other_modalities
 from vembed.data.retrieval_sources import source_name
 from vembed.data.sources import load_records
@@ -30,6 +29,7 @@ from vembed.evaluation.encode import values_of
 from vembed.evaluation.graded_values import pair_similarities
 from vembed.evaluation.index import check_finite
 from vembed.evaluation.significance import CONFIDENCE, FLOAT_NOISE_DECIMALS, Comparison, judged
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,7 +10,8 @@ import numpy as np
 
 from vembed.evaluation.graded import DRAWS, MEASURES, SEED
 from vembed.evaluation.pages import Cell, Table, write_report
-from vembed.evaluation.text import count_text, metric_text, number_text, plural, signed_text
+from vembed.evaluation.text import count_text, metric_text, number_text, signed_text
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -19,19 +19,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Undefined
 from markupsafe import Markup
 
 from vembed.errors import MachineError
-from vembed.evaluation.text import (
-    capitalised,
-    clip,
-    count_text,
-    id_text,
-    metric_text,
-    one_line,
-    plain,
-    plural,
-    signed_text,
-)
+from vembed.evaluation.text import capitalised, clip, count_text, id_text, metric_text, one_line, plain, signed_text
 from vembed.files import replace_text
-from vembed.text import visible
+from vembed.text import plural, visible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

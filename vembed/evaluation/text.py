@@ -95,11 +95,6 @@ def count_text(value: int) -> str:
     return f"{value:,}"
 
 
-def plural(count: int, noun: str, many: str | None = None) -> str:
-    """Return a count and its noun, e.g. "1 query", "2,402 queries"."""
-    return f"{count_text(count)} {noun if count == 1 else many or noun + 's'}"
-
-
 def number_text(value: float) -> str:
     """Return a number of any size in about four significant digits, e.g. "1,234", "0.0125", "2e-5"."""
     if not math.isfinite(value):

@@ -13,9 +13,10 @@ from matplotlib.ticker import MaxNLocator
 from vembed.batch import Composed, Image
 from vembed.evaluation.pages import Table, write_report
 from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, WORSE, AxisTicks, chart_axes, inline_svg
-from vembed.evaluation.text import clip, count_text, metric_text, number_text, plural
+from vembed.evaluation.text import clip, count_text, metric_text, number_text
 from vembed.mining.choose import RULES
 from vembed.mining.false_negatives import estimate
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

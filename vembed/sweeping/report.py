@@ -12,10 +12,11 @@ from matplotlib.ticker import NullLocator
 
 from vembed.evaluation.pages import Cell, Table, write_report
 from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, LINE, SERIES, chart_axes, inline_svg
-from vembed.evaluation.text import metric_text, plural, signed_text
+from vembed.evaluation.text import metric_text, signed_text
 from vembed.sweeping.ranking import chosen_lines
 from vembed.sweeping.space import LOG_RATIO
 from vembed.sweeping.trials import dev_value
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -15,12 +15,13 @@ from vembed.evaluation.pages import Cell, Table, write_report
 from vembed.evaluation.seeds import seeds_verdict
 from vembed.evaluation.significance import verdict
 from vembed.evaluation.store import read_evaluation
-from vembed.evaluation.text import metric_text, plural, signed_text
+from vembed.evaluation.text import metric_text, signed_text
 from vembed.files import new_folder, replace_text
 from vembed.models.names import MODEL_FOLDER
 from vembed.redact import redact
 from vembed.sweeping.request import Request
 from vembed.sweeping.trials import Trial, Trials, best_of, dev_metric, dev_value, run_report
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -14,8 +14,9 @@ import torch
 from vembed.distributed.devices import PACKAGE, can_measure_utilisation
 from vembed.evaluation.report.data import Finding
 from vembed.evaluation.report.time_split import percent_text, rate, seconds_text, settled_rows, split_time
-from vembed.evaluation.text import bytes_text, plural
+from vembed.evaluation.text import bytes_text
 from vembed.gradcache.engine import DRIFT_TOLERANCE
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

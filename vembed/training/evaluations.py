@@ -14,8 +14,8 @@ from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.evaluation.report.geometry import build_geometry
 from vembed.evaluation.sets import SetOutcome
 from vembed.evaluation.store import read_evaluation, write_evaluation
-from vembed.evaluation.text import plural
 from vembed.redact import redact
+from vembed.text import plural
 from vembed.training.progress import LABEL_COLUMNS
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ import PIL.ImageFont
 
 from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet
-from vembed.data.problems import plural
 from vembed.data.record_writer import RecordWriter
 from vembed.data.records import LoadedRecords
 from vembed.data.splits import SPLIT_NAMES
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from vembed.data.splits import Role

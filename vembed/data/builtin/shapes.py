@@ -29,11 +29,11 @@ import PIL.ImageDraw
 from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet
 from vembed.data.images import content_name
-from vembed.data.problems import plural
 from vembed.data.record_writer import RecordWriter
 from vembed.data.records import LoadedRecords
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import SPLIT_NAMES
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.batch import content_id
 from vembed.data.builtin import BuiltinSet
-from vembed.data.problems import plural
 from vembed.data.record_writer import RecordWriter
 from vembed.data.records import LoadedRecords
 from vembed.data.splits import SPLIT_NAMES
 from vembed.errors import MachineError
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

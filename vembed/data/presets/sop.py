@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.files import text_rows
 from vembed.data.presets.common import find_parts
-from vembed.data.problems import plural
 from vembed.data.record_writer import RecordWriter
 from vembed.data.records import LoadedRecords
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import DataError
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from vembed.batch import Image, Item

@@ -12,7 +12,8 @@ from vembed.evaluation.pages import Cell, Table
 from vembed.evaluation.report.charts import draw_interval
 from vembed.evaluation.sets import worse_than_untrained
 from vembed.evaluation.significance import mean_interval, verdict
-from vembed.evaluation.text import count_text, metric_text, one_line, plural, signed_text
+from vembed.evaluation.text import count_text, metric_text, one_line, signed_text
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

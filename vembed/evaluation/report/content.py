@@ -32,16 +32,8 @@ from vembed.evaluation.report.sets import sets_table
 from vembed.evaluation.report.settings import PlanParts, plan_parts
 from vembed.evaluation.report.time_split import TimeSplit, split_time
 from vembed.evaluation.sets import headline, worse_than_untrained
-from vembed.evaluation.text import (
-    count_text,
-    finite,
-    metric_text,
-    number_text,
-    one_line,
-    plural,
-    signed_text,
-    value_text,
-)
+from vembed.evaluation.text import count_text, finite, metric_text, number_text, one_line, signed_text, value_text
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

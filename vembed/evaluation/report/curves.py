@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from vembed.evaluation.text import bytes_text, count_text, finite, metric_text, number_text, plural
+from vembed.evaluation.text import bytes_text, count_text, finite, metric_text, number_text
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

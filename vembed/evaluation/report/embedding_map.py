@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Self
 from vembed.evaluation.report.examples import pictures_of
 from vembed.evaluation.report.geometry import NEAR_COSINE
 from vembed.evaluation.report.pictures import Thumbnails
-from vembed.evaluation.text import one_line, plural
+from vembed.evaluation.text import one_line
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from vembed.batch import Image, Item

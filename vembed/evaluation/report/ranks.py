@@ -12,7 +12,8 @@ import numpy as np
 
 from vembed.evaluation.metrics import with_relevant
 from vembed.evaluation.pages import Table
-from vembed.evaluation.text import count_text, metric_text, plural
+from vembed.evaluation.text import count_text, metric_text
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

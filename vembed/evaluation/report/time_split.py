@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.evaluation.pages import Table
-from vembed.evaluation.text import capitalised, finite, number_text, plural
+from vembed.evaluation.text import capitalised, finite, number_text
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     yield Disk(path)
+    gc.collect()  # a refused run may leave mapped files in a cycle of its traceback
     subprocess.run(["umount", str(path)], check=True)
 
 

@@ -151,7 +151,8 @@ def test_next_commands_compare_with_the_run_that_ended_before(tmp_path: Path) ->
     assert first == f"vembed compare {tmp_path}/latest {tmp_path}/mine --output {tmp_path}/mine-comparison"
 
 
-def test_next_commands_name_the_sets_of_the_run(tmp_path: Path) -> None:
+def test_next_commands_name_the_sets_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where no other run lies beside
     assert next_commands(Path("runs/a b"), KEYS) == ["vembed export 'runs/a b' --output 'runs/a b-export'"]
     shapes = KEYS | {"test_data_path": "builtin:shapes", "plugins": ("own",), "image_root": "root"}
     search = "vembed --plugins own search runs/q-index"

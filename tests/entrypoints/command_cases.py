@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 from warm_process import WarmProcess, run_warm
 
 from vembed.entrypoints.train import main
+from vembed.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "run.py"
@@ -195,6 +197,28 @@ def run_here(config: Path, *words: str, folder: Path | None = None) -> Outcome:
         except SystemExit as error:  # argparse
             code = int(error.code or 0)
     return Outcome.of(code, out.getvalue(), err.getvalue(), folder or config.parent / "out")
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def run_killed(config: Path, *, before: int | None = None, after: int | None = None) -> None:
+    """Run the command in this process, which ends before a step, or after one that nothing has counted yet."""
+    train_step = Trainer._train_step
+
+    def killed(self: Trainer, number: int) -> Any:
+        if number == before:
+            raise Killed
+        measured = train_step(self, number)
+        if number == after:
+            raise Killed
+        return measured
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_train_step", killed)
+        with pytest.raises(Killed):
+            run_here(config)
 
 
 def run_keys(folder: Path, keys: dict[str, Any], *words: str) -> Outcome:

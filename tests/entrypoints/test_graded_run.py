@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, write_config, write_rows
+from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config, write_rows
 from several_cases import exact, run_ranks
-
-from vembed.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +85,10 @@ def test_sets_of_different_kinds_stand_beside_each_other(graded: dict[str, Any],
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_as_if_it_had_not_been(
-    graded: dict[str, Any], whole: Outcome, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    graded: dict[str, Any], whole: Outcome, site: Site, tmp_path: Path
 ) -> None:
-    config, train_step = write_config(tmp_path, site.keys(**graded)), Trainer._train_step
-
-    def killed(self: Trainer, number: int) -> Any:
-        if number == 5:
-            raise Killed
-        return train_step(self, number)
-
-    monkeypatch.setattr(Trainer, "_train_step", killed)
-    with pytest.raises(Killed):
-        run_here(config)
-    monkeypatch.undo()
+    config = write_config(tmp_path, site.keys(**graded))
+    run_killed(config, before=5)
     outcome = run_here(config)
     assert outcome.code == 0, outcome.err
     assert outcome.last_line == whole.last_line

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, write_config
+from command_cases import Killed, Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config
 from several_cases import exact, run_ranks
 
 from vembed.training.stored import StoredSide
-from vembed.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,10 +27,6 @@ KEYS = {
     "gradient_cache_chunk_size": 16,
     "num_workers": 0,
 }
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +79,10 @@ def test_a_run_that_is_killed_while_it_chooses_goes_on_as_if_nothing_had_been(
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_inside_an_epoch_reads_what_its_batches_were_chosen_by(
-    whole: Outcome, site: Site, tmp_path: Path, monkeypatch: MonkeyPatch
+    whole: Outcome, site: Site, tmp_path: Path
 ) -> None:
-    config, train_step = write_config(tmp_path, site.keys(**KEYS)), Trainer._train_step
-
-    def killed(self: Trainer, number: int) -> Any:
-        measured = train_step(self, number)
-        if number == 10:
-            raise Killed
-        return measured
-
-    monkeypatch.setattr(Trainer, "_train_step", killed)
-    with pytest.raises(Killed):
-        run_here(config)
-    monkeypatch.undo()
+    config = write_config(tmp_path, site.keys(**KEYS))
+    run_killed(config, after=10)
     outcome = run_here(config)
     assert outcome.code == 0, outcome.err
     assert_same_run(outcome.folder, whole.folder)

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, write_config
+from command_cases import Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config
 from model_cases import write_cross_encoder
 from several_cases import exact, run_ranks
 
-from vembed.training.trainer import Trainer
 from vembed.training.wiring import mining as wiring
 
 if TYPE_CHECKING:
@@ -30,10 +29,6 @@ KEYS = {
     "gradient_cache_chunk_size": 16,
     "num_workers": 0,
 }
-
-
-class Killed(BaseException):
-    """Stands for the end of the process."""
 
 
 @pytest.fixture(scope="module")
@@ -70,40 +65,19 @@ def test_data_workers_make_the_same_batches(whole: Outcome, site: Site, tmp_path
 
 @pytest.mark.parametrize("step", [12, *(pytest.param(step, marks=pytest.mark.slow) for step in (5, 6, 10))])
 def test_a_run_that_is_killed_goes_on_with_what_was_mined(
-    step: int, whole: Outcome, site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, whole: Outcome, site: Site, tmp_path: Path
 ) -> None:
-    config, train_step = write_config(tmp_path, site.keys(**KEYS)), Trainer._train_step
-
-    def killed(self: Trainer, number: int) -> Any:
-        measured = train_step(self, number)
-        if number == step:
-            raise Killed
-        return measured
-
-    monkeypatch.setattr(Trainer, "_train_step", killed)
-    with pytest.raises(Killed):
-        run_here(config)
-    monkeypatch.undo()
+    config = write_config(tmp_path, site.keys(**KEYS))
+    run_killed(config, after=step)
     outcome = run_here(config)
     assert outcome.code == 0, outcome.err
     assert_same_run(outcome.folder, whole.folder)
 
 
 @pytest.mark.slow
-def test_a_run_beyond_a_lost_mining_is_refused_in_words(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, train_step = write_config(tmp_path, site.keys(**KEYS)), Trainer._train_step
-
-    def killed(self: Trainer, number: int) -> Any:
-        if number == 9:
-            raise Killed
-        return train_step(self, number)
-
-    monkeypatch.setattr(Trainer, "_train_step", killed)
-    with pytest.raises(Killed):
-        run_here(config)
-    monkeypatch.undo()
+def test_a_run_beyond_a_lost_mining_is_refused_in_words(site: Site, tmp_path: Path) -> None:
+    config = write_config(tmp_path, site.keys(**KEYS))
+    run_killed(config, before=9)
     (tmp_path / "out" / "mining" / "epoch-00002.npz").unlink()
     outcome = run_here(config)
     assert outcome.code == 5
@@ -111,9 +85,7 @@ def test_a_run_beyond_a_lost_mining_is_refused_in_words(
 
 
 @pytest.mark.slow
-def test_once_is_before_the_first_epoch_and_keys_without_effect_are_refused(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_once_is_before_the_first_epoch_and_keys_without_effect_are_refused(site: Site, tmp_path: Path) -> None:
     outcome = run_keys(tmp_path / "once", site.keys(**KEYS | {"mine": "once", "max_steps": 7, "eval_steps": 7}))
     assert outcome.code == 0, outcome.err
     assert [path.name for path in sorted((outcome.folder / "mining").glob("*.npz"))] == ["epoch-00001.npz"]
@@ -177,23 +149,12 @@ def test_a_run_mines_from_a_corpus_and_by_a_teacher_as_the_command_does(call: An
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_its_corpus_and_refuses_another_one(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_goes_on_with_its_corpus_and_refuses_another_one(site: Site, tmp_path: Path) -> None:
     keys = corpus_and_teacher(site, tmp_path)
     whole = run_keys(tmp_path, site.keys(**keys, output_dir=str(tmp_path / "whole")))
     assert whole.code == 0, whole.err
-    config, train_step = write_config(tmp_path, site.keys(**keys)), Trainer._train_step
-
-    def killed(self: Trainer, number: int) -> Any:
-        if number == 3:
-            raise Killed
-        return train_step(self, number)
-
-    monkeypatch.setattr(Trainer, "_train_step", killed)
-    with pytest.raises(Killed):
-        run_here(config)
-    monkeypatch.undo()
+    config = write_config(tmp_path, site.keys(**keys))
+    run_killed(config, before=3)
     corpus = tmp_path / "corpus.txt"
     text = corpus.read_text("utf-8")
     corpus.write_text(text + "one more\n", "utf-8")

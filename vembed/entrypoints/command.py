@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import shlex
 import sys
 import traceback
 import warnings
@@ -21,7 +22,7 @@ from vembed.training.guards import LeaveNow, StopSignal
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import TracebackType
     from typing import TextIO, TypeAlias
 
@@ -71,6 +72,15 @@ def config_path(parsed: argparse.Namespace) -> Path | None:
         raise ConfigError(f"the configuration is given twice: {parsed.config} and --config {parsed.config_option}")
     path: Path | None = parsed.config or parsed.config_option
     return path
+
+
+def command_line(called: str, words: Sequence[str]) -> str:
+    """Return a command as one types it again, without secrets.
+
+    Args:
+        called: The program as it was called, e.g. "vembed merge".
+    """
+    return redact(shlex.join([*called.split(), *words]))
 
 
 def run_command(

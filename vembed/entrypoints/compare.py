@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.errors import ExitCode
 from vembed.files import home_path
 from vembed.output_lock import hold_output
@@ -37,7 +36,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Compare runs: settings, metrics with paired tests, curves, time and memory."""
     parsed = parse_arguments(arguments, program=program)
-    command = redact(shlex.join([*program.split(), *arguments]))
+    command = command_line(program, arguments)
     return run_command(lambda: _run(parsed, command))
 
 

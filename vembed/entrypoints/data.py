@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.entrypoints.row_arguments import add_row_arguments, row_keys
 from vembed.errors import ConfigError, ExitCode
@@ -78,7 +77,7 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Check a data set, or show some of its rows."""
     parsed = parse_arguments(arguments, program=program)
-    command = redact(shlex.join([*program.split(), *arguments]))
+    command = command_line(program, arguments)
     return run_command(partial(_check, parsed, command) if parsed.action == "check" else partial(_show, parsed))
 
 

@@ -6,7 +6,6 @@ import argparse
 import difflib
 import gc
 import platform
-import shlex
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, get_args
 from vembed.config.keys.data import LabelKind
 from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.evaluate_mteb import evaluate_mteb
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
@@ -111,7 +110,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Evaluate models on retrieval sets."""
     parsed = parse_arguments(arguments, program=program)
-    command = redact(shlex.join([*program.split(), *arguments]))
+    command = command_line(program, arguments)
     return run_command(lambda: _run(parsed, command=command))
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-import shlex
 import shutil
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vembed.config.keys.evaluation import metrics_that_choose
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
@@ -71,7 +70,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Merge models into one."""
     parsed = parse_arguments(arguments, program=program)
-    command = redact(shlex.join([*program.split(), *arguments]))
+    command = command_line(program, arguments)
     return run_command(lambda: _run(parsed, command))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 from contextlib import ExitStack
 from functools import partial
@@ -14,7 +13,7 @@ from vembed.config.keys.data import DataKeys
 from vembed.config.keys.mining import SOURCES, MiningKeys
 from vembed.config.messages import checked_section
 from vembed.distributed.watchdog import Watchdog
-from vembed.entrypoints.command import quiet_libraries, run_command
+from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments, add_picture_argument, load_options
 from vembed.entrypoints.row_arguments import add_row_arguments, row_keys
 from vembed.errors import ConfigError, ExitCode
@@ -108,7 +107,7 @@ def _value(text: str, *, or_none: bool) -> str | int | float | None:
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Mine hard negatives for training rows."""
     parsed = parse_arguments(arguments, program=program)
-    command = redact(shlex.join([*program.split(), *arguments]))
+    command = command_line(program, arguments)
     watchdog = Watchdog()
     return run_command(partial(_run, parsed, command, watchdog), in_several=True, watchdog=watchdog)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from vembed.config.load import load_config
 from vembed.config.settings import parse_overrides
 from vembed.config.synonyms import targets
-from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
+from vembed.entrypoints.command import add_config_arguments, command_line, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode, MachineError, VembedError
 from vembed.output_lock import hold_output
 from vembed.redact import redact
@@ -88,7 +87,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Train with several values of some keys, and choose by the dev set."""
     parsed = parse_arguments(arguments, program=program)
-    command = redact(shlex.join([*program.split(), *arguments]))
+    command = command_line(program, arguments)
     return run_command(lambda: _run(parsed, command))
 
 
@@ -308,7 +307,7 @@ def _compare(sweep: _Sweep, ranked: Sequence[Ranked]) -> None:
 
     quiet_libraries()
     output = sweep.folder / "comparison"
-    command = redact(shlex.join(["vembed", "compare", *folders, "--output", str(output)]))
+    command = command_line("vembed compare", [*folders, "--output", str(output)])
     compare_runs(folders, output, metric=sweep.config.metric_for_best_model, command=command)
     what = "the two trials" if len(folders) == len(ranked) == 2 else f"the best {len(folders)} trials"
     print(f"comparison of {what}: {redact(str(output / 'compare.html'))}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -19,7 +18,7 @@ from vembed.config.load import file_values, load_config
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
 from vembed.distributed.watchdog import Watchdog
-from vembed.entrypoints.command import add_config_arguments, config_path, quiet_libraries, run_command
+from vembed.entrypoints.command import add_config_arguments, command_line, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode
 from vembed.output_lock import hold_output
 from vembed.redact import redact
@@ -78,7 +77,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
         return ExitCode.OK
     mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
     if loaded.config.seeds is not None and mode == "train":
-        return _train_seeds(loaded.config, parsed, redact(shlex.join([*called.split(), *words])))
+        return _train_seeds(loaded.config, parsed, command_line(called, words))
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
             from vembed.training.trackers.registry import refuse_missing_packages
@@ -99,7 +98,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
             from vembed.training.wiring.run import run_from_config
 
         quiet_libraries()
-        command = redact(shlex.join([*called.split(), *words]))
+        command = command_line(called, words)
         run_from_config(
             loaded.config,
             mode=mode,

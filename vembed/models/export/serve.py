@@ -31,6 +31,7 @@ POOLINGS = {
     "pooling_mode_lasttoken": "last token",
 }
 EXAMPLE = "a red fox in the snow"
+ONLY_POOLS = "the server pools only by cls, mean or the last token, over all tokens"
 INTRODUCTION = (
     "Commands for the folder that holds this file, or for the same files on the hub. Each server reads pooling, "
     "prompts, length and type from the files here."
@@ -131,7 +132,7 @@ def _why_no_tei(served: Served) -> str:
         return _no_text(served, "transformers of texts")
     if served.model_type not in TEI_TYPES:
         return f"the server doesn't read {_plain(served.model_type)} in the settings of transformers"
-    return "" if served.pooling else "the server pools only by cls, mean or the last token, over all tokens"
+    return "" if served.pooling else ONLY_POOLS
 
 
 def _tei(served: Served, place: str) -> list[str]:
@@ -165,7 +166,7 @@ def _why_no_vllm(served: Served) -> str:
         return _no_text(served, "transformers of texts, CLIP and SigLIP")
     if served.model_type not in VLLM_TYPES:
         return f"its list of embedding models has no {_plain(served.model_type)} in the settings of transformers"
-    return "" if served.pooling else "the server pools only by cls, mean or the last token, over all tokens"
+    return "" if served.pooling else ONLY_POOLS
 
 
 def _vllm(served: Served, place: str) -> list[str]:

@@ -90,6 +90,21 @@ def test_several_test_sets_are_judged_by_their_mean_and_guard_sets_beside_it(tmp
     assert [line.corrected for line in p_values] == pytest.approx(holm([line.p_value or 0.0 for line in p_values]))
 
 
+def test_a_guard_set_is_lost_only_by_the_corrected_test(tmp_path: Path) -> None:
+    """p 0.041 of the guard set alone is 0.083 beside the test set's; a p that stays under 0.05 is said."""
+    values, noise = np.asarray(values_of(1)), np.random.default_rng(1).normal(0, 0.1, 40)
+    noise = (noise - noise.mean()) / noise.std(ddof=1) * 0.1
+    first = write_run(tmp_path / "first", values.tolist(), hashes={}, further={"guard-1": values_of(3)})
+    for t_value, alone, together in ((2.107, 0.0416, 0.0832), (2.5, 0.0168, 0.0335)):
+        guarded = (np.asarray(values_of(3)) + noise - t_value * 0.1 / 40**0.5).tolist()
+        kept = (values + noise).tolist()  # no difference in the mean: p 1
+        other = write_run(tmp_path / f"run{t_value}", kept, hashes={}, further={"guard-1": guarded})
+        found = compare_runs([first, other])
+        line = found.tables[1].lines[METRIC][-1]
+        assert (line.p_value, line.corrected) == (pytest.approx(alone, abs=1e-4), pytest.approx(together, abs=2e-4))
+        assert ("worse on 1 guard set" in found.verdicts[0].sentence) == (together < 0.05)
+
+
 def test_another_baseline_turns_the_verdict_round(runs: list[Path]) -> None:
     found = compare_runs(runs[:2], baseline=runs[1])
     assert [run.name for run in found.runs] == ["better", "first"]

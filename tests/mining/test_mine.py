@@ -18,10 +18,11 @@ from vembed.errors import ConfigError, DataError
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.mining import mine as mine_module
+from vembed.mining import teacher as teacher_module
 from vembed.mining import vectors as vectors_module
 from vembed.mining.mine import Miner
 from vembed.mining.task import MiningTask, corpus_items
-from vembed.mining.teacher import EncoderTeacher
+from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 if TYPE_CHECKING:
@@ -53,6 +54,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def task(rows: Path) -> MiningTask:
     return MiningTask.of(read(rows).table, corpus_items([f"further document {n} of karan lobel" for n in range(20)]))
+
+
+def pictures() -> MiningTask:
+    writer = RecordWriter()
+    writer.add("a text", positives=[Image("a picture", b"bytes")], file="f", line=1)
+    return MiningTask.of(writer.finish())
 
 
 @pytest.fixture(scope="module")
@@ -220,12 +227,36 @@ def test_two_ranks_share_the_work_and_both_know_the_result(
 def test_what_the_model_can_not_encode_and_an_empty_window_are_refused(
     task: MiningTask, encode: ItemEncoder, tmp_path: Path
 ) -> None:
-    writer = RecordWriter()
-    writer.add("a text", positives=[Image("a picture", b"bytes")], file="f", line=1)
     with pytest.raises(DataError, match="takes texts, and the data hold pictures"):
-        Miner(encode, MiningKeys(), tmp_path).mine(MiningTask.of(writer.finish()))
+        Miner(encode, MiningKeys(), tmp_path).mine(pictures())
     with pytest.raises(ConfigError, match="mine_range_min 100 passes over all candidates"):
         Miner(encode, MiningKeys(mine_range_min=100), tmp_path).mine(task)
+
+
+class Pairs:
+    """A cross-encoder whose score is how much longer the document is."""
+
+    name, modalities = "pairs", frozenset({"text"})
+
+    def scores(self, pairs: list[tuple[str, str]]) -> torch.Tensor:
+        return torch.tensor([len(document) - len(query) for query, document in pairs]) / 100
+
+
+def test_a_cross_encoder_refuses_pictures_and_looks_alone_whether_it_is_to_stop(
+    task: MiningTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of several ranks one may have more blocks of pairs: were it to ask the others, it would wait for ever."""
+    monkeypatch.setattr(teacher_module, "TEXTS_BLOCK", 4)
+    model: Any = Pairs()
+    rows_P, polls = np.arange(10), []
+    for ranks, expected in ((Ranks(), 3), (Ranks(rank=0, world_size=2), 0)):
+        polls.clear()
+        teacher = CrossEncoderTeacher.of(model, task, ranks=ranks, poll=lambda: polls.append(1))
+        assert not polls
+        assert (np.diff(teacher.scores(task, rows_P, rows_P)) != 0).any()
+        assert len(polls) == expected
+    with pytest.raises(DataError, match="pairs takes texts, and the data hold pictures"):
+        CrossEncoderTeacher.of(model, pictures(), ranks=Ranks(), poll=lambda: None)
 
 
 def test_equal_contents_are_one_document(tmp_path: Path) -> None:

@@ -32,10 +32,14 @@ class Memory(Tracker):
     def __init__(self) -> None:
         self.tables: dict[str, tuple[Any, Any]] = {}
         self.texts: dict[str, str] = {}
+        self.values: dict[str, float] = {}
         self.ends: list[object] = []
 
     def log_text(self, step: int, name: str, text: str) -> None:
         self.texts[name] = text
+
+    def log_result(self, step: int, values: Any) -> None:
+        self.values |= values
 
     def log_table(self, step: int, name: str, columns: Any, rows: Any) -> None:
         self.tables[name] = (columns, rows)
@@ -54,6 +58,12 @@ def result(**values: float) -> EvaluationResult:
     return EvaluationResult("balls", "a model", metrics, per_query, run, len(values), 2)
 
 
+def graded(**values: float) -> EvaluationResult:
+    """Return what a set of graded pairs gives: a rank correlation, and no ndcg."""
+    metrics = {"spearman": sum(values.values()) / len(values), "pearson": 0.5}
+    return EvaluationResult("pairs", "a model", metrics, {"spearman": values}, {}, len(values), 2)
+
+
 def tell_end(trackers: list[Tracker], folder: Path) -> None:
     """Tell of a run over two pictures, of which the second is wanted by both queries."""
     for name, colour in (("d1", "red"), ("d2", "blue")):
@@ -62,7 +72,8 @@ def tell_end(trackers: list[Tracker], folder: Path) -> None:
     queries = {"q1": f"a blue | ball, token={SECRET}", "q2": "blue"}
     task = RetrievalData("balls", queries, documents, {"q1": {"d2": 1}, "q2": {"d2": 1}})
     outcome = SetOutcome.of("test", result(q1=0.25, q2=0.5), result(q1=0.75, q2=0.5), "ndcg@10")
-    run = RunResult(outcome.verdict, outcome.baseline, outcome.final, None, folder, sets=(outcome,))
+    pairs = SetOutcome.of("test", graded(q1=0.1, q2=0.3), graded(q1=0.4, q2=0.2), "ndcg@10")
+    run = RunResult(outcome.verdict, outcome.baseline, outcome.final, None, folder, sets=(outcome, pairs))
     parts = SimpleNamespace(
         evaluations=SimpleNamespace(verdict_task=task),
         max_image_pixels=10**6,
@@ -92,6 +103,21 @@ def test_examples_show_small_copies_of_pictures_and_no_secret(tmp_path: Path) ->
     assert ["balls", "test", "ndcg@10", 0.375, 0.625, 0.25] in tracker.tables["results"][1]
     assert "ndcg@10 0.375 -> 0.625" in tracker.texts["verdict"]
     assert SECRET not in str((tracker.tables, tracker.texts))
+
+
+def test_each_set_has_its_main_metrics_and_the_one_that_decides_there(tmp_path: Path) -> None:
+    tracker = Memory()
+    tell_end([tracker], tmp_path)
+    assert tracker.values == pytest.approx(
+        {
+            "baseline/ndcg@10": 0.375,
+            "final/ndcg@10": 0.625,
+            "baseline/recall@1": 0.5,
+            "final/recall@1": 0.5,
+            "test-1/baseline/spearman": 0.2,
+            "test-1/final/spearman": 0.3,
+        }
+    )
 
 
 def test_tensorboard_shows_configuration_plan_result_tables_and_pictures(tmp_path: Path) -> None:

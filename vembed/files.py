@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 def fsync_path(path: Path) -> None:
@@ -72,15 +72,16 @@ def replace_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 @contextmanager
-def new_folder(output: Path, *, kept: Collection[str] = ()) -> Iterator[Path]:
+def new_folder(output: Path, *, keeps: Callable[[str], bool] = lambda _: False) -> Iterator[Path]:
     """Give an empty hidden folder beside the output to write into; at the end of the block it takes the output's name.
 
     Every file in it is on disk by then, with the permissions of the folder. Where the block raises, nothing of it
-    stays, and what stood at the output is as it was; a crash between the two renames leaves that as `.NAME.old`.
+    stays, and what stood at the output is as it was; a crash between the two renames leaves that as `.NAME.old`, which
+    the next call puts back.
 
     Args:
         output: The folder; its parents are made.
-        kept: Entries of the old folder that the new one takes over.
+        keeps: Whether an entry of the old folder stays, by its name.
 
     Raises:
         OSError: The disk refused.
@@ -88,18 +89,15 @@ def new_folder(output: Path, *, kept: Collection[str] = ()) -> Iterator[Path]:
     temporary, old = (output.with_name(f".{output.name}.{ending}") for ending in ("tmp", "old"))
     shutil.rmtree(temporary, ignore_errors=True)  # what a kill left
     try:
+        _put_back(old, output, keeps)
         temporary.mkdir(parents=True)
         yield temporary
         share_permissions(temporary)
         for path in (*temporary.rglob("*"), temporary):
             fsync_path(path)
         if output.exists():
-            shutil.rmtree(old, ignore_errors=True)
             output.replace(old)  # no system renames a folder over one that holds files
         temporary.replace(output)
-        for name in kept:
-            if (old / name).exists():
-                (old / name).replace(output / name)
         fsync_path(output.parent)
     except Exception as error:
         if (refused := disk_error(error)) is None:
@@ -107,8 +105,19 @@ def new_folder(output: Path, *, kept: Collection[str] = ()) -> Iterator[Path]:
         raise refused from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if old.exists() and not output.exists():
-            old.replace(output)
+        _put_back(old, output, keeps)
+
+
+def _put_back(old: Path, output: Path, keeps: Callable[[str], bool]) -> None:
+    """Give an output its old folder where there is no new one, else the entries of it that stay."""
+    if not old.exists():
+        return
+    if not output.exists():
+        old.replace(output)
+        return
+    for path in old.iterdir():
+        if keeps(path.name):
+            path.replace(output / path.name)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -19,6 +19,7 @@ from search_cases import DOCUMENTS, FILES, meta_of, write_corpus
 import vembed
 from vembed import files
 from vembed.search import build
+from vembed.search.journal import Journal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -180,6 +181,13 @@ def test_an_index_is_replaced_only_when_asked_and_other_files_never(
     assert (folder / "meta.json").read_bytes() == before
     assert call("encode", bag, "--data", corpus, "--output", folder, "--index", "HNSW32", "--overwrite").code == 0
     assert meta_of(folder)["factory"] == "HNSW32"
+    (folder / "notes").mkdir()
+    (folder / "notes" / "queries.txt").write_text("years of work")
+    (folder / "README.md").write_text("mine")
+    (folder / "thumbnails.bin").write_bytes(b"of an earlier index")
+    assert call("encode", bag, "--data", corpus, "--output", folder, "--overwrite").code == 0
+    assert {path.name for path in folder.iterdir()} == FILES | {"notes", "README.md"}
+    assert (folder / "notes" / "queries.txt").read_text() == "years of work"
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
     other = call("encode", bag, "--data", corpus, "--output", tmp_path / "thesis", "--overwrite")
@@ -213,8 +221,12 @@ def test_a_failed_replacement_leaves_the_old_index(
     assert refused.code == 5
     assert "the index can't be written: [Errno 28] No space left on device. Free some space" in refused.err
     assert {name: (folder / name).read_bytes() for name in FILES} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["index"]
+    assert f"what is encoded is kept in {tmp_path / '.index.part'}, and the same command goes on" in refused.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".index.part", "index"]
     assert call("search", folder, "apple").code == 0
+    monkeypatch.setattr(Journal, "append", None)  # nothing is encoded again
+    done = call("encode", bag, "--data", corpus, "--output", folder, "--overwrite")
+    assert (done.code, [path.name for path in tmp_path.iterdir()]) == (0, ["index"]), done.err
 
 
 def test_a_disk_that_is_too_small_is_said_before_encoding(
@@ -279,3 +291,17 @@ def test_cut_texts_are_counted(call: Any, bag: Path, tmp_path: Path) -> None:
     done = call("encode", bag, "--data", path, "--output", tmp_path / "index")
     assert "1 texts are longer than the 16 tokens" in done.out
     assert meta_of(tmp_path / "index")["num_truncated"] == 1
+
+
+def test_what_a_crash_between_two_renames_left_comes_back_before_the_next_replacement(tmp_path: Path) -> None:
+    output, old = tmp_path / "index", tmp_path / ".index.old"
+    for crashed in ("before the second rename", "before the entries of others moved"):
+        old.mkdir()
+        (old / "meta.json").write_text("old")
+        (old / "mine.txt").write_text(crashed)
+        if crashed != "before the second rename":
+            (output / "mine.txt").unlink()
+        with files.new_folder(output, keeps={"mine.txt"}.__contains__) as folder:
+            (folder / "meta.json").write_text("new")
+        assert {path.name: path.read_text() for path in output.iterdir()} == {"meta.json": "new", "mine.txt": crashed}
+        assert [path.name for path in tmp_path.iterdir()] == ["index"]

@@ -142,6 +142,34 @@ def test_an_encoding_goes_on_behind_its_last_whole_slice(
     assert not part.exists()
 
 
+def test_an_error_and_a_row_that_was_changed_cost_the_slices_from_there_on(
+    bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "SLICE_ROWS", 20)
+    append, appended = Journal.append, []
+
+    def failing(journal: Journal, *given: Any) -> None:
+        if len(appended) == 4:
+            raise RuntimeError("the driver is gone")
+        append(journal, *given)
+        appended.append(given[1])
+
+    monkeypatch.setattr(Journal, "append", failing)
+    with pytest.raises(RuntimeError, match="the driver is gone"):
+        vembed.build_index(bag, many, tmp_path / "index")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(many.read_text() + '{"_id": "d0", "text": "the second of its id"}\n')
+    with pytest.raises(vembed.DataError, match="stands twice"):
+        vembed.build_index(bag, broken, tmp_path / "index")
+    many = write_corpus(tmp_path / "many.jsonl", MANY | {"d65": "other words"})
+    monkeypatch.setattr(Journal, "append", lambda *given: (append(*given), appended.append(given[2])))
+    vembed.build_index(bag, many, tmp_path / "index")
+    assert appended == [20, 20, 20, 20, 20, 20, 20, 20, 4], "three of the four slices stand before document 65"
+    vembed.build_index(bag, many, tmp_path / "whole")
+    for name in FILES:
+        assert (tmp_path / "index" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
 def test_slices_of_another_corpus_or_damaged_ones_are_made_again(
     bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def write_evaluation(
     }
     try:
         _refuse_other_files(folder, kept)
-        with new_folder(folder, kept=kept) as temporary:
+        with new_folder(folder, keeps=kept.__contains__) as temporary:
             for name, text in files.items():
                 (temporary / name).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -6,9 +6,9 @@
 3. FAISS builds its index from the mapped file.
 4. meta.json is written last, and the folder takes its name.
 
-All this happens in a hidden folder beside the output, `.NAME.part`. Where a process is killed or stopped, the folder
-stays, and the same command continues after the last slice (`vembed.search.journal`). Several processes encode each
-slice together, and the first one writes.
+All this happens in a hidden folder beside the output, `.NAME.part`. Where a process is killed or stopped, or fails
+after a slice, the folder stays, and the same command continues after the last slice (`vembed.search.journal`), or from
+the first one whose documents have changed. Several processes encode each slice together, and the first one writes.
 
 Memory: three slices of documents (one is read ahead, one encoded, one written), the vectors of two, the ids, and in
 step 3 what FAISS holds ("Flat": all vectors once; where documents have several, "Flat" makes no such index).
@@ -38,7 +38,7 @@ from vembed.evaluation.index import new_index, trained_clusters
 from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
 from vembed.evaluation.text import bytes_text
-from vembed.files import disk_error, file_sha256, new_folder
+from vembed.files import disk_error, new_folder
 from vembed.search.format import (
     DOCUMENTS_FILE,
     HEADER_BYTES,
@@ -51,6 +51,7 @@ from vembed.search.format import (
     THUMBNAILS_FILE,
     VECTORS_FILE,
     IndexMeta,
+    is_others,
     write_vectors_header,
 )
 from vembed.search.journal import Journal
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from vembed.data.corpus import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.evaluation.provenance import Key
+    from vembed.models.encoder import Encoder
     from vembed.models.fingerprint import ModelIdentity
     from vembed.search.journal import Entry
     from vembed.search.output import Format
@@ -94,7 +96,8 @@ class BuildOptions:
 def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
     """Encode a corpus into a folder or a table; on several ranks all must call this.
 
-    What is there stays until the new one is whole, and is replaced then.
+    What is there stays until the new one is whole, and is replaced then. Where it fails, the slices that are whole are
+    kept for the next call.
 
     Raises:
         ConfigError: FAISS can't build such an index, or a table can't hold what the model gives.
@@ -119,7 +122,9 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     except PreemptedError:
         raise
     except Exception as error:
-        if encode.ranks.is_first:
+        if encode.ranks.is_first and Journal.holds_slices(part):
+            _log.warning("what is encoded is kept in %s, and the same command goes on", part)
+        elif encode.ranks.is_first:
             shutil.rmtree(part, ignore_errors=True)
         refused = error if isinstance(error, OSError) else disk_error(error)
         if refused is None:
@@ -135,9 +140,12 @@ def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
     if form != "index":
         write_table(part, output, meta, form)
     else:
-        with new_folder(output) as temporary:
-            for name in (*meta.files, META_FILE):
-                (part / name).replace(temporary / name)
+        with new_folder(output, keeps=is_others) as temporary:
+            for name in (*meta.files, META_FILE):  # they stay in the part too, until the output is whole
+                try:
+                    (temporary / name).hardlink_to(part / name)
+                except OSError:  # a file system without links
+                    shutil.copyfile(part / name, temporary / name)
     shutil.rmtree(part, ignore_errors=True)
 
 
@@ -156,7 +164,8 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
             f"{num_documents:,}; take fewer clusters, or Flat or HNSW32"
         )
     # The vectors, the index or table that holds them again, and the copies; of several vectors at least one each.
-    _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES)
+    there = ranks.from_first(lambda: sum(path.stat().st_size for path in folder.iterdir()))
+    _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES - there)
     num_vectors, num_truncated = _write_vectors(folder, written, corpus, encode, options)
     meta = IndexMeta(
         model=options.model,
@@ -187,36 +196,45 @@ class _Written(NamedTuple):
 
     num_documents: int
     num_pictures: int  # documents with a picture
-    pictures: str  # SHA-256 of which pictures these are
+    slices: list[str]  # SHA-256 of the rows and pictures of each slice
 
 
 def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> _Written:
     """Write each document's row on a line."""
     num_documents = num_pictures = 0
-    identities = hashlib.sha256()
-    taken = encode.encoder.modalities
+    slices = []
     with path.open("w", encoding="utf-8", newline="\n") as file:
-        for document in corpus:
-            if num_documents % SLICE_ROWS == 0 and encode.ranks.is_one:
+        for documents in _sliced(corpus):
+            if encode.ranks.is_one:
                 encode.poll()
-            modality = modality_of(document.item)
-            if modality not in taken:
-                raise DataError(
-                    f"{encode.encoder.name} takes {modality_words(taken)}, and document {document.id!r} is a "
-                    f"{MODALITY_WORDS[modality][0]}: choose a model for it, or leave such documents out"
-                )
-            pictures = list(pictures_in([document.item]))
-            if len(pictures) > 1 and not encode.encoder.several_pictures:
-                raise DataError(
-                    f"{encode.encoder.name} takes one picture in an item, and document {document.id!r} has "
-                    f"{len(pictures)}: choose a vision-language model, or give each picture an id"
-                )
-            file.write(json.dumps(_row(document), ensure_ascii=False) + "\n")
-            num_documents += 1
-            num_pictures += modality != "text"
-            for picture in pictures:
-                identities.update(_identity(picture))
-    return _Written(num_documents, num_pictures, identities.hexdigest())
+            content = hashlib.sha256()
+            for document in documents:
+                _refuse_unfit(document, encode.encoder)
+                line = json.dumps(_row(document), ensure_ascii=False) + "\n"
+                file.write(line)
+                content.update(line.encode())
+                num_pictures += modality_of(document.item) != "text"
+                for picture in pictures_in([document.item]):
+                    content.update(_identity(picture))
+            num_documents += len(documents)
+            slices.append(content.hexdigest())
+    return _Written(num_documents, num_pictures, slices)
+
+
+def _refuse_unfit(document: Document, encoder: Encoder) -> None:
+    """Refuse a document that the model can't take."""
+    taken, modality = encoder.modalities, modality_of(document.item)
+    if modality not in taken:
+        raise DataError(
+            f"{encoder.name} takes {modality_words(taken)}, and document {document.id!r} is a "
+            f"{MODALITY_WORDS[modality][0]}: choose a model for it, or leave such documents out"
+        )
+    pictures = list(pictures_in([document.item]))
+    if len(pictures) > 1 and not encoder.several_pictures:
+        raise DataError(
+            f"{encoder.name} takes one picture in an item, and document {document.id!r} has {len(pictures)}: choose a "
+            "vision-language model, or give each picture an id"
+        )
 
 
 def _identity(picture: Image) -> bytes:
@@ -258,8 +276,8 @@ def _write_vectors(
     num_documents, num_pictures = written.num_documents, written.num_pictures
     ranks, side = encode.ranks, options.side
     files = {VECTORS_FILE: HEADER_BYTES, **({THUMBNAILS_FILE: 0} if num_pictures else {})}
-    key = ranks.from_first(lambda: _key(folder, written, corpus, encode, options))
-    journal = Journal(folder, key, files) if ranks.is_first else None
+    key = ranks.from_first(lambda: _key(corpus, encode, options))
+    journal = Journal(folder, key, files, written.slices) if ranks.is_first else None
     num_done = ranks.from_first(lambda: len(journal.done) if journal else 0)
     before, num_cut = encode.num_truncated[side], 0
     if num_done and ranks.is_first:
@@ -309,13 +327,12 @@ def _write_vectors(
     return num_vectors, num_cut
 
 
-def _key(folder: Path, written: _Written, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
-    """Return what the bytes of the vectors are made of."""
+def _key(corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
+    """Return what the bytes of the vectors are made of, beside their documents."""
     sample = [document.item for document in islice(corpus, SAMPLE_TEXTS)]
-    made = vectors_key(
+    return vectors_key(
         encode.encoder, model_key(encode.encoder), sample, options.side, autocast_dtype=encode.autocast_dtype
     )
-    return {**made, "documents": file_sha256(folder / DOCUMENTS_FILE), "pictures": written.pictures}
 
 
 def _finish(folder: Path, done: Sequence[Entry], encode: ItemEncoder) -> int:
@@ -353,19 +370,27 @@ def _slices(path: Path, corpus: Corpus) -> Iterator[list[Document]]:
     Raises:
         DataError: A document isn't what its line of ids.jsonl says: the corpus changed while it was read.
     """
-    documents: list[Document] = []
-    num_pictures = 0
     with path.open(encoding="utf-8", newline="\n") as file:
-        for document in corpus:
-            if json.loads(file.readline() or "null") != _row(document):
-                raise DataError(f"the corpus changed while it was read, at document {document.id!r}; encode it again")
-            documents.append(document)
-            num_pictures += len(list(pictures_in([document.item])))
-            if len(documents) == SLICE_ROWS or num_pictures >= PICTURE_SLICE_ROWS:
-                yield documents
-                documents, num_pictures = [], 0
+        for documents in _sliced(corpus):
+            for document in documents:
+                if json.loads(file.readline() or "null") != _row(document):
+                    raise DataError(
+                        f"the corpus changed while it was read, at document {document.id!r}; encode it again"
+                    )
+            yield documents
         if file.read(1):
             raise DataError("the corpus lost documents while it was read; encode it again")
+
+
+def _sliced(corpus: Corpus) -> Iterator[list[Document]]:
+    documents: list[Document] = []
+    num_pictures = 0
+    for document in corpus:
+        documents.append(document)
+        num_pictures += len(list(pictures_in([document.item])))
+        if len(documents) == SLICE_ROWS or num_pictures >= PICTURE_SLICE_ROWS:
+            yield documents
+            documents, num_pictures = [], 0
     if documents:
         yield documents
 

@@ -51,6 +51,9 @@ OFFSETS_FILE = "thumbnails.npy"
 PROBE_FILE = "probe.npy"
 STARTS_FILE = "offsets.npy"
 PICTURE_FILES = (THUMBNAILS_FILE, OFFSETS_FILE, PROBE_FILE)
+TABLE = "documents"
+"""Of LanceDB, where the rows are kept as one."""
+_OWN_NAMES = (META_FILE, VECTORS_FILE, DOCUMENTS_FILE, INDEX_FILE, STARTS_FILE, *PICTURE_FILES, f"{TABLE}.lance")
 PROBE_TEXT = "a small red picture of 7 things"
 KIND = "vembed index"
 FORMAT_VERSION = 2
@@ -108,6 +111,11 @@ def _header_bytes() -> int:
 
 
 HEADER_BYTES = _header_bytes()
+
+
+def is_others(name: str) -> bool:
+    """Return whether an entry of a folder is none that `vembed encode` writes, and replaces."""
+    return name not in _OWN_NAMES
 
 
 def is_index(folder: Path) -> bool:

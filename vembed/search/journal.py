@@ -27,6 +27,7 @@ class Entry(NamedTuple):
     copy_lengths: list[int]  # bytes of the thumbnails
     sha256: list[str]  # of what was appended to each file
     ends: list[int]  # bytes of each file behind the slice
+    items: str  # what tells its documents from others
 
 
 class Journal:
@@ -35,9 +36,11 @@ class Journal:
     Args:
         key: What the bytes are made of; those of another key are thrown away.
         files: Name of each file, and how many bytes come before the first slice.
+        items: What tells the documents of each slice from others; from the first that differ on, all is thrown away.
     """
 
-    def __init__(self, folder: Path, key: Mapping[str, Any], files: Mapping[str, int]) -> None:
+    def __init__(self, folder: Path, key: Mapping[str, Any], files: Mapping[str, int], items: Sequence[str]) -> None:
+        self._items = items
         self._path = folder / JOURNAL_FILE
         self._paths = [folder / name for name in files]
         self._starts = list(files.values())
@@ -63,7 +66,7 @@ class Journal:
             os.fsync(file.fileno())
         self._ends = [end + len(part) for end, part in zip(self._ends, parts, strict=True)]
         hashes = [hashlib.sha256(part).hexdigest() for part in parts]
-        entry = Entry(num_documents, lengths, copies, hashes, self._ends)
+        entry = Entry(num_documents, lengths, copies, hashes, self._ends, self._items[len(self.done)])
         self.done.append(entry)
         self._lines.write(json.dumps(entry) + "\n")
         self._lines.flush()
@@ -73,6 +76,14 @@ class Journal:
         """Close the files."""
         for file in (*self._files, self._lines):
             file.close()
+
+    @staticmethod
+    def holds_slices(folder: Path) -> bool:
+        """Return whether a folder keeps slices of an encoding that hasn't ended."""
+        try:
+            return (folder / JOURNAL_FILE).read_bytes().count(b"\n") > 1
+        except OSError:
+            return False
 
     def _read(self, head: str) -> list[Entry]:
         """Return the slices whose bytes are there."""
@@ -89,6 +100,8 @@ class Journal:
                 entry = Entry(*json.loads(line))
                 before = found[-1].ends if found else self._starts
                 parts = [file.read(end - start) for file, start, end in zip(files, before, entry.ends, strict=True)]
+                if entry.items not in self._items[len(found) : len(found) + 1]:
+                    break
                 if [hashlib.sha256(part).hexdigest() for part in parts] != entry.sha256:
                     break
                 found.append(entry)

@@ -37,9 +37,11 @@ from vembed.search.format import (
     META_FILE,
     OFFSETS_FILE,
     PROBE_FILE,
+    TABLE,
     THUMBNAILS_FILE,
     VECTORS_FILE,
     IndexMeta,
+    is_others,
     parse_meta,
     write_vectors_header,
 )
@@ -52,7 +54,6 @@ if TYPE_CHECKING:
 
     from vembed.search.output import Format
 
-TABLE = "documents"
 _FACTS = (b"vembed", b"normalised", b"probe")
 BATCH_ROWS = 8192
 """Rows of a row group: 12 MiB of vectors at 384 dimensions."""
@@ -83,7 +84,7 @@ def write_table(folder: Path, output: Path, meta: IndexMeta, form: Format) -> No
                     writer.write_batch(batch)
         else:
             lancedb = import_extra("lancedb", "lancedb", "--format lancedb")
-            with new_folder(output) as temporary:
+            with new_folder(output, keeps=is_others) as temporary:
                 reader = pa.RecordBatchReader.from_batches(schema, _batches(folder, schema))
                 lancedb.connect(str(temporary)).create_table(TABLE, reader)
     except OSError as error:

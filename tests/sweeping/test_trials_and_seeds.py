@@ -188,6 +188,32 @@ def test_secrets_of_tried_values_reach_no_name_table_or_page(tmp_path: Path) -> 
     assert not [secret for secret in secrets for text in told if secret in text]
 
 
+def test_no_file_of_a_sweep_by_optuna_holds_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("optuna", reason="the extra optuna isn't installed: pip install 'vembed[optuna]'")
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "sweep"
+    rows.write_text('{"query": "one", "positive": "two"}\n' * 4)
+    tried = []
+
+    class Process(Runner):
+        def steps(self, trial: Trial) -> int:
+            return 8
+
+        def __call__(self, trial: Trial, folder: Path) -> str:
+            tried.append(trial.choice["query_prompt"])
+            return super().__call__(trial, folder)
+
+    monkeypatch.setattr(sweep, "TrainProcess", lambda *_: Process())
+    monkeypatch.setattr(sweep, "_compare", lambda *_: None)
+    given = ["model_name=builtin:ngram-bag", f"data_path={rows}", f"val_data_path={rows}", f"output_dir={tmp_path}/out"]
+    given.append("document_prompt=https://h/?api_key=c4n4ry ")
+    secrets = ["https://u:c4n4ry1@h ", "https://u:c4n4ry2@h "]
+    words = ["--try", f"query_prompt={','.join(secrets)}", "--optuna", "6", "--output", str(output)]
+    assert sweep.main([*words, "--config_override", *given], program="vembed sweep") == ExitCode.OK
+    assert {each.strip() for each in tried} == {each.strip() for each in secrets}, "trials get the values themselves"
+    assert (output / "optuna.journal").is_file()
+    assert [path for path in output.rglob("*") if path.is_file() and b"c4n4ry" in path.read_bytes()] == []
+
+
 def test_a_sweep_without_a_file_names_no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, output = tmp_path / "rows.jsonl", tmp_path / "sweep"
     rows.write_text('{"query": "one", "positive": "two"}\n' * 4)

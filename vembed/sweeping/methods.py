@@ -90,7 +90,7 @@ def train_optuna(
     """Train trials whose values Optuna suggests, by a tree-structured Parzen estimator, from what came of those before.
 
     The sampler of a trial is seeded by its number, so that a suggestion depends on the outcomes before it alone. The
-    study is kept in the folder, for Optuna's own tools.
+    study is kept in the folder, without secrets, for Optuna's own tools.
 
     Args:
         steps: Of a trial, as far as they are known before its values are.
@@ -131,11 +131,18 @@ def import_optuna() -> Any:
 def _distribution(optuna: Any, tried: Tried) -> Any:
     values = tried.values
     if not isinstance(values, Range):
-        return optuna.distributions.CategoricalDistribution(list(values))
+        return optuna.distributions.CategoricalDistribution(list(_listed(tried)))
     if values.whole:
         return optuna.distributions.IntDistribution(int(values.low), int(values.high), log=values.is_log)
     return optuna.distributions.FloatDistribution(values.low, values.high, log=values.is_log)
 
 
 def _text(tried: Tried, value: Any) -> str:
-    return tried.values.text(value) if isinstance(tried.values, Range) else str(value)
+    return tried.values.text(value) if isinstance(tried.values, Range) else _listed(tried)[value]
+
+
+def _listed(tried: Tried) -> dict[str, str]:
+    """Return what the study keeps of each listed value, and the value: a secret stays out, and its place tells it."""
+    kept = [Trial("", {tried.key: value}).shown[tried.key] for value in tried.ends]
+    places = enumerate(zip(kept, tried.ends, strict=True), start=1)
+    return {name if name == value else f"{name} ({place})": value for place, (name, value) in places}

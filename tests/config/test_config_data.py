@@ -36,6 +36,13 @@ def test_a_column_may_be_mapped_to_one_of_the_loss_and_to_no_other() -> None:
     )
 
 
+def test_a_list_of_dev_sets_is_told_where_further_sets_belong() -> None:
+    said = refusal("val_data_path=[a.jsonl, b.jsonl]")
+    assert "one set chooses the best checkpoint; name the others in test_data_path, " in said
+    assert "or in guard_data, on which the model should lose nothing" in said
+    assert load_config(None, ["model_name=m", "guard_data=[a.jsonl, b.jsonl]"]).config.guard_data
+
+
 def test_without_such_a_loss_the_column_is_unknown() -> None:
     assert "must be query, positive, " in refusal("column_mapping={t: topic}")
 

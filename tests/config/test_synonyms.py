@@ -95,6 +95,30 @@ def test_what_nothing_reads_is_refused_with_what_does_it_here(row: object) -> No
     assert line.endswith(row.text)
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("directions", ["query_to_doc"], "vembed calls it loss_directions"),
+        ("distill_model", "ViT-L-14", "vembed calls it teacher_model_name"),
+        ("distil_temperature", 2.0, "vembed calls it distillation_temperature"),
+        ("multi_dataset_batch_sampler", "ROUND_ROBIN", "a high source_temperature lets all come equally often"),
+        ("same_dataset_within_batch", True, "single fills each batch from one source"),
+        ("lock_image", True, "set trainable to text+projection"),
+        ("lock_text", True, "set trainable to vision+projection"),
+        ("siglip", True, "set loss_type to sigmoid"),
+        ("push_to_hub", True, "vembed push RUN OWNER/NAME"),
+        ("greater_is_better", False, "every metric is better the higher"),
+    ],
+)
+def test_a_peers_key_is_answered_with_what_to_set(key: str, value: object, words: str) -> None:
+    assert words in refusal(**{key: value})
+
+
+def test_a_peers_switch_that_is_off_asks_for_nothing() -> None:
+    for key in ("siglip", "lock_image", "push_to_hub"):
+        assert load(**{key: False}).config == load().config
+
+
 def test_null_asks_for_nothing() -> None:
     loaded = load(teacher_model_name=None, sync_bn=None)
     assert loaded.notes == ()

@@ -79,6 +79,21 @@ def test_the_time_left_counts_later_steps_and_the_evaluations_to_come(monkeypatc
         now[0] += 7
     assert clock.seconds_left(STEPS, 900) == 100 * 2 + 50, "one evaluation after the last step"
     assert clock.seconds_left(STEPS, 590) == 410 * 2 + 3 * 50, "steps 600, 900 and 1000"
+    with clock.evaluating(comes_at_end=True):
+        now[0] += 30
+    assert clock.seconds_left(STEPS, 900) == 100 * 2 + 50 + 30, "test and guard sets, as for the untrained model"
+
+
+def test_a_run_that_goes_on_reads_how_long_its_last_evaluations_will_take(tmp_path: Path) -> None:
+    for name, seconds in (("baseline", 20), ("guard-1/baseline", 5), ("guard-2/baseline", 3), ("step-0", 9)):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "metrics.json").write_text(json.dumps({"seconds": seconds}))
+    clock = RunClock()
+    clock.go_on(tmp_path)
+    clock.add_step(2.0)
+    with clock.evaluating(comes_at_end=True):
+        """Read them back, which takes no time."""
+    assert clock.seconds_left(STEPS, 1000) == pytest.approx(28, abs=0.1)
 
 
 def test_the_total_counts_the_whole_run_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,13 @@ _BANK = (
     "and its negatives are never out of date"
 )
 
+_DATA_SETS = (
+    "source_batches decides it: single fills each batch from one source of data, mixed from all; sources come by their "
+    "size, and a high source_temperature lets all come equally often; remove it"
+)
+_PUSH = "vembed push RUN OWNER/NAME uploads a model once its verdict is known; remove it"
+_LINES = "a run prints a line every logging_steps, and of its first and last step"
+_LOCKED = "set trainable to {0}+projection, which freezes the other tower, or to {0}, which freezes projections too"
 
 _GROUP = (
     "a row brings all of its negatives (the column negatives); mine: once finds more, mine_negatives of them for a "
@@ -65,6 +72,12 @@ _GROUP = (
 
 def _either(key: str, text: str, goes_with: str | None = None) -> tuple[Foreign, ...]:
     return tuple(Foreign(key, value, "accepted", text, goes_with=goes_with) for value in (True, False))
+
+
+def _flag(key: str, ours: str) -> tuple[Foreign, ...]:
+    """Return a switch that is off by itself, and the way to turn it on."""
+    off = Foreign(key, False, "accepted", "off unless asked for")
+    return (off, Foreign(key, True, "refused", f"{ours}; remove it"))
 
 
 def _refused(text: str, *names: str) -> tuple[Foreign, ...]:
@@ -91,6 +104,7 @@ FOREIGN: tuple[Foreign, ...] = (
     *_either("validate_data", _CHECKED),
     *_either("use_mrl", "mrl_dims says it by itself", goes_with="mrl_dims"),
     *_either("persistent_workers", _WORKERS),
+    *_either("dataloader_persistent_workers", _WORKERS),
     *_either("enable_image_cache", _PICTURES),
     *_either("debug_gpu_memory", _MEMORY),
     Foreign("dry_run", False, "accepted", "--dry-run is an option of the command"),
@@ -103,7 +117,32 @@ FOREIGN: tuple[Foreign, ...] = (
         "devices don't share the mean and variance of their batches; set freeze_batch_norm to true, which keeps those "
         "of the model's files, and remove it",
     ),
-    *_refused("AdamW is the optimizer of every run; remove it", "optim", "optimizer"),
+    *_refused("AdamW is the optimizer of every run; remove it", "optim", "optimizer", "opt"),
+    *_either("remove_unused_columns", "columns that no key names are left out"),
+    *_either("disable_tqdm", _LINES),
+    *_either("logging_first_step", _LINES),
+    *_either("eval_on_start", "the untrained model is always evaluated before step 1"),
+    *_either("group_by_length", "the rows of a batch are sorted by length before they are encoded"),
+    *_either("auto_find_batch_size", "oom_retry makes the encoder calls smaller and leaves the batch as it is"),
+    Foreign("greater_is_better", True, "accepted", "every metric is better the higher it is"),
+    Foreign("greater_is_better", False, "refused", "every metric is better the higher it is; remove it"),
+    *_flag("push_to_hub", "vembed push RUN OWNER/NAME uploads a model once its verdict is known"),
+    *_refused(_PUSH, "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push"),
+    *_refused("set WANDB_NAME or MLFLOW_RUN_NAME, else trackers take the name of output_dir; remove it", "run_name"),
+    *_refused("set WANDB_PROJECT in the environment; remove it", "wandb_project", "wandb_project_name"),
+    *_refused(_DATA_SETS, "multi_dataset_batch_sampler", "same_dataset_within_batch"),
+    *_flag("lock_image", _LOCKED.format("text")),
+    *_flag("lock_text", _LOCKED.format("vision")),
+    *_flag("siglip", "set loss_type to sigmoid"),
+    *_flag("skip_scheduler", "set scheduler_type to constant"),
+    *_flag("use_cpu", "hide the GPUs: CUDA_VISIBLE_DEVICES= vembed train ..."),
+    *_flag("no_cuda", "hide the GPUs: CUDA_VISIBLE_DEVICES= vembed train ..."),
+    *_flag("tf32", "set loss_precision to tf32 for the loss, and bf16 for the model"),
+    *_flag("use_bn_sync", "set freeze_batch_norm to true: devices don't share the mean and variance of their batches"),
+    *_refused("one learning_rate is for all; trainable chooses what learns; remove it", "learning_rate_mapping"),
+    *_refused("gradient_checkpointing needs no options; remove it", "gradient_checkpointing_kwargs"),
+    *_refused("an epoch is all rows of the data; max_steps ends a run before; remove it", "train_num_samples"),
+    *_refused("the data tell it by themselves; remove it", "dataset_type", "csv_separator"),
     *_refused("there is no DeepSpeed here; use_fsdp shards what it would, remove it", "deepspeed", "deepspeed_config"),
     *_refused(_GROUP, "train_group_size", "train_n_passages"),
     *_refused("similarities are divided by a temperature: set temperature to 1 / scale, and remove it", "scale"),
@@ -143,7 +182,7 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
     "model_name": (
         "model base_model pretrained pretrained_model pretrained_model_name_or_path checkpoint backbone encoder"
     ),
-    "teacher_model_name": "teacher teacher_model teacher_model_name_or_path guide guide_model",
+    "teacher_model_name": "teacher teacher_model teacher_model_name_or_path guide guide_model distill_model",
     "query_prompt": "query_instruction query_instruction_for_retrieval query_prefix query_instruct prompts instruction",
     "document_prompt": (
         "passage_prompt corpus_prompt passage_instruction passage_instruction_for_retrieval passage_prefix "
@@ -179,12 +218,13 @@ _NAMES_ELSEWHERE: Mapping[str, str] = {
     "drop_last": "dataloader_drop_last",
     "loss_type": "loss loss_fn loss_function loss_name criterion",
     "temperature": "temp tau softmax_temperature",
+    "loss_directions": "directions",
     "learn_temperature": "learnable_temperature trainable_temperature learn_temp",
     "mrl_dims": "matryoshka_dims nested_dims",
     "mrl_weights": "matryoshka_weights",
     "triplet_margin": "margin",
     "distillation_alpha": "kd_alpha distill_alpha",
-    "distillation_temperature": "distill_temperature kd_temperature",
+    "distillation_temperature": "distill_temperature distil_temperature kd_temperature",
     "batch_sampling": "batch_sampler sampler",
     "mine": "mine_hard_negatives hard_negative_mining use_hard_negatives hard_negatives",
     "mine_negatives": "num_hard_negatives num_negatives negatives_per_query n_negatives",

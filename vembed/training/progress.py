@@ -46,23 +46,28 @@ class RunClock:
         self._steps = self._evaluation = 0.0
         self._step_seconds: deque[float] = deque(maxlen=PACE_STEPS)
         self._dev_seconds = 0.0  # of the latest evaluation that comes again
+        self._end_seconds = 0.0  # of the evaluation of the untrained model, which that of the kept one repeats
 
     def go_on(self, evaluations: Path) -> None:
         """Count the evaluations of a run that goes on, which their folder tells of; its steps are in metrics.jsonl."""
         self._earlier_evaluation = evaluation_seconds(evaluations)
+        read = (json.loads(path.read_text("utf-8")) for path in evaluations.glob("**/baseline/metrics.json"))
+        self._end_seconds = sum(each["seconds"] for each in read)
 
     @contextmanager
-    def evaluating(self, *, comes_again: bool = False) -> Iterator[None]:
+    def evaluating(self, *, comes_again: bool = False, comes_at_end: bool = False) -> Iterator[None]:
         """Count what runs inside the block as evaluation.
 
         Args:
             comes_again: Whether it is one of those that training is interrupted by.
+            comes_at_end: Whether the kept model is evaluated on the same sets.
         """
         began = time.monotonic()
         yield
         seconds = time.monotonic() - began
         self._evaluation += seconds
         self._dev_seconds = seconds if comes_again else self._dev_seconds
+        self._end_seconds = max(seconds, self._end_seconds) if comes_at_end else self._end_seconds
 
     def add_step(self, seconds: float) -> None:
         """Count a step."""
@@ -72,11 +77,11 @@ class RunClock:
         self._step_seconds.append(seconds)
 
     def seconds_left(self, steps: Steps, done: int) -> float:
-        """Return about how long the rest of training takes, evaluations on the dev set included."""
+        """Return about how long the rest takes: steps, evaluations on the dev set, and at the end on all other sets."""
         pace = sum(self._step_seconds) / len(self._step_seconds)
         every = steps.eval_every
         evaluations = 0 if every is None else -(-steps.total // every) - done // every
-        return (steps.total - done) * pace + evaluations * self._dev_seconds
+        return (steps.total - done) * pace + evaluations * self._dev_seconds + self._end_seconds
 
     def total(self, rows: Sequence[Mapping[str, float]]) -> str:
         """Return how long the run took and what for, e.g. "3:12 for 200 steps: 1:50 steps, ...".

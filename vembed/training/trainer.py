@@ -101,7 +101,7 @@ class Trainer:
         """
         state = self.state
         try:
-            with self.clock.evaluating():
+            with self.clock.evaluating(comes_at_end=True):
                 baseline = self.evaluations.baseline()
             if self._evaluate_if_due():  # the one that the run was stopped in
                 self._save(best=True)

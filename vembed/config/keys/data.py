@@ -31,6 +31,16 @@ def _one_path(value: object) -> object:
     return as_one_path(value) if is_list and isinstance(value, list) else value
 
 
+def _one_dev_set(value: object) -> object:
+    """Refuse a list where one set chooses."""
+    if isinstance(value, list):
+        raise ValueError(
+            "one set chooses the best checkpoint; name the others in test_data_path, for a verdict on each, or in "
+            "guard_data, on which the model should lose nothing"
+        )
+    return value
+
+
 class DataKeys(SourceKeys):
     """Where the rows come from and what happens to broken ones."""
 
@@ -39,7 +49,7 @@ class DataKeys(SourceKeys):
         "Training data: file, folder, pattern or a list of those, [a.jsonl, b.jsonl]; hub id, `builtin:SET`, or a "
         "published set as `flickr30k:FOLDER`.",
     )
-    val_data_path: Name | None = key(
+    val_data_path: Annotated[Name | None, BeforeValidator(_one_dev_set)] = key(
         None, "Data that chooses the best checkpoint; null holds out a part of the training data."
     )
     val_fraction: Auto | Annotated[float, Field(gt=0, le=0.5)] = key(

@@ -8,7 +8,7 @@
 Steps are ordered by worth, and each one's rows are written as they come: `rows.jsonl` and `proof.md` in the output
 folder. A row has one of four states: `held` and `FAILED` (what must be true is, or isn't), `measured` (figures to read,
 nothing that must be), `skipped` (with the reason: what this version or machine can't do, or no time left). A step that
-fails, hangs or takes its process down is a row too, and the next one goes on in a fresh process. Exit code 1 says that
+fails, hangs or takes its process down is a row too, and the next one starts in a fresh process. Exit code 1 says that
 something failed. From a checkout nothing need be installed but torch and what a step names when it is skipped:
 PYTHONPATH=. python benchmarks/gpu_proof.py. How to read it: docs/gpu.md.
 """
@@ -127,7 +127,7 @@ def prove(steps: list[Step], report: Report, device: str, until: float) -> None:
 
 
 class Worker:
-    """A process that runs steps, with all that they start: what it can't survive is a row, and a new one goes on."""
+    """A process that runs steps, with all that they start: what it can't survive is a row, and a new one takes over."""
 
     def __init__(self, setting: Setting) -> None:
         context = multiprocessing.get_context("spawn")

@@ -24,7 +24,7 @@ ONLY_TRAINS: dict[str, Any] = {
     "weight_decay": 0.0,
     "warmup_ratio": 0.1,
 }
-"""Keys of a run that leaves a model and nothing to go on from."""
+"""Keys of a run that leaves a model and nothing to continue from."""
 
 
 def mean_over_seeds(results: Sequence[EvaluationResult], metric: str) -> EvaluationResult:

@@ -17,7 +17,7 @@ LONGEST_WORDS = 400
 """Most characters of a reason or an error in a row; the log has the whole of an error."""
 
 
-class Skipped(Exception):  # noqa: N818 - no error: the proof goes on
+class Skipped(Exception):  # noqa: N818 - no error: the proof continues
     """This machine, or what is installed on it, can't do a step; the message says why."""
 
 

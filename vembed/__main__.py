@@ -12,8 +12,8 @@ _USAGE = """usage: vembed [--plugins MODULE,...] COMMAND ...
 
 {listing}
 
-vembed help COMMAND tells more. vembed --version says which version this is. --plugins imports Python modules first,
-such as those that a model needs."""
+vembed help COMMAND shows the options of a command, vembed --version the version. --plugins imports Python modules
+first, such as one that defines a model."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""JSON that a run goes on from, read with suspicion: bounded in size and depth, finite, and of a given shape."""
+"""JSON that a run continues from, read with suspicion: bounded in size and depth, finite, and of a given shape."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_the_examples_of_the_readme_run(
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "README.md").read_text("utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    (example,) = re.findall(r"```python\n(import vembed\n.*?)```", text, flags=re.DOTALL)
     exec(compile(example, "README.md", "exec"), {})
     lines = re.findall(r"^vembed (?:encode|search) .*", text, flags=re.MULTILINE)
     commands = [shlex.split(line)[1:] for line in lines if "--serve" not in line]

@@ -229,7 +229,7 @@ def test_a_disk_that_refuses_in_the_middle_of_a_file_loses_nothing_and_training_
         assert names_in(tmp_path) == ["LATEST", "step-00000001"]
         assert_is_step(manager.load("auto"), 1)
         assert save_step(manager, 3).saved
-    assert "training goes on (failure 1 of 3 in a row)" in caplog.text
+    assert "training continues (failure 1 of 3 in a row)" in caplog.text
     assert save_step(manager, 4, rows=10_000).saved
 
 

@@ -227,7 +227,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated in a member": (cut(lambda end: end - 500), "truncated"),
     "truncated in a header": (cut(lambda end: end - 1000), "truncated"),
     "without its end": (cut(lambda end: end), "no end mark"),
-    "two put together": (cut(lambda end: end, b"\0" * 5000 + b"x"), "goes on behind its end"),
+    "two put together": (cut(lambda end: end, b"\0" * 5000 + b"x"), "data follows the end mark"),
     "empty": (lambda path: void(path.write_bytes(b"")), "the shard is empty"),
     "no tar": (lambda path: void(path.write_bytes(b"x" * 4096)), "no header of a tar member"),
     "a header with a flipped bit": (garble, "no header of a tar member"),

@@ -158,7 +158,7 @@ def test_the_loss_of_the_store_names_who_is_gone_and_how_to_go_on(monkeypatch: p
     lost = loss_of_store({0: beat(), 1: beat()}, own=1, is_orphan=False).with_advice(words)
     assert (lost.code, lost.rank) == (5, 1)
     assert lost.message == (
-        "the launcher at 10.0.0.1, or its machine or network, is gone (killed from outside?); resume goes on from "
+        "the launcher at 10.0.0.1, or its machine or network, is gone (killed from outside?); resume continues from "
         "out/checkpoints/step-00000020"
     )
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE")

@@ -110,7 +110,7 @@ def test_a_resumed_run_with_adapters_is_the_run_that_was_never_stopped(
     folder = stopped_after_three(lora, tmp_path)
     resumed = run_keys(tmp_path, site.keys(**LORA))
     assert resumed.code == 0, resumed.err
-    assert "resume: going on from" in resumed.out
+    assert "resume: continuing from" in resumed.out
     assert_same_run(lora.folder, folder)
 
 

@@ -128,7 +128,7 @@ def test_a_killed_worker_ends_the_run_with_5_and_the_same_command_goes_on(
     assert not any(map(lives, workers))
     resumed = run_process(config)
     assert resumed.code == 0, resumed.err
-    assert "resume: going on from" in resumed.out
+    assert "resume: continuing from" in resumed.out
     assert_same_run(whole, resumed.folder)
 
 

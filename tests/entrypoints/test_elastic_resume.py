@@ -1,4 +1,4 @@
-"""A run that goes on with its work spread in another way: the same batches, the same numbers to rounding."""
+"""A run that continues with its work spread in another way: the same batches, the same numbers to rounding."""
 
 from __future__ import annotations
 

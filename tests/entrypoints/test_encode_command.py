@@ -275,7 +275,7 @@ def test_an_encoding_that_a_signal_ends_goes_on_to_the_same_bytes(
     finally:
         process.kill()
     assert process.returncode == (75 if number == signal.SIGTERM else -9), err
-    assert number == signal.SIGKILL or "what is encoded is kept, and the same command goes on" in err
+    assert number == signal.SIGKILL or "what is encoded is kept, and the same command continues" in err
     assert [path.name for path in (tmp_path / "out").iterdir() if path.is_dir()] == [".i.part"]
     done = call("encode", bag, *words)
     assert "resuming after what an earlier start encoded" in done.out

@@ -1,4 +1,4 @@
-"""Vectors as Parquet, LanceDB or few bits are searched as the index is, and an encoding that broke off goes on."""
+"""Vectors as Parquet, LanceDB or few bits are searched as the index is, and an encoding that broke off continues."""
 
 from __future__ import annotations
 

@@ -196,7 +196,7 @@ def test_the_model_is_the_checkpoint_that_the_dev_set_chose(site: Site, tmp_path
     scores = {step: evaluation(outcome.folder, f"step-{step}")["metrics"]["ndcg@10"] for step in range(2, 13, 2)}
     best = max(scores, key=lambda step: (scores[step], -step))
     assert best < 12, "the learning rate must be so high that the last step isn't the best"
-    assert f"the best checkpoint is of step {best}" in outcome.out
+    assert f"step {best}, the best on the dev set" in outcome.out
     assert best in steps_saved(outcome.folder)
     kept = load_encoder(ModelKeys(model_name=str(outcome.folder / "model")))
     task = load_retrieval(str(site.dev), SourceOptions(role="validation"))
@@ -224,7 +224,7 @@ def test_a_run_that_makes_its_model_worse_keeps_a_trained_one_and_says_so(site: 
     spoilt = run_keys(tmp_path / "spoilt", keys)
     assert spoilt.code == 0, spoilt.err
     assert spoilt.last_line.startswith("worse: ndcg@10")
-    assert re.search("the best checkpoint is of step [24]", spoilt.out)
+    assert re.search("step [24], the best on the dev set", spoilt.out)
 
 
 def test_running_a_finished_run_again_trains_nothing_and_ends_the_same(site: Site, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_running_a_finished_run_again_trains_nothing_and_ends_the_same(site: Sit
     assert (second.code, second.last_line) == (0, first.last_line)
     assert second.rows == first.rows
     assert (second.folder / "model/model.safetensors").read_bytes() == weights
-    assert "resume: going on from" in second.out
+    assert "resume: continuing from" in second.out
 
 
 def test_early_stopping_ends_the_run_and_a_second_start_does_not_go_on(site: Site, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two processes in one output folder: the second is refused by every command that writes, and the first goes on."""
+"""Two processes in one output folder: the second is refused by every command that writes, and the first continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that runs out of memory goes on, as planned after the first time, in smaller chunks after the second."""
+"""A run that runs out of memory continues, as planned after the first time, in smaller chunks after the second."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_a_run_out_of_memory_is_repaired_counted_and_resumed_in_the_smaller_chun
     assert repaired.losses == pytest.approx(undisturbed.losses, rel=1e-10)
     assert limits_after(repaired, 1)["rows"] == 12
     assert 1 < limits_after(repaired, 6)["rows"] <= 4
-    for step, repeated in ((4, 0), (1, repairs)):  # each resumed run goes on as the one that never stopped
+    for step, repeated in ((4, 0), (1, repairs)):  # each resumed run continues as the one that never stopped
         with monkeypatch.context() as patch:
             limit_memory(patch, 4)
             checkpoint = repaired.folder / "checkpoints" / f"step-0000000{step}"
             resumed = run_keys(tmp_path / "repaired", keys | {"resume": str(checkpoint)})
         assert resumed.code == 0, resumed.err
-        assert resumed.out.partition("going on from")[2].count("out of memory in chunks of") == repeated
+        assert resumed.out.partition("continuing from")[2].count("out of memory in chunks of") == repeated
         assert resumed.same_rows == repaired.same_rows
 
 

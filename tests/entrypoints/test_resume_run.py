@@ -124,7 +124,7 @@ def test_a_run_killed_after_a_step_and_resumed_is_the_run_that_was_never_stopped
     assert not (tmp_path / "out/model").exists(), "killed before the end"
     resumed = run_here(config)
     assert resumed.code == 0, resumed.err
-    assert "resume: going on from" in resumed.out
+    assert "resume: continuing from" in resumed.out
     assert_same_run(whole, resumed.folder)
     saved = load_file(resumed.folder / "checkpoints/step-00000014/optimizer.safetensors")
     assert any(name.startswith("exp_avg/") for name in saved)
@@ -188,7 +188,7 @@ def test_sigterm_in_training_saves_that_step_exits_75_and_resumes_equal(
     assert "stopped by SIGTERM" in (tmp_path / "output.txt").read_text()
     resumed = run_here(config)
     assert resumed.code == 0, resumed.err
-    assert f"resume: going on from {tmp_path}/out/checkpoints/step-{rows[-1]['step']:08d}" in resumed.out
+    assert f"resume: continuing from {tmp_path}/out/checkpoints/step-{rows[-1]['step']:08d}" in resumed.out
     assert_same_run(whole, resumed.folder)
 
 
@@ -249,7 +249,7 @@ def test_the_best_checkpoint_is_found_again_when_its_evaluation_was_interrupted(
     assert run_here(config).code == 75
     monkeypatch.undo()
     resumed = run_here(config)
-    assert f"the best checkpoint is of step {best}" in resumed.out
+    assert f"step {best}, the best on the dev set" in resumed.out
     assert_same_run(whole.folder, resumed.folder)
 
 
@@ -329,7 +329,7 @@ def test_a_corrupt_newest_checkpoint_is_skipped_loudly_and_the_end_is_the_same(
     assert resumed.code == 0, resumed.err
     assert "warning: Checkpoint step-00000008 skipped" in resumed.out
     assert "optimizer.safetensors: the content has changed" in resumed.out
-    assert "step-00000006" in resumed.out.partition("going on from")[2].splitlines()[0]
+    assert "step-00000006" in resumed.out.partition("continuing from")[2].splitlines()[0]
     assert_same_run(whole_bert, resumed.folder)
 
 
@@ -348,7 +348,7 @@ def test_a_bent_newest_checkpoint_and_lost_rows_are_told_and_the_model_is_the_sa
     assert resumed.code == 0, resumed.err
     assert "warning: Checkpoint step-00000008 skipped" in resumed.out
     assert "manifest.json: stamp['config']" in resumed.out
-    assert "step-00000006" in resumed.out.partition("going on from")[2].splitlines()[0]
+    assert "step-00000006" in resumed.out.partition("continuing from")[2].splitlines()[0]
     assert "6 of the 6 steps up to the checkpoint are missing, and their numbers are lost" in resumed.out
     assert (stopped.folder / "metrics.jsonl.broken-1").read_text() == "\0" * 500
     assert [row["step"] for row in resumed.rows] == list(range(7, 13))
@@ -402,7 +402,7 @@ def test_a_checkpoint_of_another_folder_is_refused_because_its_baseline_is_not_h
     assert "set output_dir to the folder of the run" in refused.err
     moved = first.folder.rename(tmp_path / "moved")
     config = write_config(tmp_path / "third", site.keys(**BERT) | {"output_dir": str(moved)})
-    assert run_here(config).code == 0, "a folder that was moved as a whole goes on"
+    assert run_here(config).code == 0, "a folder that was moved as a whole continues"
 
 
 @pytest.mark.slow

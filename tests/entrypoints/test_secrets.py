@@ -91,7 +91,7 @@ def test_nothing_that_a_run_prints_or_writes_holds_a_secret(tmp_path: Path, capf
     said("--config_override", f"document_prompt=?token={CANARY} ", "max_steps=3", code=2)  # the difference is shown
     said("--config_override", f"document_prompt=?token={CANARY}2 ")  # a new token is the same run
     path.write_bytes((output / "config.yaml").read_bytes())
-    assert "query_prompt: *** stands where a secret was left out" in said(code=2)  # nothing goes on with the mask
+    assert "query_prompt: *** stands where a secret was left out" in said(code=2)  # nothing continues with the mask
     words = [str(output), "--checkpoint", "2", "--output", str(tmp_path / "exported")]
     assert export_main(words, program="vembed export") == 2
     assert "keeps no secrets, and model_name, query_prompt, document_prompt had one" in capfd.readouterr().err
@@ -107,8 +107,8 @@ def test_no_error_holds_a_secret(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert CANARY not in "".join(capsys.readouterr())
     assert CANARY not in "".join(each.read_text() for each in (tmp_path / "run").rglob("*") if each.is_file())
 
-    failure = Failure(75, 0, "host", f"resume goes on from {place}/run/checkpoints/step-00000003")
-    assert "goes on from /" in f"{failure} {failure.to_json()}"
+    failure = Failure(75, 0, "host", f"resume continues from {place}/run/checkpoints/step-00000003")
+    assert "continues from /" in f"{failure} {failure.to_json()}"
     assert CANARY not in f"{failure} {failure.to_json()}"
 
     def fail() -> int:

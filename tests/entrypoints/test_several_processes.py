@@ -135,13 +135,13 @@ def test_a_signal_to_the_launcher_saves_once_and_resuming_is_exact(
     assert process.wait(60) == 75, (config.parent / "output.txt").read_text("utf-8")
     found = exit_json(folder)
     assert found["code"] == 75
-    assert "resume goes on" in found["message"]
+    assert "resume continues" in found["message"]
     assert number.name in found["message"]
     assert 3 <= len(metric_rows(folder)) < 30
     assert len(list((folder / "checkpoints").glob("step-*"))) == 1
     resumed = run_process(config)
     assert resumed.code == 0, resumed.err
-    assert "resume: going on from" in resumed.out
+    assert "resume: continuing from" in resumed.out
     assert not (folder / "exit.json").exists()
     assert_same_run(folder, whole.folder)
 
@@ -189,7 +189,7 @@ def test_without_its_launcher_no_process_stays_behind_and_each_says_why_and_how_
     assert "Broken pipe" not in said
     for line in last:
         assert "the launcher on" in line
-        assert "gone (killed from outside?); resume goes on from" in line
+        assert "gone (killed from outside?); resume continues from" in line
         assert Path(line.rpartition(" ")[2]).is_dir()
     assert exit_json(folder)["code"] == 5
 

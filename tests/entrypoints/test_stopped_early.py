@@ -1,4 +1,4 @@
-"""Signals before and after the loop: one last word that says what was done and how to go on, and the code for it."""
+"""Signals before and after the loop: one last word that says what was done and how to continue, and the code for it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_signal_at_the_end_says_what_was_saved_and_the_same_command_ends_it(
         signal_before(patch, wiring, "finish_run", signal.SIGHUP)
         stopped = run_here(config)
     checkpoint = stopped.folder / "checkpoints/step-00000002"
-    words = f"stopped by SIGHUP while finishing; resume goes on from {checkpoint}"
+    words = f"stopped by SIGHUP while finishing; resume continues from {checkpoint}"
     assert (stopped.code, stopped.err.splitlines()) == (75, [f"error: {words}"])
     assert json.loads((stopped.folder / "exit.json").read_text("utf-8"))["message"] == words
     ended = run_here(config)

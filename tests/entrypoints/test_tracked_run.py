@@ -96,7 +96,9 @@ def test_a_tracker_that_fails_anywhere_is_told_once_with_advice_and_the_weights_
     assert outcome.code == 0
     assert untracked.last_line in outcome.out
     assert outcome.out.count("nobody listens") == 1
-    assert "Tracker tensorboard failed and is switched off; training goes on and metrics.jsonl has every" in outcome.out
+    assert (
+        "Tracker tensorboard failed and is switched off; training continues and metrics.jsonl has every" in outcome.out
+    )
     assert ("(plug it in): ConnectionError: nobody listens" in outcome.out) == (fails_at != "start")
     assert [call for call, _ in told][-1] == fails_at
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (outcome.folder, untracked.folder)]

@@ -1,4 +1,4 @@
-"""Ways through a space, on a trainer of arithmetic: what goes on, what is chosen, and the same after any stop."""
+"""Ways through a space, on a trainer of arithmetic: what continues, what is chosen, and the same after any stop."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ def test_a_killed_worker_is_an_error_that_says_so_soon(rows: Path, number: signa
             for step in range(1, 10_000):
                 loader.batch(step)
 
-    with pytest.raises(MachineError, match=f"killed by {number.name}.*same command goes on") as caught:
+    with pytest.raises(MachineError, match=f"killed by {number.name}.*same command continues") as caught:
         go_on()
     assert time.monotonic() - started < 60
     assert f"process {workers[1].pid}" in str(caught.value)

@@ -94,7 +94,7 @@ def test_an_output_folder_that_is_not_free_is_refused(data: Path) -> None:
     with pytest.raises(ConfigError, match="holds model, which no run wrote"):
         refuse_wrong_output(configured(data))
     (out / "plan.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"the model of a run, and no checkpoint to go on from\. Choose another"):
+    with pytest.raises(ConfigError, match=r"the model of a run, and no checkpoint to continue from\. Choose another"):
         refuse_wrong_output(configured(data))
     (out / "model").rmdir()
     refuse_wrong_output(configured(data))

@@ -166,7 +166,7 @@ def test_before_anything_asks_a_signal_leaves_at_once_but_not_out_of_the_handlin
                 time.sleep(3 * AGAIN_SECONDS)
                 done.append("told")
             time.sleep(3 * AGAIN_SECONDS)
-            done.append("and went on")
+            done.append("and continued")
 
     with pytest.raises(LeaveNow, match=r"^stopped by SIGTERM$") as caught:
         body()

@@ -1,4 +1,4 @@
-"""What a run saves and what it may go on from: spread in another way only where the user says so."""
+"""What a run saves and what it may continue from: spread in another way only where the user says so."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def tell_end(tracker: Tracker, folder: Path) -> None:
 
 
 def tell_all(name: str, folder: Path) -> None:
-    """A run of six steps that is stopped after step 4 and goes on from a checkpoint of step 2."""
+    """A run of six steps that is stopped after step 4 and continues from a checkpoint of step 2."""
     tracker = opened(name, folder)
     tracker.log_text(0, "plan", "plan\n  batch   256")
     tell_steps(tracker, [1, 2, 3, 4])

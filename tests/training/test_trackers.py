@@ -346,7 +346,7 @@ def test_a_disk_that_fills_up_under_tensorboard_is_one_warning_and_no_traceback(
     other.join()
     tracker.close()
     (record,) = caplog.records
-    assert record.message.startswith("Tracker tensorboard failed and is switched off; training goes on")
+    assert record.message.startswith("Tracker tensorboard failed and is switched off; training continues")
     assert record.message.endswith("OSError: [Errno 28] No space left on device")
     assert len(shown) == 1, "of the thread that isn't TensorBoard's"
 
@@ -417,7 +417,7 @@ def test_a_service_gets_every_number_by_its_own_package(tmp_path: Path, name: st
     ]
     assert finish == ["finish"]
     resumed = drive_stand_in(tmp_path, name, resume_step=4)
-    assert resumed[0][2] == run_id, "a resumed training goes on in the same run"
+    assert resumed[0][2] == run_id, "a resumed training continues in the same run"
     assert drive_stand_in(tmp_path, name)[0][2] != run_id
 
 

@@ -1,4 +1,4 @@
-"""The optimizer and what stands around it: schedule, decay, clipping, loss scaling, and going on from a checkpoint."""
+"""The optimizer and what belongs to it: schedule, decay, clipping, loss scaling, resuming from a checkpoint."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def train(
 
     Raises:
         VembedError: As the command line; `exit_code` is the code that it would have ended with.
-        Exception: What a callback has raised; the same call goes on after its step.
+        Exception: What a callback has raised; the same call continues after its step.
     """
     asked = Callbacks(callbacks)
     overrides: dict[str, object] = dict(keys)

@@ -52,7 +52,7 @@ class LoadedCheckpoint:
 def write_checkpoint(folder: Path, checkpoint: Checkpoint, ranks: Ranks, *, prepare: Callable[[int], None]) -> int:
     """Write a checkpoint into a new folder, each file forced to disk, the manifest last.
 
-    Every process must call it; an error on one is raised on all, so that they go on together.
+    Every process must call it; an error on one is raised on all, so that they continue together.
 
     Args:
         folder: Must not exist; only a rename by the caller turns it into a checkpoint.
@@ -180,7 +180,7 @@ def read_checkpoint(
             raise InvalidCheckpointError(f"{folder}: {error}") from error
         if missing := [name for name in required if name not in tensors and name not in state]:
             raise IncompleteCheckpointError(
-                f"{folder}: holds no {', '.join(missing)}, so the run can't go on exactly where it stopped "
+                f"{folder}: holds no {', '.join(missing)}, so the run can't continue exactly where it stopped "
                 f"(it holds {', '.join([*tensors, *state])}). Resume from another checkpoint, or set resume: never."
             )
         loaded = LoadedCheckpoint(folder, manifest.step, tensors, state, manifest.stamp, manifest.packages)

@@ -195,7 +195,7 @@ class CheckpointManager:
         """
         moved = [self.folder / name for name in self.ranks.from_first(lambda: self._folder.rename_after(step))]
         if moved and self.ranks.is_first:
-            _log.warning("The run goes on from step %d; later checkpoints are kept as %s", step, [*map(str, moved)])
+            _log.warning("The run continues from step %d; later checkpoints are kept as %s", step, [*map(str, moved)])
         return moved
 
     def make_room(self, kept: int) -> Path | None:
@@ -224,7 +224,7 @@ class CheckpointManager:
         self._failures += 1
         whole = self.ranks.from_first(self.whole_ones)
         if is_last:
-            again = f"the same command would go on from there: {whole}" if whole else "no earlier one is whole"
+            again = f"the same command would continue from there: {whole}" if whole else "no earlier one is whole"
             level = logging.WARNING if self.ranks.is_first else logging.DEBUG
             _log.log(level, "The last checkpoint is not saved in %s: %s; %s", self.folder, problem, again)
         elif self._failures >= MAX_FAILURES:
@@ -235,7 +235,7 @@ class CheckpointManager:
             ) from problem
         elif self.ranks.is_first:
             _log.warning(
-                "Checkpoint not saved in %s, training goes on (failure %d of %d in a row): %s",
+                "Checkpoint not saved in %s, training continues (failure %d of %d in a row): %s",
                 self.folder, self._failures, MAX_FAILURES, problem,
             )  # fmt: skip
         return SaveOutcome(None, problem=str(problem))
@@ -251,7 +251,7 @@ class CheckpointManager:
         return True
 
     def _refuse_unseen(self, folder: Path) -> None:
-        """Refuse to go on where a process doesn't see what the first one sees.
+        """Refuse to continue where a process doesn't see what the first one sees.
 
         Raises:
             MachineError: Names the process.

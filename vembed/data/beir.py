@@ -153,7 +153,7 @@ def beir_rows(part: BeirSplit) -> Iterator[tuple[int, dict[str, Any]]]:
     for query_id, grades in part.data.qrels.items():
         positives = [documents[name] for name, grade in grades.items() if grade > 0]
         negatives = [documents[name] for name, grade in grades.items() if grade == 0]
-        if positives and part.data.queries[query_id] != "":  # it was broken, and a check goes on without it
+        if positives and part.data.queries[query_id] != "":  # it was broken, and a check continues without it
             row = {"query": part.data.queries[query_id], "positive": positives, "negatives": negatives}
             yield part.query_lines[query_id], row | part.cells.get(query_id, {})
 

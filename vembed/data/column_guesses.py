@@ -24,7 +24,7 @@ _NEGATIVE = re.compile(
     "(_?(text|passage|document|doc|answer|sentence|context|response)s?)?"
     r"(_?\d+|_[a-z])?"
 )
-"""Names of hard negatives: what else goes on behind the prefix may be a score, a vote or a reason."""
+"""Names of hard negatives; a column with another word after the prefix may hold a score, a vote or a reason."""
 
 
 def guess(

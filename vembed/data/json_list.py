@@ -67,7 +67,7 @@ class JsonList:
             except (ValueError, RecursionError) as error:
                 raise self._broken(str(error), self._at) from error
             if end == len(self._text) and isinstance(value, (int, float)) and self._more():
-                continue  # a number may go on
+                continue  # a number may continue
             self._at = end
             return value
 

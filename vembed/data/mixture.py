@@ -1,6 +1,6 @@
 """How the rows of several sources share an epoch.
 
-Rows of a source come in a stream of random orders, one after the other, and every epoch goes on where the last one
+Rows of a source come in a stream of random orders, one after the other, and every epoch continues where the last one
 ended: no row comes again before all others of its source did. What an epoch holds is still a function of (seed, epoch).
 """
 

@@ -183,7 +183,7 @@ def _splits_evenly(sample: Sequence[str], delimiter: str, *, is_whole: bool) -> 
             for cells in reader:
                 widths |= {len(cells)} if cells and cells != [""] else set()
         except csv.Error:
-            if is_whole or reader.line_num < len(sample):  # else a row that goes on behind the sample
+            if is_whole or reader.line_num < len(sample):  # else a row that continues after the sample
                 return False
     return len(widths) == 1 and widths != {1}
 

@@ -1,8 +1,8 @@
 """Read tar shards in the form of WebDataset: members `KEY.EXTENSION`, those of one key in a row, are one sample.
 
 A shard is mapped, never unpacked, and its members are found once: what a picture holds stays where it is in the shard,
-known by offset and size. Anything but regular files is refused, as are names that lead out, pickles, members that
-stand twice, and shards that end early or go on behind their end.
+known by offset and size. Refused are members other than regular files, names that lead out of the shard, pickles, keys
+whose members are in two places, truncated shards, and shards with data after their end mark.
 """
 
 from __future__ import annotations
@@ -137,7 +137,9 @@ def members(path: Path) -> Iterator[Member]:
         if header is None:
             pieces = (bytes(shard[start : start + PIECE_BYTES]) for start in range(at, len(shard), PIECE_BYTES))
             if extended or any(piece.strip(b"\0") for piece in pieces):
-                raise DataError(f"{path.name}: byte {at:,}: the shard goes on behind its end; was it put together?")
+                raise DataError(
+                    f"{path.name}: byte {at:,}: data follows the end mark; was this made by joining shards?"
+                )
             return
         name, kind = extended.get("path", header.name), header.type
         size = _whole(extended.get("size"), header.size)

@@ -97,7 +97,7 @@ class LastWords:
 
     Attributes:
         doing: What it does now, behind "while"; empty before it begins.
-        checkpoint: The newest one that is whole, or that it goes on from.
+        checkpoint: The newest one that is whole, or that it continues from.
     """
 
     def __init__(self) -> None:
@@ -106,10 +106,10 @@ class LastWords:
 
     @property
     def advice(self) -> str:
-        """What was saved, and how to go on."""
+        """What was saved, and how to continue."""
         if self.checkpoint is None:
             return "nothing was saved, and the same command starts again"
-        return f"resume goes on from {self.checkpoint}"
+        return f"resume continues from {self.checkpoint}"
 
     def __str__(self) -> str:
         return f" while {self.doing}; {self.advice}" if self.doing else ""

@@ -30,7 +30,7 @@ _ELASTIC: Final = "torch.distributed.elastic"
 _HANDLED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 
 
-_GO_ON: Final = "The same command goes on from the last checkpoint"
+_GO_ON: Final = "The same command continues from the last checkpoint"
 
 
 def launch(script: Path, words: Sequence[str], *, num_processes: int, called: str, stop_seconds: int) -> int:

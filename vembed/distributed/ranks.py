@@ -134,7 +134,7 @@ class Ranks:
         return found
 
     def require_equal(self, facts: Mapping[str, str]) -> None:
-        """Refuse to go on where processes differ: other settings, data or packages on one machine train no one model.
+        """Refuse to continue where processes differ in settings, data or packages: they would not train one model.
 
         Args:
             facts: What must be the same on each: name for people -> value.

@@ -145,7 +145,7 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, norm: Tensor) 
 
 
 def keep_asked_dtype(block: nn.Module) -> None:
-    """Let a layer of open_clip go on naming the type of its weights, not that in which they are held or gathered.
+    """Let a layer of open_clip continue naming the type of its weights, not that in which they are held or gathered.
 
     Its text tower asks the first layer, and would round the residual stream to bfloat16, which autocast doesn't.
     """

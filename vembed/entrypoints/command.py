@@ -49,7 +49,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what names a configuration: CONFIG, --config and --config_override."""
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="YAML or JSON file")
     parser.add_argument(
-        "--config", dest="config_option", type=Path, metavar="CONFIG", help="the same file, as an option"
+        "--config", dest="config_option", type=Path, metavar="CONFIG", help="the configuration as an option instead"
     )
     parser.add_argument(
         "--config_override",

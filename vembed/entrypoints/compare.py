@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 DESCRIPTION = (
-    "Compare runs: what they differ in, the metrics of their models with paired tests on the same queries, curves, "
-    "time and memory, and the queries that each wins and loses against the first."
+    "Compare runs: settings that differ, metrics with paired tests on the same queries, curves, time and memory, and "
+    "the queries that each run wins and loses against the first."
 )
 
 

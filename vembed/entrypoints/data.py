@@ -23,16 +23,15 @@ if TYPE_CHECKING:
     from vembed.data.splits import Role, SourceOptions
     from vembed.evaluation.encode import ItemEncoder
 
-DESCRIPTION = "Look at training data before anything trains on them."
+DESCRIPTION = "Check training data, or show some of it."
 
 CHECK_DESCRIPTION = (
-    "Look for what is wrong with a data set: rows that can't be used, duplicates, contradictions, broken pictures, and "
-    "with --against what leaks into an evaluation. Say how long its texts are, what they are written in, and how its "
-    "classes spread."
+    "Find the problems of a data set: unusable rows, duplicates, contradictions, broken pictures and, with --against, "
+    "leaks into an evaluation. Report text lengths, languages and class balance."
 )
 CHECK_EPILOG = (
-    "Exit code: 0 without errors, 3 with errors (rows that can't be used, broken pictures, contradictions, leaked "
-    "queries). Warnings fail with --strict only, notes never. 2: a wrong option; 5: the machine can't do it."
+    "Exit code: 0 without errors, 3 with errors (unusable rows, broken pictures, contradictions, leaked queries). With "
+    "--strict, warnings count as errors; notes never do. 2: wrong option; 5: this machine can't do it."
 )
 
 
@@ -40,8 +39,8 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     """Parse the command line of a look at data."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     commands = parser.add_subparsers(dest="action", required=True, metavar="check|show")
-    check = commands.add_parser("check", description=CHECK_DESCRIPTION, epilog=CHECK_EPILOG, help="find what is wrong")
-    show = commands.add_parser("show", description="Print rows as training would see them.", help="print a few rows")
+    check = commands.add_parser("check", description=CHECK_DESCRIPTION, epilog=CHECK_EPILOG, help="find problems")
+    show = commands.add_parser("show", description="Print rows as training sees them.", help="print a few rows")
     for each in (check, show):
         _add_data_arguments(each)
     check.add_argument(
@@ -50,26 +49,28 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         action="extend",
         default=[],
         metavar="TEST",
-        help="evaluation data, whose queries must not be in PATH",
+        help="evaluation data whose queries must not be in PATH",
     )
     check.add_argument("--against-split", metavar="SPLIT", help="split of the evaluation data; default: the test split")
     check.add_argument("--json", type=Path, metavar="FILE", help="write all findings with examples as JSON")
-    check.add_argument("--html", type=Path, metavar="FILE", help="write them as a page")
-    check.add_argument("--strict", action="store_true", help="exit with 3 for warnings too")
+    check.add_argument("--html", type=Path, metavar="FILE", help="write all findings as an HTML page")
+    check.add_argument("--strict", action="store_true", help="also exit with 3 on warnings")
     check.add_argument(
         "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
     )
-    show.add_argument("--rows", type=int, default=3, metavar="N", help="how many rows (default 3)")
+    show.add_argument("--rows", type=int, default=3, metavar="N", help="number of rows; default: 3")
     return parser.parse_args(arguments)
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="data as data_path takes them")
+    parser.add_argument("path", metavar="PATH", help="training data: anything that the key data_path accepts")
     add_row_arguments(parser)
     parser.add_argument(
-        "--loss-type", default="infonce", metavar="NAME", help="whose columns are read (default infonce)"
+        "--loss-type", default="infonce", metavar="NAME", help="loss whose columns are read; default: infonce"
     )
-    parser.add_argument("--model", metavar="MODEL", help="count its tokens; check: look for unlabelled answers too")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="count tokens with this model; check also looks for unlabelled answers with it"
+    )
     add_model_arguments(parser)
     add_picture_argument(parser)
 

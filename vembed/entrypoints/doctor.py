@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vembed.config.load import LoadedConfig
 
 DESCRIPTION = (
-    "Look at devices, memory, versions and environment variables, let two processes compute one training step "
-    "together, compare its gradients with plain autograd, and say what to fix. Exits with 5 where something is wrong."
+    "Check devices, memory, versions and environment variables, run one training step on two processes, compare its "
+    "gradients with plain autograd, and say what to fix. Exits with code 5 if it finds a problem."
 )
 
 
@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Look at the machine, test it, and say what to fix."""
+    """Check and test this machine, and say what to fix."""
     parsed = parse_arguments(arguments, program=program)
     # What an earlier launcher left in the environment is for the doctor to find; only a plan would wait for processes.
     return run_command(lambda: _run(parsed), log_to_stderr=parsed.json, in_several=parsed.config is None)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from vembed.distributed.ranks import Ranks
 
-DESCRIPTION = "Encode a corpus for vembed search: a folder with vectors, ids and a FAISS index, or a table of them."
+DESCRIPTION = "Encode a corpus for vembed search, into a folder with vectors, ids and a FAISS index, or into a table."
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
@@ -37,14 +37,14 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         required=True,
         metavar="CORPUS",
         help="BEIR folder; folder of pictures; JSONL, CSV, TSV or Parquet with ids and texts or pictures; .txt with "
-        "one document a line; builtin:SET",
+        "one document per line; builtin:SET",
     )
     parser.add_argument(
         "--output",
         type=Path,
         required=True,
         metavar="DIR",
-        help="gets vectors, ids, FAISS index, thumbnails, meta.json; FILE.parquet becomes a Parquet file",
+        help="folder for vectors, ids, FAISS index, thumbnails and meta.json; FILE.parquet writes a Parquet file",
     )
     parser.add_argument(
         "--format",
@@ -52,7 +52,10 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         help="index (a folder, default), parquet (one file), lancedb (a table in a folder; needs vembed[lancedb])",
     )
     parser.add_argument(
-        "--side", choices=("document", "query"), default="document", help="side whose prompt the texts get"
+        "--side",
+        choices=("document", "query"),
+        default="document",
+        help="add the prompt of this side to the texts; default: document",
     )
     parser.add_argument(
         "--index",
@@ -78,7 +81,10 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument("--text-column", metavar="NAME", help="default: text, document, passage, contents or content")
     parser.add_argument("--image-column", metavar="NAME", help="default: image, positive_image or image_path")
     parser.add_argument(
-        "--image-root", type=Path, metavar="DIR", help="paths of pictures start here; default: the corpus's folder"
+        "--image-root",
+        type=Path,
+        metavar="DIR",
+        help="folder that picture paths start from; default: the corpus's folder",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an index that is there")
     add_model_arguments(parser)
@@ -110,7 +116,7 @@ def _run(parsed: argparse.Namespace, watchdog: Watchdog) -> int:
 
         quiet_libraries()
         runtime = start_runtime(deterministic=False, watchdog=watchdog)
-        stop = stack.enter_context(StopSignal(advice="what is encoded is kept, and the same command goes on"))
+        stop = stack.enter_context(StopSignal(advice="what is encoded is kept, and the same command continues"))
         runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output, beside=True)))
         refuse_taken(output, parsed.data, overwrite=parsed.overwrite)  # before a model is loaded
         stack.enter_context(stop.asking(runtime.ranks.agreement(runtime.device)))

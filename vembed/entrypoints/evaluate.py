@@ -59,14 +59,14 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         "--mteb",
         nargs="+",
         metavar="NAME",
-        help="benchmarks or tasks of MTEB instead, e.g. NanoBEIR; needs vembed[mteb]",
+        help="MTEB benchmarks or tasks instead of --data, e.g. NanoBEIR; needs vembed[mteb]",
     )
     parser.add_argument(
         "--output",
         type=Path,
         required=True,
         metavar="DIR",
-        help="gets leaderboard.html, .md, .json, MODEL/SET/run.trec; of pairs: report.html, .md, .json",
+        help="folder for leaderboard.html, .md, .json and MODEL/SET/run.trec; for pairs: report.html, .md, .json",
     )
     parser.add_argument("--metric", default=DEFAULT_METRIC, metavar="M", help="metric to compare by; default: ndcg@10")
     parser.add_argument("--split", help="split of the sets; default: their test split")
@@ -82,26 +82,26 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         default=[],
         type=int,
         metavar="N",
-        help="also rank N candidates for each hit of --quantize and --dims by the full vectors, e.g. 4 10",
+        help="also rescore N candidates per hit of --quantize and --dims with the full vectors, e.g. 4 10",
     )
     parser.add_argument(
         "--index", nargs="+", default=[], metavar="F", help="also search FAISS indexes, e.g. HNSW32 IVF64,Flat:nprobe=8"
     )
     parser.add_argument("--no-keep-vectors", action="store_true", help="don't keep vectors on disk for the next run")
     parser.add_argument(
-        "--image-root", type=Path, metavar="DIR", help="paths of pictures start here; default: the set's"
+        "--image-root", type=Path, metavar="DIR", help="folder that picture paths start from; default: the set's"
     )
     parser.add_argument(
         "--label-kind",
         choices=get_args(LabelKind),
         default="auto",
-        help="what numbers in the column label of rows say (docs/data.md); grade and pair measure the pairs of rows "
+        help="what numbers in the column label mean (docs/data.md); grade and pair evaluate the pairs themselves "
         "instead of a search (docs/benchmark.md)",
     )
     parser.add_argument(
         "--both-directions",
         action="store_true",
-        help="sets of texts and pictures are also searched in reverse, as NAME reversed; gives rsum",
+        help="also search sets of texts and pictures in reverse (shown as NAME reversed), and report rsum",
     )
     add_model_arguments(parser)
     return parser.parse_args(arguments)
@@ -242,7 +242,7 @@ def _evaluate(parsed: argparse.Namespace, *, command: str) -> int:
 
     quiet_libraries()
     runtime = start_runtime(deterministic=False)
-    with StopSignal(advice="what is done is kept, and the same command goes on") as stop:
+    with StopSignal(advice="what is done is kept, and the same command continues") as stop:
         options = _benchmark_options(parsed, device=runtime.device, variants=variants, k=k, poll=stop.poll)
         models = [_model_keys(parsed, name) for name in parsed.models if name not in BM25_NAMES]
         entries = []

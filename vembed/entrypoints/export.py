@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Write a model into a folder that sentence-transformers, transformers or open_clip loads, with a model card "
-    "(README.md) of what its run left. What was written is read back and must give the same vectors."
+    "(README.md) made from the records of its run. The folder is loaded again and must give the same vectors."
 )
 FORMATS = ("auto", "sentence-transformers", "transformers", "open_clip", "pylate", "onnx")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -36,16 +36,21 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument(
         "--format", choices=FORMATS, default="auto", help="library to write for; default: auto, the model's own"
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="type of the stored weights; default: that of the model")
+    parser.add_argument("--dtype", choices=DTYPES, help="data type of the stored weights; default: that of the model")
     parser.add_argument("--overwrite", action="store_true", help="replace the model that DIR holds")
     parser.add_argument(
-        "--checkpoint", type=int, metavar="STEP", help="a checkpoint of the run, finished or not, in place of its model"
+        "--checkpoint",
+        type=int,
+        metavar="STEP",
+        help="export this checkpoint of the run instead of its model; the run may be unfinished",
     )
     graphs = parser.add_argument_group("for --format onnx: a sentence-transformers folder with ONNX graphs in onnx/")
-    graphs.add_argument("--int8", action="store_true", help="write a graph with weights of 8 bits too")
-    graphs.add_argument("--opset", type=int, metavar="N", help="version of ONNX's operators; default: that of torch")
+    graphs.add_argument("--int8", action="store_true", help="also write a graph with 8-bit weights")
+    graphs.add_argument("--opset", type=int, metavar="N", help="ONNX operator set version; default: that of torch")
     graphs.add_argument(
-        "--allow-lower", action="store_true", help="keep a graph whose vectors have a cosine below 0.999 to the model's"
+        "--allow-lower",
+        action="store_true",
+        help="accept a graph whose vectors have a cosine below 0.999 to the model's",
     )
     add_card_arguments(parser)
     add_source_arguments(parser)
@@ -53,7 +58,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Write a model with its card, for the library that loads it."""
+    """Export a model with its card for another library."""
     parsed = parse_arguments(arguments, program=program)
     return run_command(lambda: _run(parsed))
 

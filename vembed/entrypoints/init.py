@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from vembed.data.columns import ColumnsRead
 
 DESCRIPTION = (
-    "Write a configuration that trains on DATA: the keys that most runs set, each with a comment, chosen by the "
-    "columns of the data, and checked."
+    "Write a configuration that trains on DATA: the keys that most runs set, chosen from the columns of the data, each "
+    "with a comment."
 )
 BUILTIN_DATA = "builtin:stdlib-code"
 TEXT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -39,7 +39,9 @@ FEW_ROWS = 1_000
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Write a configuration for your data."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("data", nargs="?", metavar="DATA", help="as data_path takes it; default: a built-in set")
+    parser.add_argument(
+        "data", nargs="?", metavar="DATA", help="training data: file, folder or hub id; default: a built-in set"
+    )
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("config.yaml"), metavar="FILE", help="default: config.yaml"
     )

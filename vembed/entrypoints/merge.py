@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from vembed.models.encoder import Encoder, Form
 
 DESCRIPTION = (
-    "Merge models that were trained from the same one: a tuned model keeps more of what it could before when some of "
-    "the old weights come back. Give the weights, or sets to choose them on."
+    "Merge models that were trained from the same base: mixing some of the old weights back in helps a tuned model to "
+    "keep its earlier abilities. Give the weights, or sets to choose them on."
 )
 METHODS = ("linear", "slerp")
 WEIGHT_NOISE = 1e-6
@@ -53,10 +53,16 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     how.add_argument("--data", nargs="+", metavar="SET", help="dev sets to choose the weights on")
     choosing = parser.add_argument_group("when weights are chosen")
     choosing.add_argument(
-        "--guard", nargs="+", default=[], metavar="SET", help="sets on which the first model's quality must be kept"
+        "--guard",
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help="sets on which the merged model must stay as good as the first",
     )
     choosing.add_argument("--split", help="split of the sets of --data; default: their validation split")
-    choosing.add_argument("--guard-split", metavar="SPLIT", help="split of those of --guard; default: that of --split")
+    choosing.add_argument(
+        "--guard-split", metavar="SPLIT", help="split of the sets of --guard; default: that of --split"
+    )
     choosing.add_argument("--metric", default="ndcg@10", metavar="M", help="metric to choose by; default: ndcg@10")
     choosing.add_argument("--steps", type=int, default=10, metavar="N", help="try weights in steps of 1/N; default: 10")
     choosing.add_argument(
@@ -84,7 +90,7 @@ def _run(parsed: argparse.Namespace, command: str) -> int:
 def _check(parsed: argparse.Namespace) -> None:
     """Refuse what can't be done, before torch is imported, which takes seconds."""
     if len(parsed.models) < 2:
-        raise ConfigError("vembed merge takes at least two models, first the one whose quality is to be kept")
+        raise ConfigError("vembed merge takes at least two models; put the one to preserve first")
     if parsed.steps < 1:
         raise ConfigError(f"--steps must be at least 1, got {parsed.steps}")
     if parsed.batch_size < 1:
@@ -129,7 +135,7 @@ def _merge(parsed: argparse.Namespace, output: Path, command: str) -> int:
     sets = _load_sets(parsed)
     computing = [each.model_copy(update={"torch_dtype": "float32"}) for each in keys]
     facts = {"method": parsed.method, "vembed": version("vembed"), "torch": version("torch")}
-    with StopSignal(advice="evaluations that are done are kept, and the same command goes on") as stop:
+    with StopSignal(advice="evaluations that are done are kept, and the same command continues") as stop:
         encoders = [load_encoder(each).eval() for each in computing]
         work, weights, report = output.with_name(f".{output.name}.merging"), parsed.weights, None
         identities = _identities(encoders) if weights is None else ()

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from vembed.training.guards import StopSignal
 
 DESCRIPTION = (
-    "Mine hard negatives: for each row, documents that a model ranks near its query and that nobody labelled relevant."
+    "Mine hard negatives: for each row, documents that a model ranks high for its query and that aren't labelled as "
+    "relevant."
 )
 
 
@@ -41,12 +42,23 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     """Parse the command line of a mining."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     parser.add_argument("model", metavar="MODEL", help="hub id, local folder, or the output folder of a run")
-    parser.add_argument("--data", required=True, metavar="PATH", help="rows with queries and positives, as data_path")
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE", help="FILE.jsonl or FILE.parquet; beside it FILE-report/"
+        "--data",
+        required=True,
+        metavar="PATH",
+        help="rows with queries and positives: anything that the key data_path accepts",
     )
     parser.add_argument(
-        "--corpus", metavar="CORPUS", help="further documents, as vembed encode takes them; default: those of the rows"
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="FILE.jsonl or FILE.parquet; a report goes to FILE-report/",
+    )
+    parser.add_argument(
+        "--corpus",
+        metavar="CORPUS",
+        help="more documents, in the forms of vembed encode --data; default: only those of the rows",
     )
     add_row_arguments(parser)
     parser.add_argument(
@@ -133,7 +145,7 @@ def _run(parsed: argparse.Namespace, command: str, watchdog: Watchdog) -> int:
     quiet_libraries()
     runtime = start_runtime(deterministic=False, watchdog=watchdog)
     ranks = runtime.ranks
-    with ExitStack() as stack, StopSignal(advice="what is done is kept, and the same command goes on") as stop:
+    with ExitStack() as stack, StopSignal(advice="what is done is kept, and the same command continues") as stop:
         ranks.from_first(lambda: stack.enter_context(hold_output(output, beside=True)))
         stack.enter_context(stop.asking(ranks.agreement(runtime.device)))
         _mine(parsed, command, (keys, source), output, runtime, stop)

@@ -23,7 +23,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model; needs a commit"
     )
-    parser.add_argument("--allow-pickle", action="store_true", help="read pickled weights, with weights_only")
+    parser.add_argument("--allow-pickle", action="store_true", help="allow pickled weights (read with weights_only)")
     parser.add_argument("--bf16", action="store_true", help="encode in bfloat16")
 
 
@@ -71,7 +71,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--trust-remote-code", action="store_true", help="run code that comes with the model; needs a commit"
     )
-    source.add_argument("--allow-pickle", action="store_true", help="read pickled weights, with weights_only")
+    source.add_argument("--allow-pickle", action="store_true", help="allow pickled weights (read with weights_only)")
 
 
 def source_keys(parsed: argparse.Namespace, model: str) -> ModelKeys:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from vembed.plan.plan import Plan
 
-DESCRIPTION = "Say how a run would be trained, and what every other way would cost."
+DESCRIPTION = "Show how a run would train, and what every other way would cost."
 
 ASSUMED_RECORDS = 100_000
 """Records of a run whose data nobody reads."""
@@ -32,7 +32,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser = argparse.ArgumentParser(
         prog=program,
         description=DESCRIPTION,
-        epilog="With --devices or --model-config, neither data nor weights are read. Without them the plan is for this "
+        epilog="With --devices or --model-config, neither data nor weights are read. Otherwise the plan is for this "
         "machine, and plan.json is written to the output folder; --json prints it instead.",
     )
     add_config_arguments(parser)
@@ -43,7 +43,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         help="JSON file with the model's shape, used instead of the model (configs/shapes)",
     )
     parser.add_argument(
-        "--records", type=int, metavar="N", help=f"records to assume where no data are read ({ASSUMED_RECORDS:,})"
+        "--records", type=int, metavar="N", help=f"rows to assume when no data are read; default: {ASSUMED_RECORDS:,}"
     )
     parser.add_argument("--details", action="store_true", help="also list every reason and every way to train")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -51,7 +51,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
-    """Print what a run would do, and stop."""
+    """Show how a run would train, here or on other devices."""
     parsed = parse_arguments(arguments, program=program)
     elsewhere = parsed.devices is not None or parsed.model_config is not None
     if not elsewhere and not parsed.json and parsed.records is None:

@@ -21,10 +21,12 @@ def add_row_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="THEIRS=OURS",
-        help="what a column is, e.g. title=positive; THEIRS=null drops it",
+        help="rename columns, e.g. title=positive; THEIRS=null drops one",
     )
-    parser.add_argument("--label-kind", choices=get_args(LabelKind), default="auto", help="what numbers in label say")
-    parser.add_argument("--image-root", metavar="DIR", help="paths of pictures start here; default: the data's folder")
+    parser.add_argument("--label-kind", choices=get_args(LabelKind), default="auto", help="what numbers in label mean")
+    parser.add_argument(
+        "--image-root", metavar="DIR", help="folder that picture paths start from; default: the data's folder"
+    )
 
 
 def row_keys(parsed: argparse.Namespace) -> DataKeys:

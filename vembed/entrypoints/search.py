@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vembed.search.index import Hit
     from vembed.search.searcher import Searcher
 
-DESCRIPTION = "Search what vembed encode wrote. Without a query, queries are read from the input, one a line."
+DESCRIPTION = "Search what vembed encode wrote. Without QUERY, queries are read from standard input, one per line."
 PROMPT = "query> "
 FALLBACK_WIDTH = 100
 """Columns where there is no terminal to ask."""
@@ -44,19 +44,21 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         type=Path,
         action="append",
         metavar="PATH",
-        help="picture to search with; a query beside it says what should differ; may be given again",
+        help="picture to search with; QUERY then says what should differ; repeat it for several pictures",
     )
-    parser.add_argument("-k", type=int, default=10, metavar="N", help="documents per query (default 10)")
+    parser.add_argument("-k", type=int, default=10, metavar="N", help="documents per query; default: 10")
     parser.add_argument(
         "--rescore",
         type=int,
         metavar="N",
-        help="candidates for each hit that the full vectors rank; default: 4 for an int8 or binary index, else 0",
+        help="rank N candidates per hit by their full vectors; default: 4 for an int8 or binary index, else 0",
     )
-    parser.add_argument("--model", metavar="MODEL", help="default: the model that the index names")
-    parser.add_argument("--json", action="store_true", help="one JSON object per query and line")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="encode queries with this model; default: the one that the index names"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per query")
     parser.add_argument("--serve", action="store_true", help="open a search page on this machine")
-    parser.add_argument("--port", type=int, metavar="N", help="port of the page (default 8000; 0 takes a free one)")
+    parser.add_argument("--port", type=int, metavar="N", help="port of the page; default: 8000; 0 takes a free one")
     add_model_arguments(parser)
     add_picture_argument(parser)
     return parser.parse_args(arguments)

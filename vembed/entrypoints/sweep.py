@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from vembed.sweeping.trials import Outcome
 
 DESCRIPTION = (
-    "Train a configuration once for each of several values, and choose the best by the dev set. Each trial is a run of "
-    "its own, in DIR/trials; the same command goes on with a sweep that was stopped."
+    "Train a configuration with several values of some keys, and choose the best by the dev set. Each trial is a run "
+    "in DIR/trials. The same command continues a sweep that was stopped."
 )
 
 DECIDES_STEPS = (
@@ -71,14 +71,16 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         help="values to try: learning_rate=1e-5,2e-5, or a range to draw from: learning_rate=1e-6..1e-4",
     )
     way = parser.add_mutually_exclusive_group()
-    way.add_argument("--random", type=int, metavar="N", help="draw N combinations; default: all of them")
-    way.add_argument("--optuna", type=int, metavar="N", help="let Optuna suggest N combinations, one after another")
+    way.add_argument("--random", type=int, metavar="N", help="draw N random combinations; default: try all")
+    way.add_argument(
+        "--optuna", type=int, metavar="N", help="try N combinations that Optuna suggests, one after another"
+    )
     parser.add_argument(
         "--halving",
         action="store_true",
-        help="train all with a part of their steps, then the better half anew with twice as many, until two are left",
+        help="train all trials for part of the steps, then the better half again for twice as many, until two are left",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is drawn or suggested; default: 0")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --random and --optuna; default: 0")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the sweep; default: OUTPUT_DIR-sweep")
     parser.add_argument("--dry-run", action="store_true", help="list the trials with their steps and time, and stop")
     return parser.parse_args(arguments)
@@ -138,7 +140,7 @@ def _checked(parsed: argparse.Namespace) -> _Sweep:
     if parsed.optuna is not None:
         import_optuna()
         if parsed.halving:
-            raise ConfigError("--halving and --optuna both say which trials go on; leave one out")
+            raise ConfigError("--halving and --optuna both say which trials continue; leave one out")
     choices = _choices(parsed, tried)
     trials = [Trial(trial_name(number, choice, of=len(choices)), choice) for number, choice in enumerate(choices, 1)]
     configs = _configs(parsed, trials)

@@ -31,18 +31,20 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
     from vembed.training.wiring.run import Mode
 
-DESCRIPTION = "Train an embedding model from one configuration file, and judge it against what it was before."
+DESCRIPTION = "Train an embedding model from a configuration file, and compare it with the untrained model."
 
 
 def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
     """Parse the command line of a training run."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
     add_config_arguments(parser)
-    parser.add_argument("--resume", metavar="auto|never|PATH", help="overrides the key resume")
+    parser.add_argument(
+        "--resume", metavar="auto|never|PATH", help="continue from a checkpoint; overrides the key resume"
+    )
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--validate", action="store_true", help="check the configuration and stop")
     only.add_argument("--plan", action="store_true", help="print the plan, write plan.json and stop")
-    only.add_argument("--dry-run", action="store_true", help="load everything, do one step, write nothing and stop")
+    only.add_argument("--dry-run", action="store_true", help="load everything, do one step and stop; writes nothing")
     parser.add_argument(
         "--details", action="store_true", help="with --plan: also list every reason and every way to train"
     )

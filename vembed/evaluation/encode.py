@@ -140,7 +140,7 @@ class _Collected:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """Items of one modality that all ranks encode before any goes on."""
+    """Items of one modality that all ranks encode before any continues."""
 
     batch: _Collected  # where their vectors go
     shares: list[NDArray[np.int64]]  # places in the batch of the items of each rank

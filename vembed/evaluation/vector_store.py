@@ -1,8 +1,8 @@
 """Vectors by the identity of what they are of, in blocks on disk that are each whole or not there.
 
 1. A block is an `ArrayFile`: its record lists the identities; its key is what made the vectors, and the list's hash.
-2. What no whole block holds is computed and written as further blocks, so that a process that was killed goes on behind
-   its last block, and a set that has grown pays for its new items alone.
+2. What no whole block holds is computed and written as further blocks: a process that was killed continues after its
+   last block, and a set that has grown pays for its new items alone.
 3. All ranks compute, the first one writes, all map the same files into memory.
 
 Shape legend: U distinct identities, R wanted rows, T dim of the vectors.

@@ -56,7 +56,7 @@ def out_of_memory_advice(error: BaseException) -> str | None:
         )
     if any(words in str(error) for words in _COLLECTIVES):
         return (
-            "NCCL found no memory for its buffers, and no process can go on: torch held the rest of the device. Set "
+            "NCCL found no memory for its buffers, and no process can continue: torch held the rest of the device. Set "
             "gradient_cache_chunk_tokens or batch_size to a smaller number, retain: 0, or end other programs on it"
         )
     return None

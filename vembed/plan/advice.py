@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from vembed.plan.problem import Mode, PlanningProblem
     from vembed.plan.strategy import Choice
 
-GIGABYTE = 1e9
-"""Documents about sharding count in these; everything else here is in GiB."""
-
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -70,13 +67,13 @@ def _oom_ladder(problem: PlanningProblem, choice: Choice) -> tuple[str, ...]:
 
 
 def _zero_lines(problem: PlanningProblem) -> tuple[str, ...]:
-    """Return the formulas of the ZeRO stages with this model's numbers, in 10^9 bytes; nothing on one device."""
+    """Return the formulas of the ZeRO stages with this model's numbers; nothing on one device."""
     count, model = problem.devices.count, problem.model
     if count == 1:
         return ()
     plain = replace(problem, config=problem.config.model_copy(update={"use_lora": False}))
-    held = model.num_parameters * model.bytes_per_value / GIGABYTE
-    size = f"M = {show_count(model.num_parameters)} parameters x {model.bytes_per_value} bytes = {held:.3g} GB"
+    held = model.num_parameters * model.bytes_per_value
+    size = f"M = {show_count(model.num_parameters)} parameters x {model.bytes_per_value} bytes = {show_bytes(held)}"
     lines = [f"{size}, k = {ADAM_STATES} (AdamW), N = {count}, before activations"]
     stages = (
         ("DP M(1+1+k)", 2 + ADAM_STATES, Way("ddp")),
@@ -86,10 +83,10 @@ def _zero_lines(problem: PlanningProblem) -> tuple[str, ...]:
     )
     for name, factor, way in stages:
         sizes = weigh(plain, way).bytes_per_device
-        here = (sizes.parameters + sizes.gradients + sizes.optimizer) / GIGABYTE
+        here = sizes.parameters + sizes.gradients + sizes.optimizer
         same = abs(here - factor * held) < 0.01 * here
-        differs = "" if same else f"; here {here:.3g} GB, by what trains and in which type weights are gathered"
-        lines.append(f"{name} = {factor * held:.3g} GB{differs}")
+        differs = "" if same else f"; here {show_bytes(here)}, by what trains and in which type weights are gathered"
+        lines.append(f"{name} = {show_bytes(factor * held)}{differs}")
     return tuple(lines)
 
 

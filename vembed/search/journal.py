@@ -1,7 +1,7 @@
 """What a killed encoding has done: files that only grow, and a line about each slice whose bytes are on disk.
 
 1. A slice's bytes are appended and reach the disk, then its line in journal.jsonl does.
-2. A later start cuts the files behind the last line that is whole and true, and goes on with the next slice.
+2. A later start cuts the files behind the last line that is whole and true, and continues with the next slice.
 3. Slices are encoded by themselves, so that the bytes are those of an encoding that was never killed.
 """
 

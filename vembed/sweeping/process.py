@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vembed.sweeping.trials import Trial
 
-GO_ON = "what is done is kept, and the same command goes on"
+GO_ON = "what is done is kept, and the same command continues"
 
 POLL_SECONDS: Final = 0.2
 WAIT_SECONDS: Final = 600.0
@@ -185,7 +185,7 @@ class PlanFailedError(VembedError):
 
 
 def _own(folder: Path) -> dict[str, str]:
-    """Return the settings of a run that a sweep goes on with."""
+    """Return the settings of a run that a sweep continues with."""
     quoted = "'" + str(folder).replace("'", "''") + "'"  # a path may look like a number, or open a list
     return {"output_dir": quoted, "resume": "auto", "overwrite_output_dir": "false", "seeds": "null"}
 

@@ -1,4 +1,4 @@
-"""What a sweep was asked for, kept in its folder: the same command goes on with it, another one is refused."""
+"""What a sweep was asked for, kept in its folder: the same command continues it, another one is refused."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Request:
         if differences:
             listed = "\n".join(differences)
             raise ConfigError(
-                f"{folder} was begun with something else:\n{listed}\nSet this back to go on with it, choose another "
+                f"{folder} was begun with something else:\n{listed}\nSet this back to continue it, choose another "
                 f"folder, or delete it to start anew"
             )
         return replace(self, steps=before.steps)

@@ -293,6 +293,6 @@ def refuse_unfit(config: Config, *, launcher: str) -> None:
         )
     if config.resume != "auto":
         raise ConfigError(
-            f"resume {redact(config.resume)}: each of several seeds goes on by itself; delete {config.output_dir} to "
+            f"resume {redact(config.resume)}: each of several seeds continues by itself; delete {config.output_dir} to "
             f"start anew, or choose another output_dir"
         )

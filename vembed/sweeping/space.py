@@ -32,8 +32,8 @@ DIGITS = 3
 
 FIXED = {
     "output_dir": "each trial has a folder of its own; --output names the sweep's",
-    "overwrite_output_dir": "a sweep goes on with what it has; give another --output to start anew",
-    "resume": "a sweep goes on with what it has; give another --output to start anew",
+    "overwrite_output_dir": "a sweep continues with what it has; give another --output to start anew",
+    "resume": "a sweep continues with what it has; give another --output to start anew",
     "seeds": "write --try seed=1,2,3",
     "metric_for_best_model": "it is what the trials are compared by",
     "eval_strategy": "it decides which dev results the trials are compared by",

@@ -2,7 +2,7 @@
 
 1. A trial whose folder has an `outcome.json` is done: finished, or failed with a reason. It isn't trained again;
    without its folder it is. One that failed for its configuration or the machine leaves none.
-2. Any other is trained by a runner, which goes on from the run's own checkpoints where there are some.
+2. Any other is trained by a runner, which continues from the run's own checkpoints where there are some.
 3. What came of it is read from the run's folder, so that a sweep that was killed between 2 and 3 loses nothing.
 """
 
@@ -86,13 +86,13 @@ class TryAgainError(VembedError):
 
 
 class Runner(Protocol):
-    """Trains a trial into a folder, or goes on with it there."""
+    """Trains a trial into a folder, or continues it there."""
 
     def __call__(self, trial: Trial, folder: Path) -> str:
         """Return why it failed; nothing where it finished.
 
         Raises:
-            PreemptedError: A signal asked to stop; the same call goes on.
+            PreemptedError: A signal asked to stop; the same call continues.
             TryAgainError: It failed, and the same call may finish later.
         """
 

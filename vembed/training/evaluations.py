@@ -66,7 +66,7 @@ class Evaluations:
         return task
 
     def require_baseline(self) -> None:
-        """Refuse to go on with a trained model where the result of the untrained one is gone.
+        """Refuse to continue with a trained model where the result of the untrained one is gone.
 
         Raises:
             MachineError: It can't be measured any more.

@@ -149,7 +149,7 @@ def _load_kept(parts: FinishParts, state: RunState) -> int:
     loaded = None if state.best_step == state.step else parts.checkpoints.load_best()
     kept = state.step if loaded is None else loaded
     if kept == state.best_step:
-        _log.info("%-*s  the best checkpoint is of step %d", LABEL_COLUMNS, "kept", kept)
+        _log.info("%-*s  step %d, the best on the dev set", LABEL_COLUMNS, "kept", kept)
     else:
         _log.warning("step %d was the best, but has no whole checkpoint; step %d is kept", state.best_step, kept)
     return kept
@@ -159,7 +159,7 @@ def _export(encoder: Encoder | None, output: OutputFolder, checkpoints: Checkpoi
     """Write the model, whole or not at all; where the disk is full, older checkpoints make room for it.
 
     The newest whole checkpoint stays in any case, and the one that the model is of: until the model is written, they
-    are all that there is of the run, and a run that goes on from them gives the same model once there is room.
+    are all that there is of the run, and a run that continues from them gives the same model once there is room.
     """
     assert encoder is not None
     while True:
@@ -173,7 +173,7 @@ def _export(encoder: Encoder | None, output: OutputFolder, checkpoints: Checkpoi
             removed = checkpoints.make_room(kept) if is_full else None
             if removed is None:
                 whole = checkpoints.whole_ones()
-                again = f"the same command goes on from there: {whole}" if whole else "no checkpoint is whole"
+                again = f"the same command continues from there: {whole}" if whole else "no checkpoint is whole"
                 raise MachineError(
                     f"{output.model} can't be written: {error}. It takes about {show_bytes(model_bytes(encoder))}: "
                     f"free some space, and run again; {again}"

@@ -1,7 +1,7 @@
 """What batches of hard negatives are chosen by: a vector of each training row, as a model sees it.
 
 A row's vector is the sum of those of its query and of its first positive, each of unit length. The starting model's are
-encoded before step 1, whatever step a run goes on from, and kept on disk for as long as the run is.
+encoded before step 1, whatever step a run continues from, and kept on disk for as long as the run is.
 """
 
 from __future__ import annotations

@@ -334,5 +334,5 @@ def _obituary(worker: BaseProcess, num_workers: int) -> str:
     }.get(code, "num_workers=0 decodes in the training process and may show why")
     return (
         f"a data worker (process {worker.pid}, one of num_workers: {num_workers}) {how}; {why}. The last "
-        f"checkpoint is whole, and the same command goes on from it"
+        f"checkpoint is whole, and the same command continues from it"
     )

@@ -49,7 +49,7 @@ EARLY_END = ["exit.json"]
 
 
 class _LogFile(logging.FileHandler):
-    """The log's file; where it can't be written any more, that is said once, and the run goes on."""
+    """The log's file; where it can't be written any more, that is said once, and the run continues."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802 - the signature that logging calls
         logger = logging.getLogger("vembed")
@@ -139,7 +139,7 @@ class OutputFolder:
         if self.holds_run and not overwrite:
             what, way = "another run", "Go on with it (resume=auto), choose"
             if not self._holds_checkpoints:
-                what, way = "the model of a run, and no checkpoint to go on from", "Choose"
+                what, way = "the model of a run, and no checkpoint to continue from", "Choose"
             raise ConfigError(
                 f"output_dir {self.path} holds {what}. {way} another output_dir, or delete it with "
                 f"overwrite_output_dir=true"

@@ -49,7 +49,7 @@ class RunClock:
         self._end_seconds = 0.0  # of the evaluation of the untrained model, which that of the kept one repeats
 
     def go_on(self, evaluations: Path) -> None:
-        """Count the evaluations of a run that goes on, which their folder tells of; its steps are in metrics.jsonl."""
+        """Count the evaluations before a run was resumed, by their folder; its steps are in metrics.jsonl."""
         self._earlier_evaluation = evaluation_seconds(evaluations)
         read = (json.loads(path.read_text("utf-8")) for path in evaluations.glob("**/baseline/metrics.json"))
         self._end_seconds = sum(each["seconds"] for each in read)

@@ -170,7 +170,7 @@ def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON],
     if spread and not elastic:
         raise ConfigError(
             f"{checkpoint.path} was saved by a run whose work was spread otherwise:{_listed(spread)}\nSet "
-            f"resume_elastic=true to go on: the global batches stay the same, the numbers agree to rounding and no "
+            f"resume_elastic=true to continue: the global batches stay the same, the numbers agree to rounding and no "
             f"longer bit for bit. Or resume as it was saved"
         )
     for each in spread:
@@ -189,7 +189,7 @@ class RunCheckpoints:
     words: LastWords = field(default_factory=LastWords)  # hears of what was saved
 
     def save(self, state: RunState, *, best: bool, is_last: bool = False) -> Path | None:
-        """Save the present step. A disk that refuses is warned of by the manager, and training goes on.
+        """Save the present step. A disk that refuses is warned of by the manager, and training continues.
 
         Args:
             is_last: Whether the model is written next: the checkpoint must leave room for it.

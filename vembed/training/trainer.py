@@ -131,7 +131,9 @@ class Trainer:
             return
         if self._last_saved != self.state.step:
             self._save(best=False)
-        failure.add_note(f"raised by a callback; the run is saved at step {self.state.step}, and the same call goes on")
+        failure.add_note(
+            f"raised by a callback; the run is saved at step {self.state.step}, and the same call continues"
+        )
         raise failure
 
     def _is_over(self) -> bool:

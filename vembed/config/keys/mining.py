@@ -28,47 +28,47 @@ class MiningKeys(Section):
     )
     mine_corpus: Name | None = key(
         None,
-        "Further documents that negatives are mined from: a file, folder or set, as vembed encode takes them; null "
-        "takes the documents of the training data alone.",
+        "More documents to mine negatives from: a file, folder or set, in the forms of vembed encode --data; null uses "
+        "only the documents of the training data.",
         acts_with=_MINES,
     )
     mine_teacher: Name | None = key(
         None,
-        "Better model, whose scores margins and bounds look at: hub id or folder of any encoder or cross-encoder of "
-        "sentence-transformers (vembed[st]); null takes those of the model that mines.",
+        "Better model, whose scores the margins and bounds use: hub id or folder of any encoder or cross-encoder of "
+        "sentence-transformers (vembed[st]); null uses the scores of the mining model.",
         acts_with=_MINES,
     )
     mine_negatives: Count = key(
-        4, "Most hard negatives that are mined for each row.", unit="documents", acts_with=_MINES
+        4, "Largest number of hard negatives mined for each row.", unit="documents", acts_with=_MINES
     )
     mine_range_min: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = key(
         0,
-        "The nearest documents that are passed over: with 10, the 11th is the first candidate.",
+        "Number of nearest documents to skip: with 10, the 11th is the first candidate.",
         unit="documents",
         acts_with=_MINES,
     )
     mine_range_max: Count = key(
         100,
-        "How far down the ranking candidates are looked for; known positives don't count.",
+        "Lowest rank of a candidate; known positives aren't counted.",
         unit="documents",
         acts_with=_MINES,
     )
     mine_relative_margin: Share | None = key(
         0.05,
         "A candidate must score at most (1 - this) times the score of the query's best positive (0.05: 95%); null "
-        "takes all.",
+        "turns this off.",
         acts_with=_MINES,
     )
     mine_absolute_margin: NonNegative | None = key(
         None,
-        "A candidate must score at least this much below the query's best positive; null asks for nothing.",
+        "A candidate must score at least this much below the query's best positive; null turns this off.",
         acts_with=_MINES,
     )
     mine_min_score: float | None = key(
-        None, "Candidates that score less are left out; null leaves none out.", acts_with=_MINES
+        None, "Candidates that score less are left out; null turns this off.", acts_with=_MINES
     )
     mine_max_score: float | None = key(
-        None, "Candidates that score more are left out; null leaves none out.", acts_with=_MINES
+        None, "Candidates that score more are left out; null turns this off.", acts_with=_MINES
     )
     mine_sampling: Literal["top", "random"] = key(
         "top",
@@ -81,7 +81,7 @@ class MiningKeys(Section):
         acts_with=_MINES,
     )
     mine_replace: bool = key(
-        False, "Drop the negatives that the rows have; else the mined ones stand behind them.", acts_with=_MINES
+        False, "Replace the negatives of the rows; otherwise the mined ones are added after them.", acts_with=_MINES
     )
 
     def mining(self) -> dict[str, Any]:

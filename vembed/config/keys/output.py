@@ -1,4 +1,4 @@
-"""Keys of what is written and how a run goes on."""
+"""Keys of what is written and how a run continues."""
 
 from typing import Annotated, Any, Literal
 
@@ -64,7 +64,7 @@ class OutputKeys(Section):
     )
     resume: Name = key(
         "auto",
-        "auto goes on from the newest valid checkpoint, never starts anew, a path names one.",
+        "auto continues from the newest valid checkpoint; never starts over; a path names a checkpoint.",
         on_resume="harmless",
     )
     resume_elastic: bool = key(

@@ -190,7 +190,7 @@ def _has_reverse(task: RetrievalData, label: str) -> bool:
 
 
 def load_model(model: ModelKeys) -> Encoder:
-    """Load a model; the program's random numbers go on as if nothing had been drawn."""
+    """Load a model; the program's random numbers continue as if nothing had been drawn."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(UNTRAINED_SEED)
         return load_encoder(model)

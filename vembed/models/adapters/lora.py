@@ -262,7 +262,7 @@ def merge_adapters(encoder: Encoder) -> None:
     those that they stand for.
 
     Args:
-        encoder: With adapters; it can't go on training them.
+        encoder: With adapters; it can't continue training them.
     """
     for host in _hosts(encoder):
         _merge(host.network)

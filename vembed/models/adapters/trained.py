@@ -58,7 +58,7 @@ def save_trained(encoder: Encoder, model: Path, adapter: Path) -> None:
     """Write an encoder as an ordinary model; adapters are written beside it first and then merged for good.
 
     Args:
-        encoder: At the end of its training: it can't go on afterwards.
+        encoder: At the end of its training: it can't continue afterwards.
         adapter: Folder of the adapters alone, in peft's format; written where there are any.
     """
     if has_adapters(encoder):

@@ -21,7 +21,7 @@ class Tracker:
 
     Args:
         folder: Its own, for what it writes; the first to write makes it.
-        resume_step: Step of the checkpoint that the run goes on from: later ones come again; 0 from the start.
+        resume_step: Step of the checkpoint that the run continues from: later ones come again; 0 from the start.
         config: Key -> value of the run, without secrets.
     """
 
@@ -87,7 +87,7 @@ class Tracker:
 
 
 class GuardedTracker(Tracker):
-    """Pass everything to another tracker until it fails; then warn once and go on without it."""
+    """Pass everything to another tracker until it fails; then warn once and continue without it."""
 
     def __init__(self, tracker: Tracker, *, name: str) -> None:
         self._tracker: Tracker | None = tracker
@@ -146,9 +146,9 @@ class GuardedTracker(Tracker):
 
 
 def warn_of_failure(name: str, error: Exception, advice: str) -> None:
-    """Say that a run goes on without a tracker, and what would help."""
+    """Say that a run continues without a tracker, and what would help."""
     _log.warning(
-        "Tracker %s failed and is switched off; training goes on and metrics.jsonl has everything (%s): %s: %s",
+        "Tracker %s failed and is switched off; training continues and metrics.jsonl has everything (%s): %s: %s",
         name, advice, type(error).__name__, error,
     )  # fmt: skip
 

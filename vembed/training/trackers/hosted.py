@@ -31,7 +31,7 @@ class HostedTracker(Tracker, ABC):
     The package is imported here and the run is opened at the first thing to send, so that a missing package ends the
     run before training, and a service that can't be reached is switched off by the guard.
 
-    A resumed training goes on in the run that it began, and does not send again the steps that the service has.
+    A resumed training continues in the run that it began, and does not send again the steps that the service has.
 
     Raises:
         MachineError: The package is missing.
@@ -121,7 +121,7 @@ class HostedTracker(Tracker, ABC):
         (self.folder / "sent.json").write_text(json.dumps(self._sent), "utf-8")
 
     def _run_id(self) -> str:
-        """Return the id of the service's run: a resumed training goes on in the one that it began."""
+        """Return the id of the service's run: a resumed training continues in the one that it began."""
         path = self.folder / "run_id"
         if self.resume_step and path.is_file():
             return path.read_text("utf-8")

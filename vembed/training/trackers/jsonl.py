@@ -82,7 +82,7 @@ class JsonlTracker(Tracker):
         """Drop the rows after a step, and a last line that a crash cut off; atomic, and nothing when there are none.
 
         Args:
-            step: Of the checkpoint that the run goes on from; 0 drops everything.
+            step: Of the checkpoint that the run continues from; 0 drops everything.
 
         Returns:
             Lines dropped.

@@ -28,8 +28,12 @@ MOST_METRICS, MOST_PARAMETERS = 1000, 100
 """What a server takes in one call."""
 
 
-PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
-"""What MLflow asks of the environment where the user sets nothing: by its own numbers a run would wait for minutes."""
+ENVIRONMENT = {
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "30",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+}
+"""Variables of MLflow, unless the user sets them: by its own it would wait for minutes, and log how it makes tables."""
 
 
 class MlflowTracker(HostedTracker):
@@ -42,9 +46,9 @@ class MlflowTracker(HostedTracker):
     advice = "see that MLFLOW_TRACKING_URI answers; MLflow's local database comes with pip install 'vembed[mlflow]'"
 
     def __init__(self, folder: Path, *, resume_step: int = 0, config: Mapping[str, object] | None = None) -> None:
-        super().__init__(folder, resume_step=resume_step, config=config)
-        for name, value in PATIENCE.items():
+        for name, value in ENVIRONMENT.items():  # before MLflow is imported
             os.environ.setdefault(name, value)
+        super().__init__(folder, resume_step=resume_step, config=config)
         self._client: Any = None
         self._waiting: list[Any] = []
         self._flushed = time.monotonic()

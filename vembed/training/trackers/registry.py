@@ -41,7 +41,7 @@ def open_trackers(
 
     Args:
         report_to: Their names; "none" is none, "all" is each of ours whose package is installed.
-        resume_step: Step of the checkpoint that the run goes on from; 0 for a run from the start.
+        resume_step: Step of the checkpoint that the run continues from; 0 for a run from the start.
 
     Raises:
         MachineError: The disk refuses metrics.jsonl, or a tracker misses a package.

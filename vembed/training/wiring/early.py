@@ -63,7 +63,7 @@ def refuse_wrong_inputs(config: Config, *, needs_data: bool = True) -> None:
 
 
 def refuse_wrong_output(config: Config) -> None:
-    """Refuse an output folder in which the run can neither start nor go on.
+    """Refuse an output folder in which the run can neither start nor continue.
 
     Raises:
         VembedError: The folder can't be written, holds something else, or a checkpoint of another configuration.
@@ -115,14 +115,14 @@ def accepted_differences(checkpoint: Path, saved: Mapping[str, Any], config: Con
 
 
 def refuse_other_place(checkpoint: Path, output: OutputFolder) -> None:
-    """Refuse to go on from a checkpoint of another folder.
+    """Refuse to continue from a checkpoint of another folder.
 
     Raises:
         ConfigError: The checkpoint isn't among those of the output folder.
     """
     if checkpoint.resolve().parent != output.checkpoints.resolve():
         raise ConfigError(
-            f"resume: {checkpoint} is not in {output.checkpoints}, and a run goes on only beside its baseline and "
+            f"resume: {checkpoint} is not in {output.checkpoints}, and a run continues only beside its baseline and "
             f"its metrics.jsonl; set output_dir to the folder of the run that the checkpoint is of"
         )
 
@@ -157,7 +157,7 @@ def _refuse_wrong_data(config: Config) -> None:
 
 
 def _newest_checkpoint(config: Config, output: OutputFolder) -> Path | None:
-    """Return the checkpoint that the run would go on from, as far as the sizes of its files tell."""
+    """Return the checkpoint that the run would continue from, as far as the sizes of its files tell."""
     if config.resume != "auto":
         named = Path(config.resume)
         refuse_other_folder(named)

@@ -23,6 +23,7 @@ from vembed.training.batches import BatchSource
 from vembed.training.epochs import EpochBatches
 from vembed.training.evaluations import Evaluations
 from vembed.training.frozen import FrozenItems, find_frozen
+from vembed.training.guards import NonFiniteGuard
 from vembed.training.hard_vectors import HardVectors
 from vembed.training.loading import BatchLoader
 from vembed.training.optimizer import Schedule, Updater
@@ -53,9 +54,10 @@ if TYPE_CHECKING:
     from vembed.plan.plan import Plan
     from vembed.training.batches import Batches
     from vembed.training.epochs import EpochWork
-    from vembed.training.guards import StopSignal
+    from vembed.training.guards import Agree, StopSignal
     from vembed.training.inputs import RunData
     from vembed.training.output import OutputFolder
+    from vembed.training.state import RunState
     from vembed.training.stored import StoredVectors
     from vembed.training.teacher import Answers, Teacher
     from vembed.training.trackers.base import Tracker
@@ -327,6 +329,17 @@ def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:
         with_bm25=run.config.bm25,
         both_directions=measures_both_directions(run.config, run.data),
         ranks=ranks,
+    )
+
+
+def build_guard(run: Run, state: RunState, agree: Agree) -> NonFiniteGuard:
+    """Build what watches for steps that aren't finite; it counts those before the checkpoint too."""
+    return NonFiniteGuard(
+        run.config.nonfinite_policy,
+        limit=run.config.max_skipped_steps,
+        folder=run.output.path if run.runtime.ranks.is_first else None,
+        skipped=state.skipped_steps,
+        agree=agree,
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a run goes on from."""
+"""Where a run continues from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 def resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> LoadedCheckpoint | None:
-    """Return the checkpoint to go on from, after checking that it is of this configuration."""
+    """Return the checkpoint to continue from, after checking that it is of this configuration."""
     if config.resume == "never":
         return None
     manager = CheckpointManager(output.checkpoints, keep_last=config.save_total_limit, ranks=runtime.ranks)
@@ -38,7 +38,7 @@ def resume_point(config: Config, runtime: Runtime, output: OutputFolder) -> Load
     assert isinstance(saved, dict)
     for difference in accepted_differences(checkpoint.path, saved, config):
         _log.info("resume: %s was %r and is %r now", difference.key, difference.old, difference.new)
-    _log.info("resume: going on from %s", checkpoint.path)
+    _log.info("resume: continuing from %s", checkpoint.path)
     return checkpoint
 
 

@@ -27,7 +27,7 @@ from vembed.plan.table import comparison
 from vembed.training.callbacks import Callbacks, EndEvent
 from vembed.training.checks import dry_run, refuse_batch_norm
 from vembed.training.finish import FinishParts, RunResult, finish_run, package_versions
-from vembed.training.guards import NonFiniteGuard, StopSignal
+from vembed.training.guards import StopSignal
 from vembed.training.output import OutputFolder
 from vembed.training.progress import RunClock, measured_step_seconds
 from vembed.training.saving import refuse_other_run
@@ -49,6 +49,7 @@ from vembed.training.wiring.parts import (
     build_checkpoints,
     build_engine,
     build_evaluations,
+    build_guard,
     build_trackers,
     build_updater,
     epoch_facts,
@@ -65,13 +66,17 @@ from vembed.training.wiring.resume_point import resume_point
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from vembed.checkpoint.contents import LoadedCheckpoint
     from vembed.config.schema import Config
     from vembed.distributed.runtime import Runtime
     from vembed.models.encoder import Encoder
+    from vembed.plan.plan import Plan
+    from vembed.training.batches import Batches
+    from vembed.training.evaluations import Evaluations
     from vembed.training.inputs import RunData
-
+    from vembed.training.saving import RunCheckpoints
 
 _log = logging.getLogger(__name__)
 
@@ -150,38 +155,16 @@ def _run(
     runtime.ranks.require_equal({**hashed_values(config), **package_versions(), "callbacks": callbacks.names})
     with ExitStack() as stack, ExitStack() as starting:
         starting.enter_context(collector_paused())
-        if not runtime.ranks.is_first:
-            stack.enter_context(_only_warnings())
-        if mode == "train":
-            runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output.path)))
-        checkpoint = resume_point(config, runtime, output) if mode == "train" else None
-        watchdog.words.checkpoint = None if checkpoint is None else checkpoint.path
-        watchdog.words.doing = "reading the data"
-        data = load_data(config)
-        runtime.ranks.from_first(lambda: _claim(config, output, mode, is_fresh=checkpoint is None))
-        if mode == "train":
-            watchdog.exit_files.own(output.path, is_main=runtime.ranks.is_first)
-        if mode == "train" and runtime.ranks.is_first:
-            stack.enter_context(output.log_file())
-        stack.enter_context(compile_errors_explained())
-        run = _assemble(config, runtime, output, data, checkpoint, mode)
-        watchdog.words.doing = "beginning"
-        model = {"model": config.model_name, **run.encoder.describe(), **data.read}
-        facts = {**model, "device": runtime.machine.device_name}
-        if launcher:
-            facts["started by"] = launcher
+        run = _open(config, runtime, output, mode, stack)
         needs, free = _disk_needs(run), free_bytes(output.path)
-        facts["disk"] = needs.line(free)
-        noted = run.plan.noting(*notes, *asked, first=True)
-        _log.info("%s", explain(noted, facts=facts, step_seconds=measured_step_seconds(output, noted)))
-        full = explain_fully(noted, facts=facts)
-        if details:
-            _log.info("%s\n%s", full, comparison(run.plan))
+        started = {"started by": launcher} if launcher else {}
+        facts = {"device": runtime.machine.device_name, **started, "disk": needs.line(free)}
+        full = _tell_plan(run, run.plan.noting(*notes, *asked, first=True), facts, details=details)
         if mode == "dry-run":
             _dry_run(run)
             return None
-        if checkpoint is not None:  # before anything of the run that it is of is replaced
-            refuse_other_run(checkpoint, run_identity(run), elastic=config.resume_elastic)
+        if run.checkpoint is not None:  # before any file of the checkpoint's run is replaced
+            refuse_other_run(run.checkpoint, run_identity(run), elastic=config.resume_elastic)
         if mode == "plan":
             runtime.ranks.from_first(lambda: _write_plan(run, given))
             return None
@@ -190,6 +173,38 @@ def _run(
         runtime.ranks.from_first(lambda: _write_settings(run, given))
         starting.close()
         return _train(run, command, full, stop, callbacks, clock)
+
+
+def _open(config: Config, runtime: Runtime, output: OutputFolder, mode: Mode, stack: ExitStack) -> Run:
+    """Take the output folder until `stack` is closed, find the checkpoint, read the data, and build the run's parts."""
+    watchdog = runtime.watchdog
+    if not runtime.ranks.is_first:
+        stack.enter_context(_only_warnings())
+    if mode == "train":
+        runtime.ranks.from_first(lambda: stack.enter_context(hold_output(output.path)))
+    checkpoint = resume_point(config, runtime, output) if mode == "train" else None
+    watchdog.words.checkpoint = None if checkpoint is None else checkpoint.path
+    watchdog.words.doing = "reading the data"
+    data = load_data(config)
+    runtime.ranks.from_first(lambda: _claim(config, output, mode, is_fresh=checkpoint is None))
+    if mode == "train":
+        watchdog.exit_files.own(output.path, is_main=runtime.ranks.is_first)
+        if runtime.ranks.is_first:
+            stack.enter_context(output.log_file())
+    stack.enter_context(compile_errors_explained())
+    run = _assemble(config, runtime, output, data, checkpoint, mode)
+    watchdog.words.doing = "beginning"
+    return run
+
+
+def _tell_plan(run: Run, noted: Plan, facts: Mapping[str, str], *, details: bool) -> str:
+    """Print the plan on one screen, and the rest with `details`; return all of it."""
+    facts = {"model": run.config.model_name, **run.encoder.describe(), **run.data.read, **facts}
+    _log.info("%s", explain(noted, facts=facts, step_seconds=measured_step_seconds(run.output, noted)))
+    full = explain_fully(noted, facts=facts)
+    if details:
+        _log.info("%s\n%s", full, comparison(run.plan))
+    return full
 
 
 def _dry_run(run: Run) -> None:
@@ -304,8 +319,8 @@ def _train(
     run: Run, command: str, shown_plan: str, stop: StopSignal | None, callbacks: Callbacks, clock: RunClock
 ) -> RunResult:
     """Run the loop from where it stands, and finish."""
-    config = run.config
-    run.runtime.watchdog.words.doing = "choosing batches"
+    words = run.runtime.watchdog.words
+    words.doing = "choosing batches"
     run = with_hard_batches(run)
     run.encoder.train()
     updater = build_updater(run)
@@ -316,14 +331,6 @@ def _train(
     trackers = build_trackers(run, state.step)
     ranks = run.runtime.ranks
     agree = ranks.agreement(run.runtime.device)
-    guard = NonFiniteGuard(
-        config.nonfinite_policy,
-        limit=config.max_skipped_steps,
-        folder=run.output.path if ranks.is_first else None,
-        skipped=state.skipped_steps,
-        agree=agree,
-    )
-    words = run.runtime.watchdog.words
     with closing(trackers), StopSignal() if stop is None else nullcontext(stop) as stop, stop.asking(agree):
         words.doing = "training"
         track_start(trackers, state.step, plan=shown_plan)
@@ -331,50 +338,62 @@ def _train(
         if state.step > 0:
             evaluations.require_baseline()
             clock.go_on(run.output.path / "evaluation")
-        stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
-        words.doing = "asking the teacher" if run.teacher else words.doing
-        answers = said(run, evaluations.encode.poll)
-        words.doing = "training"
-        with batches(run, evaluations.encode, stored, answers) as source:
-            engine = build_engine(run, state.step_limits)
+        with _open_batches(run, evaluations) as source:
             trainer = Trainer(
                 state=state,
                 plan=run.plan,
                 source=source,
-                engine=engine,
+                engine=build_engine(run, state.step_limits),
                 updater=updater,
                 evaluations=evaluations,
                 checkpoints=checkpoints,
                 trackers=trackers,
-                guard=guard,
+                guard=build_guard(run, state, agree),
                 stop=stop,
                 ranks=ranks,
-                output_keys=config,
-                evaluation_keys=config,
-                seed=config.seed,
+                output_keys=run.config,
+                evaluation_keys=run.config,
+                seed=run.config.seed,
                 callbacks=callbacks,
                 clock=clock,
             )
             baseline = trainer.run()
         words.doing = "finishing"
-        finish = FinishParts(
-            output=run.output,
-            evaluations=evaluations,
-            checkpoints=checkpoints,
-            fresh=lambda: build_encoder(config, run.plan, run.output, run.data, keep=True),
-            ranks=ranks,
-            plan=run.plan,
-            config=plain_values(config),
-            data=replace(run.data, more_facts=epoch_facts(run.output)),
-            max_image_pixels=config.max_image_pixels,
-            machine=run.runtime.machine,
-            command=command,
-            clock=clock,
-        )
+        finish = _finish_parts(run, evaluations, checkpoints, command, clock)
         result = finish_run(finish, state, baseline)
         callbacks.ask(EndEvent(result), ranks)
         words.doing = "telling the trackers"  # of a large model this takes long; no other rank waits
-        track_end(trackers, result, finish, step=state.step, log_model=config.log_model)
+        track_end(trackers, result, finish, step=state.step, log_model=run.config.log_model)
         if callbacks.failure is not None:
             raise callbacks.failure
         return result
+
+
+def _open_batches(run: Run, evaluations: Evaluations) -> AbstractContextManager[Batches]:
+    """Compute what batches carry beside their rows (vectors of frozen parts, a teacher's answers), and open them."""
+    words = run.runtime.watchdog.words
+    stored = None if run.frozen is None else run.frozen.stored(evaluations.encode)
+    words.doing = "asking the teacher" if run.teacher else words.doing
+    answers = said(run, evaluations.encode.poll)
+    words.doing = "training"
+    return batches(run, evaluations.encode, stored, answers)
+
+
+def _finish_parts(
+    run: Run, evaluations: Evaluations, checkpoints: RunCheckpoints, command: str, clock: RunClock
+) -> FinishParts:
+    """Collect what the end of a run reads."""
+    return FinishParts(
+        output=run.output,
+        evaluations=evaluations,
+        checkpoints=checkpoints,
+        fresh=lambda: build_encoder(run.config, run.plan, run.output, run.data, keep=True),
+        ranks=run.runtime.ranks,
+        plan=run.plan,
+        config=plain_values(run.config),
+        data=replace(run.data, more_facts=epoch_facts(run.output)),
+        max_image_pixels=run.config.max_image_pixels,
+        machine=run.runtime.machine,
+        command=command,
+        clock=clock,
+    )

@@ -49,6 +49,7 @@ def write_run(
     *,
     untrained: Sequence[float] | None = None,
     config: Mapping[str, Any] | None = None,
+    plan: Mapping[str, Any] | None = None,
     hashes: Mapping[str, str] | None = None,
     report: Mapping[str, Any] | None = None,
     steps: int = 30,
@@ -67,8 +68,8 @@ def write_run(
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(settings | dict(config or {})), "utf-8")
     candidates = [{"recommended": True, "bytes_per_device": {"total": 4_000_000}}]
-    plan = {"strategy": "single", "world_size": 1, "steps": 30, "batch_size": 16, "candidates": candidates}
-    (folder / "plan.json").write_text(json.dumps(plan), "utf-8")
+    decided = {"strategy": "single", "world_size": 1, "steps": 30, "batch_size": 16, "candidates": candidates}
+    (folder / "plan.json").write_text(json.dumps(decided | dict(plan or {})), "utf-8")
     rows = [
         {
             "step": step,

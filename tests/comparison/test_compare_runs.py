@@ -268,6 +268,22 @@ def test_what_each_run_took_is_read_from_its_rows(runs: list[Path]) -> None:
     assert (cost.planned_bytes, cost.peak_bytes) == (4_000_000, 5e6)
 
 
+def test_planned_time_and_memory_stand_beside_the_measured_ones(runs: list[Path], tmp_path: Path) -> None:
+    known = write_run(tmp_path / "known", values_of(1), plan={"rough_step_seconds": 4.0})
+    blind = write_run(tmp_path / "blind", values_of(1), plan={"candidates": []})
+    compare_runs([runs[0], known, blind], tmp_path / "out")
+    costs = {each["name"]: each["cost"] for each in json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]}
+    assert {name: cost["planned_step_seconds"] for name, cost in costs.items()} == {
+        "first": None, "known": 120.0, "blind": None,
+    }  # fmt: skip
+    assert costs["blind"]["planned_bytes"] is None
+    text = (tmp_path / "out" / "compare.md").read_text()
+    assert "| Time in steps | 15 s | 15 s (planned 2:00) | 15 s |" in text
+    assert "| Memory at the peak | 4.77 MiB (planned 3.81 MiB) | 4.77 MiB (planned 3.81 MiB) | 4.77 MiB |" in text
+    page = (tmp_path / "out" / "compare.html").read_text()
+    assert '<span class="value">15 s</span><span class="bounds">planned 2:00</span>' in page
+
+
 def test_logs_beside_runs_are_passed_over(runs: list[Path]) -> None:
     log = runs[0].with_name("first.log")
     log.touch()

@@ -67,6 +67,29 @@ def test_scores_are_inner_products_best_first(index: Path, bag: Path) -> None:
     assert [hit.text for hit in hits] == [DOCUMENTS[hit.id] for hit in hits]
 
 
+def test_latency_is_one_line_behind_the_hits_and_the_last_object_of_json(
+    call: Any, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *hits, line = call("search", index, "apple pie", "-k", "1", "--latency").out.splitlines()
+    assert hits == call("search", index, "apple pie", "-k", "1").out.splitlines()
+    number = r"(\d[\d.]*)"
+    found = re.fullmatch(rf"latency: p50 {number} ms, p95 {number} ms, p99 {number} ms; 100 searches of .*", line)
+    assert found is not None, line
+    assert 0 < float(found[1]) <= float(found[2]) <= float(found[3])
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("apple pie\n" * 120 + "train at noon\n"))
+    *answers, last = map(json.loads, call("search", index, "--json", "--latency").out.splitlines())
+    assert len(answers) == 121
+    assert list(last) == ["latency"]
+    assert last["latency"]["num_timed"] == 121, "each query once where there are enough"
+    p50, p95, p99 = (last["latency"][f"milliseconds_{name}"] for name in ("per_query", "p95", "p99"))
+    assert 0 < p50 <= p95 <= p99
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert call("search", index, "--latency").out == ""
+    assert "leave out one of the two" in call("search", index, "--serve", "--latency").err
+
+
 def test_queries_come_from_the_input_line_by_line(call: Any, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for as_json in (False, True):
         monkeypatch.setattr("sys.stdin", io.StringIO("apple pie\n\n  train at noon\n"))

@@ -304,8 +304,11 @@ def test_the_short_form_is_one_screen_with_the_way_its_reason_the_memory_and_the
 
 
 def test_time_on_a_known_device_is_called_rough_and_on_an_unknown_one_is_not_guessed() -> None:
-    assert "by the device's rough figures; no step was measured" in explain(planned("8xA100-80GB", 5e8), facts={})
-    assert "unknown until a step is measured" in explain(planned("8x80GB", 5e8), facts={})
+    known, blind = planned("8xA100-80GB", 5e8), planned("8x80GB", 5e8)
+    assert "by the device's rough figures; no step was measured" in explain(known, facts={})
+    assert "unknown until a step is measured" in explain(blind, facts={})
+    assert known.to_json()["rough_step_seconds"] == known.rough_step_seconds > 0
+    assert "rough_step_seconds" not in blind.to_json()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vembed.evaluation.pages import Cell
 from vembed.evaluation.report.time_split import rate, seconds_text, settled_rows
 from vembed.evaluation.text import bytes_text, count_text, finite, number_text, value_text
 from vembed.text import show_duration
@@ -132,28 +133,28 @@ class Cost:
     tokens_per_second: float | None
     peak_bytes: float | None  # measured, of the process that used most
     planned_bytes: float | None  # of one device
+    planned_step_seconds: float | None  # of all steps, on a device whose speed the plan knows
 
     @property
-    def cells(self) -> tuple[str, ...]:
-        """The numbers as the table shows them, in the order of `COST_HEADS`."""
+    def cells(self) -> tuple[str | Cell, ...]:
+        """The numbers as the table shows them, in the order of `COST_HEADS`; what was planned stands small."""
         planned = "" if self.steps_planned in (None, self.steps_done) else f" of {count_text(self.steps_planned or 0)}"
         return (
             self.device,
             " x ".join(filter(None, (self.strategy, str(self.processes or "")))),
             "" if self.global_batch_size is None else count_text(self.global_batch_size),
             f"{count_text(self.steps_done)}{planned}",
-            _shown(self.step_seconds, _duration),
+            _beside_plan(self.step_seconds, self.planned_step_seconds, _duration),
             _shown(self.evaluation_seconds, _duration),
             _shown(self.samples_per_second, number_text),
             _shown(self.tokens_per_second, number_text),
-            _shown(self.planned_bytes, bytes_text),
-            _shown(self.peak_bytes, bytes_text),
+            _beside_plan(self.peak_bytes, self.planned_bytes, bytes_text),
         )
 
 
 COST_HEADS = (
     *("Device", "Strategy x processes", "Global batch", "Steps", "Time in steps", "Time in evaluation"),
-    *("Samples/s", "Tokens/s", "Memory planned", "Memory at the peak"),
+    *("Samples/s", "Tokens/s", "Memory at the peak"),
 )
 
 
@@ -165,6 +166,7 @@ def cost_of(run: Run) -> Cost:
     candidates = [each for each in run.plan.get("candidates") or [] if each.get("recommended")]
     parts = [each["bytes_per_device"] for each in candidates if isinstance(each.get("bytes_per_device"), dict)]
     planned = [finite(each.get("total")) for each in parts]
+    planned_seconds = finite(run.plan.get("rough_step_seconds")) * finite(run.plan.get("steps"))
     return Cost(
         device=_part(run, "environment").get("device", NOT_KNOWN),
         strategy=" ".join(filter(None, (str(run.plan.get("strategy") or ""), str(run.plan.get("mode") or "")))),
@@ -178,6 +180,7 @@ def cost_of(run: Run) -> Cost:
         tokens_per_second=rate(settled, "tokens_per_second"),
         peak_bytes=max(peaks, default=None),
         planned_bytes=planned[0] if planned else None,
+        planned_step_seconds=planned_seconds if math.isfinite(planned_seconds) else None,
     )
 
 
@@ -194,3 +197,7 @@ def _duration(seconds: float) -> str:
 
 def _shown(value: float | None, show: Callable[[float], str]) -> str:
     return NOT_KNOWN if value is None else show(value)
+
+
+def _beside_plan(value: float | None, planned: float | None, show: Callable[[float], str]) -> Cell:
+    return Cell(_shown(value, show), "" if planned is None else f"planned {show(planned)}")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from vembed.batch import Modality
+    from vembed.evaluation.benchmark.searchers import Timing
     from vembed.search.index import Hit
     from vembed.search.searcher import Searcher
 
@@ -57,6 +58,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         "--model", metavar="MODEL", help="encode queries with this model; default: the one that the index names"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per query")
+    parser.add_argument("--latency", action="store_true", help="time the index with these queries: p50, p95, p99")
     parser.add_argument("--serve", action="store_true", help="open a search page on this machine")
     parser.add_argument("--port", type=int, metavar="N", help="port of the page; default: 8000; 0 takes a free one")
     add_model_arguments(parser)
@@ -102,6 +104,8 @@ def _refuse_contradictions(parsed: argparse.Namespace) -> None:
         raise ConfigError("the query is empty; write what to search for, in quotes")
     if parsed.serve and (parsed.query is not None or parsed.image is not None or parsed.json):
         raise ConfigError("--serve takes its queries from the page; leave out the query, --image and --json")
+    if parsed.serve and parsed.latency:
+        raise ConfigError("--latency times the queries of a command, and a page has none yet; leave out one of the two")
     if parsed.port is not None and not parsed.serve:
         raise ConfigError("--port is of the page; add --serve")
     if parsed.port is not None and not 0 <= parsed.port <= 65535:
@@ -122,21 +126,29 @@ def _refuse_without_tower(searcher: Searcher, parsed: argparse.Namespace) -> Non
 
 
 def _answer_all(searcher: Searcher, parsed: argparse.Namespace) -> None:
+    named = parsed.image is None and parsed.query is None and not sys.stdin.isatty()
+    timed: list[str | Image | Composed] = []
+    for asked, item in _asked(parsed):
+        (hits,) = searcher.search([item], parsed.k)
+        _print_hits(asked, hits, as_json=parsed.json, named=named)
+        if parsed.latency:
+            timed.append(item)
+    if timed:
+        _print_latency(searcher.latency(timed, parsed.k), as_json=parsed.json)
+
+
+def _asked(parsed: argparse.Namespace) -> Iterator[tuple[Mapping[str, object], str | Image | Composed]]:
+    """Yield each query: as its JSON object names it, and as the model takes it."""
     if parsed.image is not None:
         images = tuple(Image(str(home_path(path))) for path in parsed.image)
         alone = len(images) == 1 and parsed.query is None
-        (hits,) = searcher.search([images[0] if alone else Composed(images, parsed.query or "")], parsed.k)
-        asked = {} if parsed.query is None else {"query": parsed.query}
+        text = {} if parsed.query is None else {"query": parsed.query}
         paths = [str(path) for path in parsed.image]
-        _print_hits({**asked, "query_image": paths[0] if len(paths) == 1 else paths}, hits, as_json=parsed.json)
+        pictures = {"query_image": paths[0] if len(paths) == 1 else paths}
+        yield {**text, **pictures}, images[0] if alone else Composed(images, parsed.query or "")
         return
-    if parsed.query is not None:
-        (hits,) = searcher.search([parsed.query], parsed.k)
-        _print_hits({"query": parsed.query}, hits, as_json=parsed.json)
-        return
-    for query in _queries():
-        (hits,) = searcher.search([query], parsed.k)
-        _print_hits({"query": query}, hits, as_json=parsed.json, named=not sys.stdin.isatty())
+    for query in _queries() if parsed.query is None else [parsed.query]:
+        yield {"query": query}, query
 
 
 def _queries() -> Iterator[str]:
@@ -165,6 +177,19 @@ def _print_hits(asked: Mapping[str, object], hits: Sequence[Hit], *, as_json: bo
     if named:
         print(clip_to_width(f"{PROMPT}{one_line(str(asked['query']))}", width))
     print("\n".join(hit_lines(hits, width=width) or ["no document found"]), end="\n\n" if named else "\n", flush=True)
+
+
+def _print_latency(found: Timing, *, as_json: bool) -> None:
+    if as_json:
+        names = ("milliseconds_per_query", "milliseconds_p95", "milliseconds_p99", "num_timed")  # as vembed evaluate
+        print(json.dumps({"latency": dict(zip(names, found, strict=True))}), flush=True)
+        return
+    from vembed.evaluation.leaderboard.text import milliseconds
+
+    p50, p95, p99 = map(milliseconds, found[:3])
+    print(
+        f"latency: p50 {p50} ms, p95 {p95} ms, p99 {p99} ms; {found.num_timed} searches of one query, without encoding"
+    )
 
 
 def _serve(searcher: Searcher, port: int) -> int:

@@ -75,7 +75,7 @@ class MiningReport:
         short, none = int((counts < asked).sum()), int((counts == 0).sum())
         mined = f"{count_text(int(counts.sum()))} hard negatives for {plural(len(counts), 'query', 'queries')}"
         if short:
-            mined += f"; {count_text(short)} got fewer than {asked}, {count_text(none)} of them none"
+            mined += f"; {plural(short, 'query', 'queries')} got fewer than {asked} ({count_text(none)} none)"
         return f"{mined}. {self.rate_text}"
 
     @property
@@ -176,10 +176,11 @@ def _document(report: MiningReport) -> dict[str, Any]:
 def _shared(report: MiningReport) -> dict[str, Any]:
     """Return what the page and the Markdown file both tell."""
     groups = {name: scores for name, scores in report.groups.items() if len(scores)}
+    counts, asked = report.counts, report.keys.mine_negatives
     facts = [
-        ("Queries", count_text(len(report.task.queries))),
-        ("Documents", count_text(len(report.task.documents))),
-        ("Mined", count_text(int(report.counts.sum()))),
+        ("Documents searched", count_text(len(report.task.documents))),
+        ("Negatives of a query", f"{number_text(float(counts.mean()))} of {asked} on average"),
+        ("Queries without any", count_text(int((counts == 0).sum()))),
     ]
     rows = [
         [name, count_text(len(each)), *(metric_text(float(value)) for value in np.quantile(each, QUANTILES))]
@@ -201,15 +202,14 @@ def _shared(report: MiningReport) -> dict[str, Any]:
 
 def _shown(example: Mapping[str, Any]) -> dict[str, Any]:
     """Return an example as a table of texts."""
-    rows = [
-        [f"positive: {clip(example['positive'], CHARACTERS).short}", "", metric_text(example["positive_score"]), ""]
-    ]
+    positive = clip(example["positive"], CHARACTERS).short
+    rows = [[positive, "positive", metric_text(example["positive_score"]), "labelled"]]
     for each in example["negatives"]:
         doubt = "" if each["probability"] is None else f"{100 * each['probability']:.0f}%"
         rows.append([clip(each["text"], CHARACTERS).short, str(each["rank"]), metric_text(each["score"]), doubt])
     return {
         "query": clip(example["query"], CHARACTERS).short,
-        "table": Table(["Document", "Rank", "Score", "Probably an answer"], rows),
+        "table": Table(["Document", "Rank", "Score", "Probably an answer"], rows, tones={0: "chosen"}),
     }
 
 

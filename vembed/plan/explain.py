@@ -141,11 +141,7 @@ def _time(plan: Plan, step_seconds: float | None) -> str:
     if step_seconds is not None:
         whole = show_duration(step_seconds * plan.steps.total)
         return f"about {whole} for all steps, from steps of {step_seconds:.3g} s measured in the run that lies there"
-    rough = None
-    for each in plan.candidates:
-        if plan.recommends(each):
-            rough = each.compute_seconds / max(each.scaling_efficiency, 1e-9) * plan.batch.accumulated
-    if not rough or not plan.device_is_known:
+    if (rough := plan.rough_step_seconds) is None:
         return "unknown until a step is measured: the first lines of training tell the time left"
     return f"about {show_duration(rough * plan.steps.total)} by the device's rough figures; no step was measured"
 

@@ -123,6 +123,14 @@ class Plan:
         """Return whether a candidate is what the plan chose."""
         return candidate.way == self.way
 
+    @property
+    def rough_step_seconds(self) -> float | None:
+        """Seconds of a step by rough figures of the device; None where it isn't a known one."""
+        chosen = next((each for each in self.candidates if self.recommends(each)), None)
+        if chosen is None or not self.device_is_known:
+            return None
+        return chosen.compute_seconds / max(chosen.scaling_efficiency, 1e-9) * self.batch.accumulated or None
+
     def with_decisions(self, decisions: Mapping[str, Any]) -> Plan:
         """Return the plan with other decisions, by their keys in plan.json."""
         parts: dict[str, dict[str, Any]] = {}
@@ -138,6 +146,8 @@ class Plan:
         content |= {key: list(value) for key, value in content.items() if isinstance(value, tuple)}
         content["model"] = dict(self.model)
         content["candidates"] = [each.to_json(recommended=self.recommends(each)) for each in self.candidates]
+        if self.rough_step_seconds is not None:
+            content["rough_step_seconds"] = self.rough_step_seconds
         return {key: redact_value(value) for key, value in content.items()}
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.data.python_inputs import items_of, refuse_other_modalities
+from vembed.evaluation.encode import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from vembed.batch import Modality
     from vembed.data.images import ImageLimits
     from vembed.data.python_inputs import ItemInput
-    from vembed.evaluation.encode import ItemEncoder
+    from vembed.evaluation.benchmark.searchers import Timing
+    from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.search.index import Hit, SearchIndex
 
 NUM_EXAMPLES = 3
@@ -54,11 +56,31 @@ class Searcher:
             DataError: A picture can't be used, or the model has no tower for a query.
             TypeError: A query is neither a text nor a picture.
         """
+        return self.index.search(self._encoded(queries), k)
+
+    def latency(self, queries: Iterable[ItemInput], k: int = 10) -> Timing:
+        """Time the search of single queries as `vembed evaluate` does: on one thread, without encoding them.
+
+        Few queries are searched again, until there are enough times for percentiles.
+
+        Raises:
+            DataError: As in `search`.
+            TypeError: As in `search`.
+            ValueError: There is no query.
+        """
+        from vembed.evaluation.benchmark.searchers import LEAST_TIMED, time_queries  # imports what a search never needs
+
+        vectors = self._encoded(queries)
+        count = len(vectors.lengths) if isinstance(vectors, Ragged) else len(vectors)
+        if not count:
+            raise ValueError("latency takes at least one query.")
+        return time_queries(self.index, rows_of(vectors, np.resize(np.arange(count), max(count, LEAST_TIMED))), k=k)
+
+    def _encoded(self, queries: Iterable[ItemInput]) -> Vectors:
         items = items_of(queries, self.limits)
         refuse_other_modalities(items, self.takes, self._encode.encoder.name)
         with self._lock:  # an encoder serves one call at a time
-            vectors = self._encode(items, "query")
-        return self.index.search(vectors, k)
+            return self._encode(items, "query")
 
     def like(self, row: int, k: int = 10) -> list[Hit]:
         """Return the documents that are nearest to a document, itself among them."""

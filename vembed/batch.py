@@ -124,6 +124,12 @@ def content_id(item: Item) -> int:
     return _signed_digest(item.data) if item.data is not None else _file_id(item.path)
 
 
+def text_ids(texts: Iterable[str]) -> NDArray[np.int64]:
+    """Return `content_id` of each text."""
+    digests = b"".join([hashlib.sha256(text.strip().encode()).digest() for text in texts])
+    return np.frombuffer(digests, "<i8")[::4].astype(np.int64)
+
+
 def _signed_digest(content: bytes | memoryview) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING
 
 import pytest
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id, modality_of
-from vembed.data.columns import ExtraColumn
+from vembed.data import records
+from vembed.data.columns import WEIGHT_COLUMN, ExtraColumn
 from vembed.data.record_writer import RecordWriter
 from vembed.data.records import BLOCK_ROWS, ItemColumn, Record, RecordTable
 
@@ -45,6 +48,42 @@ def test_take_keeps_the_order_asked_for_and_repeats() -> None:
     table = make_table(ROWS)
     assert [record.query for record in table.take([2, 0, 2])] == ["q2", "q0", "q2"]
     assert table.take([]) == []
+
+
+HARD_TEXTS = ["plain", 'a "quote"', "back\\slash", "tab\t", "del\x7f", "ü", "\U0001f600", " ", "", "a\u2028b", "~ }!"]
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 1.0], [1.0, 0.5]])
+@pytest.mark.parametrize("label", [None, 7, 'a "class" é'])
+def test_the_fingerprint_hashes_a_line_of_json_for_each_row(
+    label: str | int | None, weights: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "BLOCK_ROWS", 4)
+    writer = RecordWriter([] if weights is None else [WEIGHT_COLUMN])
+    for number, text in enumerate(HARD_TEXTS):
+        documents, columns = [text, *HARD_TEXTS[:number]], {} if weights is None else {"weight": weights[number % 2]}
+        positives, negatives = documents[: number % 3], documents[number % 3 :] * (number % 2)
+        own = None if number == 3 else label
+        scores = [0.25] * (number // 8)
+        writer.add(
+            text,
+            positives=positives,
+            negatives=negatives,
+            label=own,
+            scores=scores,
+            columns=columns,
+            file="f",
+            line=number,
+        )
+    table, digest = writer.finish(), hashlib.sha256()
+    for record in table:
+        numbers = {name: number for name, number in record.columns.items() if number != 1.0}
+        more = (record.scores, numbers) if record.scores or numbers else ()
+        row = (record.query, record.positives, record.negatives, record.label, *more)
+        digest.update(f"{json.dumps(row)}\n".encode())
+    assert table.fingerprint == digest.hexdigest()
+    assert table.subset([3, 1, 4]).fingerprint != table.fingerprint
+    assert table.items.ids.tolist() == [content_id(text) for text in HARD_TEXTS]
 
 
 @pytest.mark.parametrize("index", [3, -4])

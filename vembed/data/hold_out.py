@@ -148,16 +148,20 @@ def resolution_notes(num_queries: int) -> tuple[str, ...]:
 def _components(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
     """Return the component of each row, numbered from 0, and the smallest content hash of each component."""
     rows, hashes = _row_hashes(table)
-    _, first, text_of = np.unique(hashes, return_index=True, return_inverse=True)
     parent = list(range(len(table)))
     # Most texts stand in one row only; what is left to join is the repeated ones.
-    first_rows = rows[first][text_of]
-    repeated = np.flatnonzero(first_rows != rows)
-    for row, other in zip(rows[repeated].tolist(), first_rows[repeated].tolist(), strict=True):
-        a, b = _root(parent, row), _root(parent, other)
+    in_order = np.sort(hashes)
+    repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
+    text_of = np.searchsorted(repeated, hashes)
+    several = np.flatnonzero(np.append(repeated, np.uint64(0))[text_of] == hashes)
+    first_row: dict[int, int] = {}
+    for text, row in zip(text_of[several].tolist(), rows[several].tolist(), strict=True):
+        a, b = _root(parent, row), _root(parent, first_row.setdefault(text, row))
         parent[max(a, b)] = min(a, b)
-    roots = np.array([_root(parent, row) for row in range(len(parent))], dtype=np.int64)
-    _, component_of = np.unique(roots, return_inverse=True)
+    roots = np.array(parent, dtype=np.int64)
+    while (roots[roots] != roots).any():
+        roots = roots[roots]
+    component_of = (np.cumsum(roots == np.arange(len(roots))) - 1)[roots]
     smallest = np.full(int(component_of.max()) + 1, np.iinfo(np.uint64).max, dtype=np.uint64)
     np.minimum.at(smallest, component_of[rows], hashes)
     return component_of.astype(np.int64), smallest

@@ -6,13 +6,14 @@ Equal bytes of pictures are kept once (`blobs.py`). A table of texts alone has n
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from vembed.batch import MODALITY_WORDS, Composed, Image, pictures_in
+from vembed.batch import MODALITY_WORDS, Composed, Image, pictures_in, text_ids
 from vembed.data.blobs import BlobWriter, JoinedBlobs, mapped_blobs
 from vembed.data.column_files import filled, mapped_columns, new_columns, of_one_type
 from vembed.data.images import item_id
@@ -118,8 +119,11 @@ class ItemTable:
         """
         if self.known_ids is not None:
             return self.known_ids
-        every = np.arange(len(self.columns))
-        return np.fromiter(map(item_id, self.walk(every)), np.int64, len(every))
+        if "path" in self.columns.column_names:
+            every = np.arange(len(self.columns))
+            return np.fromiter(map(item_id, self.walk(every)), np.int64, len(every))
+        batches = self.columns.to_batches(max_chunksize=BLOCK_ITEMS)
+        return np.concatenate([np.empty(0, np.int64), *(text_ids(batch["text"].to_pylist()) for batch in batches)])
 
     @cached_property
     def modalities(self) -> NDArray[np.int8]:
@@ -140,20 +144,41 @@ class ItemTable:
 
     def at(self, numbers: NDArray[np.int64]) -> list[Item]:
         """Return the items of some numbers, in that order; numbers may repeat."""
+        distinct, places = np.unique(numbers, return_inverse=True)
+        items = self._items_of(self._rows_at(distinct))
+        return [items[place] for place in places.tolist()]
+
+    def json_at(self, numbers: NDArray[np.int64]) -> Any:
+        """Return the items of some numbers as texts of JSON, in that order, as an Arrow array.
+
+        Raises:
+            ImageError: A picture can't be read any more.
+        """
         import pyarrow as pa
 
         distinct, places = np.unique(numbers, return_inverse=True)
+        table = self._rows_at(distinct)
+        if "path" in table.column_names:
+            texts = pa.array([json.dumps(item, default=_content) for item in self._items_of(table)], pa.large_string())
+        else:
+            texts = json_texts(pa.concat_arrays([pa.array([], pa.large_string()), *table["text"].chunks]))
+        return texts.take(pa.array(places))
+
+    def _rows_at(self, distinct: NDArray[np.int64]) -> Any:
+        """Return the rows of some ascending numbers as a table."""
+        import pyarrow as pa
+
         starts, batches = self._batches
         cuts = np.searchsorted(distinct, starts)
         own = [distinct[begin:end] - start for begin, end, start in zip(cuts[:-1], cuts[1:], starts[:-1], strict=True)]
         taken = [batch.take(pa.array(each)) for batch, each in zip(batches, own, strict=True) if len(each)]
-        table = pa.Table.from_batches(taken, self.columns.schema)
-        items: list[Item] = table["text"].to_pylist()
-        if "path" in table.column_names:
-            items = [
-                self._item(*cells) for cells in zip(*(table[name].to_pylist() for name in _item_types()), strict=True)
-            ]
-        return [items[place] for place in places.tolist()]
+        return pa.Table.from_batches(taken, self.columns.schema)
+
+    def _items_of(self, table: Any) -> list[Item]:
+        if "path" not in table.column_names:
+            texts: list[Item] = table["text"].to_pylist()
+            return texts
+        return [self._item(*cells) for cells in zip(*(table[name].to_pylist() for name in _item_types()), strict=True)]
 
     @cached_property
     def _batches(self) -> tuple[NDArray[np.int64], list[Any]]:
@@ -182,40 +207,35 @@ class ItemWriter:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self._places: dict[_Cells, int] = {}
         self._known = _KnownItems()
-        self._has_pictures = False
         self._columns = new_columns(_item_types(), folder)
         self._blob_numbers: dict[bytes, int] = {}
         self._blobs = BlobWriter(folder)
 
-    def place(self, item: Item) -> int:
-        """Return the place of an item in the present block."""
-        cells: _Cells
-        if isinstance(item, str):
-            cells = item
-        else:
-            self._has_pictures = True
-            first, *more = pictures_in([item])
-            further = (
-                (tuple(image.path for image in more), tuple(map(self._blob_number, more))) if more else (None, None)
-            )
-            text = item.text if isinstance(item, Composed) else None
-            cells = (text, first.path, self._blob_number(first), *further)
-        return self._places.setdefault(cells, len(self._places))
-
-    def flush(self) -> NDArray[np.int64]:
-        """Write the items of the block that are new; return the number of each item of the block."""
-        block = list(self._places)
-        numbers, new = self._known.numbers(block)
-        cells = [block[place] for place in new.tolist()]
-        types, alone = _item_types(), (None,) * 4
-        rows = [each if isinstance(each, tuple) else (each, *alone) for each in cells] if self._has_pictures else ()
+    def numbers(self, items: Sequence[Item]) -> NDArray[np.int64]:
+        """Return the number of each item, and write those that are new."""
+        are_texts = set(map(type, items)) <= {str}
+        every: Sequence[Any] = items if are_texts else [self._cells(item) for item in items]
+        distinct = list(dict.fromkeys(every))
+        numbers, new = self._known.numbers(distinct)
+        cells = distinct if len(new) == len(distinct) else [distinct[place] for place in new.tolist()]
+        alone = (None,) * 4
+        rows = () if are_texts else [each if isinstance(each, tuple) else (each, *alone) for each in cells]
         columns = zip(*rows, strict=True) if rows else (cells, *[[None] * len(cells)] * 4)
-        for (name, kind), column in zip(types.items(), columns, strict=True):
+        for (name, kind), column in zip(_item_types().items(), columns, strict=True):
             self._columns[name].append(filled(column, kind))
-        self._places = {}
-        return numbers
+        if len(distinct) == len(every):
+            return numbers
+        number_of = dict(zip(distinct, numbers.tolist(), strict=True))
+        return np.fromiter(map(number_of.__getitem__, every), np.int64, len(every))
+
+    def _cells(self, item: Item) -> _Cells:
+        if isinstance(item, str):
+            return item
+        first, *more = pictures_in([item])
+        further = (tuple(image.path for image in more), tuple(map(self._blob_number, more))) if more else (None, None)
+        text = item.text if isinstance(item, Composed) else None
+        return (text, first.path, self._blob_number(first), *further)
 
     def finish(self) -> ItemTable:
         """Return the items; the writer can't be used any more."""
@@ -269,6 +289,33 @@ class _KnownItems:
             hashes, numbers = hashes[order], np.concatenate([earlier_numbers, numbers])[order]
         if len(hashes):
             self._runs.append((hashes, numbers))
+
+
+def json_texts(texts: Any) -> Any:
+    """Return texts of an Arrow array as `json.dumps` writes them; only those that need escapes are Python objects."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    _, offsets, data = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    characters = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]
+    escaped = np.flatnonzero((characters - 32 > 94) | (characters == ord('"')) | (characters == ord("\\")))
+    needs = np.diff(np.searchsorted(escaped, ends - ends[0])) > 0
+    quote, nothing = (pa.scalar(each, pa.large_string()) for each in ('"', ""))
+    whole = pc.binary_join_element_wise(quote, texts, quote, nothing)
+    if not needs.any():
+        return whole
+    mask = pa.array(needs)
+    return pc.replace_with_mask(whole, mask, pa.array(map(json.dumps, texts.filter(mask).to_pylist()), whole.type))
+
+
+def _content(item: Image | Composed) -> dict[str, Any]:
+    """Return what an item with a picture holds, for the fingerprint, in a form that no text has."""
+    if isinstance(item, Composed) and len(item.images) > 1:
+        return {"images": [item_id(image) for image in item.images], "text": item.text}
+    if isinstance(item, Composed):
+        return {"image": item_id(item.images[0]), "text": item.text}
+    return {"image": item_id(item)}
 
 
 def _item_types() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,8 @@ from vembed.data.records import ASKED, BLOCK_ROWS, SIZES_FILE, RecordTable, colu
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from vembed.batch import Item
     from vembed.data.columns import ExtraColumn
@@ -38,13 +39,17 @@ class RecordWriter:
 
     def _start(self) -> None:
         self._files: dict[str, int] = {}
-        self._block: dict[str, list[Any]] = {name: [] for name in self._types}
         self._columns = new_columns(self._types, self._folder)
         self._num_rows = 0
         self._items = ItemWriter(self._folder)
+        self._begin_block()
+
+    def _begin_block(self) -> None:
+        self._flat: list[Item] = []
+        self._block: dict[str, list[Any]] = {name: [] for name in self._types if name != "query"}
 
     def __len__(self) -> int:
-        return self._num_rows
+        return self._num_rows + len(self._block["line"])
 
     def add(
         self,
@@ -66,10 +71,10 @@ class RecordWriter:
             file: Name for people, without a line.
             line: Line or row in that file, counted from 1.
         """
-        place, block = self._items.place, self._block
-        block["query"].append(place(query))
-        block["positives"].append([place(item) for item in positives])
-        block["negatives"].append([place(item) for item in negatives])
+        block = self._block
+        self._flat += (query, *positives, *negatives)
+        block["positives"].append(len(positives))
+        block["negatives"].append(len(negatives))
         block["label_text"].append(label if isinstance(label, str) else None)
         block["label_number"].append(label if isinstance(label, int) else None)
         block["scores"].append(scores or None)
@@ -77,8 +82,7 @@ class RecordWriter:
         block["line"].append(line)
         for name, number in (columns or {}).items():
             block[f"{ASKED}{name}"].append(number)
-        self._num_rows += 1
-        if len(block["query"]) >= BLOCK_ROWS:
+        if len(block["line"]) >= BLOCK_ROWS:
             self._flush()
 
     def finish(self) -> RecordTable:
@@ -103,20 +107,30 @@ class RecordWriter:
         return RecordTable(columns, items.keep_ids(self._folder), files, folder=self._folder)
 
     def _flush(self) -> None:
+        """Write the rows that were added one by one."""
+        counts = [np.array(self._block.pop(name), dtype=np.int64) for name in ("positives", "negatives")]
+        others = {name: filled(cells, self._types[name]) for name, cells in self._block.items()}
+        if len(counts[0]):
+            self._write(self._flat, counts, others)
+        self._begin_block()
+
+    def _write(self, items: Sequence[Item], counts: Sequence[NDArray[np.int64]], others: Mapping[str, Any]) -> None:
+        """Append rows.
+
+        Args:
+            items: Of each row its query, its positives and its negatives.
+            counts: How many positives each row has, and how many negatives.
+            others: The cells of all other columns.
+        """
         import pyarrow as pa
 
-        if not self._block["query"]:
-            return
-        numbers = self._items.flush()
-        for name, kind in self._types.items():
-            cells = self._block[name]
-            if name == "query":
-                chunk = pa.array(numbers[cells])
-            elif name in {"positives", "negatives"}:
-                offsets = np.cumsum([0, *map(len, cells)])
-                places = np.fromiter(chain.from_iterable(cells), np.int64, offsets[-1])
-                chunk = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(numbers[places]))
-            else:
-                chunk = filled(cells, kind)
-            self._columns[name].append(chunk)
-            cells.clear()
+        widths = np.stack([np.ones_like(counts[0]), *counts], axis=1)
+        numbers = self._items.numbers(items)
+        column_of = np.repeat(np.tile(np.arange(3), len(widths)), widths.ravel())
+        cells = [pa.array(numbers[column_of == column]) for column in range(3)]
+        chunks = {"query": cells[0], **others}
+        for name, values, own in zip(("positives", "negatives"), cells[1:], counts, strict=True):
+            chunks[name] = pa.LargeListArray.from_arrays(pa.array(np.cumsum([0, *own.tolist()])), values)
+        for name, column in self._columns.items():
+            column.append(chunks[name])
+        self._num_rows += len(widths)

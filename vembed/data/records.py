@@ -17,14 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from vembed.batch import Composed, Image
 from vembed.data.column_files import concatenated, mapped_columns
 from vembed.data.columns import WEIGHT_COLUMN, ColumnsRead
-from vembed.data.images import item_id
 from vembed.data.item_table import ItemTable
 from vembed.files import replace_text
 
@@ -287,14 +285,35 @@ class RecordTable:
         return hashlib.sha256(self._part.encode() + self._rows.tobytes()).hexdigest()[:32]
 
     def _content_hash(self) -> str:
-        digest, same = hashlib.sha256(), (WEIGHT_COLUMN.name, WEIGHT_COLUMN.default)  # as without the column
-        for record in self:
-            row = (record.query, record.positives, record.negatives, record.label)
-            columns = {name: number for name, number in record.columns.items() if (name, number) != same}
-            more = (record.scores, columns) if record.scores or columns else ()
-            digest.update(json.dumps((*row, *more), default=_content).encode())
-            digest.update(b"\n")
+        digest = hashlib.sha256()
+        for start in range(0, len(self), BLOCK_ROWS):
+            lines = self._json_lines(self._rows[start : start + BLOCK_ROWS])
+            _, offsets, data = lines.buffers()
+            digest.update(memoryview(data)[: np.frombuffer(offsets, np.int64)[len(lines)]])
         return digest.hexdigest()
+
+    def _json_lines(self, rows: NDArray[np.int64]) -> Any:
+        """Return [query, positives, negatives, label] of some rows as lines of JSON, with scores and numbers if any."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        taken = self._taken(rows)
+        query, *lists = (taken.pop(name) for name in get_args(ItemColumn))
+        flat = [query.to_numpy(), *(each.flatten().to_numpy() for each in lists)]
+        texts, start = self._items.json_at(np.concatenate(flat)), len(rows)
+        joined = []
+        for cells, values in zip(lists, flat[1:], strict=True):
+            own = pa.ListArray.from_arrays(cells.offsets.cast(pa.int32()), texts[start : start + len(values)])
+            joined.append(pc.binary_join(own, _text(", ")))
+            start += len(values)
+        parts = (_text("["), texts[: len(rows)], _text(", ["), joined[0], _text("], ["), joined[1], _text("], "))
+        return pc.binary_join_element_wise(*parts, _json_endings(taken), _text(""))
+
+    def _taken(self, rows: NDArray[np.int64]) -> dict[str, Any]:
+        import pyarrow as pa
+
+        wanted = pa.array(rows)
+        return {name: column.take(wanted) for name, column in self._columns.items() if name != _SOURCE}
 
     def _checked(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         positions = np.asarray(indices, dtype=np.int64)
@@ -304,10 +323,7 @@ class RecordTable:
         return positions
 
     def _read(self, rows: NDArray[np.int64]) -> list[Record]:
-        import pyarrow as pa
-
-        wanted = pa.array(rows)
-        taken = {name: column.take(wanted) for name, column in self._columns.items() if name != _SOURCE}
+        taken = self._taken(rows)
         lists = [taken.pop("positives"), taken.pop("negatives")]
         flat = [taken.pop("query").to_numpy(), *(column.flatten().to_numpy() for column in lists)]
         items = self._items.at(np.concatenate(flat))
@@ -315,21 +331,10 @@ class RecordTable:
             _cut(items, start, column.offsets.to_numpy())
             for start, column in zip((len(rows), len(rows) + len(flat[1])), lists, strict=True)
         )
-        values = {name: column.to_pylist() for name, column in taken.items()}
-        texts, numbers = values.pop("label_text"), values.pop("label_number")
-        places = zip(values.pop("file"), values.pop("line"), strict=True)
-        scores = values.pop("scores")
+        places = zip(taken.pop("file").to_pylist(), taken.pop("line").to_pylist(), strict=True)
         return [
-            Record(
-                items[row],
-                positives[row],
-                negatives[row],
-                texts[row] if numbers[row] is None else numbers[row],
-                f"{self._files[file]}:{line}",
-                tuple(scores[row] or ()),
-                {name.removeprefix(ASKED): column[row] for name, column in values.items()},
-            )
-            for row, (file, line) in enumerate(places)
+            Record(items[row], positives[row], negatives[row], label, f"{self._files[file]}:{line}", scores, columns)
+            for row, ((file, line), (label, scores, columns)) in enumerate(zip(places, _others(taken), strict=True))
         ]
 
 
@@ -360,6 +365,38 @@ def column_types(columns: Sequence[ExtraColumn]) -> dict[str, Any]:
     }
 
 
+def _others(taken: Mapping[str, Any]) -> Iterator[tuple[str | int | None, tuple[float, ...], dict[str, int | float]]]:
+    """Yield label, scores and asked numbers of rows."""
+    texts, numbers, scores = (taken[name].to_pylist() for name in ("label_text", "label_number", "scores"))
+    asked = {name.removeprefix(ASKED): cells.to_pylist() for name, cells in taken.items() if name.startswith(ASKED)}
+    for row, (text, number, own) in enumerate(zip(texts, numbers, scores, strict=True)):
+        yield text if number is None else number, tuple(own or ()), {name: cells[row] for name, cells in asked.items()}
+
+
+def _json_endings(taken: Mapping[str, Any]) -> Any:
+    """Return what the line of each row ends with, or of all: its label; and scores and numbers where there are any."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    labels = [taken[name] for name in ("label_text", "label_number", "scores")]
+    asked = {name.removeprefix(ASKED): cells for name, cells in taken.items() if name.startswith(ASKED)}
+    weights = asked.pop(WEIGHT_COLUMN.name, None)
+    once = weights is None or pc.all(pc.equal(weights, WEIGHT_COLUMN.default)).as_py()
+    if once and not asked and all(cells.null_count == len(cells) for cells in labels):
+        return _text("null]\n")
+    same, endings = (WEIGHT_COLUMN.name, WEIGHT_COLUMN.default), list[str]()  # as without the column
+    for label, scores, numbers in _others(taken):
+        columns = {name: number for name, number in numbers.items() if (name, number) != same}
+        endings.append(json.dumps((label, scores, columns) if scores or columns else (label,))[1:] + "\n")
+    return pa.array(endings, pa.large_string())
+
+
+def _text(text: str) -> Any:
+    import pyarrow as pa
+
+    return pa.scalar(text, pa.large_string())
+
+
 def _cut(items: Sequence[Item], start: int, offsets: NDArray[np.int64]) -> list[tuple[Item, ...]]:
     """Cut a stretch of items into rows."""
     ends = (start + offsets).tolist()
@@ -368,12 +405,3 @@ def _cut(items: Sequence[Item], start: int, offsets: NDArray[np.int64]) -> list[
 
 def _outside(index: int, count: int) -> IndexError:
     return IndexError(f"record {index} of {count}")
-
-
-def _content(item: Image | Composed) -> dict[str, Any]:
-    """Return what an item with a picture holds, for the fingerprint, in a form that no text has."""
-    if isinstance(item, Composed) and len(item.images) > 1:
-        return {"images": [item_id(image) for image in item.images], "text": item.text}
-    if isinstance(item, Composed):
-        return {"image": item_id(item.images[0]), "text": item.text}
-    return {"image": item_id(item)}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -167,12 +168,9 @@ class MiningTask:
 def corpus_items(items: Iterable[Item]) -> ItemTable:
     """Collect the documents of a corpus; those without a text are left out."""
     writer = ItemWriter()
-    for number, item in enumerate(items, start=1):
-        if modality_of(item) != "text" or str(item).strip():
-            writer.place(item)
-        if number % BLOCK_ITEMS == 0:
-            writer.flush()
-    writer.flush()
+    wanted = (item for item in items if modality_of(item) != "text" or str(item).strip())
+    while block := list(islice(wanted, BLOCK_ITEMS)):
+        writer.numbers(block)
     return writer.finish()
 
 

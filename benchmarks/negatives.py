@@ -13,6 +13,7 @@ row's given negatives are such commands: mining leaves them out, and they are wh
 
     head -4400 tldr/train.jsonl > rows.jsonl
     python benchmarks/negatives.py negatives --model MODEL --rows rows.jsonl --data tldr --teacher TUNED --output out
+    python benchmarks/negatives.py planted --model MODEL --data scifact --teacher MODEL --output out
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +41,9 @@ if TYPE_CHECKING:
     from vembed.evaluation.result import EvaluationResult
 
 METRIC = "ndcg@10"
+TESTED = 500
+"""Abstracts that `planted` tests with."""
+
 TEACHER = "TEACHER"
 """Stands for the folder of the teacher in a recipe."""
 
@@ -46,6 +51,11 @@ FILTERS: dict[str, dict[str, Any]] = {
     "": {},
     ", threshold": {"false_negative_filter": "threshold"},
     ", teacher": {"false_negative_filter": "teacher", "teacher_model_name": TEACHER},
+    ", teacher and positive": {
+        "false_negative_filter": "teacher",
+        "false_negative_compared_with": "positive",
+        "teacher_model_name": TEACHER,
+    },
 }
 PLANTED = (10, 30)
 """Percent of the mined negatives."""
@@ -93,11 +103,11 @@ def main() -> None:
     if arguments.documents is not None:
         test = smaller_set(arguments.data, arguments.split, arguments.documents, arguments.output / "test")
     if arguments.study == "planted":
-        test = _by_pages(arguments.data, arguments.split, arguments.output / "pages")
+        arguments.rows, test = _halves(arguments.data / "corpus.jsonl", arguments.split, arguments.output)
     recipes = {name: STUDIES[arguments.study][name] for name in arguments.only or STUDIES[arguments.study]}
     untrained = arguments.output / "untrained"
     if not untrained.exists():
-        _evaluate(arguments, arguments.model, test, untrained)
+        _evaluate(arguments, arguments.miner or arguments.model, test, untrained)
     found: dict[str, list[EvaluationResult]] = {name: [] for name in recipes}
     for seed in arguments.seeds:
         for name, (rows, keys) in recipes.items():
@@ -115,18 +125,22 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=STUDIES)
     parser.add_argument("--model", required=True, help="folder or hub id of the encoder")
-    parser.add_argument("--rows", type=Path, required=True, help="JSONL of query, positive and negatives")
+    parser.add_argument("--rows", type=Path, help="JSONL of query, positive and negatives; planted makes its own")
     parser.add_argument("--data", type=Path, required=True, help="test set in BEIR's layout")
     parser.add_argument("--split", default="test", help="whose judgements decide")
     parser.add_argument("--documents", type=int, help="search the judged documents and so many in all, evenly spaced")
     parser.add_argument("--teacher", help="a better model, tuned on other rows")
+    parser.add_argument("--miner", help="the model that mines, and the untrained one to compare (default: --model)")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--only", nargs="+", help="these recipes alone, the first of them as the baseline")
     parser.add_argument("--pairs", type=int, default=2048, help="that a run sees")
+    parser.add_argument(
+        "--steps", type=int, help="of every run, whatever its batches (default: those that see --pairs)"
+    )
     parser.add_argument("--batch-size", type=int, default=128, help="of recipes that don't say otherwise")
     parser.add_argument("--negatives", type=int, default=1, help="of each row")
-    parser.add_argument("--max-length", type=int, default=64)
+    parser.add_argument("--max-length", type=int, default=64, help="in tokens; 0: as the model has it")
     parser.add_argument("--learning-rate", type=float, default=5e-5, help="at --batch-size; scaled by the root")
     return parser.parse_args()
 
@@ -152,8 +166,18 @@ def _mine(arguments: argparse.Namespace, path: Path, rows: str, options: list[st
     corpus = arguments.output / "corpus.jsonl"
     texts = {text: None for row in _read(arguments.rows) for text in (row["positive"], *row["negatives"])}
     _write(corpus, ({"_id": str(place), "text": text} for place, text in enumerate(texts)))
-    command = ["mine", arguments.model, "--data", _file(arguments, rows), "--corpus", corpus, "--output", path]
-    command += ["--negatives", arguments.negatives, "--max-seq-length", arguments.max_length]
+    command = [
+        "mine",
+        arguments.miner or arguments.model,
+        "--data",
+        _file(arguments, rows),
+        "--corpus",
+        corpus,
+        "--output",
+        path,
+    ]
+    command += ["--negatives", arguments.negatives]
+    command += ["--max-seq-length", arguments.max_length] if arguments.max_length else []
     command += [arguments.teacher if option == TEACHER else option for option in options]
     subprocess.run([sys.executable, "-m", "vembed", *map(str, command)], check=True)
 
@@ -172,18 +196,28 @@ def _planted(rows: list[tuple[dict[str, Any], dict[str, Any]]], share: float) ->
     return [mined for mined, _ in rows]
 
 
-def _by_pages(data: Path, split: str, folder: Path) -> Path:
-    """Write a set in which all commands of a query's page are relevant; an id is PAGE#N."""
-    (folder / "qrels").mkdir(parents=True, exist_ok=True)
-    for name in ("corpus.jsonl", "queries.jsonl"):
-        shutil.copyfile(data / name, folder / name)
-    pages: dict[str, list[str]] = {}
-    for row in _read(data / "corpus.jsonl"):
-        pages.setdefault(row["_id"].partition("#")[0], []).append(row["_id"])
-    queries = [row["_id"] for row in _read(data / "queries.jsonl")]
-    lines = [f"{query}\t{one}\t1" for query in queries for one in pages[query.removeprefix("q:").partition("#")[0]]]
-    (folder / "qrels" / f"{split}.tsv").write_text("\n".join(["query-id\tcorpus-id\tscore", *lines]) + "\n", "utf-8")
-    return folder
+def _halves(corpus: Path, split: str, output: Path) -> tuple[Path, Path]:
+    """Write rows of an abstract's title and halves, and a test set of others, whose halves are both relevant."""
+    rows, test = output / "halves.jsonl", output / "test"
+    if not rows.exists():
+        found = []
+        for document in _read(corpus):
+            sentences = re.split(r"(?<=[.!?])\s+", document["text"].strip())
+            middle = len(sentences) // 2
+            if document["title"].strip() and middle >= 2:
+                found.append((document["title"], " ".join(sentences[:middle]), " ".join(sentences[middle:])))
+        random.Random(0).shuffle(found)
+        (test / "qrels").mkdir(parents=True, exist_ok=True)
+        tested = list(enumerate(found[:TESTED]))
+        _write(test / "queries.jsonl", ({"_id": f"q{n}", "text": title} for n, (title, *_) in tested))
+        _write(
+            test / "corpus.jsonl",
+            ({"_id": f"{n}-{half}", "text": halves[half]} for n, (_, *halves) in tested for half in (0, 1)),
+        )
+        lines = [f"q{n}\t{n}-{half}\t1\n" for n, _ in tested for half in (0, 1)]
+        (test / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines), "utf-8")
+        _write(rows, ({"query": title, "positive": one, "negatives": [other]} for title, one, other in found[TESTED:]))
+    return rows, test
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -211,8 +245,8 @@ def _train(
             "output_dir": str(run),
             **ONLY_TRAINS,
             "batch_size": batch,
-            "max_steps": arguments.pairs // batch,
-            "max_seq_length": arguments.max_length,
+            "max_steps": arguments.steps or arguments.pairs // batch,
+            **_length(arguments),
             "learning_rate": arguments.learning_rate,
             "lr_scaling": "sqrt",
             "lr_reference_batch": arguments.batch_size,
@@ -226,8 +260,12 @@ def _train(
     shutil.rmtree(run)
 
 
+def _length(arguments: argparse.Namespace) -> dict[str, int]:
+    return {"max_seq_length": arguments.max_length} if arguments.max_length else {}
+
+
 def _evaluate(arguments: argparse.Namespace, model: str, test: Path, folder: Path) -> None:
-    loaded = vembed.load(model, max_seq_length=arguments.max_length)
+    loaded = vembed.load(model, **_length(arguments))
     vembed.evaluate(loaded, test, split=arguments.split, output=folder)
 
 

@@ -75,6 +75,11 @@ KINDS: dict[str, list[str]] = {
     "all directions": ["loss_directions=[query_to_document, query_to_query, document_to_query, document_to_document]"],
     "filtered": ["false_negative_filter=threshold"],
     "filtered by a teacher": ["false_negative_filter=teacher", "teacher_model_name=t"],
+    "filtered by a teacher's positives": [
+        "false_negative_filter=teacher",
+        "teacher_model_name=t",
+        "false_negative_compared_with=either",
+    ],
     "triplet": ["loss_type=triplet"],
     "hardest triplet": ["loss_type=triplet", "triplet_negatives=hardest"],
     "cosent": ["loss_type=cosent"],
@@ -83,7 +88,10 @@ KINDS: dict[str, list[str]] = {
 }
 
 
-FAST, TAUGHT = ("one direction", "both directions", "prefixes", "sigmoid"), ("filtered by a teacher",)
+FAST, TAUGHT = (
+    ("one direction", "both directions", "prefixes", "sigmoid"),
+    ("filtered by a teacher", "filtered by a teacher's positives"),
+)
 NEAR = (
     "spread out",
     "all directions",

@@ -260,7 +260,7 @@ def _train(
     shutil.rmtree(run)
 
 
-def _length(arguments: argparse.Namespace) -> dict[str, int]:
+def _length(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"max_seq_length": arguments.max_length} if arguments.max_length else {}
 
 

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import make_case
+from loss_kinds import structure_for
 from rank_pool import RankPool
 from test_engine import CPU, assert_same_gradients, gradients
 from test_engine_cost import equal_lengths
-from test_engine_losses import NEGATIVES, make, structure_for
-from test_engine_ranks import LOSSES, Setting, assignment_of, expected_of, pools_of, step_on
+from test_engine_losses import LOSSES, NEGATIVES, make
+from test_engine_ranks import Setting, assignment_of, expected_of, pools_of, step_on
 from test_engine_vectors import step as vectors_step
 from torch.distributed.tensor.debug import CommDebugMode
 

@@ -118,23 +118,6 @@ def test_the_comparison_can_fail() -> None:
             assert_equal(streamed(make(), case, q_QE, d_DE), looped(loss, other, q_QE, d_DE))
 
 
-@pytest.mark.slow
-def test_pairs_with_grades_are_sentence_transformers_own() -> None:
-    library = pytest.importorskip("sentence_transformers.losses")
-    case = graded(12, 12, grades=4)
-    leaves = [(2 * side.detach()).requires_grad_() for side in case.embeddings()]
-    q_QE, d_DE = (torch.nn.functional.normalize(leaf, dim=-1) for leaf in leaves)
-    queries = torch.tensor([pair[0] for pair in case.grades])
-    grades = torch.tensor([pair[2] for pair in case.grades], dtype=torch.float64)
-    theirs = library.CoSENTLoss(torch.nn.Identity(), scale=20.0)
-    expected = theirs.compute_loss_from_embeddings([q_QE[queries], d_DE], grades)
-    ours = make().forward(q_QE, d_DE, case.structure)
-    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
-    found, slopes = (torch.autograd.grad(value, leaves, retain_graph=True) for value in (ours, expected))
-    for each, other in zip(found, slopes, strict=True):
-        assert torch.allclose(each, other, rtol=1e-6, atol=1e-10)
-
-
 def test_without_lower_cells_there_is_no_loss() -> None:
     case = LossCase(("q0", "q1"), ("a", "a"), ((0, 0), (1, 1)))
     for found in (streamed(make(), case, *case.embeddings()), whole(make(), case, *case.embeddings())):

@@ -1,4 +1,4 @@
-"""Documents too similar to a query are no negatives of it, in every streamed loss, and GISTEmbed's loss is ours."""
+"""Documents too similar to a query are no negatives of it, in every streamed loss."""
 
 from __future__ import annotations
 
@@ -95,49 +95,6 @@ def test_a_batch_without_a_teacher_is_refused_in_words() -> None:
     for compute in (streamed, defined):
         with pytest.raises(ValueError, match="false_negative_filter: teacher needs a teacher's vectors"):
             compute(loss, case, *case.embeddings())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hard", [False, True])
-@pytest.mark.parametrize(("strategy", "margin"), [("absolute", 0.0), ("absolute", 0.1), ("relative", 0.05)])
-def test_a_teacher_filters_as_gistembed_does(strategy: str, margin: float, hard: bool) -> None:
-    library = pytest.importorskip("sentence_transformers.losses")
-    case = taught(plain(12, 24 if hard else 12))
-    structure = case.structure
-    assert structure.teacher_Q is not None
-    assert structure.teacher_D is not None
-    q_QE, d_DE = case.embeddings()
-    ours = InfoNCE(
-        temperature=0.05,
-        dtype=torch.float64,
-        tile_size=5,
-        negative_filter=FalseNegativeFilter("teacher", margin, relative=strategy == "relative"),
-    )
-    theirs = library.GISTEmbedLoss.__new__(library.GISTEmbedLoss)  # its constructor wants tokenizers
-    torch.nn.Module.__init__(theirs)
-    theirs.model, theirs.guide, theirs.must_retokenize = _Given("ours"), _Given("theirs"), False
-    theirs.similarity_fct, theirs.cross_entropy_loss = torch.nn.CosineSimilarity(dim=-1), torch.nn.CrossEntropyLoss()
-    theirs.temperature, theirs.margin_strategy, theirs.margin = 0.05, strategy, margin
-    theirs.contrast_anchors = theirs.contrast_positives = theirs.gather_across_devices = False
-    sides = [q_QE, *d_DE.split(12)], [structure.teacher_Q.double(), *structure.teacher_D.double().split(12)]
-    value = theirs([{"ours": q, "theirs": t} for q, t in zip(*sides, strict=True)], None)
-    dq, dd = torch.autograd.grad(value, [q_QE, d_DE])
-    found = streamed(ours, case, q_QE, d_DE)
-    assert found.loss.item() == pytest.approx(value.item(), rel=1e-6)
-    for each, slopes, expected in ((q_QE, found.dq_QE, dq), (d_DE, found.dd_DE, dd)):
-        along = (each * slopes).sum(dim=1, keepdim=True)  # theirs normalises once more, which takes this part out
-        assert torch.allclose(slopes - each * along, expected, rtol=1e-6, atol=1e-9)
-
-
-class _Given(torch.nn.Module):
-    """A model whose embeddings are given."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {"sentence_embedding": features[self.name]}
 
 
 def test_named_negatives_are_not_filtered() -> None:

@@ -91,29 +91,6 @@ def test_focal_weights_have_no_gradient_and_leave_out_what_is_learned() -> None:
     assert torch.allclose(found.dd_DE, dd, rtol=0, atol=1e-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("partition", ["joint", "per_direction"])
-def test_hardness_is_that_of_sentence_transformers(mode: Any, partition: str) -> None:
-    library = pytest.importorskip("sentence_transformers.losses")
-    count = 9
-    case = named(plain(count, 3 * count))
-    q_QE, d_DE = case.embeddings()
-    both = partition == "per_direction"
-    theirs = library.MultipleNegativesRankingLoss(
-        torch.nn.Identity(), scale=20.0, partition_mode=partition, hardness_mode=mode, hardness_strength=4.0,
-        directions=("query_to_doc", "doc_to_query") if both else ("query_to_doc",),
-    )  # fmt: skip
-    value = theirs.compute_loss_from_embeddings([q_QE, *d_DE.split(count)], None)
-    slopes = torch.autograd.grad(value, [q_QE, d_DE])
-    ours = InfoNCE(temperature=0.05, dtype=torch.float64, tile_size=5, bidirectional=both, hardness=Hardness(mode, 4.0))
-    found = streamed(ours, case, q_QE, d_DE)
-    assert found.loss.item() == pytest.approx(value.item(), rel=1e-6)
-    for each, own, expected in ((q_QE, found.dq_QE, slopes[0]), (d_DE, found.dd_DE, slopes[1])):
-        along = (each * own).sum(dim=1, keepdim=True)  # theirs normalises once more, which takes this part out
-        assert torch.allclose(own - each * along, expected, rtol=1e-6, atol=1e-9)
-
-
 def test_float32_is_near() -> None:
     case = named(random_case(7, num_queries=64, num_documents=100, texts=400))
     q_QE, d_DE = (unit_rows(count, 16, seed=count, dtype=torch.float32) for count in (64, 100))

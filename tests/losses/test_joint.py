@@ -1,4 +1,4 @@
-"""One softmax over several directions equals its definition, loops over cells, and sentence-transformers' loss."""
+"""One softmax over several directions equals its definition, and loops over cells."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from loss_cases import CASES, LossCase, masked_cells, plain
+from loss_cases import CASES, LossCase, masked_cells
 from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed
 from test_triplet import named
 from test_weights import weighted
@@ -90,31 +90,6 @@ def _lost(case: Any, i: int, q: Any, d: Any, directions: tuple[str, ...]) -> flo
             others = [m for m in range(len(d)) if documents[m] != documents[p]]
             terms += [e(d[p], d[m]) for m in others if not alike & owned(m, as_positive=False)]
     return float(-np.log(wanted / sum(terms)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("directions", CHOICES, ids=lambda some: "+".join(some[1:]))
-def test_all_directions_are_those_of_sentence_transformers(directions: tuple[str, ...]) -> None:
-    library = pytest.importorskip("sentence_transformers.losses")
-    count = 9
-    case = named(plain(count, 3 * count))
-    q_QE, d_DE = case.embeddings()
-    theirs = library.MultipleNegativesRankingLoss(
-        torch.nn.Identity(),
-        scale=20.0,
-        directions=tuple(each.replace("document", "doc") for each in directions),
-        hardness_mode="all_negatives",
-        hardness_strength=4.0,
-    )
-    value = theirs.compute_loss_from_embeddings([q_QE, *d_DE.split(count)], None)
-    slopes = torch.autograd.grad(value, [q_QE, d_DE])
-    found = streamed(
-        make(directions, temperature=0.05, tile_size=5, hardness=Hardness("all_negatives", 4.0)), case, q_QE, d_DE
-    )
-    assert found.loss.item() == pytest.approx(value.item(), rel=1e-6)
-    for each, own, expected in ((q_QE, found.dq_QE, slopes[0]), (d_DE, found.dd_DE, slopes[1])):
-        along = (each * own).sum(dim=1, keepdim=True)  # theirs normalises once more, which takes this part out
-        assert torch.allclose(own - each * along, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_rows_of_one_class_are_joined_without_following_each_other_s_lists() -> None:

@@ -190,42 +190,6 @@ def test_gradients_go_where_the_caller_says() -> None:
     assert torch.allclose(table, torch.cat([expected.dq_QE, expected.dd_DE]), rtol=0, atol=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["angle", "cosine_mse", "margin_mse", "kl, hot", "kl, unit"])
-def test_they_are_sentence_transformers_own(kind: str) -> None:
-    library = pytest.importorskip("sentence_transformers.losses")
-    rng, count, ways = np.random.default_rng(1), 8, 4
-    documents = plain(count, count * ways)
-    grades = [(row, row * ways + way, float(rng.uniform())) for row in range(count) for way in range(ways)]
-    positives = tuple((row, row * ways) for row in range(count))
-    case = GradedCase(documents.queries, documents.documents, positives, tuple(grades))
-    leaves = [(2 * side.detach()).requires_grad_() for side in rows_of(case)]
-    q_QE, d_DE = (torch.nn.functional.normalize(leaf, dim=-1) for leaf in leaves)
-    scores = torch.tensor([y for *_, y in grades], dtype=torch.float64)
-    columns, none = [q_QE, *(d_DE[way::ways] for way in range(ways))], torch.nn.Identity()
-    pairs = [q_QE.repeat_interleave(ways, 0), d_DE]
-    if kind in ("angle", "cosine_mse"):
-        theirs = {"angle": library.AnglELoss(none), "cosine_mse": library.CosineSimilarityLoss(none)}[kind]
-        expected = theirs.compute_loss_from_embeddings(pairs, scores)
-        ours = make(kind)
-    else:
-        lists = scores.view(count, ways)
-        theirs = {
-            "margin_mse": library.MarginMSELoss(none),
-            "kl, hot": library.DistillKLDivLoss(none, student_temperature=2.0, teacher_temperature=1.0),
-            "kl, unit": library.DistillKLDivLoss(none, temperature=1.0),
-        }[kind]
-        expected = theirs.compute_loss_from_embeddings(columns, lists)
-        own = {"margin_mse": MarginMseLoss(), "kl, unit": KlLoss(temperature=1.0, teacher_temperature=1.0)}
-        ours = own.get(kind) or make(kind)
-    found = ours(q_QE, d_DE, case.structure)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-    for each, other in zip(
-        *(torch.autograd.grad(it, leaves, retain_graph=True) for it in (found, expected)), strict=True
-    ):
-        assert torch.allclose(each, other, rtol=1e-6, atol=1e-7)
-
-
 def test_the_keys_make_the_losses_and_odd_lengths_have_no_angles() -> None:
     def built(name: str, *keys: str, dimension: int = 8) -> Any:
         config = load_config(None, ["model_name=m", f"loss_type={name}", "label_kind=grade", *keys]).config

@@ -78,22 +78,6 @@ def test_float32_keeps_its_digits() -> None:
     assert_equal(streamed(loss, case, q_QE, d_DE), looped(loss, q_QE, d_DE), 1e-5)
 
 
-@pytest.mark.slow
-def test_the_regulariser_is_sentence_transformers_own() -> None:
-    library = pytest.importorskip("sentence_transformers.losses")
-    case = plain(12, 12)
-    leaves = [(2 * side).requires_grad_() for side in rows_of(case, tight=0.7)]
-    q_QE, d_DE = (torch.nn.functional.normalize(leaf, dim=-1) for leaf in leaves)
-    theirs = library.GlobalOrthogonalRegularizationLoss(torch.nn.Identity(), mean_weight=2.0, second_moment_weight=0.5)
-    expected = torch.stack(list(theirs.compute_loss_from_embeddings([q_QE, d_DE]).values())).sum()
-    ours = SpreadOutLoss(mean=2.0, second_moment=0.5)(q_QE, d_DE, case.structure)
-    assert ours.item() == pytest.approx(expected.item(), rel=1e-6)
-    for each, other in zip(
-        *(torch.autograd.grad(it, leaves, retain_graph=True) for it in (ours, expected)), strict=True
-    ):
-        assert torch.allclose(each, other, rtol=1e-6, atol=1e-10)
-
-
 def parts(tile_size: int = 3) -> list[tuple[float, Any]]:
     common: dict[str, Any] = {"dtype": torch.float64, "tile_size": tile_size}
     infonce = {"temperature": 0.2, "learn_temperature": True, **common}

@@ -110,27 +110,6 @@ def test_the_comparison_can_fail() -> None:
             assert_equal(streamed(make(kind), case, q_QE, d_DE), looped(make(other), case, q_QE, d_DE))
 
 
-@pytest.mark.slow
-def test_all_negatives_is_batch_all_of_sentence_transformers() -> None:
-    """Labels make positives of each other there; a batch of both sides and no self pairs is the same triplets."""
-    library = pytest.importorskip("sentence_transformers.losses.BatchHardTripletLoss")
-    from sentence_transformers.losses import BatchAllTripletLoss
-
-    leaves = (2 * unit_rows(8, 5, seed=0)).requires_grad_()
-    rows = torch.nn.functional.normalize(leaves, dim=-1)
-    labels = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3])
-    distance = library.BatchHardTripletLossDistanceFunction.cosine_distance
-    theirs = BatchAllTripletLoss(None, distance_metric=distance, margin=0.3).batch_all_triplet_loss(labels, rows)
-    same = labels[:, None] == labels
-    positives = (same & ~torch.eye(8, dtype=torch.bool)).nonzero()
-    texts = tuple(str(place) for place in range(8))
-    case = NamedCase(texts, texts, tuple(map(tuple, positives.tolist())))
-    ours = make("all").forward(rows, rows, case.structure)
-    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
-    slopes, expected = (torch.autograd.grad(value, leaves, retain_graph=True)[0] for value in (ours, theirs))
-    assert torch.allclose(slopes, expected, rtol=1e-6, atol=1e-12)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_query_without_negatives_or_without_positive_adds_nothing(kind: str) -> None:
     alone = named(LossCase(("q0", "q1"), ("a", "a"), ((0, 0), (1, 1))))

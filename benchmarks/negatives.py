@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from vembed.evaluation.result import EvaluationResult
 
 METRIC = "ndcg@10"
-TESTED = 500
-"""Abstracts that `planted` tests with."""
+TESTED, TAUGHT = 500, 1000
+"""Abstracts that `planted` tests with, and those that a teacher may learn from."""
 
 TEACHER = "TEACHER"
 """Stands for the folder of the teacher in a recipe."""
@@ -216,7 +216,10 @@ def _halves(corpus: Path, split: str, output: Path) -> tuple[Path, Path]:
         )
         lines = [f"q{n}\t{n}-{half}\t1\n" for n, _ in tested for half in (0, 1)]
         (test / "qrels" / f"{split}.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(lines), "utf-8")
-        _write(rows, ({"query": title, "positive": one, "negatives": [other]} for title, one, other in found[TESTED:]))
+        both = ({"query": title, "positive": half} for title, *halves in found[TESTED:][:TAUGHT] for half in halves)
+        _write(output / "taught.jsonl", both)
+        others = found[TESTED + TAUGHT :]
+        _write(rows, ({"query": title, "positive": one, "negatives": [other]} for title, one, other in others))
     return rows, test
 
 

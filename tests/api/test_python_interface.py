@@ -220,6 +220,8 @@ def test_a_wrong_call_says_what_was_meant(bag: Path) -> None:
     model = vembed.load(bag)
     with pytest.raises(TypeError, match="did you mean 'max_seq_length'"):
         vembed.load(bag, max_seq_len=8)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match='say which side the rows are: "query" or "document"'):
+        model.encode(["a text"])  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="did you mean 'query'"):
         model.encode(TEXTS, "querry")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="rows is one text"):

@@ -170,7 +170,7 @@ class EmbeddingModel:
     def encode(
         self,
         rows: Iterable[ItemInput],
-        side: Side,
+        side: Side | None = None,  # required, but for the words of `checked_side`
         *,
         batch_size: int = DEFAULT_BATCH_SIZE,
         normalize: bool = False,
@@ -231,8 +231,8 @@ class EmbeddingModel:
             return list(vectors[:, None])
         return np.split(vectors.values, vectors.offsets[1:-1]) if len(vectors.lengths) else []
 
-    def _encode(self, rows: Iterable[ItemInput], side: Side, batch_size: int) -> Vectors:
-        refuse_side(side)
+    def _encode(self, rows: Iterable[ItemInput], side: Side | None, batch_size: int) -> Vectors:
+        side = checked_side(side)
         items = items_of(rows, self.image_limits)
         refuse_other_modalities(items, self.takes, self.name)
         encode = self.item_encoder(batch_size)
@@ -317,12 +317,17 @@ class EmbeddingModel:
         return encode
 
 
-def refuse_side(side: str) -> None:
-    """Refuse a side that is neither queries nor documents.
+def checked_side(side: str | None) -> Side:
+    """Return the side, which is that of queries or that of documents.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: It is neither, or missing.
     """
+    if side is None:
+        raise ValueError(
+            'say which side the rows are: "query" or "document"; many models put another prompt before each'
+        )
     if side not in SIDES:
         near = difflib.get_close_matches(str(side), SIDES, n=1, cutoff=0.0)[0]
         raise ValueError(f"there is no side {side!r}; did you mean {near!r}?")
+    return cast("Side", side)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from vembed.api.loading import LoadOptions, refuse_unknown
-from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, load, refuse_side
+from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, checked_side, load
 from vembed.config.keys.data import DataKeys
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
@@ -143,7 +143,7 @@ def build_index(
     """
     refuse_unknown(options, IndexOptions, "build_index")
     side: Side = options.get("side", "document")
-    refuse_side(side)
+    checked_side(side)
     folder, ranks = home_path(output), options.get("ranks") or Ranks()
     options["format"] = output_form(folder, options.get("format"))
     with ExitStack() as stack:

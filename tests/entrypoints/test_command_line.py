@@ -12,6 +12,7 @@ import pytest
 from command_cases import ROOT, RUN, Site, environment, run_here, run_keys, write_config
 
 from vembed.entrypoints import export
+from vembed.entrypoints.command import quiet_libraries
 from vembed.entrypoints.train import main
 
 if TYPE_CHECKING:
@@ -243,3 +244,16 @@ def test_a_disk_that_is_full_at_the_first_weights_is_one_sentence(
         "another output_dir\n"
     )
     assert not [path for path in done.folder.iterdir() if "initial_model" in path.name]
+
+
+def test_progress_bars_are_off_in_libraries_that_were_imported_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants, utils
+
+    bars = sys.modules["huggingface_hub.utils.tqdm"]
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.setattr(bars, "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    monkeypatch.setattr(bars, "progress_bar_states", {})
+    monkeypatch.delitem(sys.modules, "transformers", raising=False)  # which follows the hub's package once it comes
+    assert not utils.are_progress_bars_disabled()
+    quiet_libraries()
+    assert utils.are_progress_bars_disabled()

@@ -202,7 +202,9 @@ def quiet_libraries() -> None:
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers follows it as well
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    transformers, datasets = sys.modules.get("transformers"), sys.modules.get("datasets")
+    hub, transformers, datasets = map(sys.modules.get, ("huggingface_hub", "transformers", "datasets"))
+    if hub is not None and hub.constants.HF_HUB_DISABLE_PROGRESS_BARS is None:  # the user's own word has priority
+        hub.utils.disable_progress_bars()
     if transformers is not None:
         transformers.utils.logging.disable_progress_bar()
     if datasets is not None:

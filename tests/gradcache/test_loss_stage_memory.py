@@ -16,6 +16,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, LossCommon
+from vembed.losses.registry import loss_facts
 from vembed.losses.tiles import DEFAULT_TILE_SIZE
 from vembed.models.profile.live import LiveBytes
 from vembed.plan.devices import Devices
@@ -23,6 +24,7 @@ from vembed.plan.hardware import Machine
 from vembed.plan.memory import ModelSize
 from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize
+from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
@@ -62,6 +64,7 @@ def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
     return z_VE.nbytes + max(accumulate(live.events))
 
 
+TEACHER = ["false_negative_filter=teacher", "teacher_model_name=t"]
 KINDS: dict[str, list[str]] = {
     "one direction": [],
     "both directions": ["loss_bidirectional=true"],
@@ -74,24 +77,25 @@ KINDS: dict[str, list[str]] = {
     "harder negatives, both directions": ["hardness_mode=all_negatives", "loss_bidirectional=true"],
     "all directions": ["loss_directions=[query_to_document, query_to_query, document_to_query, document_to_document]"],
     "filtered": ["false_negative_filter=threshold"],
-    "filtered by a teacher": ["false_negative_filter=teacher", "teacher_model_name=t"],
-    "filtered by a teacher's positives": [
-        "false_negative_filter=teacher",
-        "teacher_model_name=t",
-        "false_negative_compared_with=either",
-    ],
+    "filtered by a teacher": TEACHER,
+    "filtered by a teacher's positives": [*TEACHER, "false_negative_compared_with=either"],
     "triplet": ["loss_type=triplet"],
     "hardest triplet": ["loss_type=triplet", "triplet_negatives=hardest"],
     "cosent": ["loss_type=cosent"],
+    "distillation": ["loss_type=distillation", "teacher_model_name=t"],
+    "distillation of cosines": ["loss_type=distillation", "distillation_loss_type=mse", "teacher_model_name=t"],
+    "hardest, filtered by a teacher": ["loss_type=in_batch_hard", *TEACHER],
+    "supcon, filtered by a teacher": ["loss_type=supcon", *TEACHER],
+    "sigmoid, filtered by a teacher": ["loss_type=sigmoid", *TEACHER],
+    "triplet, filtered by a teacher": ["loss_type=triplet", *TEACHER],
+    "cosent, filtered by a teacher": ["loss_type=cosent", *TEACHER],
     "late interaction": ["loss_type=colbert"],
     "late interaction, both directions": ["loss_type=colbert", "loss_bidirectional=true"],
 }
 
 
-FAST, TAUGHT = (
-    ("one direction", "both directions", "prefixes", "sigmoid"),
-    ("filtered by a teacher", "filtered by a teacher's positives"),
-)
+FAST = ("one direction", "both directions", "prefixes", "sigmoid")
+TAUGHT = tuple(kind for kind, keys in KINDS.items() if "teacher_model_name=t" in keys)
 NEAR = (
     "spread out",
     "all directions",
@@ -135,6 +139,13 @@ def test_the_loss_stage_holds_what_the_plan_counts(two_ranks: RankPool, kind: st
 @pytest.mark.parametrize("kind", NEAR)
 def test_one_process_holds_what_the_plan_counts(kind: str) -> None:
     assert planned(kind, 1) == pytest.approx(peak_on(0, kind, 1, 0), rel=0.05)
+
+
+def test_every_loss_over_the_matrix_has_a_kind() -> None:
+    known = {load_config(None, overrides(kind)).config.loss_type for kind in KINDS}
+    own = [facts for facts in map(loss_facts, LOSSES.names()) if isinstance(facts.loss, str)]
+    assert len(own) > 10
+    assert {facts.name for facts in own if facts.memory in ("matrix", "tiles")} <= known
 
 
 BATCH, NUMBERS = 16_384, 256

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vembed.data.json_list import JsonList
-from vembed.data.lines import first_character, lines, pieces, reading
+from vembed.data.lines import first_character, line_blocks, lines, pieces, reading
 from vembed.data.parquet import MAX_COLUMNS, arrow_rows, parquet_rows, repeated
 from vembed.data.tables import table_form, table_rows
 from vembed.data.tar_shards import shard_rows
@@ -18,9 +18,10 @@ from vembed.errors import DataError
 from vembed.text import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from vembed.data.lines import LineBlock
     from vembed.data.tables import TableForm
 
 RawRow: TypeAlias = tuple[int, "dict[str, Any] | str"]
@@ -67,19 +68,30 @@ def iter_rows(
         elif suffix == ".arrow":
             yield from arrow_rows(path, wanted)
         elif suffix == SHARD_SUFFIX:
-            yield from shard_rows(path, json.JSONDecoder(object_pairs_hook=_unique_keys))
+            yield from shard_rows(path, json.JSONDecoder(object_pairs_hook=unique_keys))
         elif suffix.startswith(".jsonl"):
-            yield from jsonl_rows(path)
+            yield from jsonl_rows(lines(path))
         elif suffix.startswith(".json"):
             yield from _json_rows(path)
         else:
             yield from table_rows(path, form or table_form(path))
 
 
-def jsonl_rows(path: Path) -> Iterator[RawRow]:
-    """Yield one row per line that is not blank; line numbers count the blank ones."""
-    decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
-    for number, line in lines(path):
+def jsonl_blocks(path: Path) -> Iterator[LineBlock]:
+    """Yield the lines of a file of JSONL in blocks.
+
+    Raises:
+        DataError: The file can't be read on.
+        MachineError: The operating system refuses to read it.
+    """
+    with reading(path):
+        yield from line_blocks(path)
+
+
+def jsonl_rows(numbered: Iterable[tuple[int, bytes]]) -> Iterator[RawRow]:
+    """Yield one row per line that is not blank."""
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
+    for number, line in numbered:
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
@@ -121,7 +133,7 @@ def json_object(path: Path) -> dict[str, Any]:
                 raise DataError(f"{path.name}: over {MAX_OBJECT_CHARACTERS:,} characters in one JSON object")
         text = "".join(parts)
     try:
-        value = json.JSONDecoder(object_pairs_hook=_unique_keys).decode(text)
+        value = json.JSONDecoder(object_pairs_hook=unique_keys).decode(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path.name}:{error.lineno}: bad JSON: {error.msg} at character {error.colno}") from error
     except (ValueError, RecursionError) as error:
@@ -151,7 +163,12 @@ def _row_of(value: object) -> dict[str, Any] | str:
     return value if len(value) <= MAX_COLUMNS else f"{len(value):,} columns, and a row has at most {MAX_COLUMNS:,}"
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object as a dictionary.
+
+    Raises:
+        ValueError: A key stands twice.
+    """
     row = dict(pairs)
     if len(row) != len(pairs):
         raise ValueError(f"the key {quoted(repeated(key for key, _ in pairs))} stands twice in one object")
@@ -161,8 +178,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _json_rows(path: Path) -> Iterator[RawRow]:
     """Yield the objects of a JSON list, each with the line that it begins on; or read the file as JSONL."""
     if first_character(path) != b"[":
-        yield from jsonl_rows(path)
+        yield from jsonl_rows(lines(path))
         return
-    decoder = json.JSONDecoder(object_pairs_hook=_unique_keys)
+    decoder = json.JSONDecoder(object_pairs_hook=unique_keys)
     for line, value in JsonList(pieces(path), decoder, path.name):
         yield line, _row_of(value)

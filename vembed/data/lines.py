@@ -11,7 +11,7 @@ import io
 import zlib
 from codecs import getincrementaldecoder
 from contextlib import contextmanager, suppress
-from typing import IO, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from vembed.data.columns import closest
 from vembed.errors import DataError, MachineError
@@ -30,11 +30,68 @@ MAX_BLANK_LINES = 1_000_000
 MAX_GZIP_RATIO, GZIP_FREE_BYTES = 200, 4 * 2**20
 """Most bytes out of a gzip file for each byte in it, beyond the first few: texts reach 3 to 20, gzip itself 1,032."""
 
-PIECE_BYTES = 2**20
+PIECE_BYTES, BLOCK_BYTES = 2**20, 4 * 2**20
 
 UTF8_BOM = b"\xef\xbb\xbf"
 UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _BROKEN_GZIP = (EOFError, zlib.error, gzip.BadGzipFile)
+
+
+class LineBlock(NamedTuple):
+    """Whole lines of a file, next to each other."""
+
+    name: str  # of the file
+    first: int  # number of the first line, counted from 1
+    num_blank: int  # blank lines right before it
+    data: bytes
+
+    def numbered(self) -> Iterator[tuple[int, bytes]]:
+        """Yield (line number, line with its end).
+
+        Raises:
+            DataError: A line is too long, or too many are blank.
+        """
+        num_blank = self.num_blank
+        for number, line in enumerate(io.BytesIO(self.data), start=self.first):
+            if len(line) > MAX_LINE_BYTES:
+                raise too_long(f"{self.name}:{number}", "line")
+            num_blank = num_blank + 1 if line.isspace() else 0
+            if num_blank > MAX_BLANK_LINES:
+                msg = f"{self.name}:{number}: over {MAX_BLANK_LINES:,} blank lines in a row; is this a text file?"
+                raise DataError(msg)
+            yield number, line
+
+    def followed_by(self, data: bytes) -> LineBlock:
+        """Return the block of the lines that come next."""
+        filled = len(self.data.rstrip())
+        num_blank = self.data.count(b"\n", filled) + (-1 if filled else self.num_blank)
+        return LineBlock(self.name, self.first + self.data.count(b"\n"), num_blank, data)
+
+
+def line_blocks(path: Path) -> Iterator[LineBlock]:
+    """Yield all lines of a file, without a byte order mark, in blocks of a few MiB, or of one long line.
+
+    Raises:
+        DataError: The file can't be read on.
+        OSError: The system refuses to read it, or it is no regular file.
+    """
+    block, rest = LineBlock(path.name, 1, 0, b""), b""
+    try:
+        with _opened(path) as handle:
+            while True:
+                piece = handle.read1(BLOCK_BYTES)
+                data = rest + piece
+                end = data.rfind(b"\n", len(rest)) + 1
+                if not piece or (not end and len(data) > MAX_LINE_BYTES):
+                    end = len(data)
+                if end:
+                    block = block.followed_by(data[:end] if block.data else _without_bom(data[:end], path))
+                    yield block
+                if not piece:
+                    break
+                rest = data[end:]
+    except _BROKEN_GZIP as error:
+        raise _broken_gzip(f"{path.name}:{block.followed_by(b'').first}", error) from error
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -44,22 +101,8 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
         DataError: The file can't be read on.
         OSError: The system refuses to read it, or it is no regular file.
     """
-    number = num_blank = 0
-    try:
-        with _opened(path) as handle:
-            while line := handle.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if number == 1:
-                    line = _without_bom(line, path)
-                if len(line) > MAX_LINE_BYTES:
-                    raise too_long(f"{path.name}:{number}", "line")
-                num_blank = num_blank + 1 if line.isspace() else 0
-                if num_blank > MAX_BLANK_LINES:
-                    msg = f"{path.name}:{number}: over {MAX_BLANK_LINES:,} blank lines in a row; is this a text file?"
-                    raise DataError(msg)
-                yield number, line
-    except _BROKEN_GZIP as error:
-        raise _broken_gzip(f"{path.name}:{number + 1}", error) from error
+    for block in line_blocks(path):
+        yield from block.numbered()
 
 
 def pieces(path: Path) -> Iterator[str]:
@@ -139,20 +182,30 @@ class _Unpacked(io.RawIOBase):
         self._packed = open_regular(path)
         self._inside = gzip.GzipFile(fileobj=self._packed, mode="rb")
         self._count = 0
+        self._broken: Exception | None = None
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]  # what BufferedReader gives
-        data = self._inside.read1(len(buffer))
-        buffer[: len(data)] = data
-        self._count += len(data)
-        if self._count > max(GZIP_FREE_BYTES, MAX_GZIP_RATIO * self._packed.tell()):
-            raise DataError(
-                f"{self._path}: it unpacks to over {MAX_GZIP_RATIO} times its size, as no set of texts does; if that "
-                "is meant, unpack it with gunzip and name the file that comes out"
-            )
-        return len(data)
+        filled, data = 0, b"?"
+        while data and filled < len(buffer) and not self._broken:
+            try:
+                data = self._inside.read1(len(buffer) - filled)
+            except _BROKEN_GZIP as error:  # what was unpacked before is read first
+                self._broken = error
+                break
+            buffer[filled : filled + len(data)] = data
+            filled += len(data)
+            self._count += len(data)
+            if self._count > max(GZIP_FREE_BYTES, MAX_GZIP_RATIO * self._packed.tell()):
+                raise DataError(
+                    f"{self._path}: it unpacks to over {MAX_GZIP_RATIO} times its size, as no set of texts does; if "
+                    "that is meant, unpack it with gunzip and name the file that comes out"
+                )
+        if self._broken and not filled:
+            raise self._broken
+        return filled
 
     def close(self) -> None:
         if not self.closed:
@@ -161,10 +214,10 @@ class _Unpacked(io.RawIOBase):
         super().close()
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> io.BufferedReader:
     if not path.name.lower().endswith(".gz"):
-        return open_regular(path)
-    return cast("IO[bytes]", io.BufferedReader(_Unpacked(path), PIECE_BYTES))
+        return cast("io.BufferedReader", open_regular(path))
+    return io.BufferedReader(_Unpacked(path), PIECE_BYTES)
 
 
 def _without_bom(start: bytes, path: Path) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,20 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.data.columns import ExtraColumn
+
+
+class ItemRows(NamedTuple):
+    """The items of some rows."""
+
+    items: Sequence[Item]  # of each row its query, its positives and its negatives
+    num_positives: NDArray[np.int64]
+    num_negatives: NDArray[np.int64]
+
+    @property
+    def columns(self) -> NDArray[np.int64]:
+        """0 for each item that is a query, 1 for a positive, 2 for a negative."""
+        widths = np.stack([np.ones_like(self.num_positives), self.num_positives, self.num_negatives], axis=1)
+        return np.repeat(np.tile(np.arange(3), len(widths)), widths.ravel())
 
 
 class RecordWriter:
@@ -106,31 +120,35 @@ class RecordWriter:
         (self._folder / SIZES_FILE).write_text(json.dumps(sizes), "utf-8")
         return RecordTable(columns, items.keep_ids(self._folder), files, folder=self._folder)
 
+    def add_texts(self, rows: ItemRows, columns: Mapping[str, int | float], *, file: str, first: int) -> None:
+        """Append rows of texts, which stand in lines of a file from `first` on and have the same numbers."""
+        import pyarrow as pa
+
+        self._flush()
+        count = len(rows.num_positives)
+        numbers: dict[str, int | float] = {"file": self._files.setdefault(file, len(self._files))}
+        numbers |= {f"{ASKED}{name}": number for name, number in columns.items()}
+        cells = {name: pa.repeat(pa.scalar(number, self._types[name]), count) for name, number in numbers.items()}
+        cells |= dict.fromkeys(("label_text", "label_number", "scores"), pa.nulls(count))
+        self._write(rows, {**cells, "line": pa.array(np.arange(first, first + count))})
+
     def _flush(self) -> None:
         """Write the rows that were added one by one."""
         counts = [np.array(self._block.pop(name), dtype=np.int64) for name in ("positives", "negatives")]
         others = {name: filled(cells, self._types[name]) for name, cells in self._block.items()}
         if len(counts[0]):
-            self._write(self._flat, counts, others)
+            self._write(ItemRows(self._flat, *counts), others)
         self._begin_block()
 
-    def _write(self, items: Sequence[Item], counts: Sequence[NDArray[np.int64]], others: Mapping[str, Any]) -> None:
-        """Append rows.
-
-        Args:
-            items: Of each row its query, its positives and its negatives.
-            counts: How many positives each row has, and how many negatives.
-            others: The cells of all other columns.
-        """
+    def _write(self, rows: ItemRows, others: Mapping[str, Any]) -> None:
+        """Append rows, with the cells of all columns that hold no items."""
         import pyarrow as pa
 
-        widths = np.stack([np.ones_like(counts[0]), *counts], axis=1)
-        numbers = self._items.numbers(items)
-        column_of = np.repeat(np.tile(np.arange(3), len(widths)), widths.ravel())
-        cells = [pa.array(numbers[column_of == column]) for column in range(3)]
-        chunks = {"query": cells[0], **others}
-        for name, values, own in zip(("positives", "negatives"), cells[1:], counts, strict=True):
-            chunks[name] = pa.LargeListArray.from_arrays(pa.array(np.cumsum([0, *own.tolist()])), values)
+        numbers, column_of = self._items.numbers(rows.items), rows.columns
+        query, *lists = (pa.array(numbers[column_of == column]) for column in range(3))
+        chunks = {"query": query, **others}
+        for name, values, counts in zip(("positives", "negatives"), lists, rows[1:], strict=True):
+            chunks[name] = pa.LargeListArray.from_arrays(pa.array(np.cumsum([0, *counts.tolist()])), values)
         for name, column in self._columns.items():
             column.append(chunks[name])
-        self._num_rows += len(widths)
+        self._num_rows += len(rows.num_positives)

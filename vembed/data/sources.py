@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
 from vembed.data.builtin import load_builtin
 from vembed.data.columns import ColumnResolver
-from vembed.data.files import RawRow, holds_text_cells, iter_rows
+from vembed.data.files import RawRow, holds_text_cells, iter_rows, jsonl_blocks, jsonl_rows, suffix_of
 from vembed.data.hub import hub_rows, hub_split
 from vembed.data.lines import reading
 from vembed.data.presets import preset_path
@@ -28,6 +28,7 @@ from vembed.data.records import LoadedRecords, Record
 from vembed.data.row_files import row_files
 from vembed.data.splits import SPLIT_NAMES, SourceOptions
 from vembed.data.tables import table_form
+from vembed.data.text_blocks import many_objects, rows_alike, text_rows
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
@@ -215,10 +216,32 @@ class _Loader:
 
     def read_file(self, file: Path, *, most: int | None = None) -> None:
         """Check the rows of a local file, or the first `most` of them, and keep the valid ones."""
+        if most is None and (suffix_of(file) or "").startswith(".jsonl"):
+            with many_objects():
+                self._read_blocks(file)
+            return
         wanted = partial(self.columns.wanted, where=f"{file.name}:1")
         form = self.table_form(file) if holds_text_cells(file) else None
         rows, images = islice(iter_rows(file, wanted, form), most), self._options.images(file.parent)
         self.read(rows, images, file=file.name, cells_are_text=form is not None)
+
+    def _read_blocks(self, file: Path) -> None:
+        """Check the rows of a file of JSONL: a block of them at once where all are texts and right."""
+        images, self._has_header = self._options.images(file.parent), False
+        defaults = {each.name: each.typed(each.default) for each in self.extra}
+        for block in jsonl_blocks(file):
+            rows = rows_alike(block)
+            if rows is None:
+                self.read(jsonl_rows(block.numbered()), images, file=file.name)
+                continue
+            shape = self.columns.shape(tuple(rows[0]), where=f"{file.name}:{block.first}")
+            texts = text_rows(rows, shape)
+            if texts is None:
+                self.read(enumerate(rows, block.first), images, file=file.name)
+                continue
+            self._num_rows += len(rows)
+            if self._keeps and not self._log.refused:
+                self._writer.add_texts(texts, defaults, file=file.name, first=block.first)
 
     def check_first(self, source: str, *, is_alone: bool) -> None:
         """Refuse a source by what is known of its columns after its first rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from ball_cases import COLOURS, caption
 from command_cases import environment
 from mining_cases import made_rows, read, written
 from model_cases import write_cross_encoder
@@ -137,6 +139,18 @@ def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(
     assert "<svg" in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
     assert "Probably an answer" in (tmp_path / "mined-report" / "report.md").read_text("utf-8")
+
+
+def test_the_report_shows_what_pictures_were_mined(call: Any, clip: Path, balls: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    made = [{"query": caption(colour), "positive_image": f"{colour}.png"} for colour in COLOURS]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in made))
+    done = call("mine", clip, "--data", rows, "--image-root", balls, "--output", tmp_path / "mined.jsonl")
+    assert done.code == 0, done.err
+    page = (tmp_path / "mined-report" / "report.html").read_text("utf-8")
+    assert {"positive", "rank 1"} <= set(re.findall(r'<img src="data:image/webp;base64,[^"]+" alt="([^"]+)"', page))
+    example = json.loads((tmp_path / "mined-report" / "report.json").read_text("utf-8"))["examples"][0]
+    assert example.keys() == {"query", "positive", "positive_score", "negatives"}
 
 
 @pytest.mark.parametrize(

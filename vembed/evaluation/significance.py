@@ -296,7 +296,7 @@ def _sentence(word: VerdictWord, comparison: Comparison) -> str:
         return f"{word}: {means} ({difference}, 1 query: too few for an interval)"
     bounds = f"{_signed(comparison.low, digits)} to {_signed(comparison.high, digits)}"
     share = f"{100 * comparison.confidence:g}%"
-    return f"{word}: {means} ({difference}, {share} interval {bounds}, {comparison.num_queries} queries)"
+    return f"{word}: {means} ({difference}, {share} interval {bounds}, {comparison.num_queries:,} queries)"
 
 
 def _digits(word: VerdictWord, comparison: Comparison) -> int:

@@ -7,8 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from matplotlib.ticker import MaxNLocator
+
+from vembed.evaluation.benchmark.names import model_labels
 from vembed.evaluation.pages import Cell, Table, write_report
-from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, LINE, SERIES, chart_axes, inline_svg
+from vembed.evaluation.report.charts import (
+    BETTER,
+    CURVE_INCHES,
+    INK,
+    LINE,
+    SERIES,
+    AxisTicks,
+    chart_axes,
+    inline_svg,
+)
 from vembed.evaluation.text import metric_text, signed_text
 from vembed.merging.choose import shown_weights
 
@@ -116,15 +128,16 @@ def _shared(report: MergeReport) -> dict[str, Any]:
     tones = {}
     for place, point in enumerate(choice.points):
         cells = [_cell(each) for side in choice.differences(point) for each in side]
-        said = "taken" if point is choice.chosen else "loses on a guard set" if choice.loses(point) else ""
+        said = "taken" if point is choice.chosen else "loses on a guard set" if choice.loses(point) else "not taken"
         rows.append([shown_weights(point.weights), *cells, said])
         if point is choice.chosen:
             tones[place] = "chosen"
-    heads = ["Weights", *(f"{each.task} ({role})" for each, role in zip(sets, roles, strict=True)), ""]
+    heads = ["Weights", *(f"{each.task} ({role})" for each, role in zip(sets, roles, strict=True)), "Reading"]
     return {
         "report": report,
+        "title": " + ".join(model_labels(report.models)),
         "limits": LIMITS,
-        "points": Table(heads, rows, tones=tones),
+        "points": Table(heads, rows, words=frozenset({0, len(heads) - 1}), tones=tones),
         "models": [(f"model {place}", name) for place, name in enumerate(report.models, start=1)],
         "settings": list(report.facts.items()),
         "has_guards": bool(choice.first.guards),
@@ -153,6 +166,9 @@ def _draw(choice: Choice) -> Markup:
         has_guards = bool(choice.first.guards)
         xlabel = f"{choice.metric} on the guard sets, difference" if has_guards else "weight of the other models"
         axes.set(xlabel=xlabel, ylabel="gain on the targets")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(4))
+            axis.set_major_formatter(AxisTicks())
         axes.legend(loc="best")
         label = "Each mixture's gain on the target sets over its loss on the guard sets; the table has the numbers."
         return inline_svg(figure, name="mixtures", label=label)

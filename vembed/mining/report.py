@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from vembed.batch import Composed, Image
+from vembed.batch import Composed, Image, pictures_in
+from vembed.data.images import ImageLimits
+from vembed.evaluation.benchmark.names import model_labels
 from vembed.evaluation.pages import Table, write_report
 from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, WORSE, AxisTicks, chart_axes, inline_svg
+from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.text import clip, count_text, metric_text, number_text
 from vembed.mining.choose import RULES
 from vembed.mining.false_negatives import estimate
@@ -75,7 +78,8 @@ class MiningReport:
         short, none = int((counts < asked).sum()), int((counts == 0).sum())
         mined = f"{count_text(int(counts.sum()))} hard negatives for {plural(len(counts), 'query', 'queries')}"
         if short:
-            mined += f"; {plural(short, 'query', 'queries')} got fewer than {asked} ({count_text(none)} none)"
+            fewer = "none" if none == short else f"fewer than {asked} ({count_text(none)} none)"
+            mined += f"; {plural(short, 'query', 'queries')} got {fewer}"
         return f"{mined}. {self.rate_text}"
 
     @property
@@ -122,10 +126,12 @@ class MiningReport:
         query = int(mined.sample_S[place])
         positives = task.positives.take(np.array([query])).values[:1]
         columns = np.flatnonzero(mined.sample_chosen_SK[place])
-        rows = mined.sample_rows_SK[place, columns]
+        items = task.documents.take(mined.sample_rows_SK[place, columns])
+        asked, positive = task.queries.take(np.array([query]))[0], task.documents.take(positives)[0]
         return {
-            "query": _said(task.queries.take(np.array([query]))[0]),
-            "positive": _said(task.documents.take(positives)[0]),
+            "items": [asked, positive, *items],
+            "query": _said(asked),
+            "positive": _said(positive),
             "positive_score": float(mined.sample_positive_S[place]),
             "negatives": [
                 {
@@ -134,7 +140,7 @@ class MiningReport:
                     "rank": int(column) + 1 + self.keys.mine_range_min,
                     "probability": None if found is None else float(found.probabilities_SK[place, column]),
                 }
-                for item, column in zip(task.documents.take(rows), columns.tolist(), strict=True)
+                for item, column in zip(items, columns.tolist(), strict=True)
             ],
         }
 
@@ -145,7 +151,9 @@ def write_mining_report(folder: Path, report: MiningReport) -> None:
     Raises:
         MachineError: The folder can't be written.
     """
-    write_report(folder, TEMPLATE, _document(report), _shared(report), {"drawing": partial(_draw, report.groups)})
+    shown = list(pictures_in(item for example in report.examples for item in example["items"]))
+    drawings = {"drawing": partial(_draw, report.groups), "copies": Thumbnails.of(shown, ImageLimits())}
+    write_report(folder, TEMPLATE, _document(report), _shared(report), drawings)
 
 
 def _document(report: MiningReport) -> dict[str, Any]:
@@ -166,7 +174,7 @@ def _document(report: MiningReport) -> dict[str, Any]:
         if found is None
         else {"rate": found.rate, "interval": [found.low, found.high], "limits": LIMITS},
         "histogram": {"edges": edges.tolist(), **{name: each.tolist() for name, each in shares.items()}},
-        "examples": report.examples,
+        "examples": [{key: each[key] for key in each if key != "items"} for each in report.examples],
         "seconds": dict(report.seconds),
         "notes": list(report.notes),
         "command": report.command,
@@ -179,7 +187,7 @@ def _shared(report: MiningReport) -> dict[str, Any]:
     counts, asked = report.counts, report.keys.mine_negatives
     facts = [
         ("Documents searched", count_text(len(report.task.documents))),
-        ("Negatives of a query", f"{number_text(float(counts.mean()))} of {asked} on average"),
+        ("Negatives of a query", f"{counts.mean():.1f} of {asked} on average"),
         ("Queries without any", count_text(int((counts == 0).sum()))),
     ]
     rows = [
@@ -190,6 +198,7 @@ def _shared(report: MiningReport) -> dict[str, Any]:
     settings = [(name.removeprefix(prefix), str(value)) for name, value in report.keys.mining().items()]
     return {
         "report": report,
+        "title": model_labels([report.source["model"]])[0],
         "key_facts": facts,
         "limits": LIMITS,
         "scores": Table(["Scores of", "How many", "5%", "Median", "95%"], rows),
@@ -201,13 +210,19 @@ def _shared(report: MiningReport) -> dict[str, Any]:
 
 
 def _shown(example: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an example as a table of texts."""
+    """Return an example as a table of texts, and its pictures with what each is."""
     positive = clip(example["positive"], CHARACTERS).short
     rows = [[positive, "positive", metric_text(example["positive_score"]), "labelled"]]
     for each in example["negatives"]:
         doubt = "" if each["probability"] is None else f"{100 * each['probability']:.0f}%"
         rows.append([clip(each["text"], CHARACTERS).short, str(each["rank"]), metric_text(each["score"]), doubt])
+    names = ["query", *(row[1] if row[1] == "positive" else f"rank {row[1]}" for row in rows)]
     return {
+        "pictures": [
+            (name, pictures)
+            for name, item in zip(names, example["items"], strict=True)
+            if (pictures := tuple(pictures_in([item])))
+        ],
         "query": clip(example["query"], CHARACTERS).short,
         "table": Table(["Document", "Rank", "Score", "Probably an answer"], rows, tones={0: "chosen"}),
     }

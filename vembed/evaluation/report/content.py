@@ -192,7 +192,7 @@ class Content:
         lines = [f"Reversed, {reverse.task.direction}: {one_line(reverse.verdict.sentence)}"]
         if self.sums:
             before, after = (metric_text(self.sums[key].value, 1) for key in ("baseline", "final"))
-            lines.append(f"Both directions: rsum {before} → {after} of 600")
+            lines.append(f"Both directions: rsum {before} -> {after} of 600")
         return lines
 
     @property

@@ -24,22 +24,21 @@ def choices(annotation: Any) -> set[Any]:
     return set().union(*(choices(each) for each in get_args(annotation)))
 
 
-OURS = [name for name in LOSSES.names() if isinstance(loss_facts(name).loss, str)]  # a plugin's brings its class
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_every_value_of_every_key_has_a_row(name: str) -> None:
-    rows = [values for loss, values in (KINDS | LATE).values() if loss == name]
-    assert rows, "no row of this loss"
-    for key, info in loss_facts(name).keys.model_fields.items():
-        if key == "loss_tile_size":
-            continue
-        given = [values.get(key, info.default) for values in rows]
-        flat = [each for value in given for each in (value if isinstance(value, list) else [value])]
-        assert info.default in given, f"{key}: never its default"
-        assert any(value != info.default for value in given), f"{key}: nothing but its default"
-        wanted = choices(info.annotation) | ({True, False} if info.annotation is bool else set())
-        assert wanted <= set(flat), f"{key}: without {wanted - set(flat)}"
+def test_every_value_of_every_key_has_a_row() -> None:
+    ours = [name for name in LOSSES.names() if isinstance(loss_facts(name).loss, str)]  # a plugin's brings its class
+    assert len(ours) > 10
+    for name in ours:
+        rows = [values for loss, values in (KINDS | LATE).values() if loss == name]
+        assert rows, f"{name}: no row"
+        for key, info in loss_facts(name).keys.model_fields.items():
+            if key == "loss_tile_size":
+                continue
+            given = [values.get(key, info.default) for values in rows]
+            flat = {each for value in given for each in (value if isinstance(value, list) else [value])}
+            assert info.default in given, f"{name}, {key}: never its default"
+            assert any(value != info.default for value in given), f"{name}, {key}: nothing but its default"
+            missing = choices(info.annotation) - flat
+            assert not missing, f"{name}, {key}: without {missing}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

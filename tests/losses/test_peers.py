@@ -53,15 +53,15 @@ class Columns(torch.nn.Module):
         return {"sentence_embedding": features[self.name]}
 
 
-class Summed(torch.nn.Module):
-    """A loss of several named parts as their sum, which Matryoshka wants."""
+class Through(torch.nn.Module):
+    """A loss of theirs, and what makes ours of it."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, made: Callable[[Any], Tensor]) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.made = inner, made
 
     def forward(self, features: Any, labels: Any) -> Tensor:
-        return torch.stack(list(self.inner(features, labels).values())).sum()
+        return self.made(self.inner(features, labels))
 
 
 def lists(q_QE: Tensor, d_DE: Tensor) -> list[Tensor]:
@@ -208,14 +208,22 @@ PEERS: dict[str, Peer] = {
         lambda prefixes: KlLoss(temperature=2.0, teacher_temperature=1.0, prefixes=prefixes),
         lambda library, model: library.DistillKLDivLoss(model, student_temperature=2.0, teacher_temperature=1.0),
     ),
+    "kl, cold": taught(
+        lambda prefixes: KlLoss(temperature=0.5, teacher_temperature=1.0, prefixes=prefixes),
+        lambda library, model: Through(  # theirs shrinks with the square of every temperature
+            library.DistillKLDivLoss(model, student_temperature=0.5, teacher_temperature=1.0),
+            lambda value: value / 0.5**2,
+        ),
+    ),
     "triplet, all": of_classes("all", LABELS, "BatchAllTripletLoss"),
     "triplet, hardest": of_classes("hardest", TWINS, "BatchHardTripletLoss"),
     "triplet, listed": listed_triplets(),
     "spread_out": Peer(
         plain(COUNT, COUNT),
         lambda prefixes: SpreadOutLoss(mean=2.0, second_moment=0.5, prefixes=prefixes),
-        lambda library, model: Summed(
-            library.GlobalOrthogonalRegularizationLoss(model, mean_weight=2.0, second_moment_weight=0.5)
+        lambda library, model: Through(
+            library.GlobalOrthogonalRegularizationLoss(model, mean_weight=2.0, second_moment_weight=0.5),
+            lambda parts: torch.stack(list(parts.values())).sum(),
         ),
     ),
 }

@@ -52,6 +52,32 @@ def test_a_configuration_is_written_with_a_comment_for_each_key(
     assert "config.yaml is written and valid. Train with: vembed train config.yaml" in capsys.readouterr().out
 
 
+def test_a_model_and_test_sets_may_be_named_and_what_is_not_there_is_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("faq.jsonl", "a.jsonl", "b.jsonl"):
+        (folder / name).write_text('{"question": "q", "answer": "a"}\n' * 4)
+
+    def asked(*words: str) -> int:
+        return init.main(["faq.jsonl", "--overwrite", *words], program="vembed init")
+
+    assert asked("--model", "builtin:ngram-bag", "--test", "a.jsonl") == 0
+    config = load_config(folder / "config.yaml").config
+    assert (config.model_name, config.test_data_path) == ("builtin:ngram-bag", "a.jsonl")
+    assert asked("--test", "a.jsonl", "b.jsonl") == 0
+    before = (folder / "config.yaml").read_bytes()
+    assert load_config(folder / "config.yaml").config.test_data_path == ["a.jsonl", "b.jsonl"]
+    capsys.readouterr()
+    assert asked("--model", "./nowhere", "--test", "c.jsonl", "a.jsonl") != 0
+    said = capsys.readouterr().err
+    assert "model_name: there is no folder ./nowhere" in said
+    assert "c.jsonl" in said
+    assert asked("--model", "all-MiniLM-L6-v2") != 0
+    assert "did you mean sentence-transformers/all-MiniLM-L6-v2" in capsys.readouterr().err
+    assert (folder / "config.yaml").read_bytes() == before
+    assert {path.name for path in folder.iterdir()} == {"faq.jsonl", "a.jsonl", "b.jsonl", "config.yaml"}
+
+
 def test_columns_that_nobody_knows_are_mapped_in_their_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = made(folder, "a.csv", "frage,antwort\n" + "wer,ich\n" * 5)
     assert config.column_mapping == {"frage": "query", "antwort": "positive"}

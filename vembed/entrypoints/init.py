@@ -1,4 +1,4 @@
-"""`vembed init [DATA] [-o FILE]`: write a configuration for a file of rows, with a comment behind each key."""
+"""`vembed init [DATA] [-o FILE]`: write a configuration for rows, and a model and test sets, with comments."""
 
 from __future__ import annotations
 
@@ -43,17 +43,23 @@ def main(arguments: Sequence[str], *, program: str) -> int:
         "data", nargs="?", metavar="DATA", help="training data: file, folder or hub id; default: a built-in set"
     )
     parser.add_argument(
+        "--model", metavar="MODEL", help="as model_name takes it; default: one that fits the columns of the data"
+    )
+    parser.add_argument(
+        "--test", nargs="+", metavar="SET", help="sets of the verdict, as test_data_path takes them; default: none"
+    )
+    parser.add_argument(
         "-o", "--output", type=Path, default=Path("config.yaml"), metavar="FILE", help="default: config.yaml"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it is there")
     parsed = parser.parse_args(arguments)
-    return run_command(lambda: _run(parsed.data, home_path(parsed.output), overwrite=parsed.overwrite))
+    return run_command(lambda: _run(parsed, home_path(parsed.output)))
 
 
-def _run(data: str | None, output: Path, *, overwrite: bool) -> int:
-    if output.exists() and not overwrite:
+def _run(parsed: argparse.Namespace, output: Path) -> int:
+    if output.exists() and not parsed.overwrite:
         raise ConfigError(f"{output} is there already; name another file with -o, or add --overwrite")
-    values, comments = _chosen(data or BUILTIN_DATA)
+    values, comments = _chosen(parsed.data or BUILTIN_DATA, parsed.model, parsed.test)
     lines = [f"# Train with: vembed train {output}", "# What a key does: vembed explain KEY", ""]
     for name, value in values.items():
         written = write_mapping({name: value}).strip()
@@ -86,12 +92,19 @@ def _meaning(name: str) -> str:
     return str(key_schemas()[name]["description"]).partition(". ")[0].rstrip(".")
 
 
-def _chosen(data: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of the keys to write, and the comments of those that the data have decided."""
+def _chosen(data: str, model: str | None, test: list[str] | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values of the keys to write, and the comments of those that the data have decided.
+
+    Args:
+        model: What the user named; None for one that fits the data.
+        test: Sets of the verdict.
+    """
     columns, mapping, rows = _look(data)
     shows = any(name.endswith(("_image", "_images")) for name in columns.used)
     name = Path(data.removeprefix("builtin:")).name.partition(".")[0] or "run"
-    values: dict[str, Any] = {"model_name": PICTURE_MODEL if shows else TEXT_MODEL, "data_path": data}
+    values: dict[str, Any] = {"model_name": model or (PICTURE_MODEL if shows else TEXT_MODEL), "data_path": data}
+    if test:
+        values["test_data_path"] = test[0] if len(test) == 1 else test
     comments = {
         "model_name": "the model to start from: a hub id, a folder, or the output folder of a run",
         "output_dir": "gets the model in model/ and the report in report/",

@@ -76,7 +76,7 @@ class OutputKeys(Section):
     embedding_cache: Name = key(
         "auto",
         "Embeddings of a frozen tower, each encoded once: auto keeps them in output_dir where this run would encode "
-        "them again, never keeps none, a path names a folder that runs share.",
+        "them again, never keeps none, a path names a folder that runs share, with the results of untrained models.",
     )
     logging_steps: Count = key(10, "Steps from one log line to the next.", unit="steps", on_resume="harmless")
     report_to: Annotated[str | list[str], TrackerNames()] = key(

@@ -221,7 +221,7 @@ def test_a_failed_replacement_leaves_the_old_index(
     assert refused.code == 5
     assert "the index can't be written: [Errno 28] No space left on device. Free some space" in refused.err
     assert {name: (folder / name).read_bytes() for name in FILES} == before
-    assert f"what is encoded is kept in {tmp_path / '.index.part'}, and the same command goes on" in refused.out
+    assert f"what is encoded is kept in {tmp_path / '.index.part'}, and the same command continues" in refused.out
     assert sorted(path.name for path in tmp_path.iterdir()) == [".index.part", "index"]
     assert call("search", folder, "apple").code == 0
     monkeypatch.setattr(Journal, "append", None)  # nothing is encoded again

@@ -123,7 +123,7 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
         raise
     except Exception as error:
         if encode.ranks.is_first and Journal.holds_slices(part):
-            _log.warning("what is encoded is kept in %s, and the same command goes on", part)
+            _log.warning("what is encoded is kept in %s, and the same command continues", part)
         elif encode.ranks.is_first:
             shutil.rmtree(part, ignore_errors=True)
         refused = error if isinstance(error, OSError) else disk_error(error)

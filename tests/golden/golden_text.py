@@ -73,6 +73,7 @@ def plain(text: str, places: dict[str, str]) -> str:
     """
     for path, name in places.items():
         text = text.replace(path, name)
+    text = re.sub(rf"{_BYTES}\s+free\b", "# free", text)  # the plan may break the line there
     return "\n".join(_plain_line(line) for line in text.split("\n"))
 
 

@@ -99,6 +99,25 @@ def test_what_is_said_twice_or_wrong_is_refused_before_anything_is_written(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_refused_call_leaves_no_rows(keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(vembed.DataError, match="val_data holds no rows"):
+        vembed.train(**keys, data=ROWS, val_data=[])
+    with pytest.raises(vembed.DataError, match="query: empty text"):
+        vembed.train(**keys, data=[*ROWS, {"query": "", "positive": "p"}])
+    assert not (tmp_path / "out/rows").exists()
+
+    def interrupted(*_: object, **__: object) -> None:
+        (path,) = (tmp_path / "out/rows").glob("data-*.jsonl")
+        (tmp_path / "out/config.yaml").write_text(f"data_path: {path}")
+        raise vembed.MachineError("enough")
+
+    monkeypatch.setattr("vembed.api.training.run_from_config", interrupted)
+    for rows in (ROWS, ROWS):
+        with pytest.raises(vembed.MachineError, match="enough"):
+            vembed.train(**keys, data=rows)
+    assert len([*(tmp_path / "out/rows").iterdir()]) == 1, "the run that has begun goes on with them"
+
+
 def test_a_folder_in_use_gets_no_rows(keys: dict[str, Any], tmp_path: Path) -> None:
     import threading
 

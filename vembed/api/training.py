@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -96,6 +96,7 @@ def train(
         if rows:
             if process_env().rank == 0:  # with several, the first one holds the folder for all
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
+            held.enter_context(_rows_of_runs_only(Path(loaded.config.output_dir)))
             overrides |= {_DATA_KEYS[name]: str(path) for name, path in _written(rows, loaded.config)}
             loaded = load_values(base, overrides)
         return _run(loaded, _command(config, overrides), asked)
@@ -138,6 +139,24 @@ def _written(rows: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Pat
     limits = ImageLimits(max_pixels=config.max_image_pixels)
     for name, given in rows.items():
         yield name, write_rows(given, Path(config.output_dir) / ROWS_FOLDER, name, limits)
+
+
+@contextmanager
+def _rows_of_runs_only(output: Path) -> Iterator[None]:
+    """Delete the rows that a call has written and no run in the folder reads, where the call was refused."""
+    folder = output / ROWS_FOLDER
+    before = {*folder.glob("*.jsonl")}
+    try:
+        yield
+    except BaseException:
+        config = output / "config.yaml"
+        read = config.read_text("utf-8") if config.is_file() else ""
+        for path in {*folder.glob("*.jsonl")} - before:
+            if path.name not in read:
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # it holds rows
+            folder.rmdir()
+        raise
 
 
 def _command(config: object, overrides: Mapping[str, object]) -> str:

@@ -63,8 +63,9 @@ class LineBlock(NamedTuple):
 
     def followed_by(self, data: bytes) -> LineBlock:
         """Return the block of the lines that come next."""
-        filled = len(self.data.rstrip())
-        num_blank = self.data.count(b"\n", filled) + (-1 if filled else self.num_blank)
+        end = self.data if self.data[-1000:].isspace() else self.data[-1000:]
+        filled = len(end.rstrip())
+        num_blank = end.count(b"\n", filled) + (-1 if filled else self.num_blank)
         return LineBlock(self.name, self.first + self.data.count(b"\n"), num_blank, data)
 
 
@@ -80,16 +81,17 @@ def line_blocks(path: Path) -> Iterator[LineBlock]:
         with _opened(path) as handle:
             while True:
                 piece = handle.read1(BLOCK_BYTES)
-                data = rest + piece
-                end = data.rfind(b"\n", len(rest)) + 1
-                if not piece or (not end and len(data) > MAX_LINE_BYTES):
-                    end = len(data)
-                if end:
-                    block = block.followed_by(data[:end] if block.data else _without_bom(data[:end], path))
+                end = piece.rfind(b"\n") + 1
+                if not end and piece and len(rest) + len(piece) <= MAX_LINE_BYTES:
+                    rest += piece
+                    continue
+                end = end or len(piece)
+                data, rest = b"".join((rest, memoryview(piece)[:end])), piece[end:]
+                if data:
+                    block = block.followed_by(data if block.data else _without_bom(data, path))
                     yield block
                 if not piece:
                     break
-                rest = data[end:]
     except _BROKEN_GZIP as error:
         raise _broken_gzip(f"{path.name}:{block.followed_by(b'').first}", error) from error
 

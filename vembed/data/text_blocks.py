@@ -10,7 +10,7 @@ import gc
 import json
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -46,19 +46,19 @@ def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:
     if len(block.data) > lines.MAX_LINE_BYTES:
         return None
     rows: list[dict[str, Any]] = []
-    at, decode = 0, json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode
+    at, scan = 0, cast("Any", json.JSONDecoder(object_pairs_hook=unique_keys)).scan_once
     try:
         text = block.data.decode()
         text += "" if text.endswith("\n") else "\n"
         while at < len(text):
-            row, at = decode(text, at)
+            row, at = scan(text, at)
             rows.append(row)
             if text[at] == "\r":
                 at += 1
             if text[at] != "\n":
                 return None
             at += 1
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, StopIteration):
         return None
     if {*map(type, rows)} != {dict} or len(rows) != text.count("\n"):  # a row may span lines
         return None

@@ -51,11 +51,6 @@ FILTERS: dict[str, dict[str, Any]] = {
     "": {},
     ", threshold": {"false_negative_filter": "threshold"},
     ", teacher": {"false_negative_filter": "teacher", "teacher_model_name": TEACHER},
-    ", teacher and positive": {
-        "false_negative_filter": "teacher",
-        "false_negative_compared_with": "positive",
-        "teacher_model_name": TEACHER,
-    },
 }
 PLANTED = (10, 30)
 """Percent of the mined negatives."""
@@ -90,7 +85,8 @@ MINING = {
     "nearest": ("plain", ["--relative-margin", "none"]),
     "margin": ("plain", []),
     "teacher": ("plain", ["--teacher", TEACHER]),
-    "apart": ("all given", ["--replace"]),
+    "apart": ("all given", ["--replace", "--relative-margin", "none"]),
+    "together": ("plain", ["--relative-margin", "none"]),
 }
 """Mined file -> the file that it is mined for, and options of `vembed mine`."""
 
@@ -153,8 +149,8 @@ def _file(arguments: argparse.Namespace, name: str) -> Path:
     if name in MINING:
         _mine(arguments, path, *MINING[name])
     elif name.startswith("planted"):
-        rows = zip(_read(_file(arguments, "apart")), _read(arguments.rows), strict=True)
-        _write(path, _planted(list(rows), int(name.partition("-")[2]) / 100))
+        files = _file(arguments, "apart"), _file(arguments, "together"), arguments.rows
+        _write(path, _planted(list(zip(*map(_read, files), strict=True)), int(name.partition("-")[2]) / 100))
     else:
         count = {"plain": 0, "given": arguments.negatives, "all given": None}[name]
         _write(path, ({**row, "negatives": row["negatives"][:count]} for row in _read(arguments.rows)))
@@ -182,18 +178,23 @@ def _mine(arguments: argparse.Namespace, path: Path, rows: str, options: list[st
     subprocess.run([sys.executable, "-m", "vembed", *map(str, command)], check=True)
 
 
-def _planted(rows: list[tuple[dict[str, Any], dict[str, Any]]], share: float) -> list[dict[str, Any]]:
-    """Put given negatives in place of a share of the mined ones; a larger share holds a smaller one."""
-    places = [
-        (mined, given, place)
-        for mined, given in rows
-        for place in range(min(len(mined.get("negatives", ())), len(given["negatives"])))
-    ]
-    random.Random(0).shuffle(places)
-    count = round(share * sum(len(mined.get("negatives", ())) for mined, _ in rows))
-    for mined, given, place in places[:count]:
-        mined["negatives"][place] = given["negatives"][place]
-    return [mined for mined, _ in rows]
+def _planted(rows: list[tuple[dict[str, Any], ...]], share: float) -> list[dict[str, Any]]:
+    """Leave given negatives where the miner took them, until they are a share of all; a larger share holds a smaller one.
+
+    Args:
+        rows: Of each row what was mined without its given negatives, what was mined with them, and the row itself.
+    """
+    chosen = [apart for apart, _, _ in rows]
+    found = [place for place, (_, together, row) in enumerate(rows) if {*together["negatives"]} & {*row["negatives"]}]
+    random.Random(0).shuffle(found)
+    wanted = round(share * sum(len(row["negatives"]) for row in chosen))
+    for place in found:
+        _, together, row = rows[place]
+        wanted -= len({*together["negatives"]} & {*row["negatives"]})
+        if wanted < 0:
+            return chosen
+        chosen[place] = together
+    raise SystemExit(f"the miner takes too few given negatives to plant {share:.0%}")
 
 
 def _halves(corpus: Path, split: str, output: Path) -> tuple[Path, Path]:

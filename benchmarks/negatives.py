@@ -179,7 +179,7 @@ def _mine(arguments: argparse.Namespace, path: Path, rows: str, options: list[st
 
 
 def _planted(rows: list[tuple[dict[str, Any], ...]], share: float) -> list[dict[str, Any]]:
-    """Leave given negatives where the miner took them, until they are a share of all; a larger share holds a smaller one.
+    """Leave given negatives where the miner took them, until they are a share of all; a larger one holds a smaller one.
 
     Args:
         rows: Of each row what was mined without its given negatives, what was mined with them, and the row itself.

@@ -382,13 +382,7 @@ RULE_CASES: list[tuple[Mapping[str, Any], Mapping[str, Any], str]] = [
             {"false_negative_filter": "threshold"},
             {"false_negative_margin": 0.1},
             {"false_negative_margin_kind": "absolute"},
-            {"false_negative_compared_with": "positive"},
         )
-    ),
-    (
-        {"false_negative_compared_with": "either", "false_negative_filter": "threshold"},
-        {"false_negative_compared_with": "either", "false_negative_filter": "teacher", "teacher_model_name": "t"},
-        "false_negative_compared_with has no effect with false_negative_filter threshold",
     ),
     *(
         (

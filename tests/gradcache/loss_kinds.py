@@ -25,9 +25,7 @@ NEAR = {
 TAUGHT = {
     "false_negative_filter": "teacher",
     "false_negative_margin": 0.2,
-    "false_negative_compared_with": "either",
 }
-PAIRED = TAUGHT | {"false_negative_compared_with": "positive"}
 DIRECTIONS = ["query_to_document", "query_to_query", "document_to_query", "document_to_document"]
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,7 +36,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "harder of others": ("infonce", OPEN | {"hardness_mode": "in_batch_negatives", "focal_gamma": 0.5}),
     "harder of its own": ("infonce", NEAR | {"hardness_mode": "hard_negatives"}),
     "taught": ("infonce", TAUGHT | COLD),
-    "paired": ("infonce", PAIRED),
     "all directions": ("infonce", COLD | CUT | {"loss_directions": DIRECTIONS}),
     "queries too": ("infonce", OPEN | {"loss_directions": DIRECTIONS[:2]}),
     "columns too": ("infonce", {"loss_directions": DIRECTIONS[::2], "focal_gamma": 0.5}),
@@ -46,19 +43,16 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "supcon": ("supcon", OPEN),
     "supcon, near": ("supcon", COLD | BOTH | CUT | NEAR),
     "supcon, taught": ("supcon", TAUGHT),
-    "supcon, paired": ("supcon", PAIRED),
     "hardest": ("in_batch_hard", COLD | BOTH | CUT | {"hard_topk": 3}),
     "hardest, near": ("in_batch_hard", NEAR | {"hard_topk": 2}),
     "hardest, taught": ("in_batch_hard", TAUGHT | {"hard_topk": 2}),
     "hardest of all": ("in_batch_hard", OPEN | {"use_all_negatives": True}),
-    "hardest, paired": ("in_batch_hard", PAIRED),
     "sigmoid": ("sigmoid", OPEN | {"init_logit_scale": 2, "init_logit_bias": -3}),
     "sigmoid with prefixes": ("sigmoid", CUT | NEAR),
     "sigmoid, taught": ("sigmoid", TAUGHT),
-    "sigmoid, paired": ("sigmoid", PAIRED),
     "triplet": ("triplet", CUT | OPEN),
     "triplet, near": ("triplet", NEAR),
-    "triplet, paired": ("triplet", PAIRED),
+    "triplet, taught": ("triplet", TAUGHT),
     "hardest triplet": ("triplet", {"triplet_negatives": "hardest"}),
     "hardest triplet, taught": (
         "triplet",
@@ -68,7 +62,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "cosent": ("cosent", CUT | OPEN),
     "cosent, near": ("cosent", NEAR | {"cosent_scale": 5}),
     "cosent, taught": ("cosent", TAUGHT),
-    "cosent, paired": ("cosent", PAIRED),
     "listed cosent": ("cosent", CUT),
     "listed angles": ("angle", {}),
     "listed angles with prefixes": ("angle", CUT | {"angle_scale": 5}),
@@ -84,7 +77,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"hardness_mode": "all_negatives"},
     ),
     "distillation, hot": ("distillation", TAUGHT | {"distillation_temperature": 2, "hardness_mode": "hard_negatives"}),
-    "distillation, paired": ("distillation", PAIRED),
     "distillation of cosines": ("distillation", NEAR | {"distillation_loss_type": "mse", "focal_gamma": 0.5}),
     "distillation in all directions": (
         "distillation",

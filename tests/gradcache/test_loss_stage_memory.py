@@ -78,7 +78,6 @@ KINDS: dict[str, list[str]] = {
     "all directions": ["loss_directions=[query_to_document, query_to_query, document_to_query, document_to_document]"],
     "filtered": ["false_negative_filter=threshold"],
     "filtered by a teacher": TEACHER,
-    "filtered by a teacher's positives": [*TEACHER, "false_negative_compared_with=either"],
     "triplet": ["loss_type=triplet"],
     "hardest triplet": ["loss_type=triplet", "triplet_negatives=hardest"],
     "cosent": ["loss_type=cosent"],

@@ -82,7 +82,6 @@ class TrainKeys(TypedDict, total=False):
     false_negative_filter: Literal["identity", "threshold", "teacher"]
     false_negative_margin: float
     false_negative_margin_kind: Literal["relative", "absolute"]
-    false_negative_compared_with: Literal["query", "positive", "either"]
     loss_directions: Sequence[Literal["query_to_document", "document_to_query", "query_to_query", "document_to_document"]] | None
     hardness_mode: Literal["none", "in_batch_negatives", "hard_negatives", "all_negatives"]
     hardness_strength: float

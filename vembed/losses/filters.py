@@ -5,10 +5,8 @@ negative of query i where
 
     s_ij > t_i - margin            or, relative,            s_ij > t_i - margin |t_i|
 
-Similarities are the model's own, each prefix's by itself, or those of a teacher's vectors. A teacher can also compare
-document j with the query's positives and take the highest similarity for s_ij: two texts of one answer are often nearer
-to each other than to the question. The choice has no gradient. Positives are never left out. Streamed, a tile's own
-logits are compared, or one or two more products give the teacher's.
+Similarities are the model's own, each prefix's by itself, or those of a teacher's vectors. The choice has no gradient.
+Positives are never left out. Streamed, a tile's own logits are compared, or one more product gives the teacher's.
 
 Source: Solatorio, 2024, "GISTEmbed: Guided In-sample Selection of Training Negatives" (a teacher); the margin relative
 to the positive as in Moreira et al., 2024, "NV-Retriever".
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from vembed.config.keys.loss import ComparedWith, FilterKeys
+    from vembed.config.keys.loss import FilterKeys
     from vembed.losses.base import BatchStructure
     from vembed.losses.cells import Tile
     from vembed.losses.streamed import StreamedBatch
@@ -44,7 +42,6 @@ class FalseNegativeFilter:
     by: Literal["threshold", "teacher"]  # the model's own similarities, or a teacher's
     margin: float
     relative: bool  # whether the margin is a share of the positive's similarity
-    compared_with: ComparedWith = "query"  # what a teacher compares documents with
 
     @classmethod
     def of_keys(cls, keys: FilterKeys) -> Self | None:
@@ -52,8 +49,7 @@ class FalseNegativeFilter:
         if keys.false_negative_filter == "identity":
             return None
         relative = keys.false_negative_margin_kind == "relative"
-        with_what = keys.false_negative_compared_with
-        return cls(keys.false_negative_filter, keys.false_negative_margin, relative, with_what)
+        return cls(keys.false_negative_filter, keys.false_negative_margin, relative)
 
     def limits(self, best: Tensor) -> Tensor:
         """Return the similarities above which documents are no negatives; a query without positives has no limit.
@@ -66,17 +62,12 @@ class FalseNegativeFilter:
 
     def found(self, structure: BatchStructure, similarity_QD: Tensor, positive_QD: Tensor) -> Tensor:
         """Return the false negatives of a whole batch, bool (Q, D): the definition."""
-        nearest_QD = similarity_QD = similarity_QD.detach()
         if self.by == "teacher":
             teacher_Q, teacher_D = _teacher(structure)
-            nearest_QD = similarity_QD = teacher_Q @ teacher_D.T
-            if self.compared_with != "query":
-                among_DD, none_1D = teacher_D @ teacher_D.T, similarity_QD.new_full((1, len(teacher_D)), -math.inf)
-                nearest_QD = torch.stack([torch.cat([among_DD[row], none_1D]).amax(dim=0) for row in positive_QD])
-            if self.compared_with == "either":
-                nearest_QD = torch.maximum(nearest_QD, similarity_QD)
+            similarity_QD = teacher_Q @ teacher_D.T
+        similarity_QD = similarity_QD.detach()
         best_Q = similarity_QD.masked_fill(~positive_QD, -math.inf).amax(dim=1)
-        return (nearest_QD > self.limits(best_Q)[:, None]) & ~positive_QD
+        return (similarity_QD > self.limits(best_Q)[:, None]) & ~positive_QD
 
 
 class TileFilter:
@@ -90,7 +81,6 @@ class TileFilter:
         self, rule: FalseNegativeFilter, batch: StreamedBatch, tiles: SimilarityTiles, dims: Sequence[int | None]
     ) -> None:
         self._teacher: tuple[Tensor, Tensor] | None = None
-        self._compared_with = rule.compared_with
         sides, factor = (batch.q_QE, batch.d_DE), tiles.scale
         if rule.by == "teacher":
             teacher_Q, teacher_D = (to_device(each, tiles.device) for each in _teacher(batch.structure))
@@ -105,27 +95,10 @@ class TileFilter:
         if self._teacher is None:
             torch.gt(logits_RC, limits_R1, out=found_RC)
         elif prefix == 0:
-            torch.gt(self._nearest(self._teacher, tile, tiles), limits_R1, out=found_RC)
+            rows_RT, columns_CT = self._teacher[0][tile.rows], self._teacher[1][tile.columns]
+            similarity_RC = tiles.room("teacher", tile.shape, rows_RT.dtype)
+            torch.gt(torch.mm(rows_RT, columns_CT.T, out=similarity_RC), limits_R1, out=found_RC)
         logits_RC.masked_fill_(found_RC, -math.inf)
-
-    def _nearest(self, teacher: tuple[Tensor, Tensor], tile: Tile, tiles: SimilarityTiles) -> Tensor:
-        """Return what the teacher compares with the limits, (R, C)."""
-        (teacher_QT, teacher_DT), cells = teacher, tiles.cells
-        nearest_RC = tiles.room("teacher", tile.shape, teacher_DT.dtype)
-        if self._compared_with == "positive":
-            nearest_RC.fill_(-math.inf)
-        else:
-            torch.mm(teacher_QT[tile.rows], teacher_DT[tile.columns].T, out=nearest_RC)
-        if self._compared_with != "query":
-            pairs = (
-                each[cells.pairs_of(tile.rows)].split(tiles.tile_size) for each in (cells.pair_rows, cells.pair_columns)
-            )
-            for rows_P, positives_P in zip(*pairs, strict=True):
-                room_PC = tiles.room("positives", (len(rows_P), tile.shape[1]), teacher_DT.dtype)
-                among_PC = torch.mm(teacher_DT[positives_P], teacher_DT[tile.columns].T, out=room_PC)
-                places_PC = (rows_P - tile.rows.start)[:, None].expand_as(among_PC)
-                nearest_RC.scatter_reduce_(0, places_PC, among_PC, "amax")
-        return nearest_RC
 
 
 def _best(tiles: SimilarityTiles, sides: tuple[Tensor, Tensor], dim: int | None) -> Tensor:

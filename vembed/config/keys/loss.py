@@ -49,10 +49,6 @@ class MaskKeys(Section):
     )
 
 
-ComparedWith = Literal["query", "positive", "either"]
-"""What a teacher compares documents with that may be false negatives."""
-
-
 class FilterKeys(MaskKeys):
     """Keys of a loss that can tell false negatives by their similarity."""
 
@@ -73,19 +69,9 @@ class FilterKeys(MaskKeys):
         acts_with={"false_negative_filter": ("threshold", "teacher")},
     )
 
-    false_negative_compared_with: ComparedWith = key(
-        "query",
-        "What the teacher compares a document with: the query, its positive, or either of them. Another text of the "
-        "right answer is often more similar to the positive than to the query. The limit stays the similarity of query "
-        "and positive, less the margin.",
-        acts_with={"false_negative_filter": ("teacher",)},
-    )
-
     @property
     def filter_blocks(self) -> int:
-        """Blocks of the similarity matrix that the filter takes: what it found, and similarities of a teacher."""
-        if self.false_negative_filter == "teacher" and self.false_negative_compared_with != "query":
-            return 3
+        """Blocks of the similarity matrix that the filter takes: what it found, and the teacher's similarities."""
         return {"identity": 0, "threshold": 1, "teacher": 2}[self.false_negative_filter]
 
 

@@ -57,7 +57,7 @@ def test_equal_inputs_give_equal_bytes(bag: Path, corpus: Path, index: Path, tmp
 def test_slices_change_nothing(
     bag: Path, corpus: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "SLICE_ROWS", 3)
+    monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 3)
     vembed.build_index(bag, corpus, tmp_path / "sliced")
     for name in FILES:
         assert (tmp_path / "sliced" / name).read_bytes() == (index / name).read_bytes(), name

@@ -117,7 +117,7 @@ def test_an_index_of_few_bits_is_ranked_by_the_full_vectors(
 def test_an_encoding_goes_on_behind_its_last_whole_slice(
     bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "SLICE_ROWS", 20)
+    monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 20)
     vembed.build_index(bag, many, tmp_path / "whole")
     append, appended = Journal.append, []
 
@@ -145,7 +145,7 @@ def test_an_encoding_goes_on_behind_its_last_whole_slice(
 def test_an_error_and_a_row_that_was_changed_cost_the_slices_from_there_on(
     bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "SLICE_ROWS", 20)
+    monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 20)
     append, appended = Journal.append, []
 
     def failing(journal: Journal, *given: Any) -> None:
@@ -173,7 +173,7 @@ def test_an_error_and_a_row_that_was_changed_cost_the_slices_from_there_on(
 def test_slices_of_another_corpus_or_damaged_ones_are_made_again(
     bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "SLICE_ROWS", 20)
+    monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 20)
     vembed.build_index(bag, many, tmp_path / "whole")
     for damage in ("bytes", "corpus"):
         with monkeypatch.context() as patch:

@@ -225,7 +225,7 @@ def test_a_name_that_is_no_text_is_refused(call: Any, clip: Path, tmp_path: Path
 def test_equal_inputs_give_equal_bytes_whatever_the_slices(
     clip: Path, balls: Path, picture_index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "PICTURE_SLICE_ROWS", 3)
+    monkeypatch.setattr("vembed.search.documents.PICTURE_SLICE_ROWS", 3)
     vembed.build_index(clip, balls, tmp_path / "again")
     for name in PICTURE_FILES - {"vectors.npy", "index.faiss"}:
         assert (tmp_path / "again" / name).read_bytes() == (picture_index / name).read_bytes(), name
@@ -267,14 +267,14 @@ def test_a_corpus_that_changes_while_it_is_read_is_refused(
     clip: Path, balls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = jsonl(tmp_path / "c.jsonl", [{"_id": name, "image": f"{name}.png"} for name in COLOURS])
-    before = build._write_documents
+    before = build.write_documents
 
     def then_change(*arguments: Any) -> tuple[int, int]:
         counts = before(*arguments)
         jsonl(data, [{"_id": name, "image": "red.png"} for name in COLOURS])
         return counts
 
-    monkeypatch.setattr(build, "_write_documents", then_change)
+    monkeypatch.setattr(build, "write_documents", then_change)
     with pytest.raises(vembed.DataError, match="changed while it was read, at document 'green'"):
         vembed.build_index(clip, data, tmp_path / "index", image_root=balls)
     assert not (tmp_path / "index").exists()

@@ -14,7 +14,6 @@ from search_cases import write_corpus
 
 import vembed
 from vembed.errors import ConfigError, DataError
-from vembed.search import build
 from vembed.search.ray_job import RayJob, slice_spans
 from vembed.search.tables import unpacked
 
@@ -63,7 +62,8 @@ def cluster() -> Iterator[None]:
 def test_two_workers_make_the_table_of_one_process(
     call: Any, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "SLICE_ROWS", 256)
+    for room in ("build", "documents"):
+        monkeypatch.setattr(f"vembed.search.{room}.SLICE_ROWS", 256)
     many = write_corpus(tmp_path / "many.jsonl", MANY)
     meta = vembed.build_index(bag, many, tmp_path / "one")
     assert meta.num_truncated == 400

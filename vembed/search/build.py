@@ -16,8 +16,6 @@ step 3 what FAISS holds ("Flat": all vectors once; where documents have several,
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
 from collections import deque
@@ -25,20 +23,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vembed.batch import MODALITY_WORDS, Image, Ragged, modality_of, modality_words, pictures_in
-from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError
+from vembed.batch import Image, Ragged
+from vembed.errors import ConfigError, MachineError, NonFiniteError, PreemptedError
 from vembed.evaluation.directions import count_truncated
-from vembed.evaluation.encode import PICTURE_SLICE_ROWS, SLICE_ROWS, values_of
+from vembed.evaluation.encode import SLICE_ROWS, values_of
 from vembed.evaluation.index import new_index, trained_clusters
 from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
 from vembed.evaluation.text import bytes_text
 from vembed.files import disk_error, new_folder
+from vembed.search.documents import Written, read_slices, write_documents
 from vembed.search.format import (
     DOCUMENTS_FILE,
     HEADER_BYTES,
@@ -67,7 +66,6 @@ if TYPE_CHECKING:
     from vembed.data.corpus import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.evaluation.provenance import Key
-    from vembed.models.encoder import Encoder
     from vembed.models.fingerprint import ModelIdentity
     from vembed.search.journal import Entry
     from vembed.search.output import Format
@@ -153,7 +151,7 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
     ranks = encode.ranks
     if ranks.is_first:
         folder.mkdir(parents=True, exist_ok=True)
-    written = ranks.from_first(lambda: _write_documents(folder / DOCUMENTS_FILE, corpus, encode))
+    written = ranks.from_first(lambda: write_documents(folder / DOCUMENTS_FILE, corpus, encode))
     num_documents, num_pictures = written.num_documents, written.num_pictures
     if options.job is not None and num_pictures:
         raise ConfigError(f"--ray encodes texts, and {options.source} has {num_pictures:,} pictures; leave it out")
@@ -191,71 +189,6 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
     return meta
 
 
-class _Written(NamedTuple):
-    """What stands in ids.jsonl."""
-
-    num_documents: int
-    num_pictures: int  # documents with a picture
-    slices: list[str]  # SHA-256 of the rows and pictures of each slice
-
-
-def _write_documents(path: Path, corpus: Corpus, encode: ItemEncoder) -> _Written:
-    """Write each document's row on a line."""
-    num_documents = num_pictures = 0
-    slices = []
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        for documents in _sliced(corpus):
-            if encode.ranks.is_one:
-                encode.poll()
-            content = hashlib.sha256()
-            for document in documents:
-                _refuse_unfit(document, encode.encoder)
-                line = json.dumps(_row(document), ensure_ascii=False) + "\n"
-                file.write(line)
-                content.update(line.encode())
-                num_pictures += modality_of(document.item) != "text"
-                for picture in pictures_in([document.item]):
-                    content.update(_identity(picture))
-            num_documents += len(documents)
-            slices.append(content.hexdigest())
-    return _Written(num_documents, num_pictures, slices)
-
-
-def _refuse_unfit(document: Document, encoder: Encoder) -> None:
-    """Refuse a document that the model can't take."""
-    taken, modality = encoder.modalities, modality_of(document.item)
-    if modality not in taken:
-        raise DataError(
-            f"{encoder.name} takes {modality_words(taken)}, and document {document.id!r} is a "
-            f"{MODALITY_WORDS[modality][0]}: choose a model for it, or leave such documents out"
-        )
-    pictures = list(pictures_in([document.item]))
-    if len(pictures) > 1 and not encoder.several_pictures:
-        raise DataError(
-            f"{encoder.name} takes one picture in an item, and document {document.id!r} has {len(pictures)}: choose a "
-            "vision-language model, or give each picture an id"
-        )
-
-
-def _identity(picture: Image) -> bytes:
-    """Return what tells a picture from one that takes its place: the hash of its bytes, or the state of its file."""
-    if picture.data is not None:
-        return hashlib.sha256(picture.data).digest()
-    try:
-        state = Path(picture.path).stat()
-    except OSError as error:
-        raise DataError(
-            f"{picture.path} can't be read: {error.strerror}; the corpus changed while it was read"
-        ) from error
-    return json.dumps([picture.path, state.st_size, state.st_mtime_ns]).encode()
-
-
-def _row(document: Document) -> dict[str, str]:
-    """Return what is kept of a document beside its vector."""
-    row = {"id": document.id, "text": document.text}
-    return row if isinstance(document.item, str) else {**row, "image": document.path}
-
-
 def _require_disk(folder: Path, num_bytes: int) -> None:
     free, needed = shutil.disk_usage(folder).free, int(DISK_MARGIN * num_bytes)
     if free < needed:
@@ -266,7 +199,7 @@ def _require_disk(folder: Path, num_bytes: int) -> None:
 
 
 def _write_vectors(
-    folder: Path, written: _Written, corpus: Corpus, encode: ItemEncoder, options: BuildOptions
+    folder: Path, written: Written, corpus: Corpus, encode: ItemEncoder, options: BuildOptions
 ) -> tuple[int, int]:
     """Append the vectors slice by slice: a plain write says that the disk is full, where a mapped page would crash.
 
@@ -283,7 +216,7 @@ def _write_vectors(
     if num_done and ranks.is_first:
         _log.info("resuming after what an earlier start encoded")
     progress = Progress(num_documents)
-    slices = _slices(folder / DOCUMENTS_FILE, corpus)
+    slices = read_slices(folder / DOCUMENTS_FILE, corpus)
     for documents in islice(slices, num_done):
         num_cut += count_truncated(encode.encoder, [each.item for each in documents], side) if ranks.is_first else 0
         progress.skip(len(documents))
@@ -362,37 +295,6 @@ def _probes(folder: Path, encode: ItemEncoder) -> list[Item]:
     copies = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE)
     first = Image("the first thumbnail", copies.read(copies.first()))
     return [first, PROBE_TEXT] if "text" in encode.encoder.modalities else [first]
-
-
-def _slices(path: Path, corpus: Corpus) -> Iterator[list[Document]]:
-    """Yield the next documents: many texts, or as many pictures as may stand in memory.
-
-    Raises:
-        DataError: A document isn't what its line of ids.jsonl says: the corpus changed while it was read.
-    """
-    with path.open(encoding="utf-8", newline="\n") as file:
-        for documents in _sliced(corpus):
-            for document in documents:
-                if json.loads(file.readline() or "null") != _row(document):
-                    raise DataError(
-                        f"the corpus changed while it was read, at document {document.id!r}; encode it again"
-                    )
-            yield documents
-        if file.read(1):
-            raise DataError("the corpus lost documents while it was read; encode it again")
-
-
-def _sliced(corpus: Corpus) -> Iterator[list[Document]]:
-    documents: list[Document] = []
-    num_pictures = 0
-    for document in corpus:
-        documents.append(document)
-        num_pictures += len(list(pictures_in([document.item])))
-        if len(documents) == SLICE_ROWS or num_pictures >= PICTURE_SLICE_ROWS:
-            yield documents
-            documents, num_pictures = [], 0
-    if documents:
-        yield documents
 
 
 def _refuse_nonfinite(vectors: Vectors, documents: Sequence[Document]) -> None:

@@ -138,7 +138,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--negatives", type=int, default=1, help="of each row")
     parser.add_argument("--max-length", type=int, default=64, help="in tokens; 0: as the model has it")
     parser.add_argument("--learning-rate", type=float, default=5e-5, help="at --batch-size; scaled by the root")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if (arguments.study == "planted") != (arguments.rows is None):
+        parser.error("planted makes its own rows; the other studies need --rows")
+    return arguments
 
 
 def _file(arguments: argparse.Namespace, name: str) -> Path:

@@ -60,6 +60,21 @@ def test_rows_in_memory_train_and_resume_as_a_file_of_the_same_rows(keys: dict[s
     assert test.exists()
 
 
+def test_a_file_that_another_wrote_among_the_rows_survives_a_call_that_fails(
+    keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out/rows"
+
+    def run(*_: object, **__: object) -> None:
+        (folder / "mine.jsonl").write_text("{}\n")
+        raise vembed.MachineError("enough")
+
+    monkeypatch.setattr("vembed.api.training.run_from_config", run)
+    with pytest.raises(vembed.MachineError):
+        vembed.train(**keys, data=ROWS[:48], quiet=True)
+    assert [path.name for path in folder.iterdir()] == ["mine.jsonl"]
+
+
 def test_the_lines_of_the_command_are_printed_unless_quiet_or_logged_elsewhere(
     keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -271,6 +271,8 @@ def test_what_each_run_took_is_read_from_its_rows(runs: list[Path]) -> None:
 def test_planned_time_and_memory_stand_beside_the_measured_ones(runs: list[Path], tmp_path: Path) -> None:
     known = write_run(tmp_path / "known", values_of(1), plan={"rough_step_seconds": 4.0})
     blind = write_run(tmp_path / "blind", values_of(1), plan={"candidates": []})
+    plan = json.loads((known / "plan.json").read_text())
+    (known / "plan.json").write_text(json.dumps(plan | {"steps": 300}))  # it stopped early: 30 steps are compared
     compare_runs([runs[0], known, blind], tmp_path / "out")
     costs = {each["name"]: each["cost"] for each in json.loads((tmp_path / "out" / "compare.json").read_text())["runs"]}
     assert {name: cost["planned_step_seconds"] for name, cost in costs.items()} == {

@@ -229,9 +229,33 @@ def test_a_failed_replacement_leaves_the_old_index(
     assert (done.code, [path.name for path in tmp_path.iterdir()]) == (0, ["index"]), done.err
 
 
+def test_an_index_isnt_written_to_through_the_links_that_a_kill_left(
+    bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rmtree = tmp_path / "index", shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        if path.name == ".index.part":
+            raise KeyboardInterrupt
+        rmtree(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            vembed.build_index(bag, corpus, folder)
+    before = {name: (folder / name).read_bytes() for name in FILES}
+    (tmp_path / "other.txt").write_text("one text\n")
+    monkeypatch.setattr(Journal, "append", None)  # the next encoding fails
+    with pytest.raises(TypeError):
+        vembed.build_index(bag, tmp_path / "other.txt", folder, overwrite=True)
+    assert {name: (folder / name).read_bytes() for name in FILES} == before
+
+
 def test_a_disk_that_is_too_small_is_said_before_encoding(
     bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    long = json.dumps({"_id": "long", "text": "many words " * 500})
+    corpus.write_text(f"{long}\n{corpus.read_text()}")
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(vembed.MachineError, match="has 1,000 B free, and vectors and index need "):

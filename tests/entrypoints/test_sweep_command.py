@@ -8,25 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from command_cases import ROOT, Site, write_config
 
 import vembed
-from vembed.config.load import load_config, load_values
+from vembed.config.load import load_config
 from vembed.entrypoints import sweep, train
 from vembed.errors import ConfigError, ExitCode
-from vembed.evaluation.encode import ItemEncoder
-from vembed.evaluation.store import read_evaluation
-from vembed.sweeping.process import TrainProcess, shared_settings
+from vembed.sweeping.process import TrainProcess
 from vembed.sweeping.request import Request
 from vembed.sweeping.trials import Trial
-from vembed.training.evaluations import Evaluations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 TRIES = ("--try", "learning_rate=1e-3,3e-3,1e-2", "temperature=0.05,0.2")
 
@@ -202,64 +199,3 @@ def test_seeds_end_in_an_interval_and_the_best_model(site: Site, tmp_path: Path)
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.stdout.count("done before") == 3
     assert again.stdout.strip().splitlines()[-1] == last
-
-
-def test_trials_share_only_what_every_one_of_them_leaves_to_auto() -> None:
-    def shared(*several: dict[str, Any]) -> set[str]:
-        return set(
-            shared_settings([load_values({"model_name": "m", **each}, {}).config for each in several], Path("s"))
-        )
-
-    taught = {"teacher_model_name": "t", "loss_type": "distillation"}
-    assert shared({}, {}) == {"embedding_cache"}
-    assert shared(taught, taught) == {"embedding_cache", "teacher_cache"}
-    assert shared(taught, {}) == {"embedding_cache"}, "a cache without a teacher would be refused"
-    assert shared({**taught, "teacher_cache": "mine"}, taught) == {"embedding_cache"}
-    assert shared({"embedding_cache": "never"}) == set()
-
-
-@pytest.mark.slow
-def test_trials_compute_what_none_of_them_changes_once(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encoded: list[tuple[str, str]] = []  # trial, encoder that a table of vectors was asked of
-    evaluated: list[tuple[str, str]] = []
-    trial = ""
-    table, evaluate = ItemEncoder.table, Evaluations._evaluate
-
-    def run(process: TrainProcess, words: list[str], log: Path) -> int:
-        nonlocal trial
-        trial = "" if "--plan" in words else log.stem[:2]
-        return train.main(words[words.index("train") + 1 :])
-
-    def counted_table(encode: ItemEncoder, items: Any, side: Any) -> Any:
-        encoded.append((trial, str(encode.encoder.name)))
-        return table(encode, items, side)
-
-    def counted_evaluation(evaluations: Evaluations, name: str, *words: Any) -> Any:
-        evaluated.append((trial, name))
-        return evaluate(evaluations, name, *words)
-
-    monkeypatch.setattr(TrainProcess, "_run", run)
-    monkeypatch.setattr(ItemEncoder, "table", counted_table)
-    monkeypatch.setattr(Evaluations, "_evaluate", counted_evaluation)
-    keys = site.keys(
-        model_name=str(site.bert_without_dropout), teacher_model_name=str(site.bert), guard_data=str(site.train),
-        loss_type="distillation", temperature=None, max_steps=2, eval_steps=2,
-    )  # fmt: skip
-    words = ["--try", "learning_rate=1e-3,2e-3", "--output", str(tmp_path / "sweep")]
-    assert sweep.main([str(write_config(tmp_path, keys)), *words], program="vembed sweep") == ExitCode.OK
-    teacher = str(site.bert)
-    assert [name for name in encoded if name == ("01", teacher)] != []
-    assert [name for name in encoded if name == ("02", teacher)] == []
-    untrained = ["guard-1/baseline", "baseline", "step-0"]
-    later = ["step-2", "final", "guard-1/final"]
-    assert [name for number, name in evaluated if number == "01"] == [*untrained, *later]
-    assert [name for number, name in evaluated if number == "02"] == later
-    read = [
-        read_evaluation(each / "evaluation" / "baseline")
-        for each in sorted((tmp_path / "sweep/trials").glob("0?_*[0-9]"))
-    ]
-    assert len(read) == 2
-    assert read[0].per_query == read[1].per_query
-    assert read[0].run == read[1].run

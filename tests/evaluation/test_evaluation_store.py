@@ -19,7 +19,7 @@ from vembed.data.retrieval import RetrievalData
 from vembed.errors import DataError, MachineError
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.store import read_evaluation, write_evaluation
+from vembed.evaluation.store import RECORD_FILE, read_evaluation, write_evaluation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -172,13 +172,14 @@ def test_nan_in_a_metric_is_refused(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_an_existing_evaluation_is_replaced_as_a_whole(tmp_path: Path) -> None:
-    write_evaluation(tmp_path / "final", SMALL)
-    (tmp_path / "final" / "left-over.txt").write_text("x")
+def test_an_existing_evaluation_is_replaced_and_a_file_of_the_user_stays(tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "final", SMALL, extra={RECORD_FILE: "{}"})
+    (tmp_path / "final" / "notes.txt").write_text("x")
     newer = replace(SMALL, seconds=9.0)
     write_evaluation(tmp_path / "final", newer)
     assert read_evaluation(tmp_path / "final") == newer
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["final", "metrics.json", "per_query.json", "run.trec"]
+    kept = ["metrics.json", "notes.txt", "per_query.json", "run.trec"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["final", *kept]
 
 
 def test_a_folder_with_other_files_is_never_replaced(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ CRASH = """
 import os, sys
 from dataclasses import replace
 from pathlib import Path
-from vembed.evaluation.store import read_evaluation, write_evaluation
+from vembed.evaluation.store import RECORD_FILE, read_evaluation, write_evaluation
 
 folder, function, count = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 calls = 0

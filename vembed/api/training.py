@@ -96,8 +96,8 @@ def train(
         if rows:
             if process_env().rank == 0:  # with several, the first one holds the folder for all
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
-            held.enter_context(_rows_of_runs_only(Path(loaded.config.output_dir)))
-            overrides |= {_DATA_KEYS[name]: str(path) for name, path in _written(rows, loaded.config)}
+            made = held.enter_context(_rows_of_runs_only(Path(loaded.config.output_dir)))
+            overrides |= {_DATA_KEYS[name]: str(path) for name, path in _written(rows, loaded.config, made)}
             loaded = load_values(base, overrides)
         return _run(loaded, _command(config, overrides), asked)
 
@@ -134,28 +134,36 @@ def _lists_sources(data: object) -> bool:
     )
 
 
-def _written(rows: Mapping[str, Any], config: Config) -> Iterator[tuple[str, Path]]:
-    """Write rows in memory into the output folder; yield each argument's name with the path of its file."""
-    limits = ImageLimits(max_pixels=config.max_image_pixels)
+def _written(rows: Mapping[str, Any], config: Config, made: list[Path]) -> Iterator[tuple[str, Path]]:
+    """Write rows in memory into the output folder; yield each argument's name with the path of its file.
+
+    Args:
+        made: Gets the files that weren't there before.
+    """
+    folder, limits = Path(config.output_dir) / ROWS_FOLDER, ImageLimits(max_pixels=config.max_image_pixels)
     for name, given in rows.items():
-        yield name, write_rows(given, Path(config.output_dir) / ROWS_FOLDER, name, limits)
+        before = {*folder.glob("*.jsonl")}
+        path = write_rows(given, folder, name, limits)
+        made += [path] if path not in before else []
+        yield name, path
 
 
 @contextmanager
-def _rows_of_runs_only(output: Path) -> Iterator[None]:
-    """Delete the rows that a call has written and no run in the folder reads, where the call was refused."""
-    folder = output / ROWS_FOLDER
-    before = {*folder.glob("*.jsonl")}
+def _rows_of_runs_only(output: Path) -> Iterator[list[Path]]:
+    """Take files of rows, and delete those that no run in the folder reads, where the call is refused."""
+    folder, made = output / ROWS_FOLDER, list[Path]()
+    is_new = not folder.exists()
     try:
-        yield
+        yield made
     except BaseException:
         config = output / "config.yaml"
         read = config.read_text("utf-8") if config.is_file() else ""
-        for path in {*folder.glob("*.jsonl")} - before:
+        for path in made:
             if path.name not in read:
                 path.unlink(missing_ok=True)
-        with suppress(OSError):  # it holds rows
-            folder.rmdir()
+        if is_new:
+            with suppress(OSError):  # it holds rows
+                folder.rmdir()
         raise
 
 

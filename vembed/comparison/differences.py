@@ -133,7 +133,7 @@ class Cost:
     tokens_per_second: float | None
     peak_bytes: float | None  # measured, of the process that used most
     planned_bytes: float | None  # of one device
-    planned_step_seconds: float | None  # of all steps, on a device whose speed the plan knows
+    planned_step_seconds: float | None  # of as many steps, on a device whose speed the plan knows
 
     @property
     def cells(self) -> tuple[str | Cell, ...]:
@@ -166,7 +166,7 @@ def cost_of(run: Run) -> Cost:
     candidates = [each for each in run.plan.get("candidates") or [] if each.get("recommended")]
     parts = [each["bytes_per_device"] for each in candidates if isinstance(each.get("bytes_per_device"), dict)]
     planned = [finite(each.get("total")) for each in parts]
-    planned_seconds = finite(run.plan.get("rough_step_seconds")) * finite(run.plan.get("steps"))
+    planned_seconds = finite(run.plan.get("rough_step_seconds")) * len(seconds)
     return Cost(
         device=_part(run, "environment").get("device", NOT_KNOWN),
         strategy=" ".join(filter(None, (str(run.plan.get("strategy") or ""), str(run.plan.get("mode") or "")))),

@@ -45,7 +45,7 @@ METHOD = (
 COST_WORDS = (
     "Samples and tokens per second are over all steps but the first. Memory at the peak was measured, on a CPU for the "
     "whole process with Python and its libraries; planned is what the plan predicted for one device, and, where it "
-    "knows the device's speed, for all steps."
+    "knows the device's speed, for as many steps."
 )
 
 

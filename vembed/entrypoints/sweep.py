@@ -16,7 +16,7 @@ from vembed.errors import ConfigError, ExitCode, MachineError, VembedError
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.sweeping.methods import import_optuna, rungs, train_all, train_halving, train_optuna
-from vembed.sweeping.process import GO_ON, TrainProcess, shared_settings
+from vembed.sweeping.process import GO_ON, TrainProcess
 from vembed.sweeping.ranking import chosen_lines, rank, table_lines
 from vembed.sweeping.request import Request
 from vembed.sweeping.space import corners, drawn, grid, parse_tries
@@ -117,8 +117,7 @@ class _Sweep:
 def _run(parsed: argparse.Namespace, command: str) -> int:
     sweep = _checked(parsed)
     with StopSignal(advice=GO_ON) as stop:
-        shared = shared_settings(sweep.configs.values(), sweep.folder)
-        process = TrainProcess(config_path(parsed), parsed.config_override, stop.poll, shared)
+        process = TrainProcess(config_path(parsed), parsed.config_override, stop.poll)
         if parsed.dry_run:
             _dry_run(parsed, sweep, process)
             return ExitCode.OK

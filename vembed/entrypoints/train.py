@@ -117,7 +117,7 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
 
 def _train_seeds(config: Config, parsed: argparse.Namespace, command: str) -> int:
     """Train once per seed, each time in a process of its own that this one waits for."""
-    from vembed.sweeping.process import GO_ON, TrainProcess, shared_settings
+    from vembed.sweeping.process import GO_ON, TrainProcess
     from vembed.sweeping.seeds import refuse_unfit, train_seeds
     from vembed.training.trackers.registry import refuse_missing_packages
     from vembed.training.wiring.early import refuse_wrong_inputs
@@ -126,8 +126,7 @@ def _train_seeds(config: Config, parsed: argparse.Namespace, command: str) -> in
     refuse_wrong_inputs(config)
     refuse_missing_packages(config.report_to)
     with StopSignal(advice=GO_ON) as stop, hold_output(Path(config.output_dir)):
-        shared = shared_settings([config], Path(config.output_dir))
-        process = TrainProcess(config_path(parsed), parsed.config_override, stop.poll, shared)
+        process = TrainProcess(config_path(parsed), parsed.config_override, stop.poll)
         train_seeds(config, process, process.steps, command)
     return ExitCode.OK
 

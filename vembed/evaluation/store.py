@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 METRICS_FILE = "metrics.json"
 PER_QUERY_FILE = "per_query.json"
 RUN_FILE = "run.trec"
+RECORD_FILE = "benchmark.json"
+"""What `vembed evaluate` adds: what the evaluation was made of."""
 
 _UNSAFE = re.compile(r"[\s\x00-\x1f\x7f-\x9f]|%(?=[0-9A-Fa-f]{2})")
 
@@ -53,11 +55,11 @@ def write_evaluation(
 ) -> None:
     """Write the result into a folder that appears complete or not at all.
 
-    An earlier evaluation there is replaced as a whole.
+    An earlier evaluation there is replaced; other files beside it stay.
 
     Args:
         extra: Further files by name, written with the others.
-        kept: Entries of the folder that stay: they belong to others.
+        kept: Entries that may stand in the folder before there is an evaluation.
 
     Raises:
         MachineError: The folder holds something that isn't an evaluation, or can't be written.
@@ -71,7 +73,8 @@ def write_evaluation(
     }
     try:
         _refuse_other_files(folder, kept)
-        with new_folder(folder, keeps=kept.__contains__) as temporary:
+        own = {METRICS_FILE, PER_QUERY_FILE, RUN_FILE, RECORD_FILE, *files}
+        with new_folder(folder, keeps=lambda name: name not in own) as temporary:
             for name, text in files.items():
                 (temporary / name).write_text(text, encoding="utf-8")
     except OSError as error:

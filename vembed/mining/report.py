@@ -78,7 +78,8 @@ class MiningReport:
         short, none = int((counts < asked).sum()), int((counts == 0).sum())
         mined = f"{count_text(int(counts.sum()))} hard negatives for {plural(len(counts), 'query', 'queries')}"
         if short:
-            fewer = "none" if none == short else f"fewer than {asked} ({count_text(none)} none)"
+            fewer = "none" if none == short else f"fewer than {asked}"
+            fewer += f" ({count_text(none)} got none)" if 0 < none < short else ""
             mined += f"; {plural(short, 'query', 'queries')} got {fewer}"
         return f"{mined}. {self.rate_text}"
 

@@ -112,6 +112,8 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     if options.factory not in QUANTIZATIONS:
         new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
     part = output.with_name(f".{output.name}.part")
+    if encode.ranks.is_first:
+        _drop_published(part, output)
     try:
         meta = _write_files(part, corpus, encode, options)
         if encode.ranks.is_first:
@@ -131,6 +133,13 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
             f"{output}: the index can't be written: {refused}. Free some space, or choose another folder"
         ) from error
     return meta
+
+
+def _drop_published(part: Path, output: Path) -> None:
+    """Delete what a kill left after its files had become the output: links to them, which must not be written to."""
+    shutil.rmtree(output.with_name(f".{output.name}.tmp"), ignore_errors=True)  # links of an output that never was
+    if part.exists() and any(path.stat().st_nlink > 1 for path in part.iterdir()):
+        shutil.rmtree(part)
 
 
 def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
@@ -162,7 +171,7 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
             f"{num_documents:,}; take fewer clusters, or Flat or HNSW32"
         )
     # The vectors, the index or table that holds them again, and the copies; of several vectors at least one each.
-    there = ranks.from_first(lambda: sum(path.stat().st_size for path in folder.iterdir()))
+    there = ranks.from_first(lambda: _size(folder, (VECTORS_FILE, THUMBNAILS_FILE, INDEX_FILE)))
     _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES - there)
     num_vectors, num_truncated = _write_vectors(folder, written, corpus, encode, options)
     meta = IndexMeta(
@@ -187,6 +196,10 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
         meta = replace(meta, file_bytes={name: (folder / name).stat().st_size for name in names})
         (folder / META_FILE).write_text(meta.to_json(), encoding="utf-8")
     return meta
+
+
+def _size(folder: Path, names: Sequence[str]) -> int:
+    return sum(path.stat().st_size for name in names if (path := folder / name).exists())
 
 
 def _require_disk(folder: Path, num_bytes: int) -> None:

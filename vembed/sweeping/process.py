@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,9 +32,8 @@ from vembed.text import cut
 from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from vembed.config.schema import Config
     from vembed.sweeping.trials import Trial
 
 GO_ON = "what is done is kept, and the same command continues"
@@ -62,7 +61,6 @@ class TrainProcess:
     config: Path | None  # the file that the user named
     overrides: Sequence[str]  # those that the user gave
     poll: Callable[[], None]  # raises where a signal asked to stop
-    shared: Mapping[str, str] = field(default_factory=dict)  # settings by which trials share what they all compute
 
     def __call__(self, trial: Trial, folder: Path) -> str:
         """Train, and return why it failed; nothing where it finished.
@@ -76,7 +74,7 @@ class TrainProcess:
         """
         self._wait_for(folder)
         log = folder.with_name(f"{folder.name}.log")
-        words = self.words({**trial.choice, **trial.overrides, **self.shared, **_own(folder)})
+        words = self.words({**trial.choice, **trial.overrides, **_own(folder)})
         begin = _size(log)
         code = self._run(words, log)
         if code == -signal.SIGKILL:
@@ -186,28 +184,10 @@ class PlanFailedError(VembedError):
         self.exit_code = ExitCode(code) if code in {*ExitCode} else ExitCode.ENVIRONMENT
 
 
-def shared_settings(configs: Iterable[Config], folder: Path) -> dict[str, str]:
-    """Return the settings by which trials share what none of them changes: each part is known by what it is made of.
-
-    These are a teacher's vectors, those of frozen towers, and the results of the untrained model.
-    """
-    every = list(configs)
-    found = {}
-    if all(each.embedding_cache == "auto" for each in every):
-        found["embedding_cache"] = _quoted(folder / "shared")
-    if all(each.teacher_model_name is not None and each.teacher_cache == "auto" for each in every):
-        found["teacher_cache"] = _quoted(folder / "shared" / "teacher")
-    return found
-
-
 def _own(folder: Path) -> dict[str, str]:
     """Return the settings of a run that a sweep continues with."""
-    return {"output_dir": _quoted(folder), "resume": "auto", "overwrite_output_dir": "false", "seeds": "null"}
-
-
-def _quoted(path: Path) -> str:
-    """Return a path as an override takes it, though it looks like a number or opens a list."""
-    return "'" + str(path).replace("'", "''") + "'"
+    quoted = "'" + str(folder).replace("'", "''") + "'"  # a path may look like a number, or open a list
+    return {"output_dir": quoted, "resume": "auto", "overwrite_output_dir": "false", "seeds": "null"}
 
 
 def _keys(overrides: Sequence[str]) -> set[str]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import shutil
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from vembed.distributed.ranks import Ranks
 from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.directions import Directions, encode_directions, search_directions
 from vembed.evaluation.evaluator import EvaluationOptions
-from vembed.evaluation.provenance import digest, model_key, task_key, vectors_key
 from vembed.evaluation.report.geometry import build_geometry
 from vembed.evaluation.sets import SetOutcome
 from vembed.evaluation.store import read_evaluation, write_evaluation
@@ -26,11 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from vembed.batch import Item, Side
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EncodedTask
-    from vembed.evaluation.provenance import Key
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.sets import FurtherSet
 
@@ -62,9 +56,7 @@ class Evaluations:
     both_directions: bool = False
     further: tuple[FurtherSet, ...] = ()  # measured before and after training, besides
     ranks: Ranks = field(default_factory=Ranks)  # who takes part. All must make the same calls.
-    shared: Path | None = None  # folder of the results of untrained models, which runs share
     _said: set[str] = field(default_factory=set)
-    _model: Key = field(default_factory=dict)  # what the untrained model is, once it is asked for
 
     @property
     def verdict_task(self) -> RetrievalData:
@@ -173,61 +165,12 @@ class Evaluations:
         """Evaluate the untrained model, unless a run that is resumed did so before."""
         names = [name] if reversed_name is None else [name, reversed_name]
         if not all(map(self._is_there, names)):
-            return self._evaluate_untrained(names, task)
+            return self._evaluate(name, task, reversed_name).forward
         results = [self._read(each) for each in names]
         for each, result in zip(names, results, strict=True):
             if each not in self._said:  # the baseline without a test set is the dev set's result of step 0
                 self._say(each, result)
         return results[0]
-
-    def _evaluate_untrained(self, names: Sequence[str], task: RetrievalData) -> EvaluationResult:
-        """Evaluate the untrained model in one or two directions, unless a run that shares the folder did so."""
-        if self.shared is None:
-            return self._evaluate(names[0], task, *names[1:]).forward
-        made = digest(self._untrained_key(task))
-        places = [
-            self.shared / f"untrained-{made}-{way}" for way, _ in zip(("forward", "reverse"), names, strict=False)
-        ]
-        if (found := self.ranks.from_first(lambda: self._take_shared(places, names))) is not None:
-            return found
-        result = self._evaluate(names[0], task, *names[1:]).forward
-        self.ranks.from_first(lambda: self._share(places, names))
-        return result
-
-    def _untrained_key(self, task: RetrievalData) -> Key:
-        """Return what decides the result of the untrained model on a set."""
-        encoder = self.encode.encoder
-        if not self._model:
-            self._model.update(model_key(encoder))
-        sides: dict[Side, Sequence[Item]] = {
-            "query": [*task.queries.values()],
-            "document": [*task.documents.values()],
-        }
-        vectors = [
-            vectors_key(encoder, {}, items, side, autocast_dtype=self.encode.autocast_dtype)
-            for side, items in sides.items()
-        ]
-        return {**self._model, **task_key(task, with_texts=False), "vectors": vectors}
-
-    def _take_shared(self, places: Sequence[Path], names: Sequence[str]) -> EvaluationResult | None:
-        """Write what another run has found into this folder; return the first result, None where there is none."""
-        if not all(place.is_dir() for place in places):
-            return None
-        results = [replace(read_evaluation(place), system=redact(self.encode.encoder.name)) for place in places]
-        for name, result in zip(names, results, strict=True):
-            write_evaluation(self.folder / name, result)
-            self._say(name, result)
-        _log.info("%-*s  read from %s", LABEL_COLUMNS, "", redact(str(places[0])))
-        return results[0]
-
-    def _share(self, places: Sequence[Path], names: Sequence[str]) -> None:
-        """Give results to the runs that share the folder; of several at once the first one's stay."""
-        for place, name in zip(places, names, strict=True):
-            own = place.with_name(f".{uuid4().hex}.tmp")
-            write_evaluation(own, read_evaluation(self.folder / name))
-            with suppress(OSError):
-                own.replace(place)
-            shutil.rmtree(own, ignore_errors=True)
 
     def _evaluate(self, name: str, task: RetrievalData, reversed_name: str | None = None) -> Directions:
         """Evaluate the present model and write what comes out; in reverse too, where that has a name."""

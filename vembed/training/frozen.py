@@ -147,7 +147,7 @@ def find_frozen(
         key = {**model, "precision": precision}
         sides += [StoredSide.of(each, encoder, key, place) for each in own]
     if not sides and not notes and is_shared:
-        notes.append("embedding_cache has no effect on training: every tower of the model trains")
+        notes.append("embedding_cache has no effect: every tower of the model trains")
     sides, room = _with_room(sides, folder, is_shared=is_shared)
     return FrozenItems(tuple(sides), (*notes, *room))
 
@@ -158,15 +158,13 @@ def _unfit(encoder: Encoder) -> tuple[str, ...]:
     if any(parameter.is_meta for parameter in parameters):
         raise ValueError("frozen towers are looked for once the encoder has its weights")
     if not any(parameter.ndim > 1 and not parameter.requires_grad for parameter in parameters):
-        return ("embedding_cache has no effect on training: all weights of the model train",)
+        return ("embedding_cache has no effect: all weights of the model train",)
     if encoder.multi_vector:
-        return (
-            "embedding_cache has no effect on training: it keeps one vector for each row, and the model gives several",
-        )
+        return ("embedding_cache has no effect: it keeps one vector for each row, and the model gives several",)
     if encoder.mixes_rows():
-        return ("embedding_cache has no effect on training: batch normalisation makes embeddings depend on the batch",)
+        return ("embedding_cache has no effect: batch normalisation makes embeddings depend on the batch",)
     if any(parameter.dtype == torch.float64 for parameter in parameters):
-        return ("embedding_cache has no effect on training: it would round what torch_dtype float64 gives to float32",)
+        return ("embedding_cache has no effect: it would round the embeddings of torch_dtype float64 to float32",)
     return ()
 
 

@@ -137,7 +137,7 @@ class OutputFolder:
         """
         self.refuse_other_files()
         if self.holds_run and not overwrite:
-            what, way = "another run", "Go on with it (resume=auto), choose"
+            what, way = "another run", "Continue it (resume=auto), choose"
             if not self._holds_checkpoints:
                 what, way = "the model of a run, and no checkpoint to continue from", "Choose"
             raise ConfigError(

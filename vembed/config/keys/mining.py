@@ -49,7 +49,7 @@ class MiningKeys(Section):
     )
     mine_range_max: Count = key(
         100,
-        "Lowest rank of a candidate; known positives aren't counted.",
+        "Rank of the last document that is considered; known positives aren't counted.",
         unit="documents",
         acts_with=_MINES,
     )

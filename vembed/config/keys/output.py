@@ -69,14 +69,14 @@ class OutputKeys(Section):
     )
     resume_elastic: bool = key(
         False,
-        "Go on from a checkpoint with another number of processes or another strategy: the same global batches, equal "
-        "to rounding and no longer bit for bit.",
+        "Continue from a checkpoint with another number of processes or another strategy: the same global batches, "
+        "equal to rounding and no longer bit for bit.",
         on_resume="harmless",
     )
     embedding_cache: Name = key(
         "auto",
         "Embeddings of a frozen tower, each encoded once: auto keeps them in output_dir where this run would encode "
-        "them again, never keeps none, a path names a folder that runs share, with the results of untrained models.",
+        "them again, never keeps none, a path names a folder that runs share.",
     )
     logging_steps: Count = key(10, "Steps from one log line to the next.", unit="steps", on_resume="harmless")
     report_to: Annotated[str | list[str], TrackerNames()] = key(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.errors import DataError
 from vembed.evaluation.provenance import changed_parts
-from vembed.evaluation.store import read_evaluation, write_evaluation
+from vembed.evaluation.store import RECORD_FILE, read_evaluation, write_evaluation
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from vembed.evaluation.provenance import Key
     from vembed.evaluation.result import EvaluationResult
 
-RECORD_FILE = "benchmark.json"
 VECTORS_FOLDER = "vectors"
 VARIANTS_FOLDER = "variants"
 

@@ -92,10 +92,10 @@ def frozen_items(run: Run) -> FrozenItems | None:
     if config.embedding_cache == "never" or (is_only_planned and run.runtime.device.type != "cpu"):
         return None
     augmenter = Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed)
-    is_shared = _shares_embeddings(config)
+    is_shared = config.embedding_cache != "auto"
     reason = "sources of data have prompts of their own" if prompted(config, run.encoder) else ""
     if reason := reason or ("mine_corpus brings further documents" if config.mine_corpus is not None else ""):
-        return FrozenItems((), (f"embedding_cache has no effect on training: {reason}",) if is_shared else ())
+        return FrozenItems((), (f"embedding_cache has no effect: {reason}",) if is_shared else ())
     return find_frozen(
         run.encoder,
         run.data.records,
@@ -107,10 +107,6 @@ def frozen_items(run: Run) -> FrozenItems | None:
         passes=Passes(run.runtime.device, autocast_dtype(plan)),
         sharded=run.sharded,
     )
-
-
-def _shares_embeddings(config: Config) -> bool:
-    return config.embedding_cache not in ("auto", "never")
 
 
 def with_hard_vectors(run: Run) -> Run:
@@ -333,7 +329,6 @@ def build_evaluations(run: Run, stop: StopSignal) -> Evaluations:
         with_bm25=run.config.bm25,
         both_directions=measures_both_directions(run.config, run.data),
         ranks=ranks,
-        shared=Path(run.config.embedding_cache) if _shares_embeddings(run.config) and run.sharded is None else None,
     )
 
 

@@ -26,7 +26,7 @@ class Case:
         tokens: Tokens of each text.
         pictures: Whether the documents are pictures; the queries are too where the model reads no texts.
         chunk_tokens: Most padded tokens of a chunk.
-        retain: Share of the batch whose graphs are kept.
+        retain: Share of the batch whose graphs are kept; None leaves it to the plan, which must have room for all.
         gradient_checkpointing: Whether layers are recomputed.
         bf16: Whether the encoder computes in bfloat16.
         lora: Whether adapters train beside a frozen base.
@@ -43,7 +43,7 @@ class Case:
     tokens: int = 64
     pictures: bool = False
     chunk_tokens: int = 1024
-    retain: float = 0.0
+    retain: float | None = 0.0
     gradient_checkpointing: bool = False
     bf16: bool = False
     lora: bool = False
@@ -202,6 +202,7 @@ CASES = (
     Case("tiny-transformer, half kept", "builtin:tiny-transformer", tokens=128, retain=0.5),
     Case("MAE, half kept", mae(), pictures=True, retain=0.5),
     Case("static", "builtin:static", pairs=256, chunk_tokens=4096),
+    Case("n-gram bag, all kept", "builtin:ngram-bag", pairs=256, tokens=640, chunk_tokens=1 << 17, retain=None),
     Case("tiny-clip", "builtin:tiny-clip", pairs=512, tokens=64, pictures=True, chunk_tokens=8192),
 )
 

@@ -47,6 +47,7 @@ from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed_towers import ComposedTowers
+from vembed.models.ngram_bag import NgramBag
 from vembed.models.probe import ROWS, one_picture
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
@@ -118,7 +119,7 @@ def prepare(case: Case, device: torch.device) -> tuple[Encoder, Updater, Callabl
     options = EngineOptions(
         budget=ChunkBudget(MOST_ROWS, case.chunk_tokens, bucketed=device.type != "cpu"),
         device=device,
-        retain=case.retain,
+        retain=1.0 if case.retain is None else case.retain,
         autocast_dtype=compute_dtype,
         ranks=ranks,
     )
@@ -213,7 +214,7 @@ def _texts(case: Case, count: int, encoder: Encoder) -> Features:
         seen = {SEEN: lengths} if isinstance(encoder, ColbertEncoder) else {}
         return encoder.head.with_vectors(Features({"input_ids": ids}, ids.lengths, seen), counted, "document")
     if not isinstance(encoder, TinyClip):
-        return Features({"input_ids": ids}, ids.lengths)
+        return Features({"grams" if isinstance(encoder, NgramBag) else "input_ids": ids}, ids.lengths)
     grams = Ragged.from_rows([rng.integers(5, 500, GRAMS_PER_TOKEN * length) for length in lengths])
     return Features({"grams": grams}, ids.lengths)
 
@@ -233,7 +234,7 @@ def predict(case: Case, device: str) -> dict[str, int]:
         f"gradient_cache_chunk_tokens={case.chunk_tokens}",
         f"gradient_cache_chunk_size={MOST_ROWS}",
         "use_gradient_cache=true",
-        f"retain={case.retain}",
+        f"retain={'auto' if case.retain is None else case.retain}",
         f"gradient_checkpointing={str(case.gradient_checkpointing).lower()}",
         f"bf16={str(case.bf16).lower()}",
         f"use_lora={str(case.lora).lower()}",
@@ -254,7 +255,7 @@ def predict(case: Case, device: str) -> dict[str, int]:
         model = profile_model(keys, target, trainable=case.trainable, lora=lora).limited(case.tokens)
         model = _of_these_pictures(model, load_skeleton(keys))
     pictures = 2.0 if case.pictures and len(model.towers) == 1 else float(case.pictures)
-    data = DataSize(case.pairs, 1.0, pictures_per_record=pictures)
+    data = DataSize(case.pairs, 1.0, pictures_per_record=pictures, record_tokens=(2.0 * case.tokens,))
     devices = Devices.of(machine, case.ranks)
     sizes = make_plan(config, machine, model, data, devices=devices).bytes_per_device
     return {**asdict(sizes), "total": sizes.total}

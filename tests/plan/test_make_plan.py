@@ -193,6 +193,20 @@ def test_auto_retention_keeps_what_a_part_of_the_spare_memory_holds_and_says_the
     assert plan(machine=replace(CPU, memory_bytes=GIB)).chunks.retain_tokens == 0
 
 
+def test_rows_without_a_limit_are_as_long_as_a_sample_of_the_data_says() -> None:
+    endless, sampled = sized(max_length=None), replace(DATA, record_tokens=(200.0, 400.0) * 32)
+    made, unknown = plan(model=endless, data=sampled), plan(model=endless)
+    tokens = math.ceil(64 * (300 + 4 * 100 / 8))
+    assert made.bytes_per_device.activations == tokens * 100_000
+    assert plan("retain=1", model=endless, data=sampled).bytes_per_device.activations == tokens * 100_000
+    whole = plan("use_gradient_cache=false", model=endless, data=sampled)
+    assert whole.bytes_per_device.activations == tokens * 100_000
+    assert f"has at most {tokens} by a sample of the data: nothing is encoded twice" in reason(made, "retain: ")
+    assert made.chunks.retain_tokens == unknown.chunks.retain_tokens > tokens, "longer rows may come"
+    assert unknown.bytes_per_device.activations > made.bytes_per_device.activations
+    assert "nothing says how long rows are" in reason(unknown, "retain: ")
+
+
 def test_a_given_share_of_kept_graphs_stands_and_counts_in_the_prediction() -> None:
     half, none = plan("retain=0.5"), plan("retain=0")
     assert (half.chunks.retain, none.chunks.retain) == (0.5, 0.0)

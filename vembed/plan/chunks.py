@@ -98,22 +98,27 @@ def plan_retention(problem: PlanningProblem, way: Way, chunks: ChunkPlan, *, roo
     is_safe = problem.machine.device != "cpu" and not model.estimated and batch_tokens is not None
     part, room = _retained_part(problem), max(0, room_bytes + (each * chunks.tokens if is_safe else 0))
     fitting = int(part * room) // each
-    kept = fitting if batch_tokens is None else min(fitting, batch_tokens)
+    known = problem.sampled_tokens if batch_tokens is None else batch_tokens
+    kept = fitting if known is None else min(fitting, known)
     why = f"{part:.0%} of {show_bytes(room)} to spare holds the activations of {fitting} tokens"
     why += f" at {show_bytes(each)} each"
     live = chunks.activation_bytes + kept * each
-    if kept == batch_tokens:
-        why += f", and a batch of {problem.rows.own} rows has at most {batch_tokens}: nothing is encoded twice"
+    if known is None:
+        why += "; nothing says how long rows are, so memory is predicted for a batch that has so many"
+    elif kept == known:
+        source = "" if batch_tokens is not None else " by a sample of the data"
+        why += f", and a batch of {problem.rows.own} rows has at most {known}{source}: nothing is encoded twice"
         live = min(live, whole or live)
+    most = fitting if batch_tokens is None else kept  # a sample limits nothing: longer rows may come
     return replace(
         chunks,
         retain=1.0,
-        retain_tokens=kept,
-        kept_share=0.0 if batch_tokens is None else kept / max(1, batch_tokens),
+        retain_tokens=most,
+        kept_share=0.0 if known is None else kept / max(1, known),
         activation_bytes=live,
         reasons=(
             *chunks.reasons,
-            f"retain: at most {kept} tokens of a batch keep their graphs and aren't encoded again; {why}",
+            f"retain: at most {most} tokens of a batch keep their graphs and aren't encoded again; {why}",
         ),
     )
 
@@ -121,13 +126,19 @@ def plan_retention(problem: PlanningProblem, way: Way, chunks: ChunkPlan, *, roo
 def whole_batch_bytes(problem: PlanningProblem, way: Way, *, call_tokens: int | None) -> int | None:
     """Return the activations of a device's batch with all graphs kept; None where nothing says how long items are.
 
+    Where items have no limit of length, the batch is as long as a sample of the data says.
+
     Args:
         call_tokens: Padded tokens of an encoder call; None encodes each tower's items in one.
     """
     model = problem.sized(way)
-    if model.max_length is None:
-        return None
     checkpointed = way.gradient_checkpointing
+    if model.max_length is None:
+        if (tokens := problem.sampled_tokens) is None:
+            return None
+        call = tokens if call_tokens is None else min(call_tokens, tokens)
+        each = model.kept_bytes_per_token(checkpointed=checkpointed, call_tokens=call)
+        return model.call_bytes(call, checkpointed=checkpointed) + (tokens - call) * each
     passing = 0.0
     for tower in model.towers:
         width, rows = tower.max_tokens or 1, problem.tower_rows(tower)
@@ -149,6 +160,9 @@ def num_calls(rows: float, width: int, call_tokens: int | None, most_rows: int =
 
 def _kept_bytes(problem: PlanningProblem, way: Way, model: ModelSize, call_tokens: int | None) -> int:
     """Return what all calls of a batch keep for their backward passes."""
+    if model.max_length is None:
+        each = model.kept_bytes_per_token(checkpointed=way.gradient_checkpointing, call_tokens=call_tokens or math.inf)
+        return each * (problem.sampled_tokens or 0)
     total = 0.0
     for tower in model.towers:
         width, rows = tower.max_tokens or 1, problem.tower_rows(tower)

@@ -6,6 +6,7 @@ other. They order the ways; they promise no throughput.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,8 @@ def weigh(problem: PlanningProblem, way: Way) -> Candidate:
 def _at_worst(problem: PlanningProblem, way: Way, parts: BytesPerDevice, cut: Cut) -> BytesPerDevice:
     """Take off what is never there at the same time. An estimate by formula stays on the safe side: all adds up."""
     model = problem.sized(way)
-    loads = [Load(tower, problem.tower_rows(tower), tower.max_tokens or 0) for tower in model.towers]
+    sampled = math.ceil((problem.sampled_tokens or 0) / max(1, problem.rows.own))
+    loads = [Load(tower, problem.tower_rows(tower), tower.max_tokens or sampled) for tower in model.towers]
     if model.estimated or not all(load.width for load in loads):
         return parts
     loads.sort(key=lambda load: load.tower.items != "pictures")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from vembed.redact import redact_value
 from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vembed.config.keys.distributed import DistributedKeys
     from vembed.config.keys.optimisation import OptimisationKeys
@@ -41,6 +42,9 @@ ACCELERATOR_TILE_SIZE = 4096
 
 PLANNED_TOKENS = 2048
 """Length of the longest item that the prediction counts with where the model allows more and nobody says less."""
+
+SAMPLE_ERRORS = 4
+"""Standard errors above the mean that the prediction counts with where the length of rows comes from a sample."""
 
 
 PLACES = {
@@ -168,7 +172,8 @@ def make_plan(
     dtype, dtype_notes = compute_dtype(config, config.torch_dtype, machine)
     rows, num_pictures = _batch_rows(batch, devices, data)
     tiles, tile_notes = _loss_tiles(config, machine, model, data.teacher_dimension)
-    problem = PlanningProblem(config, machine, devices, model, rows, num_pictures, dtype, tiles)
+    sampled = _sampled_tokens(data.record_tokens, rows.num_queries)
+    problem = PlanningProblem(config, machine, devices, model, rows, num_pictures, dtype, tiles, sampled)
     packing, packing_reason = plan_packing(config, machine, model)
     choice = choose(problem)
     chosen = choice.chosen
@@ -273,6 +278,14 @@ def _batch_rows(batch: BatchPlan, devices: Devices, data: DataSize) -> tuple[Bat
     documents = data.documents_per_query
     rows = BatchRows(own, math.ceil(own * documents), all_queries, math.ceil(all_queries * documents))
     return rows, min(rows.own, own * data.pictures_per_record)
+
+
+def _sampled_tokens(record_tokens: Sequence[float], num_records: int) -> int | None:
+    """Return the tokens that a batch has hardly ever more of, by those of sampled records; None without any."""
+    if not record_tokens:
+        return None
+    error = statistics.pstdev(record_tokens) / math.sqrt(min(num_records, len(record_tokens)))
+    return math.ceil(num_records * (statistics.mean(record_tokens) + SAMPLE_ERRORS * error))
 
 
 def _narrow_notes(problem: PlanningProblem, way: Way) -> list[str]:

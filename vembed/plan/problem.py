@@ -39,6 +39,7 @@ class DataSize:
     pictures_per_record: float = 0.0  # mean
     picture_bytes: int = 0  # host memory of one picture as the encoder takes it
     teacher_dimension: int = 0  # of the teacher's vectors that the loss reads; 0 where it reads none
+    record_tokens: tuple[float, ...] = ()  # of sampled records, where the model has no limit of length
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class PlanningProblem:
     num_pictures: float  # of those of one device, how many are pictures
     dtype: str  # what the encoder computes in
     tiles: LossTiles  # blocks of the similarity matrix
+    sampled_tokens: int | None = None  # of a device's batch, by a sample of the data, where items have no limit
 
     def limit_bytes(self, way: Way) -> int:
         """Return the most that the prediction for one device may be."""

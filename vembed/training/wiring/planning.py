@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from pydantic import Field
 
 from vembed.config.keys.model import model_names, renamed
@@ -16,6 +17,7 @@ from vembed.models.files import DTYPES
 from vembed.models.names import locate
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
+from vembed.models.registry import load_skeleton
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import cpu_cores
 from vembed.plan.plan import Plan, compute_dtype, make_plan
@@ -70,6 +72,9 @@ SHARDING_READ_BACK: dict[str, Any] = {
 ADAPTERS_FROM = 1_000_000_000
 """Parameters from which adapters are measured although nobody asked for them: a smaller model can do without."""
 
+SAMPLE_RECORDS = 256
+"""Records whose tokens are counted where the model has no limit of length."""
+
 
 def build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
     """Decide what the configuration left open, before the encoder is built.
@@ -97,6 +102,7 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
         pictures_per_record=counts.items.num_pictures / counts.num_records,
         picture_bytes=model.picture_bytes,
         teacher_dimension=teacher_dimension(config),
+        record_tokens=_record_tokens(config, model, data),
         notes=(
             *(note for name in model_names(config) if (note := locate(name).note) is not None),
             *data.notes,
@@ -107,6 +113,24 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
         ),
     )
     return make_plan(config, runtime.machine, model, size, devices=_devices(runtime))
+
+
+def _record_tokens(config: Config, model: ModelSize, data: RunData) -> tuple[float, ...]:
+    """Return the tokens of sampled records with their documents, where the model has no limit of length.
+
+    None are counted where there are pictures, or where the model can't be built without its weights.
+    """
+    if model.max_length is not None or model.estimated or data.counts.items.has_pictures:
+        return ()
+    encoder, num_documents = load_skeleton(config), documents_per_query(config, data.counts)
+    rows = np.unique(np.linspace(0, len(data.records) - 1, SAMPLE_RECORDS).astype(np.int64))
+    records = [(each.query, [*each.positives, *each.negatives]) for each in data.records.take(rows)]
+    return tuple(
+        float(encoder.featurize([query], "query").lengths[0])
+        + num_documents * float(encoder.featurize(documents, "document").lengths.mean())
+        for query, documents in records
+        if documents
+    )
 
 
 def measured_model(config: Config, machine: Machine, *, name: str | None = None) -> ModelSize:

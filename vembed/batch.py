@@ -126,7 +126,8 @@ def content_id(item: Item) -> int:
 
 def text_ids(texts: Iterable[str]) -> NDArray[np.int64]:
     """Return `content_id` of each text."""
-    digests = b"".join([hashlib.sha256(text.strip().encode()).digest() for text in texts])
+    sha256 = hashlib.sha256
+    digests = b"".join([sha256(text.strip().encode()).digest() for text in texts])
     return np.frombuffer(digests, "<i8")[::4].astype(np.int64)
 
 

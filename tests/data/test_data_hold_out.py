@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from vembed.batch import content_id
 from vembed.data.hold_out import held_out_task, hold_out, resolution_notes
 from vembed.data.record_writer import RecordWriter
 from vembed.errors import DataError
@@ -146,6 +147,9 @@ def test_what_is_searched_is_filled_up_to_a_thousand_documents() -> None:
     assert len(task.documents) == 1000
     own = {text for row in split.held_out_rows.tolist() for text in (f"p{row}", f"r{row}")}
     assert own < set(task.documents.values())
+    others = {text for record in table for text in (*record.positives, *record.negatives)} - own
+    added = sorted(others - {"shared negative"}, key=lambda text: content_id(text) % 2**64)[: 1000 - len(own) - 1]
+    assert {*task.documents.values()} == own | {"shared negative", *added}, "the first by content hash"
     many = table_of([(f"q{i}", (f"p{i}", f"r{i}")) for i in range(15_000)])
     assert len(held_out_task(many, hold_out(many)).documents) == 1501, "750 rows of two, and the negative"
 

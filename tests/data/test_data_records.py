@@ -2,18 +2,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING
+import random
+from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import pytest
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id, modality_of
-from vembed.data import records
+from vembed.data import column_files, records
+from vembed.data.column_files import mapped_columns, new_columns
 from vembed.data.columns import WEIGHT_COLUMN, ExtraColumn
+from vembed.data.item_table import BLOCK_ITEMS, ItemWriter
 from vembed.data.record_writer import RecordWriter
 from vembed.data.records import BLOCK_ROWS, ItemColumn, Record, RecordTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from vembed.batch import Item
 
@@ -154,6 +159,32 @@ def test_a_document_of_many_rows_is_stored_once() -> None:
     assert make_table([(*row[:2], (), None) for row in rows[:50]])._items.columns.num_columns == 1, (
         "texts need no other column"
     )
+
+
+def test_items_are_numbered_as_they_first_occur_however_many_there_are() -> None:
+    writer, drawn = ItemWriter(), random.Random(0).choices(range(60_000), k=60_000)
+    of: dict[str, int] = {}
+    for start in range(0, len(drawn), 7000):
+        items = [f"item {number}" for number in drawn[start : start + 7000]]
+        assert writer.numbers(items).tolist() == [of.setdefault(item, len(of)) for item in items]
+    assert writer.finish().columns["text"].to_pylist() == list(of)
+    assert len(of) > 2 * BLOCK_ITEMS, "the table of what is known must grow"
+
+
+def test_a_column_whose_first_values_are_null_is_the_same_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(column_files, "_NULLS_AT_ONCE", 4)
+    types = {"number": pa.int64(), "text": pa.large_string(), "list": pa.large_list(pa.float64()), "none": pa.int64()}
+    values: dict[str, list[Any]] = {"number": [None, 1], "text": ["a", None], "list": [[1.0, 2.0], None, []]}
+    columns = new_columns(types, tmp_path)
+    for name, column in columns.items():
+        chunks = [pa.nulls(9), pa.nulls(2), pa.array(values.get(name, []), types[name]), pa.nulls(3)]
+        for chunk in chunks:
+            column.append(chunk)
+        cells = [None] * 11 + values.get(name, []) + [None] * 3
+        assert column.finish().to_pylist() == cells
+        assert mapped_columns({name: types[name]}, tmp_path, len(cells))[name].to_pylist() == cells
 
 
 def test_texts_paths_and_bytes_that_look_alike_are_different_items() -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+_NULLS_AT_ONCE = 65_536
+
+
 class Column(Protocol):
     """Where the cells of a column go."""
 
@@ -94,7 +97,7 @@ class FileColumn:
         import pyarrow as pa
 
         self._path, self._kind = path, kind
-        self._num_cells = self._num_valid = self._end = 0
+        self._num_cells = self._num_valid = self._num_first_nulls = self._end = 0
         self._unpacked = np.empty(0, dtype=np.bool_)  # fewer than 8 cells, whose bits fill no byte yet
         self._valid = _file(path, "valid").open("wb")
         self._of = FileColumn(_file(path, "of"), kind.value_type) if pa.types.is_large_list(kind) else None
@@ -107,8 +110,16 @@ class FileColumn:
         """Append to the files."""
         import pyarrow as pa
 
-        if pa.types.is_null(cells.type):
-            cells = pa.nulls(len(cells), self._kind)
+        is_null = pa.types.is_null(cells.type)
+        if is_null and not self._num_valid:
+            self._num_first_nulls += len(cells)  # written before the first value, which most columns don't have
+            return
+        nulls, self._num_first_nulls = self._num_first_nulls, 0
+        for start in range(0, nulls, _NULLS_AT_ONCE):
+            self._append(pa.nulls(min(_NULLS_AT_ONCE, nulls - start), self._kind))
+        self._append(pa.nulls(len(cells), self._kind) if is_null else cells)
+
+    def _append(self, cells: Any) -> None:
         self._num_cells += len(cells)
         self._num_valid += len(cells) - cells.null_count
         valid = np.concatenate([self._unpacked, cells.is_valid().to_numpy(zero_copy_only=False)])
@@ -148,7 +159,7 @@ class FileColumn:
         if not self._num_valid:
             for path in self._path.parent.glob(f"{self._path.name}.*"):
                 path.unlink()
-        return _mapped_column(self._path, self._kind, self._num_cells)
+        return _mapped_column(self._path, self._kind, self._num_cells + self._num_first_nulls)
 
 
 def _mapped_column(path: Path, kind: Any, length: int) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 from vembed.batch import MODALITY_WORDS, Composed, Image, pictures_in, text_ids
 from vembed.data.blobs import BlobWriter, JoinedBlobs, mapped_blobs
 from vembed.data.column_files import filled, mapped_columns, new_columns, of_one_type
+from vembed.data.content_lines import json_texts
 from vembed.data.images import item_id
 
 if TYPE_CHECKING:
@@ -156,6 +157,8 @@ class ItemTable:
         """
         import pyarrow as pa
 
+        if self.columns.column_names == ["text"] and self.columns["text"].num_chunks == 1:
+            return json_texts(self.columns["text"].chunk(0).take(pa.array(numbers)))
         distinct, places = np.unique(numbers, return_inverse=True)
         table = self._rows_at(distinct)
         if "path" in table.column_names:
@@ -211,23 +214,39 @@ class ItemWriter:
         self._columns = new_columns(_item_types(), folder)
         self._blob_numbers: dict[bytes, int] = {}
         self._blobs = BlobWriter(folder)
+        self._ids: list[NDArray[np.int64]] | None = []  # None once there is a picture
 
     def numbers(self, items: Sequence[Item]) -> NDArray[np.int64]:
         """Return the number of each item, and write those that are new."""
         are_texts = set(map(type, items)) <= {str}
         every: Sequence[Any] = items if are_texts else [self._cells(item) for item in items]
-        distinct = list(dict.fromkeys(every))
-        numbers, new = self._known.numbers(distinct)
-        cells = distinct if len(new) == len(distinct) else [distinct[place] for place in new.tolist()]
-        alone = (None,) * 4
-        rows = () if are_texts else [each if isinstance(each, tuple) else (each, *alone) for each in cells]
-        columns = zip(*rows, strict=True) if rows else (cells, *[[None] * len(cells)] * 4)
-        for (name, kind), column in zip(_item_types().items(), columns, strict=True):
-            self._columns[name].append(filled(column, kind))
-        if len(distinct) == len(every):
-            return numbers
-        number_of = dict(zip(distinct, numbers.tolist(), strict=True))
-        return np.fromiter(map(number_of.__getitem__, every), np.int64, len(every))
+        hashes = np.fromiter(map(hash, every), np.int64, len(every))
+        in_order = np.sort(hashes)
+        if (in_order[1:] != in_order[:-1]).all():
+            numbers, new = self._known.numbers(hashes)
+        else:
+            _, first, places = np.unique(hashes, return_index=True, return_inverse=True)
+            order = np.argsort(first)
+            own, new = self._known.numbers(hashes[first[order]])
+            numbers, new = own[np.argsort(order)][places], first[order][new]
+        self._append(every if len(new) == len(every) else [every[place] for place in new.tolist()], are_texts=are_texts)
+        return numbers
+
+    def _append(self, cells: Sequence[Any], *, are_texts: bool) -> None:
+        import pyarrow as pa
+
+        kinds, columns = _item_types(), [pa.nulls(len(cells))] * 5
+        if are_texts:
+            columns[0] = pa.array(cells, kinds["text"])
+        elif cells:
+            rows = [each if isinstance(each, tuple) else (each, *[None] * 4) for each in cells]
+            columns = list(map(filled, zip(*rows, strict=True), kinds.values()))
+        for column, chunk in zip(self._columns.values(), columns, strict=True):
+            column.append(chunk)
+        if not are_texts:
+            self._ids = None
+        elif self._ids is not None:
+            self._ids.append(text_ids(cells))
 
     def _cells(self, item: Item) -> _Cells:
         if isinstance(item, str):
@@ -240,7 +259,9 @@ class ItemWriter:
     def finish(self) -> ItemTable:
         """Return the items; the writer can't be used any more."""
         del self._known  # memory is at its peak while columns are joined
-        return ItemTable.of({name: column.finish() for name, column in self._columns.items()}, self._blobs.finish())
+        columns = {name: column.finish() for name, column in self._columns.items()}
+        ids = None if self._ids is None else np.concatenate([np.empty(0, np.int64), *self._ids])
+        return ItemTable.of(columns, self._blobs.finish(), ids)
 
     def _blob_number(self, image: Image) -> int | None:
         if image.data is None:
@@ -254,59 +275,48 @@ class ItemWriter:
 
 
 class _KnownItems:
-    """Tell which items were met before, in 16 bytes each instead of a dictionary's 150.
+    """Tell which items were met before, in 16 to 32 bytes each instead of a dictionary's 150.
 
-    An item is known by a 64-bit keyed hash: two of 10 million share one with a probability of 3 in a million. Hashes
-    stand in sorted runs; a run joins the one before it when that is less than twice as long, so that runs stay few.
+    An item is known by a 64-bit keyed hash: two of 10 million share one with a probability of 3 in a million. A table,
+    at most half full, holds its number at the place that the hash names, or at the next one that was free.
     """
 
     def __init__(self) -> None:
-        self._runs: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # hashes, numbers
+        self._hashes = np.empty(BLOCK_ITEMS, np.int64)  # by number; the last are free
+        self._table = np.full(2 * BLOCK_ITEMS, -1, np.int32)  # -1 where no number stands
         self._count = 0
 
-    def numbers(self, items: Sequence[_Cells]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def numbers(self, hashes: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the number of each of some distinct items, and the places of the new ones."""
-        hashes = np.fromiter(map(hash, items), np.int64, len(items))
-        order = np.argsort(hashes)  # sorted needles are found ten times as fast
-        hashes = hashes[order]
-        numbers = np.full(len(items), -1, dtype=np.int64)
-        for run_hashes, run_numbers in self._runs:
-            at = np.minimum(np.searchsorted(run_hashes, hashes), len(run_hashes) - 1)
-            same = run_hashes[at] == hashes
-            numbers[order[same]] = run_numbers[at[same]]
+        places = self._places(hashes)
+        numbers = self._table[places].astype(np.int64)
         new = np.flatnonzero(numbers < 0)
-        is_new = numbers[order] < 0
         numbers[new] = np.arange(self._count, self._count + len(new))
         self._count += len(new)
-        self._add(hashes[is_new], numbers[order][is_new])
+        known, places, size = numbers[new], places[new], 1 << (self._count - 1).bit_length()
+        is_full = self._count > len(self._hashes)
+        if is_full:
+            self._hashes = np.concatenate([self._hashes, np.empty(size - len(self._hashes), np.int64)])
+        self._hashes[known] = hashes[new]
+        if is_full:
+            self._table = np.full(2 * size, -1, np.int32 if size < 2**31 else np.int64)
+            known, places = np.arange(self._count), self._hashes[: self._count] & (2 * size - 1)
+        while len(known):
+            self._table[places] = known
+            known = known[self._table[places] != known]  # where two were to stand, one does
+            places = self._places(self._hashes[known])
         return numbers, new
 
-    def _add(self, hashes: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
-        while self._runs and len(self._runs[-1][0]) < 2 * len(hashes):
-            earlier_hashes, earlier_numbers = self._runs.pop()
-            hashes = np.concatenate([earlier_hashes, hashes])
-            order = np.argsort(hashes, kind="stable")
-            hashes, numbers = hashes[order], np.concatenate([earlier_numbers, numbers])[order]
-        if len(hashes):
-            self._runs.append((hashes, numbers))
-
-
-def json_texts(texts: Any) -> Any:
-    """Return texts of an Arrow array as `json.dumps` writes them; only those that need escapes are Python objects."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    _, offsets, data = texts.buffers()
-    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
-    characters = np.frombuffer(data or b"", np.uint8)[ends[0] : ends[-1]]
-    escaped = np.flatnonzero((characters - 32 > 94) | (characters == ord('"')) | (characters == ord("\\")))
-    needs = np.diff(np.searchsorted(escaped, ends - ends[0])) > 0
-    quote, nothing = (pa.scalar(each, pa.large_string()) for each in ('"', ""))
-    whole = pc.binary_join_element_wise(quote, texts, quote, nothing)
-    if not needs.any():
-        return whole
-    mask = pa.array(needs)
-    return pc.replace_with_mask(whole, mask, pa.array(map(json.dumps, texts.filter(mask).to_pylist()), whole.type))
+    def _places(self, hashes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return where the number of each item stands, or is to stand."""
+        last = len(self._table) - 1
+        places, left = hashes & last, np.arange(len(hashes))
+        at = places
+        while len(left):
+            found = self._table[at]
+            left = left[(found >= 0) & (self._hashes[found] != hashes[left])]
+            places[left] = at = (places[left] + 1) & last
+        return places
 
 
 def _content(item: Image | Composed) -> dict[str, Any]:

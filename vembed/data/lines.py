@@ -13,6 +13,8 @@ from codecs import getincrementaldecoder
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple, cast
 
+import numpy as np
+
 from vembed.data.columns import closest
 from vembed.errors import DataError, MachineError
 from vembed.files import open_regular
@@ -66,7 +68,12 @@ class LineBlock(NamedTuple):
         end = self.data if self.data[-1000:].isspace() else self.data[-1000:]
         filled = len(end.rstrip())
         num_blank = end.count(b"\n", filled) + (-1 if filled else self.num_blank)
-        return LineBlock(self.name, self.first + self.data.count(b"\n"), num_blank, data)
+        return LineBlock(self.name, self.first + num_ends(self.data), num_blank, data)
+
+
+def num_ends(data: bytes) -> int:
+    """Return how many lines end in some bytes; `bytes.count` takes several times as long."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
 
 def line_blocks(path: Path) -> Iterator[LineBlock]:

@@ -23,6 +23,7 @@ import numpy as np
 
 from vembed.data.column_files import concatenated, mapped_columns
 from vembed.data.columns import WEIGHT_COLUMN, ColumnsRead
+from vembed.data.content_lines import json_lines
 from vembed.data.item_table import ItemTable
 from vembed.files import replace_text
 
@@ -294,20 +295,10 @@ class RecordTable:
 
     def _json_lines(self, rows: NDArray[np.int64]) -> Any:
         """Return [query, positives, negatives, label] of some rows as lines of JSON, with scores and numbers if any."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
         taken = self._taken(rows)
         query, *lists = (taken.pop(name) for name in get_args(ItemColumn))
-        flat = [query.to_numpy(), *(each.flatten().to_numpy() for each in lists)]
-        texts, start = self._items.json_at(np.concatenate(flat)), len(rows)
-        joined = []
-        for cells, values in zip(lists, flat[1:], strict=True):
-            own = pa.ListArray.from_arrays(cells.offsets.cast(pa.int32()), texts[start : start + len(values)])
-            joined.append(pc.binary_join(own, _text(", ")))
-            start += len(values)
-        parts = (_text("["), texts[: len(rows)], _text(", ["), joined[0], _text("], ["), joined[1], _text("], "))
-        return pc.binary_join_element_wise(*parts, _json_endings(taken), _text(""))
+        numbers = np.concatenate([query.to_numpy(), *(each.flatten().to_numpy() for each in lists)])
+        return json_lines(self._items.json_at(numbers), lists, _json_endings(taken))
 
     def _taken(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         import pyarrow as pa
@@ -373,9 +364,8 @@ def _others(taken: Mapping[str, Any]) -> Iterator[tuple[str | int | None, tuple[
         yield text if number is None else number, tuple(own or ()), {name: cells[row] for name, cells in asked.items()}
 
 
-def _json_endings(taken: Mapping[str, Any]) -> Any:
+def _json_endings(taken: Mapping[str, Any]) -> str | list[str]:
     """Return what the line of each row ends with, or of all: its label; and scores and numbers where there are any."""
-    import pyarrow as pa
     import pyarrow.compute as pc
 
     labels = [taken[name] for name in ("label_text", "label_number", "scores")]
@@ -383,18 +373,12 @@ def _json_endings(taken: Mapping[str, Any]) -> Any:
     weights = asked.pop(WEIGHT_COLUMN.name, None)
     once = weights is None or pc.all(pc.equal(weights, WEIGHT_COLUMN.default)).as_py()
     if once and not asked and all(cells.null_count == len(cells) for cells in labels):
-        return _text("null]\n")
+        return "null]\n"
     same, endings = (WEIGHT_COLUMN.name, WEIGHT_COLUMN.default), list[str]()  # as without the column
     for label, scores, numbers in _others(taken):
         columns = {name: number for name, number in numbers.items() if (name, number) != same}
         endings.append(json.dumps((label, scores, columns) if scores or columns else (label,))[1:] + "\n")
-    return pa.array(endings, pa.large_string())
-
-
-def _text(text: str) -> Any:
-    import pyarrow as pa
-
-    return pa.scalar(text, pa.large_string())
+    return endings
 
 
 def _cut(items: Sequence[Item], start: int, offsets: NDArray[np.int64]) -> list[tuple[Item, ...]]:

@@ -53,14 +53,15 @@ def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:
         while at < len(text):
             row, at = scan(text, at)
             rows.append(row)
-            if text[at] == "\r":
-                at += 1
             if text[at] != "\n":
-                return None
+                if text[at : at + 2] != "\r\n":
+                    return None
+                at += 1
             at += 1
     except (ValueError, RecursionError, StopIteration):
         return None
-    if {*map(type, rows)} != {dict} or len(rows) != text.count("\n"):  # a row may span lines
+    num_lines = lines.num_ends(block.data) + (not block.data.endswith(b"\n"))
+    if {*map(type, rows)} != {dict} or len(rows) != num_lines:  # a row may span lines
         return None
     return rows if len({*map(tuple, rows)}) == 1 and len(rows[0]) <= MAX_COLUMNS else None
 
@@ -98,11 +99,12 @@ def _is_usable(rows: ItemRows) -> bool:
     """Return whether all items are usable texts, and no row has one of its positives among its negatives."""
     texts: Sequence[Any] = rows.items
     try:
-        stripped = list(map(str.strip, texts))
-        joined = "".join(texts).encode()
+        stripped, joined = list(map(str.strip, texts)), "".join(texts)
+        if not joined.isascii():
+            joined.encode()
     except (TypeError, UnicodeEncodeError):  # no text, or half of a surrogate pair
         return False
-    if not all(stripped) or b"\0" in joined:
+    if not all(stripped) or "\0" in joined:
         return False
     columns, hashes = rows.columns, np.fromiter(map(hash, stripped), np.int64, len(texts))
     positives, negatives = hashes[columns == 1], hashes[columns == 2]

@@ -135,3 +135,17 @@ def test_an_example_comes_to_its_strategy_from_the_shape_of_its_model(
         content = json.loads(capsys.readouterr().out)
         assert content["strategy"] == strategy
         assert content["fits"]
+
+
+def test_texts_without_a_limit_are_planned_by_a_sample_of_the_data(
+    config: Path, bag: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"query": f"apple {number}", "positive": f"a red apple {number}"} for number in range(400)]
+    (tmp_path / "none.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--json", "--config_override", f"model_name={bag}", "batch_size=8", "eval_strategy=no")
+    assert run(str(config), *words) == 0, capsys.readouterr().err
+    content = json.loads(capsys.readouterr().out)
+    assert any("by a sample of the data: nothing is encoded twice" in reason for reason in content["reasons"])
+    (chosen,) = [each for each in content["candidates"] if each["recommended"]]
+    assert chosen["retain"] == 1
+    assert chosen["bytes_per_device"]["total"] < 64 << 20

@@ -71,7 +71,7 @@ STUDIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "hard 64": ("plain", {"batch_size": 64, "batch_sampling": "hard"}),
     },
     "planted": {
-        "clean": ("apart", {}),
+        **{f"clean{name}": ("apart", keys) for name, keys in FILTERS.items()},
         **{
             f"{percent}% planted{name}": (f"planted-{percent}", keys)
             for percent in PLANTED

@@ -6,8 +6,10 @@
    score). Above any height t, candidates then number at least N times the share of positives above t.
 3. N is the lowest of these bounds, (candidates above t) / (share of positives above t), each with its own uncertainty
    counted in: near the top, where hardly a true negative comes, the bound is tight.
-4. A candidate of a given height answers its query with the probability N * (positives there) / (candidates there). Mean
-   over the mined ones, it is the rate.
+4. A candidate of a given rank and height answers its query with the probability N * (share of positives there) /
+   (candidates there). Rank matters beside height: the best candidate of a query answers it more often than others of
+   its height. A positive's rank is counted among the candidates that don't answer: those above it that do, by these
+   very probabilities, are left out, in a few rounds. Mean over the mined ones, the probability is the rate.
 
 Limits: where true negatives score as high as positives, which is to say where the model (or teacher) can't tell them
 apart, the estimate is too high; where unlabelled answers score lower than labelled ones, too low. A better teacher
@@ -25,6 +27,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
 LEAST_POSITIVES = 50
@@ -33,8 +37,14 @@ LEAST_POSITIVES = 50
 Z = 1.96
 """Half of a 95% interval, in standard errors."""
 
-BINS = 40
-"""Heights between which candidates count as alike: each holds as many positives."""
+RANKS = (0, 1, 2, 4, 8, 16)
+"""Ranks from each of which to the next one candidates count as alike, where they also stand alike in height."""
+
+BINS, LEAST_IN_BIN = 40, 25
+"""Most heights between which candidates of like rank count as alike, and fewest positives in each."""
+
+ROUNDS = 8
+"""How often the positives' ranks are corrected; 5 are enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,7 @@ class FalseNegatives:
     """The estimate."""
 
     rate: float  # share of the mined negatives that answer their query
-    low: float  # of a 95% interval, for the sampling of queries alone
+    low: float  # of 95% intervals for the sampling of queries, by height alone and by rank and height together
     high: float
     probabilities_SK: NDArray[np.float64]  # that a candidate answers its query
 
@@ -66,22 +76,58 @@ def estimate(
     heights_SK = np.where(found_SK, scores_SK - median_S1, -np.inf)
     # An answer outside of the window is no candidate: only positives that would be in it tell of those inside.
     lowest_S = np.where(found_SK.all(axis=1), scores_SK.min(axis=1), -np.inf)
-    positives_P = (positive_S - median_S1[:, 0])[positive_S >= lowest_S]
-    if len(positives_P) < LEAST_POSITIVES:
+    inside_P = np.flatnonzero(positive_S >= lowest_S)
+    if len(inside_P) < LEAST_POSITIVES:
         return None
-    candidates_C = heights_SK[found_SK]
-    count, error = _hidden_answers(positives_P, candidates_C)
-    edges = np.unique(np.quantile(positives_P, np.linspace(0, 1, BINS + 1)))
-    edges[0], edges[-1] = -np.inf, np.inf
-    share = np.histogram(positives_P, edges)[0] / len(positives_P)
-    per_bin = np.histogram(candidates_C, edges)[0]
-    probability = np.minimum(1.0, count * share / np.maximum(1, per_bin))
-    places_SK = np.clip(np.searchsorted(edges, heights_SK, side="right") - 1, 0, len(share) - 1)
+    positives_P = (positive_S - median_S1[:, 0])[inside_P]
+    ranks_P = (scores_SK[inside_P] > positive_S[inside_P, None]).sum(axis=1)
+    count, error = _hidden_answers(positives_P, heights_SK[found_SK])
+    answers, everywhere = count / len(inside_P), np.zeros_like(ranks_P)
+    chances_SK = _chances(answers, positives_P, everywhere, np.ones(len(inside_P)), heights_SK, (0,))
+    rates = [float(chances_SK[chosen_SK].mean())]
+    for _ in range(ROUNDS):
+        sums = np.pad(np.cumsum(chances_SK, axis=1), ((0, 0), (1, 0)))[inside_P]
+        ahead = sums[np.arange(len(inside_P)), ranks_P] / np.maximum(1.0, sums[:, -1])  # 0 to 1
+        ranks, weights = np.concatenate([ranks_P, ranks_P - 1]), np.concatenate([1 - ahead, ahead])
+        chances_SK = _chances(answers, np.tile(positives_P, 2), ranks, weights, heights_SK, RANKS)
+    rates.append(float(chances_SK[chosen_SK].mean()))
     probabilities = np.zeros((len(some), scores_SK.shape[1]))
-    probabilities[some] = np.where(found_SK, probability[places_SK], 0.0)
-    rate = float(probabilities[some][chosen_SK].mean())
-    spread = Z * rate * error if rate else 0.0
-    return FalseNegatives(rate, max(0.0, rate - spread), min(1.0, rate + spread), probabilities)
+    probabilities[some] = chances_SK
+    bounds = [rate * (1 + sign * Z * error) if rate else 0.0 for rate in rates for sign in (-1, 1)]
+    return FalseNegatives(rates[-1], max(0.0, min(bounds)), min(1.0, max(bounds)), probabilities)
+
+
+def _chances(
+    answers: float,
+    positives_P: NDArray[np.float64],
+    ranks_P: NDArray[np.int64],
+    weights_P: NDArray[np.float64],
+    heights_SK: NDArray[np.float64],
+    edges: Sequence[int],
+) -> NDArray[np.float64]:
+    """Return the probability that each candidate answers its query, by rank and height.
+
+    Args:
+        answers: Hidden answers for each positive.
+        weights_P: What each positive counts.
+        edges: Ranks from each of which to the next one candidates count as alike.
+    """
+    chances_SK = np.zeros(heights_SK.shape)
+    for first, stop in zip(edges, (*edges[1:], heights_SK.shape[1]), strict=True):
+        like = np.flatnonzero((ranks_P >= first) & (ranks_P < stop))
+        like = like[np.argsort(positives_P[like])]
+        heights, weights, columns = positives_P[like], weights_P[like], heights_SK[:, first:stop]
+        bins = int(min(BINS, weights.sum() // LEAST_IN_BIN))
+        if not columns.size or not weights.sum():
+            continue
+        reached = np.cumsum(weights) / weights.sum()
+        inner = heights[np.searchsorted(reached, np.arange(1, max(1, bins)) / max(1, bins))]
+        cuts = np.unique(np.concatenate([[-np.inf], inner, [np.inf]]))
+        share = np.histogram(heights, cuts, weights=weights)[0]
+        there = np.histogram(columns[np.isfinite(columns)], cuts)[0]
+        places = np.clip(np.searchsorted(cuts, columns, side="right") - 1, 0, len(share) - 1)
+        chances_SK[:, first:stop] = np.minimum(1.0, answers * share / np.maximum(1, there))[places]
+    return np.where(np.isfinite(heights_SK), chances_SK, 0.0)
 
 
 def _hidden_answers(positives_P: NDArray[np.float64], candidates_C: NDArray[np.float64]) -> tuple[float, float]:

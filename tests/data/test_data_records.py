@@ -122,6 +122,23 @@ def test_records_survive_the_borders_of_blocks() -> None:
     assert [record.query for record in table] == [f"q{i}" for i in range(count)]
 
 
+def test_rows_that_share_long_documents_are_hashed_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    long = [f"{number} {'word ' * 1000}" for number in range(4)]
+    table = make_table([(f"query {row}", (long[row % 4],), tuple(long), None) for row in range(100)])
+    expected, sizes, lines_of = table.fingerprint, [], records.json_lines
+
+    def measured(*given: Any) -> Any:
+        lines = lines_of(*given)
+        sizes.append(sum(map(len, lines.to_pylist())))
+        return lines
+
+    monkeypatch.setattr(records, "json_lines", measured)
+    monkeypatch.setattr(records, "MOST_JSON_BYTES", 60_000)
+    assert table.subset(range(100)).fingerprint == expected
+    assert len(sizes) > 30
+    assert max(sizes) < 65_000
+
+
 def test_fingerprint_is_of_content_not_of_location() -> None:
     assert make_table(ROWS).fingerprint == make_table(ROWS, file="elsewhere.jsonl").fingerprint
     assert make_table(ROWS).subset([0, 1]).fingerprint == make_table(ROWS[:2]).fingerprint

@@ -138,6 +138,14 @@ class ItemTable:
         has_text = pc.fill_null(pc.not_equal(self.columns["text"], ""), False).to_numpy()
         return np.where(is_picture, np.where(has_text, both, image), text).astype(np.int8)
 
+    @cached_property
+    def text_bytes(self) -> NDArray[np.int64]:
+        """Bytes of the text of each item; 0 where it has none."""
+        import pyarrow.compute as pc
+
+        lengths: NDArray[np.int64] = pc.fill_null(pc.binary_length(self.columns["text"]), 0).to_numpy()
+        return lengths
+
     def walk(self, numbers: NDArray[np.int64]) -> Iterator[Item]:
         """Yield the items of some numbers."""
         for start in range(0, len(numbers), BLOCK_ITEMS):

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 BLOCK_ROWS = 8192
 """Rows that are Python objects at any one time while a table is written or walked."""
 
+MOST_JSON_BYTES = 1 << 24
+"""Texts that are lines of JSON at any one time, while records are hashed."""
+
 ItemColumn: TypeAlias = Literal["query", "positives", "negatives"]
 """The columns that hold items."""
 
@@ -288,17 +291,21 @@ class RecordTable:
     def _content_hash(self) -> str:
         digest = hashlib.sha256()
         for start in range(0, len(self), BLOCK_ROWS):
-            lines = self._json_lines(self._rows[start : start + BLOCK_ROWS])
-            _, offsets, data = lines.buffers()
-            digest.update(memoryview(data)[: np.frombuffer(offsets, np.int64)[len(lines)]])
+            for lines in self._json_lines(self._rows[start : start + BLOCK_ROWS]):
+                _, offsets, data = lines.buffers()
+                digest.update(memoryview(data)[: np.frombuffer(offsets, np.int64)[len(lines)]])
         return digest.hexdigest()
 
-    def _json_lines(self, rows: NDArray[np.int64]) -> Any:
-        """Return [query, positives, negatives, label] of some rows as lines of JSON, with scores and numbers if any."""
+    def _json_lines(self, rows: NDArray[np.int64]) -> Iterator[Any]:
+        """Yield arrays of [query, positives, negatives, label] of rows as JSON, with scores and numbers if any."""
         taken = self._taken(rows)
         query, *lists = (taken.pop(name) for name in get_args(ItemColumn))
         numbers = np.concatenate([query.to_numpy(), *(each.flatten().to_numpy() for each in lists)])
-        return json_lines(self._items.json_at(numbers), lists, _json_endings(taken))
+        if len(rows) > 1 and self._items.text_bytes[numbers].sum() > MOST_JSON_BYTES:
+            yield from self._json_lines(rows[: len(rows) // 2])
+            yield from self._json_lines(rows[len(rows) // 2 :])
+        else:
+            yield json_lines(self._items.json_at(numbers), lists, _json_endings(taken))
 
     def _taken(self, rows: NDArray[np.int64]) -> dict[str, Any]:
         import pyarrow as pa

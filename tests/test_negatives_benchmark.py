@@ -16,11 +16,16 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_larger_share_of_planted_answers_holds_a_smaller_one(benchmark: Any) -> None:
-    def planted(share: float) -> set[tuple[int, int]]:
-        rows = [({"negatives": ["mined", "mined"]}, {"negatives": ["given", "given"]}) for _ in range(50)]
+    def planted(share: float) -> set[int]:
+        rows = [
+            ({"negatives": ["mined"]}, {"negatives": ["given" if number < 80 else "mined"]}, {"negatives": ["given"]})
+            for number in range(100)
+        ]
         found = benchmark("negatives")._planted(rows, share)
-        return {(n, k) for n, row in enumerate(found) for k in (0, 1) if row["negatives"][k] == "given"}
+        return {number for number, row in enumerate(found) if row["negatives"] == ["given"]}
 
     assert len(planted(0.1)) == 10
     assert len(planted(0.3)) == 30
-    assert planted(0.1) < planted(0.3)
+    assert planted(0.1) < planted(0.3) < {*range(80)}, "only what the miner takes is planted"
+    with pytest.raises(SystemExit, match="takes too few given negatives to plant 90%"):
+        planted(0.9)

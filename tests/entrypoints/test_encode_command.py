@@ -254,14 +254,14 @@ def test_an_index_isnt_written_to_through_the_links_that_a_kill_left(
 def test_a_disk_that_is_too_small_is_said_before_encoding(
     bag: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    long = json.dumps({"_id": "long", "text": "many words " * 500})
-    corpus.write_text(f"{long}\n{corpus.read_text()}")
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"_id": "long", "text": "many words " * 500}) + "\n" + corpus.read_text())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(vembed.MachineError, match="has 1,000 B free, and vectors and index need "):
-        vembed.build_index(bag, corpus, tmp_path / "index")
+        vembed.build_index(bag, long, tmp_path / "index")
     monkeypatch.undo()
-    vembed.build_index(bag, corpus, tmp_path / "index")
+    vembed.build_index(bag, long, tmp_path / "index")
 
 
 def test_an_unknown_factory_is_refused_before_encoding(call: Any, bag: Path, corpus: Path, tmp_path: Path) -> None:

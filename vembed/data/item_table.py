@@ -141,9 +141,11 @@ class ItemTable:
     @cached_property
     def text_bytes(self) -> NDArray[np.int64]:
         """Bytes of the text of each item; 0 where it has none."""
+        import pyarrow as pa
         import pyarrow.compute as pc
 
-        lengths: NDArray[np.int64] = pc.fill_null(pc.binary_length(self.columns["text"]), 0).to_numpy()
+        texts = self.columns["text"].cast(pa.large_string())  # without any text the column has no type
+        lengths: NDArray[np.int64] = pc.fill_null(pc.binary_length(texts), 0).to_numpy()
         return lengths
 
     def walk(self, numbers: NDArray[np.int64]) -> Iterator[Item]:

@@ -119,8 +119,8 @@ def is_table(path: Path) -> bool:
 
 
 def is_own_table(path: Path) -> bool:
-    """Return whether a path is a table that vembed wrote."""
-    if not is_table(path):
+    """Return whether a path is a table that vembed wrote, with nothing else beside it in its folder."""
+    if not is_table(path) or (is_folder(path) and len(list(path.iterdir())) > 1):
         return False
     try:
         return "vembed" in _opened(path)[0]

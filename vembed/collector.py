@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept from running while a process starts."""
+"""Python's garbage collector, kept from running where many objects are made that stay or hold no cycles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from running: imports make a million objects that stay, and it visits all of them."""
+    """Keep the garbage collector from running: it visits each of the million objects that imports, or rows, make."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

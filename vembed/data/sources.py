@@ -15,6 +15,7 @@ from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from vembed.collector import collector_paused
 from vembed.data.beir import BeirSplit, beir_rows, is_beir, read_beir_split
 from vembed.data.builtin import load_builtin
 from vembed.data.columns import ColumnResolver
@@ -28,7 +29,7 @@ from vembed.data.records import LoadedRecords, Record
 from vembed.data.row_files import row_files
 from vembed.data.splits import SPLIT_NAMES, SourceOptions
 from vembed.data.tables import table_form
-from vembed.data.text_blocks import many_objects, rows_alike, text_rows
+from vembed.data.text_blocks import rows_alike, text_rows
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
 from vembed.errors import DataError
 from vembed.files import home_path, is_folder
@@ -217,7 +218,7 @@ class _Loader:
     def read_file(self, file: Path, *, most: int | None = None) -> None:
         """Check the rows of a local file, or the first `most` of them, and keep the valid ones."""
         if most is None and (suffix_of(file) or "").startswith(".jsonl"):
-            with many_objects():
+            with collector_paused():
                 self._read_blocks(file)
             return
         wanted = partial(self.columns.wanted, where=f"{file.name}:1")

@@ -1,14 +1,12 @@
 """Read rows of JSONL that hold nothing but texts block by block, in a fraction of the time that rows take one by one.
 
-What is unusual in a block, or wrong, leaves all of it to the code that looks at each row and finds words for it
-(`files.py`, `validate.py`); what is read here comes out as it would there.
+A block with anything unusual or wrong in it is left to the code that looks at each row and words the errors
+(`files.py`, `validate.py`). What is read here comes out as it would there.
 """
 
 from __future__ import annotations
 
-import gc
 import json
-from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,25 +18,13 @@ from vembed.data.parquet import MAX_COLUMNS
 from vembed.data.record_writer import ItemRows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from vembed.data.columns import RowShape
     from vembed.data.lines import LineBlock
 
 _SPREAD = 0x1E3779B97F4A7C15
-"""An odd number that tells the texts of one row from those of another."""
-
-
-@contextmanager
-def many_objects() -> Iterator[None]:
-    """Make many objects none of which refers to itself: a search for cycles would take a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+"""Odd multiplier of a hash: it tells the texts of one row from those of another."""
 
 
 def rows_alike(block: LineBlock) -> list[dict[str, Any]] | None:

@@ -207,7 +207,7 @@ def _mine(
             )
         report = MiningReport(task, mined, keys, facts, loaded.notes, seconds.parts, command)
         pages = output.with_name(f"{output.stem}-report")
-        write_mining_report(pages, report)
+        write_mining_report(pages, report, source.image_limits)
         print(f"{report.headline}\nwritten to {redact(str(output))}; report: {redact(str(pages / 'report.html'))}")
         shutil.rmtree(folder, ignore_errors=True)
     ranks.gather_objects(None)  # all wait: the first one may fail

@@ -11,7 +11,6 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from vembed.batch import Composed, Image, pictures_in
-from vembed.data.images import ImageLimits
 from vembed.evaluation.benchmark.names import model_labels
 from vembed.evaluation.pages import Table, write_report
 from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, WORSE, AxisTicks, chart_axes, inline_svg
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.config.keys.mining import MiningKeys
+    from vembed.data.images import ImageLimits
     from vembed.mining.false_negatives import FalseNegatives
     from vembed.mining.mine import Mined
     from vembed.mining.task import MiningTask
@@ -146,14 +146,14 @@ class MiningReport:
         }
 
 
-def write_mining_report(folder: Path, report: MiningReport) -> None:
-    """Write report.json, report.md and report.html.
+def write_mining_report(folder: Path, report: MiningReport, limits: ImageLimits) -> None:
+    """Write report.json, report.md and report.html, with the pictures of the examples as far as the limits allow.
 
     Raises:
         MachineError: The folder can't be written.
     """
     shown = list(pictures_in(item for example in report.examples for item in example["items"]))
-    drawings = {"drawing": partial(_draw, report.groups), "copies": Thumbnails.of(shown, ImageLimits())}
+    drawings = {"drawing": partial(_draw, report.groups), "copies": Thumbnails.of(shown, limits)}
     write_report(folder, TEMPLATE, _document(report), _shared(report), drawings)
 
 

@@ -73,7 +73,7 @@ class MiningWork:
             if config.mine_teacher is not None:
                 source["teacher"] = redact(config.mine_teacher)
             report = MiningReport(task, mined, config, source, (), miner.seconds.parts, "")
-            write_mining_report(self.folder / f"epoch-{epoch + 1:05}", report)
+            write_mining_report(self.folder / f"epoch-{epoch + 1:05}", report, image_limits(config))
             _log.info("before epoch %d: %s", epoch + 1, report.headline)
         self.encode.ranks.gather_objects(None)  # all have read the blocks
         if self.encode.ranks.is_first:

@@ -41,6 +41,33 @@ def test_the_estimate_is_within_a_fifth_of_the_planted_rate(share: float, per_qu
     assert found.probabilities_SK[~answers].mean() < 0.02
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_neighbours_of_the_answer_are_told_from_answers(seed: int) -> None:
+    """A query's topic lifts its dozen nearest documents with its answers, on some queries more than on others."""
+    draw = np.random.default_rng(seed)
+    topic = draw.gamma(2.0, 0.1, (QUERIES, 1))
+    negatives = draw.gamma(2.0, 0.03, (QUERIES, WINDOW))
+    negatives[:, :12] += topic
+    answers = topic + draw.normal(0.3, 0.15, (QUERIES, 2))
+    positive, scores = answers[:, 0], np.concatenate([negatives, answers[:, 1:]], axis=1)
+    order = np.argsort(-scores, axis=1)[:, :WINDOW]
+    scores, hidden = np.take_along_axis(scores, order, axis=1), order == WINDOW
+    top = np.zeros(scores.shape, dtype=np.bool_)
+    top[:, :4] = True
+    found = estimate(positive, scores, top)
+    assert found is not None
+    assert found.rate == pytest.approx(hidden[top].mean(), rel=0.2)
+
+
+def test_a_window_of_five_candidates_is_enough() -> None:
+    positive, scores, answers = planted(0.43, per_query=1)
+    chosen = np.ones(scores.shape, dtype=np.bool_)
+    found = estimate(positive, scores[:, :5], chosen[:, :5])
+    assert found is not None
+    assert found.rate == pytest.approx(answers[:, :5].mean(), rel=0.2)
+    assert estimate(positive, scores[:, :4], chosen[:, :4]) is None, "there is too little to hold the best ones against"
+
+
 def test_a_margin_leaves_few_and_the_estimate_says_so() -> None:
     positive, scores, answers = planted(0.65, per_query=2)
     allowed = scores <= 0.7 * positive[:, None]

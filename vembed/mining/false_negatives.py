@@ -1,15 +1,18 @@
 """Estimate how many mined negatives answer their query after all, from scores alone.
 
-1. Scores are made comparable over queries: of each query's the median of its window is taken away.
-2. Labelled positives say how high a document that answers its query stands. Of the candidates in the window, N answer
-   theirs without a label; they are spread as the labelled ones are (positives are labelled at random, whatever their
-   score). Above any height t, candidates then number at least N times the share of positives above t.
-3. N is the lowest of these bounds, (candidates above t) / (share of positives above t), each with its own uncertainty
-   counted in: near the top, where hardly a true negative comes, the bound is tight.
-4. A candidate of a given rank and height answers its query with the probability N * (share of positives there) /
+1. Labelled positives say how a document that answers its query scores. Of the candidates in the window, N answer theirs
+   without a label; they score as the labelled ones do (positives are labelled at random, whatever their score). Above
+   any score t, candidates then number at least N times the share of positives above t. N is the lowest of these
+   bounds, each with its own uncertainty counted in: near the top, where few true negatives come, the bound is tight.
+2. Scores of different queries aren't comparable, leads are: how far a document stands above the second best of the
+   query's other candidates. Hardly a true negative leads by much, so bounds on leads are the tightest; but several
+   answers to one query take the lead from each other. Heights above the median of a query's candidates say less and
+   don't mind. Where leads show less than half of what heights show, heights count.
+3. A candidate of a given rank and height answers its query with the probability N * (share of positives there) /
    (candidates there). Rank matters beside height: the best candidate of a query answers it more often than others of
    its height. A positive's rank is counted among the candidates that don't answer: those above it that do, by these
-   very probabilities, are left out, in a few rounds. Mean over the mined ones, the probability is the rate.
+   very probabilities, are left out, in a few rounds. Mean over the mined ones, the probability is the rate. Heights
+   are those above the query's third candidate; where leads don't count, above the median.
 
 Limits: where true negatives score as high as positives, which is to say where the model (or teacher) can't tell them
 apart, the estimate is too high; where unlabelled answers score lower than labelled ones, too low. A better teacher
@@ -20,7 +23,6 @@ Shape legend: S sampled queries, K candidates of each.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 LEAST_POSITIVES = 50
 """Below so many sampled positives in reach nothing is estimated."""
 
+LEAST_CANDIDATES = 5
+"""Queries with fewer candidates tell nothing: there is too little to hold the best ones against."""
+
 Z = 1.96
 """Half of a 95% interval, in standard errors."""
 
@@ -43,8 +48,11 @@ RANKS = (0, 1, 2, 4, 8, 16)
 BINS, LEAST_IN_BIN = 40, 25
 """Most heights between which candidates of like rank count as alike, and fewest positives in each."""
 
+LEAST_BY_LEADS = 0.5
+"""If leads show a smaller share of the hidden answers that heights show, queries have several answers each."""
+
 ROUNDS = 8
-"""How often the positives' ranks are corrected; 5 are enough."""
+"""How often the positives' ranks and the share of hidden answers are corrected; 5 are enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,24 +72,30 @@ def estimate(
 
     Args:
         positive_S: Score of a labelled positive of each query.
-        scores_SK: Scores of the candidates, best first; -inf where there is none.
+        scores_SK: Scores of the candidates, in the order in which the model finds them; -inf where there is none.
         chosen_SK: Which of them were mined.
     """
     found_SK: NDArray[np.bool_] = np.isfinite(scores_SK)
-    some: NDArray[np.bool_] = np.asarray(found_SK.any(axis=1))
+    some = found_SK.sum(axis=1) >= LEAST_CANDIDATES
     positive_S, scores_SK, found_SK, chosen_SK = positive_S[some], scores_SK[some], found_SK[some], chosen_SK[some]
     if not chosen_SK.any():
         return None
-    median_S1 = np.nanmedian(np.where(found_SK, scores_SK, np.nan), axis=1, keepdims=True).astype(np.float64)
-    heights_SK = np.where(found_SK, scores_SK - median_S1, -np.inf)
     # An answer outside of the window is no candidate: only positives that would be in it tell of those inside.
     lowest_S = np.where(found_SK.all(axis=1), scores_SK.min(axis=1), -np.inf)
     inside_P = np.flatnonzero(positive_S >= lowest_S)
     if len(inside_P) < LEAST_POSITIVES:
         return None
-    positives_P = (positive_S - median_S1[:, 0])[inside_P]
     ranks_P = (scores_SK[inside_P] > positive_S[inside_P, None]).sum(axis=1)
-    count, error = _hidden_answers(positives_P, heights_SK[found_SK])
+    reference_S = np.nanmedian(np.where(found_SK, scores_SK, np.nan), axis=1).astype(np.float64)
+    heights_C = np.sort((scores_SK - reference_S[:, None])[found_SK])
+    count, error = _hidden_answers((positive_S - reference_S)[inside_P], heights_C, heights_C)
+    nearest_S3 = _nearest(scores_SK)
+    with_positive = np.concatenate([scores_SK, positive_S[:, None]], axis=1)
+    leads = (_leads(scores_SK, others) for others in (scores_SK, with_positive))
+    by_leads, error_by_leads = _hidden_answers((positive_S - nearest_S3[:, 1])[inside_P], *leads)
+    if by_leads >= LEAST_BY_LEADS * count:
+        count, error, reference_S = by_leads, error_by_leads, nearest_S3[:, 2]
+    positives_P, heights_SK = (positive_S - reference_S)[inside_P], scores_SK - reference_S[:, None]
     answers, everywhere = count / len(inside_P), np.zeros_like(ranks_P)
     chances_SK = _chances(answers, positives_P, everywhere, np.ones(len(inside_P)), heights_SK, (0,))
     rates = [float(chances_SK[chosen_SK].mean())]
@@ -130,12 +144,40 @@ def _chances(
     return np.where(np.isfinite(heights_SK), chances_SK, 0.0)
 
 
-def _hidden_answers(positives_P: NDArray[np.float64], candidates_C: NDArray[np.float64]) -> tuple[float, float]:
-    """Return how many candidates answer their query, and the relative standard error of that."""
-    heights_T = np.quantile(positives_P, np.linspace(0.02, 0.98, 49))
-    above_T = len(candidates_C) - np.searchsorted(np.sort(candidates_C), heights_T, side="right")
-    share_T = np.maximum((positives_P > heights_T[:, None]).mean(axis=1), 1 / len(positives_P))
-    errors_T = np.sqrt(1 / np.maximum(above_T, 1) + (1 - share_T) / (share_T * len(positives_P)))
-    bounds_T = above_T / share_T
-    best = int(np.argmin((bounds_T + 1) * (1 + Z * errors_T)))
-    return float(bounds_T[best]), float(errors_T[best]) if above_T[best] else math.inf
+def _hidden_answers(
+    positives_P: NDArray[np.float64], alone_C: NDArray[np.float64], beside_C: NDArray[np.float64]
+) -> tuple[float, float]:
+    """Return how many candidates answer their query, and the relative standard error of that.
+
+    Args:
+        positives_P: Leads of the positives, or their heights.
+        alone_C: Those of the candidates, sorted, with the labelled positive not among the others of its query.
+        beside_C: The same with it. A hidden answer has a labelled one beside it, a labelled one has a hidden one in
+            some queries only, about N of them: for that share of the candidates these count.
+    """
+    levels_T = np.quantile(positives_P, np.linspace(0.02, 0.98, 49))
+    share_T = np.maximum((positives_P > levels_T[:, None]).mean(axis=1), 1 / len(positives_P))
+    alone_T, beside_T = (len(each) - np.searchsorted(each, levels_T, side="right") for each in (alone_C, beside_C))
+    count, error = 0.0, 0.0
+    for _ in range(ROUNDS):
+        beside = min(1.0, count / len(positives_P))
+        above_T = (1 - beside) * alone_T + beside * beside_T
+        errors_T = np.sqrt(1 / np.maximum(above_T, 1) + (1 - share_T) / (share_T * len(positives_P)))
+        bounds_T = above_T / share_T
+        best = int(np.argmin((bounds_T + 1) * (1 + Z * errors_T)))
+        count, error = float(bounds_T[best]), float(errors_T[best])
+    return count, error
+
+
+def _nearest(scores_SJ: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the three best scores of each query, the lowest again where there are fewer."""
+    lowest_S1 = np.min(scores_SJ, axis=1, keepdims=True, where=np.isfinite(scores_SJ), initial=np.inf)
+    filled = np.concatenate([scores_SJ, np.repeat(lowest_S1, 2, axis=1)], axis=1)
+    return -np.sort(-np.maximum(filled, lowest_S1), axis=1)[:, :3].astype(np.float64)
+
+
+def _leads(scores_SK: NDArray[np.float32], others_SJ: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return how far each candidate stands above the second best of the others, itself left out; sorted, in one row."""
+    nearest_S3 = _nearest(others_SJ)
+    leads_SK = scores_SK - np.where(scores_SK >= nearest_S3[:, 1:2], nearest_S3[:, 2:], nearest_S3[:, 1:2])
+    return np.sort(leads_SK[np.isfinite(scores_SK)])

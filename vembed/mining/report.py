@@ -88,7 +88,9 @@ class MiningReport:
         """The estimate in a sentence."""
         found = self.false_negatives
         if found is None:
-            return "How many of them answer their query after all can't be estimated: too few positives or candidates are near."
+            return (
+                "How many of them answer their query after all can't be told: too few positives or candidates are near."
+            )
         low, high = (f"{100 * value:.1f}" for value in (found.low, found.high))
         return f"Probably {100 * found.rate:.1f}% of them answer their query after all (95% interval {low} to {high}%)."
 

@@ -58,15 +58,39 @@ def text_rows(rows: Sequence[dict[str, Any]], shape: RowShape) -> ItemRows | Non
     asked = (source is not None or column.required for column, source in shape.extra)
     if shape.query is None or shape.positive is None or any(others) or any(asked):
         return None
-    queries = [row[shape.query] for row in rows]
-    documents = [_cells([row[name] for row in rows]) for name in (shape.positive, *shape.negatives)]
-    if {*map(type, queries)} != {str} or None in documents:
+    columns = [[row[name] for row in rows] for name in (shape.query, shape.positive, *shape.negatives)]
+    if {*map(type, columns[0])} != {str}:
         return None
-    columns = [list(zip(queries, strict=True)), *filter(None, documents)]
-    _, num_positives, *more = (np.fromiter(map(len, cells), np.int64, len(rows)) for cells in columns)
-    texts = list(chain.from_iterable(chain.from_iterable(zip(*columns, strict=True))))
-    found = ItemRows(texts, num_positives, sum(more, start=np.zeros(len(rows), np.int64)))
-    return found if num_positives.all() and _is_usable(found) else None
+    found = _even(columns) or _uneven(columns)
+    return found if found is not None and found.num_positives.all() and _is_usable(found) else None
+
+
+def _even(columns: Sequence[list[Any]]) -> ItemRows | None:
+    """Return rows that all have as many positives and negatives; None where they don't."""
+    parts, widths = [], []
+    for column in columns:
+        kinds = {*map(type, column)}
+        sizes = {1} if kinds == {str} else {*map(len, column)} if kinds == {list} else {0, 1}
+        if len(sizes) > 1:
+            return None
+        widths.append(sizes.pop())
+        flat = column if kinds == {str} else list(chain.from_iterable(column))
+        parts += [flat[place :: widths[-1]] for place in range(widths[-1])]
+    texts: list[Any] = [None] * (len(parts) * len(columns[0]))
+    for place, part in enumerate(parts):
+        texts[place :: len(parts)] = part
+    return ItemRows(texts, *(np.full(len(columns[0]), size) for size in (widths[1], sum(widths[2:]))))
+
+
+def _uneven(columns: Sequence[list[Any]]) -> ItemRows | None:
+    """Return rows whose documents are texts, lists of any length or missing; None where a cell is anything else."""
+    documents = [_cells(column) for column in columns[1:]]
+    if None in documents:
+        return None
+    cells = [list(zip(columns[0], strict=True)), *filter(None, documents)]
+    _, num_positives, *more = (np.fromiter(map(len, column), np.int64, len(column)) for column in cells)
+    texts = list(chain.from_iterable(chain.from_iterable(zip(*cells, strict=True))))
+    return ItemRows(texts, num_positives, sum(more, start=np.zeros(len(columns[0]), np.int64)))
 
 
 def _cells(column: list[Any]) -> Sequence[Sequence[Any]] | None:

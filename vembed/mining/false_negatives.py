@@ -15,8 +15,8 @@
    are those above the query's third candidate; where leads don't count, above the median.
 
 Limits: where true negatives score as high as positives, which is to say where the model (or teacher) can't tell them
-apart, the estimate is too high; where unlabelled answers score lower than labelled ones, too low. A better teacher
-makes both smaller.
+apart, the estimate is too high; where unlabelled answers score lower than labelled ones, or one query has several of
+them, too low. A better teacher makes the first two smaller.
 Source: positive-unlabelled learning, N as in Garg et al., "Mixture Proportion Estimation and PU Learning", 2021.
 Shape legend: S sampled queries, K candidates of each.
 """

@@ -43,8 +43,8 @@ QUANTILES = (0.05, 0.5, 0.95)
 LIMITS = (
     "The estimate reads scores alone: it takes documents that answer a query without a label to score as labelled ones "
     "do. It is too high where true negatives score as high as positives, and too low where unlabelled answers score "
-    "lower than labelled ones, or one query has several; a better teacher helps. The interval is of the sampled queries "
-    "only."
+    "lower than labelled ones, or one query has several; a better teacher helps. The interval is of the sampled "
+    "queries only."
 )
 
 

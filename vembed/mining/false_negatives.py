@@ -85,16 +85,8 @@ def estimate(
     inside_P = np.flatnonzero(positive_S >= lowest_S)
     if len(inside_P) < LEAST_POSITIVES:
         return None
+    count, error, reference_S = _counted(positive_S, scores_SK, inside_P)
     ranks_P = (scores_SK[inside_P] > positive_S[inside_P, None]).sum(axis=1)
-    reference_S = np.nanmedian(np.where(found_SK, scores_SK, np.nan), axis=1).astype(np.float64)
-    heights_C = np.sort((scores_SK - reference_S[:, None])[found_SK])
-    count, error = _hidden_answers((positive_S - reference_S)[inside_P], heights_C, heights_C)
-    nearest_S3 = _nearest(scores_SK)
-    with_positive = np.concatenate([scores_SK, positive_S[:, None]], axis=1)
-    leads = (_leads(scores_SK, others) for others in (scores_SK, with_positive))
-    by_leads, error_by_leads = _hidden_answers((positive_S - nearest_S3[:, 1])[inside_P], *leads)
-    if by_leads >= LEAST_BY_LEADS * count:
-        count, error, reference_S = by_leads, error_by_leads, nearest_S3[:, 2]
     positives_P, heights_SK = (positive_S - reference_S)[inside_P], scores_SK - reference_S[:, None]
     answers, everywhere = count / len(inside_P), np.zeros_like(ranks_P)
     chances_SK = _chances(answers, positives_P, everywhere, np.ones(len(inside_P)), heights_SK, (0,))
@@ -109,6 +101,27 @@ def estimate(
     probabilities[some] = chances_SK
     bounds = [rate * (1 + sign * Z * error) if rate else 0.0 for rate in rates for sign in (-1, 1)]
     return FalseNegatives(rates[-1], max(0.0, min(bounds)), min(1.0, max(bounds)), probabilities)
+
+
+def _counted(
+    positive_S: NDArray[np.float32], scores_SK: NDArray[np.float32], inside_P: NDArray[np.int64]
+) -> tuple[float, float, NDArray[np.float64]]:
+    """Return how many candidates answer their query, the relative standard error, and above what heights are told.
+
+    Args:
+        inside_P: Queries whose positive would be in the window.
+    """
+    nearest_S3 = _nearest(scores_SK)
+    with_positive = np.concatenate([scores_SK, positive_S[:, None]], axis=1)
+    leads = (_leads(scores_SK, others) for others in (scores_SK, with_positive))
+    by_leads, error_by_leads = _hidden_answers((positive_S - nearest_S3[:, 1])[inside_P], *leads)
+    is_found_SK = np.isfinite(scores_SK)
+    median_S = np.nanmedian(np.where(is_found_SK, scores_SK, np.nan), axis=1).astype(np.float64)
+    heights_C = np.sort((scores_SK - median_S[:, None])[is_found_SK])
+    by_heights, error_by_heights = _hidden_answers((positive_S - median_S)[inside_P], heights_C, heights_C)
+    if by_leads >= LEAST_BY_LEADS * by_heights:
+        return by_leads, error_by_leads, nearest_S3[:, 2]
+    return by_heights, error_by_heights, median_S
 
 
 def _chances(

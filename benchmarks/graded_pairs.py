@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--test", type=Path, required=True, help="set whose pairs decide")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--loss", default="cosent", help="a loss that takes graded pairs")
+    parser.add_argument("--scale", type=float, help="cosent_scale, of the losses that take one (default: its default)")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=5e-5)
@@ -57,6 +58,7 @@ def main() -> None:
             "epochs": arguments.epochs,
             "learning_rate": arguments.learning_rate,
             "seed": arguments.seed,
+            **({} if arguments.scale is None else {"cosent_scale": arguments.scale}),
         }
     )
     untrained = run / "initial_model"  # written of a model that starts from random weights

@@ -96,7 +96,7 @@ def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
         assert (other.query, other.positives, other.columns) == (one.query, one.positives, one.columns)
         assert other.negatives[: len(one.negatives)] == one.negatives
         assert other.scores[: len(one.scores)] == one.scores
-        assert len(other.negatives) > len(one.negatives)
+        assert len(other.negatives) > len(one.negatives) or (other.negatives == one.negatives and not one.positives)
     assert {record.columns["weight"] for record in after.table} == {1.0, 2.0, 3.0}
     assert any(not record.positives for record in after.table)
 
@@ -112,6 +112,54 @@ def test_grades_are_listed_with_those_of_the_mined(
     assert call("mine", bag, *words, "--negatives", "2").code == 0
     loaded = load_records(str(output), SourceOptions("train", keys=DataKeys(label_kind="grade")))
     assert {record.scores for record in loaded.table} == {(), (0.5, 0.0, 0.0)}
+
+
+GRADED = [
+    {
+        "query": "a red ball",
+        "positive": "one",
+        "negatives": ["two"],
+        "negative_images": ["blue.png"],
+        "label": [3, 1, 2],
+    },
+    {"query": "a blue ball", "positive": "three", "label": 0},
+    {"query": "a green ball", "positive": ["four", "five"], "label": -1},
+    {"query": "a green ball", "positive_image": "green.png", "label": 0.5},
+    {"query": "a yellow ball", "positive": "six"},
+]
+
+
+@pytest.mark.parametrize("words", [(), ("--replace",)])
+def test_every_document_keeps_its_grade_and_what_is_graded_0_is_no_positive(
+    words: tuple[str, ...], call: Any, clip: Path, balls: Path, tmp_path: Path
+) -> None:
+    data, output = written(tmp_path / "rows.jsonl", GRADED), tmp_path / "mined.jsonl"
+    options = ["--image-root", balls, "--relative-margin", "none", "--negatives", "20", "--label-kind", "grade"]
+    done = call("mine", clip, "--data", data, "--output", output, *options, *words)
+    assert done.code == 0, done.err
+    keys = DataKeys(label_kind="grade", image_root=str(balls))
+    before, after = (load_records(str(path), SourceOptions("train", keys=keys)).table for path in (data, output))
+    assert sum(not record.positives for record in before) == 2
+    for one, other in zip(before, after, strict=True):
+        graded, regraded = (
+            dict(zip((*each.positives, *each.negatives), each.scores, strict=bool(each.scores)))
+            for each in (one, other)
+        )
+        assert other.positives == one.positives
+        if one.positives:
+            assert {isinstance(item, str) for item in other.negatives} == {True, False}, "texts and pictures are mined"
+            dropped = set(one.negatives) - set(other.negatives)
+            assert len(dropped) == len(words) * len(one.negatives)
+            kept = {item: grade for item, grade in graded.items() if item not in dropped}
+            new = set(other.negatives) - set(one.negatives) if one.scores else set()
+            assert regraded == kept | dict.fromkeys(new, 0.0)
+        else:
+            assert (other.negatives, other.scores) == (one.negatives, one.scores)
+    report = json.loads((tmp_path / "mined-report" / "report.json").read_text("utf-8"))
+    assert "2 rows without a positive have nothing to mine below and come out as before." in report["notes"]
+    refused = call("mine", clip, "--data", data, "--output", tmp_path / "mined.parquet", *options)
+    assert refused.code == 2
+    assert "rows.jsonl:2 has a grade of 0 or less" in refused.err
 
 
 def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(

@@ -20,6 +20,7 @@ from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path
 from vembed.output_lock import hold_output
 from vembed.redact import redact
+from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -174,13 +175,14 @@ def _mine(
     from vembed.api.model import load
     from vembed.data.sources import load_records
     from vembed.mining.mine import Miner, Seconds
-    from vembed.mining.output import write_rows
+    from vembed.mining.output import rows_without_positives, write_rows
     from vembed.mining.report import MiningReport, write_mining_report
     from vembed.mining.task import MiningTask
 
     (keys, source), seconds, ranks = options, Seconds(), runtime.ranks
     with seconds.part("read data"):
         loaded = load_records(parsed.data, source)
+        alone = len(rows_without_positives(output, loaded.table, lists_grades=parsed.label_kind == "grade"))
         task = MiningTask.of(loaded.table, _corpus(parsed, source.image_limits))
     with seconds.part("load model"):
         model = load(parsed.model, **load_options(parsed))
@@ -205,7 +207,9 @@ def _mine(
                 lists_grades=parsed.label_kind == "grade",
                 poll=stop.poll_alone,
             )
-        report = MiningReport(task, mined, keys, facts, loaded.notes, seconds.parts, command)
+        verbs = "has nothing to mine below and comes" if alone == 1 else "have nothing to mine below and come"
+        notes = [*loaded.notes, *[f"{plural(alone, 'row')} without a positive {verbs} out as before."] * (alone > 0)]
+        report = MiningReport(task, mined, keys, facts, notes, seconds.parts, command)
         pages = output.with_name(f"{output.stem}-report")
         write_mining_report(pages, report, source.image_limits)
         print(f"{report.headline}\nwritten to {redact(str(output))}; report: {redact(str(pages / 'report.html'))}")

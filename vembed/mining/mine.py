@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from vembed.mining.task import MiningTask
     from vembed.mining.vectors import StoredVectors
 
-FORMAT = 1
+FORMAT = 2
 """Raised when the files change their meaning, or the choice its rules; files of other formats are made again."""
 
 BLOCK_QUERIES = 4096
@@ -232,6 +232,8 @@ class _Search:
             scores, rows = self._nearest(vectors_BE, keys.mine_range_max + most)
             scores, rows = without_excluded(scores, rows, self._is_excluded(rows, excluded), depth=keys.mine_range_max)
             scores, rows = scores[:, keys.mine_range_min :], rows[:, keys.mine_range_min :]
+            has_none = positives.lengths == 0  # and so nothing that a negative could be below
+            scores[has_none], rows[has_none] = -np.inf, -1
             of_positive, positive_P = np.repeat(np.arange(len(own)), positives.lengths), positives.values
             positive_scores_P = np.einsum("pe,pe->p", vectors_BE[of_positive], self.documents.take(positive_P))
         judged, judged_positives_P = scores, positive_scores_P
@@ -251,7 +253,7 @@ class _Search:
         task, keys = self.task, self.miner.keys
         scores, rows, judged = candidates
         has_any = np.diff(offsets) > 0
-        best = np.where(has_any, -np.inf, np.inf).astype(np.float32)  # without a positive no margin leaves anything out
+        best = np.full(len(own), -np.inf, dtype=np.float32)
         np.maximum.at(best, np.repeat(np.arange(len(own)), np.diff(offsets)), positive_scores_P)
         order = priorities(task.queries.ids_U[own], task.documents.ids_U[rows], self.miner.seed)
         choice = choose(judged, best, order, keys)

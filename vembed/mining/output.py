@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from vembed.batch import Item
     from vembed.data.records import Record, RecordTable
     from vembed.mining.mine import Mined
@@ -49,6 +51,22 @@ def refuse_output(path: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"{path} is there; replace it with --overwrite, or choose another file")
 
 
+def rows_without_positives(path: Path, records: RecordTable, *, lists_grades: bool) -> NDArray[np.int64]:
+    """Return the rows that have nothing to mine below, and so come out as they went in.
+
+    Raises:
+        ConfigError: Parquet can't hold them, as their label is a number beside the lists of other rows.
+    """
+    rows = np.setdiff1d(np.arange(len(records)), records.numbers("positives")[0])
+    if lists_grades and len(rows) and path.suffix == ".parquet":
+        raise ConfigError(
+            f"--output {path}: {records[int(rows[0])].location} has a grade of 0 or less and keeps that number as its "
+            "label, other rows get a list of grades, and a column of Parquet can't hold both; name a file that ends in "
+            ".jsonl"
+        )
+    return rows
+
+
 def write_rows(
     path: Path,
     records: RecordTable,
@@ -65,7 +83,7 @@ def write_rows(
     Args:
         source: What all rows were mined with: model, settings and so on.
         replaces: Whether the negatives that the records have are dropped.
-        lists_grades: Whether the label of a record with scores lists them, one for each document; else it is 1 or 0.
+        lists_grades: Whether scores are grades: the label then lists one for each document; else it is 1 or 0.
 
     Raises:
         DataError: A picture can't stand in such a file.
@@ -137,6 +155,8 @@ def _blocks(
         block = []
         for record, query, count in zip(records.take(own), queries.tolist(), counts.tolist(), strict=True):
             negatives = [next(items) for _ in range(count)]
+            if not record.positives:  # nothing is mined below it, though it may be for another row of its query
+                count, negatives = 0, []
             details: dict[str, Any] = {**source}
             details["scores"] = _rounded(mined.scores_Un[query, :count])
             details["ranks"] = mined.ranks_Un[query, :count].tolist()
@@ -163,15 +183,19 @@ def _row(record: Record, mined: list[Item], *, replaces: bool, lists_grades: boo
         if isinstance(query, Composed) and query.text:
             row["query"] = query.text
         row["query_image"] = [_path(image) for image in pictures_in([query])]
-    # A pair that doesn't belong together has its document among the negatives; the label says so again.
-    positives = record.positives or record.negatives[:1]
-    given = () if replaces else (*record.positives, *record.negatives)[len(positives) :]
+    positives, given = record.positives, () if replaces else record.negatives
+    if not positives:  # a pair that doesn't belong together: its label says so again
+        count = len(record.negatives) if lists_grades else 1
+        positives, given = record.negatives[:count], record.negatives[count:]
     row |= _side(positives, "positive", "positive_image")
     row |= _side([*given, *mined], "negatives", "negative_images")
-    if record.scores and lists_grades:
-        row["label"] = [*record.scores[: len(positives) + len(given)], *[0.0] * len(mined)]
-    elif record.scores:
-        row["label"] = int(record.scores[0])
+    if record.scores and lists_grades and record.positives:
+        grades = record.scores[len(positives) : len(positives) + len(given)]
+        below = [*zip(given, grades, strict=True), *((item, 0.0) for item in mined)]
+        below.sort(key=lambda each: not isinstance(each[0], str))  # texts are read before pictures
+        row["label"] = [*record.scores[: len(positives)], *(grade for _, grade in below)]
+    elif record.scores:  # of one truth or grade
+        row["label"] = record.scores[0] if lists_grades else int(record.scores[0])
     weight = record.columns.get(WEIGHT_COLUMN.name, WEIGHT_COLUMN.default)
     if weight != WEIGHT_COLUMN.default:
         row[WEIGHT_COLUMN.name] = weight

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import datasets
@@ -33,6 +34,7 @@ class Needs(NamedTuple):
     columns: tuple[ExtraColumn, ...]
     name: str = "weighted"
     takes: tuple[str, ...] = ("positives",)
+    score_bounds: tuple[float, float] = (-inf, inf)
 
 
 WEIGHT = ExtraColumn("weight", "how much the row counts", least=0, most=10, aliases=("importance",))
@@ -224,3 +226,31 @@ def test_rows_hold_what_the_loss_learns_from(write_jsonl: WriteJsonl) -> None:
         load_records(str(write_jsonl(truths)), options(lists, label_kind="grade"))
     listed = [{"query": "q", "positive": "p", "negatives": ["n"], "label": [1, 0.5]}]
     assert len(load_records(str(write_jsonl(listed)), options(lists, label_kind="grade")).table) == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "given", "words"),
+    [
+        (4.5, (-1, 1), "label: loss_type weighted takes scores from -1 to 1, not the number 4.5: divide all of them"),
+        ([0.5, -1.01], (-1, 1), "takes scores from -1 to 1, not the number -1.01"),
+        ([1, -1], (-1, 1), ""),
+        (1, None, "label: loss_type weighted doesn't take listed pairs and would ignore this score; give these rows a"),
+    ],
+)
+def test_scores_that_the_loss_can_not_use_are_refused_by_line(
+    write_jsonl: WriteJsonl, label: object, given: tuple[float, float] | None, words: str
+) -> None:
+    needs = Needs((), takes=("positives",)) if given is None else Needs((), takes=("pairs",), score_bounds=given)
+    row = {"query": "q", "positive": "p", "label": label} | ({"negatives": ["n"]} if isinstance(label, list) else {})
+    path = str(write_jsonl([row]))
+    other = options(needs, "test", label_kind="grade")
+    assert len(load_records(path, other).table) == 1, "nothing is trained on these"
+    if not words:
+        assert len(load_records(path, options(needs, label_kind="grade")).table) == 1
+        return
+    with pytest.raises(DataError) as refused:
+        load_records(path, options(needs, label_kind="grade"))
+    assert "train.jsonl:1: " in str(refused.value)
+    assert words in str(refused.value)
+    if given is None:
+        assert len(load_records(path, options(needs, label_kind="grade", column_mapping={"label": None})).table) == 1

@@ -19,6 +19,7 @@ from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.data.validate import RowChecker
 from vembed.errors import VembedError
+from vembed.losses.registry import ANY_SCORE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +58,7 @@ files = st.lists(written, min_size=1, max_size=8) | st.lists(written | st.sample
 class Weighed:
     """What a loss that takes weights asks of rows."""
 
-    name, columns, takes = "own", (WEIGHT_COLUMN,), ("positives",)
+    name, columns, takes, score_bounds = "own", (WEIGHT_COLUMN,), ("positives",), ANY_SCORE
 
     def for_source(self, number: int) -> Weighed:
         return self

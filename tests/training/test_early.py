@@ -157,15 +157,45 @@ LISTED = [
 def test_a_loss_of_hard_negatives_alone_is_refused_where_no_row_has_any(data: Path, keys: dict[str, object]) -> None:
     rows = [json.loads(line) | ({"label": 1} if "label_kind" in keys else {}) for line in data.open()]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mined = "" if "label_kind" in keys else "let the run find some (mine=once), "
     name = "hardness_mode" if "hardness_mode" in keys else "triplet_negatives"
     with pytest.raises(DataError) as refused:
         load_data(configured(data, **keys, val_data_path=str(data)))
     assert str(refused.value) == (
         f"{data}: {name} {keys[name]} learns from the hard negatives of rows, and no row has any; add the column "
-        f"negatives, let the run find some (mine=once), or set {name} to another value"
+        f"negatives, {mined}or set {name} to another value"
     )
     if "label_kind" not in keys:
         load_data(configured(data, **keys, val_data_path=str(data), mine="once"))
     rows[0] |= {"positive": rows[0]["positive"], "negatives": ["none of it"]}
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     load_data(configured(data, **keys, val_data_path=str(data)))
+
+
+@pytest.mark.parametrize(
+    ("keys", "more"),
+    [
+        ({"triplet_negatives": "listed", "loss": "triplet"}, {}),
+        ({"label_kind": "grade", "loss": "margin_mse"}, {"positive": ["a", "b"], "label": [3, 1]}),
+    ],
+)
+def test_a_source_without_what_its_own_loss_learns_from_is_refused(
+    data: Path, keys: dict[str, object], more: dict[str, object]
+) -> None:
+    rows = [json.loads(line) | more for line in data.open()]
+    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    other, row = data.with_name("other.jsonl"), {"query": "q", "positive": "p", "negatives": ["n"]}
+    other.write_text(3 * f"{json.dumps(row)}\n")
+    loss, others = keys["loss"], {key: value for key, value in keys.items() if key != "loss"}
+
+    def load(path: Path) -> None:
+        sources = [{"path": str(path), "loss": loss}, {"path": str(other)}]
+        given = {"model_name": "m", "data": sources, "source_batches": "single", "val_data_path": str(other)}
+        load_data(load_values(given | others, {}).config)
+
+    with pytest.raises(DataError, match="learns from the hard negatives of rows, and no row has any") as refused:
+        load(data)
+    assert str(refused.value).startswith(f"{data}: ")
+    rows[0] |= {"negatives": ["none of it"]} | ({"label": [3, 1, 0]} if more else {})
+    data.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    load(data)

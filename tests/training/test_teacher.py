@@ -309,6 +309,8 @@ def test_a_teacher_that_cannot_say_what_is_read_is_refused_before_it_is_asked(fo
     write_cross_encoder(folder / "judge", WORDS)
     with pytest.raises(ConfigError, match="scores pairs, and the loss reads vectors"):
         find(folder, "judge")
+    with pytest.raises(ConfigError, match="whose scores have no bounds, and the loss takes scores from -1 to 1"):
+        find(folder, "judge", use=TeacherUse(vectors=False, scores=True, score_bounds=(-1, 1)))
     rows = [{"query_image": "red.png", "positive": "a"}, {"query_image": "red.png", "positive": "b"}]
     PIL.Image.new("RGB", (9, 9), (255, 0, 0)).save(folder / "red.png")
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -114,6 +114,10 @@ class LossNeeds(Protocol):
     def takes(self) -> Collection[str]:
         """What it learns from: "positives", "classes", "pairs", "lists"."""
 
+    @property
+    def score_bounds(self) -> tuple[float, float]:
+        """The least and the most that it takes as the score of a pair."""
+
     def for_source(self, number: int) -> LossNeeds:
         """Return what it needs of one of several sources."""
 

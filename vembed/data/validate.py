@@ -106,6 +106,12 @@ class RowChecker:
         if shape.label is None or cell is None:
             return Fields(query, positives, negatives, columns=columns)
         if self._label_kind in {"pair", "grade"}:
+            if self._loss is not None and not {"pairs", "lists"} & set(self._loss.takes):
+                raise Fault(
+                    shape.label,
+                    f"loss_type {self._loss.name} doesn't take listed pairs and would ignore this score; give these "
+                    f"rows a loss that does, such as cosent, or drop it with column_mapping: {{{shape.label}: null}}",
+                )
             if (scores := self._listed_scores(cell, shape.label, len(positives) + len(negatives))) is not None:
                 return Fields(query, positives, negatives, scores=scores, columns=columns)
             score = self._score(cell, shape.label)
@@ -234,6 +240,14 @@ class RowChecker:
             raise Fault(column, f"with label_kind: pair it is 1 (the two belong together) or 0, not {shown:.60}")
         if number is None or not math.isfinite(number):
             raise Fault(column, f"with label_kind: grade it is a number, higher is closer, not {shown:.60}")
+        low, high = (-math.inf, math.inf) if self._loss is None else self._loss.score_bounds
+        if not low <= number <= high:
+            assert self._loss is not None
+            raise Fault(
+                column,
+                f"loss_type {self._loss.name} takes scores from {low:g} to {high:g}, not {shown:.60}: divide all of "
+                f"them by one number (0 to 5 by 5), or set loss_type to cosent, which reads their order alone",
+            )
         return float(number)
 
     def _listed_scores(self, cell: object, column: str, count: int) -> tuple[float, ...] | None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from vembed.config.fields import Section
 from vembed.data.columns import WEIGHT_COLUMN
+from vembed.losses.registry import ANY_SCORE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -123,6 +124,7 @@ class BatchLoss(nn.Module, ABC):
     keys: ClassVar[type[Section]] = Section
     columns: ClassVar[Sequence[ExtraColumn]] = ()
     takes: ClassVar[Sequence[Supervision]] = ("positives",)
+    score_bounds: ClassVar[tuple[float, float]] = ANY_SCORE
     memory: ClassVar[Memory] = "matrix"
     reads_teacher: ClassVar[bool] = False
     multi_vector: ClassVar[bool] = False

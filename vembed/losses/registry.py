@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
@@ -28,6 +29,9 @@ Memory = Literal["matrix", "tiles", "pairs", "tokens", "gram"]
 vectors of rows with several, or the products of all dims with each other."""
 
 
+ANY_SCORE = (-math.inf, math.inf)
+"""Bounds of the scores of pairs where a loss takes any."""
+
 AnyLoss = TypeVar("AnyLoss", bound="type[BatchLoss]")
 
 
@@ -42,6 +46,7 @@ class LossFacts:
     summary: str = ""  # for the reference, after "NAME: "
     columns: tuple[ExtraColumn, ...] = ()  # of the data, beside our own
     takes: tuple[Supervision, ...] = ("positives",)
+    score_bounds: tuple[float, float] = ANY_SCORE  # the least and the most that it takes as the score of a pair
     memory: Memory = "matrix"
     # With memory "tiles", by its keys: the blocks that live at once, and at most those of a strip of rows beside them.
     blocks: Callable[[Any], tuple[int, int]] = lambda _: (2, LOSS_STRIP_TILES)
@@ -143,6 +148,7 @@ def _together(every: Sequence[LossFacts], between: str) -> LossFacts:
         title=" and ".join(facts.title for facts in every),
         columns=tuple({column.name: column for facts in every for column in facts.columns}.values()),
         takes=tuple(dict.fromkeys(what for facts in every for what in facts.takes)),
+        score_bounds=(max(facts.score_bounds[0] for facts in every), min(facts.score_bounds[1] for facts in every)),
         reads_teacher=lambda config: any(facts.reads_teacher(config) for facts in every),
         reads_negatives=lambda config: next(filter(None, (facts.reads_negatives(config) for facts in every)), ""),
         multi_vector=every[0].multi_vector,
@@ -203,6 +209,7 @@ def _facts_of(loss: type[BatchLoss]) -> LossFacts:
         summary=(inspect.getdoc(loss) or "").partition("\n")[0].rstrip("."),
         columns=tuple(loss.columns),
         takes=tuple(loss.takes),
+        score_bounds=loss.score_bounds,
         memory=loss.memory,
         reads_teacher=lambda keys: loss.reads_teacher or filters_by_teacher(keys),
         multi_vector=loss.multi_vector,

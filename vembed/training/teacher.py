@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
+from math import inf
 from typing import TYPE_CHECKING, Protocol, get_args
 
 import numpy as np
@@ -65,6 +66,7 @@ class TeacherUse:
 
     vectors: bool  # of all items
     scores: bool  # of each row's query with its own documents
+    score_bounds: tuple[float, float] = (-inf, inf)  # the least and the most that the loss takes as a score
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,12 @@ def find_teacher(
             raise ConfigError(
                 f"teacher_model_name {keys.model_name} is a cross-encoder, which scores pairs, and the loss reads "
                 f"vectors; name an encoder"
+            )
+        low, high = use.score_bounds
+        if (low, high) != (-inf, inf):
+            raise ConfigError(
+                f"teacher_model_name {keys.model_name} is a cross-encoder, whose scores have no bounds, and the loss "
+                f"takes scores from {low:g} to {high:g}; name an encoder, or set loss_type to cosent, kl or margin_mse"
             )
         return PairTeacher(keys, records, folder)
     return EmbeddingTeacher(keys, records, use, folder, limits=limits, devices=devices)

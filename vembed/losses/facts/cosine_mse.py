@@ -19,6 +19,7 @@ FACTS = LossFacts(
     keys=CosineMseKeys,
     columns=(WEIGHT_COLUMN,),
     takes=("pairs",),
+    score_bounds=(-1, 1),  # of a cosine
     memory="pairs",
     formula="L = mean over graded pairs a of (S_a - y_a)^2",
     source='Reimers & Gurevych, 2019, "Sentence-BERT: Sentence Embeddings using Siamese BERT-Networks"',

@@ -25,6 +25,7 @@ FACTS = LossFacts(
     keys=MarginMseKeys,
     columns=(WEIGHT_COLUMN,),
     takes=("lists",),
+    reads_negatives=lambda _: "loss_type margin_mse",
     memory="pairs",
     formula="L = mean over i, p, n of (margin_mse_scale (S_ip - S_in) - (y_ip - y_in))^2",
     source='Hofstätter et al., 2020, "Improving Efficient Neural Ranking Models with Cross-Architecture Knowledge '

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
 from vembed.data.mixture import Mixture
+from vembed.data.records import ItemColumn
 from vembed.data.sampler import GlobalSampler
 from vembed.errors import DataError
 from vembed.files import home_path
@@ -38,24 +39,40 @@ def load_data(config: Config) -> RunData:
         DataError: No training data is named, or some of it can't be used.
     """
     needs_dev = config.eval_strategy != "no" or config.test_data_path is None
-    loss = config.loss_facts()
     data = load_run_data(config, needs_dev=needs_dev, loss=loss_needs(config))
     if config.mine_corpus is not None:
         corpus = Corpus(config.mine_corpus, CorpusOptions(image_root=_root(config), image_limits=image_limits(config)))
         data = data.with_corpus(corpus_items(document.item for document in corpus))
-    alone = config.mine == "never" and data.counts.num_documents == data.counts.num_records
-    if alone and teacher_gives_scores(config) and not {"pairs", "positives"} & set(loss.takes):
-        raise DataError(
-            f"{config.data_path}: loss_type {loss.name} learns nothing from rows of one document, and all are; add the "
-            f"column negatives"
-        )
-    what = loss.reads_negatives(config)
-    if what and config.mine == "never" and not data.counts.num_negatives:
-        raise DataError(
-            f"{' and '.join(data.sources)}: {what} learns from the hard negatives of rows, and no row has any; add the "
-            f"column negatives, let the run find some (mine=once), or set {what.partition(' ')[0]} to another value"
-        )
+    if config.mine == "never":
+        _refuse_missing_negatives(config, data)
     return data
+
+
+def _refuse_missing_negatives(config: Config, data: RunData) -> None:
+    """Refuse data without the negatives that a loss learns from; where batches are of one source, each by itself."""
+    loss: LossFacts = config.loss_facts()
+    counts = {
+        name: np.bincount(data.records.sources[data.records.numbers(name)[0]], minlength=len(data.sources))
+        for name in get_args(ItemColumn)
+    }
+    parts = [(" and ".join(data.sources), loss, slice(None))]
+    if config.source_batches == "single":
+        parts = [(path, loss.for_source(place), slice(place, place + 1)) for place, path in enumerate(data.sources)]
+    for where, own, rows in parts:
+        num_rows, num_positives, num_negatives = (int(each[rows].sum()) for each in counts.values())
+        alone = num_positives + num_negatives == num_rows
+        if alone and teacher_gives_scores(config) and not {"pairs", "positives"} & set(own.takes):
+            raise DataError(
+                f"{where}: loss_type {own.name} learns nothing from rows of one document, and all are; add the column "
+                f"negatives"
+            )
+        what = own.reads_negatives(config)
+        if what and not num_negatives:
+            mined = "" if config.label_kind in {"pair", "grade"} else "let the run find some (mine=once), "
+            raise DataError(
+                f"{where}: {what} learns from the hard negatives of rows, and no row has any; add the column "
+                f"negatives, {mined}or set {what.partition(' ')[0]} to another value"
+            )
 
 
 def loss_needs(config: Config) -> LossNeeds:

@@ -138,10 +138,11 @@ def teacher(run: Run, records: RecordTable, folder: Path | None = None) -> Teach
     config, plan = run.config, run.plan
     if config.teacher_model_name is None:
         return None
+    loss = config.loss_facts()
     return find_teacher(
         teacher_keys(config, config.teacher_model_name, config.teacher_revision),
         records,
-        TeacherUse(config.loss_facts().reads_teacher(config), teacher_gives_scores(config)),
+        TeacherUse(loss.reads_teacher(config), teacher_gives_scores(config), loss.score_bounds),
         folder or (run.output.teacher if config.teacher_cache == "auto" else Path(config.teacher_cache)),
         limits=image_limits(config),
         devices=Devices.of(run.runtime.machine, plan.world_size),

@@ -54,6 +54,10 @@ def graded(scores: list[Any], column: str = "score") -> list[dict[str, Any]]:
         (graded([3, 3]), "train.jsonl:1: score holds 3 beside two texts"),
         (graded([4.2, 0.5, 1]), "train.jsonl:1: score holds 0.5, 1 and 4.2 beside two texts"),
         (graded(list(range(9)), "label"), "label holds 0, 1, 2, 3, 4, ... beside two texts"),
+        (graded(["0", "1", "0"], "label"), "train.jsonl:1: label holds 0 and 1 beside two texts"),
+        (graded(["3.5"], "label"), "train.jsonl:1: label holds 3.5 beside two texts"),
+        (graded(["true", " False "], "label"), "train.jsonl:1: label holds false and true beside two texts"),
+        (graded(["4.2", "-1e0"]), "train.jsonl:1: score holds -1 and 4.2 beside two texts"),
         (graded(["NaN"]), ""),
         ([json.dumps(graded([1.0])[0]).replace("1.0", "NaN")], "score holds nan beside two texts"),
         (graded([10**400]), "score holds inf beside two texts"),
@@ -84,10 +88,19 @@ def test_all_files_of_a_source_are_judged_together(write_jsonl: WriteJsonl) -> N
         load_records(str(folder), SourceOptions("train"))
 
 
-@pytest.mark.parametrize("label", ["spam", "0", "3.5"])
-def test_texts_are_classes_unasked(write_jsonl: WriteJsonl, label: str) -> None:
-    (record,) = read(write_jsonl, [{"query": "q", "positive": "p", "label": label}])
+@pytest.mark.parametrize("label", ["spam", "cat", "c12", "1f600", "1, 2"])
+@pytest.mark.parametrize("column", ["label", "score"])
+def test_texts_that_are_no_numbers_are_classes_unasked(write_jsonl: WriteJsonl, column: str, label: str) -> None:
+    (record,) = read(write_jsonl, [{"query": "q", "positive": "p", column: label}])
     assert record.label == label
+
+
+def test_numbers_that_are_written_as_texts_say_what_label_kind_says(write_jsonl: WriteJsonl) -> None:
+    rows = graded(["0", "1", " 1 "], "label")
+    assert "class  it names the row's class, a number or a text" in refusal(write_jsonl, rows)
+    assert [record.label for record in read(write_jsonl, rows, "class")] == ["0", "1", " 1 "]
+    for kind in ("pair", "grade"):
+        assert [record.scores for record in read(write_jsonl, rows, kind)] == [(0.0,), (1.0,), (1.0,)]
 
 
 @pytest.mark.parametrize("beside", ["two texts", "a picture"])
@@ -150,7 +163,7 @@ def test_hard_negatives_of_a_pair_are_non_pairs(write_jsonl: WriteJsonl) -> None
     assert (false.positives, false.negatives, false.scores) == ((), ("a", "b", "n"), (0.0, 0.0, 0.0))
 
 
-@pytest.mark.parametrize("value", [2, 0.5, "1", [1], float("inf")])
+@pytest.mark.parametrize("value", [2, 0.5, "2", [1], float("inf")])
 def test_the_truth_of_a_pair_is_one_or_zero(write_jsonl: WriteJsonl, value: Any) -> None:
     message = refusal(write_jsonl, graded([value], "label"), "pair")
     assert "train.jsonl:1: label: with label_kind: pair it is 1 (the two belong together) or 0" in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -69,6 +70,13 @@ def test_the_rows_are_checked_as_those_of_a_file(tmp_path: Path) -> None:
         path = write_rows(wrong, tmp_path, "data", ImageLimits())
         with pytest.raises(DataError, match=words):
             load_records(str(path), SourceOptions("train", keys=DataKeys(label_kind="class")))
+
+
+def test_decimals_are_numbers(tmp_path: Path) -> None:
+    values = [Decimal("4.2"), Decimal(2**60 + 1), Decimal("7.00"), Decimal("1E+30"), Decimal("Infinity")]
+    (row,) = written([{"scores": values}], tmp_path)
+    assert row["scores"] == [4.2, 2**60 + 1, 7, 1e30, float("inf")]
+    assert [type(each) for each in row["scores"]] == [float, int, int, float, float]
 
 
 def test_missing_values_of_a_pandas_table_are_null(tmp_path: Path) -> None:

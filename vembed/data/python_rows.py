@@ -37,7 +37,7 @@ ROWS_FOLDER = "rows"
 _TABLE_ROWS = 1_000
 """Rows of a table that are Python objects at once."""
 
-_WRITTEN_AS_TEXT = (date, time, timedelta, Decimal, UUID)
+_WRITTEN_AS_TEXT = (date, time, timedelta, UUID)
 
 
 def write_rows(rows: RowsInput, folder: Path, name: str, limits: ImageLimits) -> Path:
@@ -152,6 +152,9 @@ class _Plain:
             return {"path": value.path} if value.data is None else self.value(value.data)
         if hasattr(value, "tolist"):  # an array, a tensor or a number of one
             return self.value(value.tolist())
+        if isinstance(value, Decimal):
+            fits = value.is_finite() and abs(value) < 2**63
+            return int(value) if fits and value == int(value) else float(value)
         if isinstance(value, _WRITTEN_AS_TEXT):
             return str(value)
         raise DataError(

@@ -48,7 +48,7 @@ LEAST_BYTES = 64 * 2**20
 FREE_SHARE = 2.0
 """Free disk that is asked for, as a multiple of the files' bytes."""
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the files change their meaning."""
 
 _MANIFEST = "manifest.json"

@@ -65,7 +65,8 @@ class RowChecker:
 
     Args:
         cells_are_text: The file is CSV or TSV: an empty cell of pictures, negatives, label or a number means none; a
-            cell of negatives that holds a JSON list is that list; and a number is written as a text.
+            cell of negatives that holds a JSON list is that list; and a number is written as a text, as that of a
+            label may be in any file.
         loss: What the rows are trained with, None where they aren't.
         unclear: Gets the numbers among the labels that may say several things.
     """
@@ -259,15 +260,19 @@ class RowChecker:
             raise Fault(column, f"lists {len(grades)} grades for the {count} documents of the row")
         return tuple(self._score(each, column) for each in grades)
 
-    def _truth_or_number(self, cell: object) -> bool | int | float | None:
-        """Return the number of a label, or true and false as such; CSV writes both as texts."""
-        if self._cells_are_text and isinstance(cell, str) and cell.strip().lower() in ("true", "false"):
+    @staticmethod
+    def _truth_or_number(cell: object) -> bool | int | float | None:
+        """Return the number of a label, or true and false as such; files of any kind may write both as texts."""
+        if isinstance(cell, str) and cell.strip().lower() in ("true", "false"):
             return cell.strip().lower() == "true"
-        return cell if isinstance(cell, bool) else _number_in(cell, cells_are_text=self._cells_are_text)
+        return cell if isinstance(cell, bool) else _number_in(cell, cells_are_text=True)
 
 
 class UnclearLabels:
-    """Numbers that stand as labels and may be classes, the truth of pairs, or grades; the first few are kept."""
+    """Numbers that stand as labels, possibly as texts, and may be classes, the truth of pairs, or grades.
+
+    The first few are kept.
+    """
 
     def __init__(self) -> None:
         self._first = ("", "", "")  # column, what it stands beside, file:line
@@ -294,7 +299,7 @@ class UnclearLabels:
         numbers = ", ".join(found[:5] if len(found) > 5 else found[:-1] or found) + last
         raise DataError(
             f"{where}: {column} holds {numbers} beside {beside}, which may say three things. Set label_kind:\n"
-            "  class  rows of one number are a class, and positives of each other\n"
+            "  class  it names the row's class, a number or a text; rows of one class are positives of each other\n"
             "  pair   1: query and document belong together, 0: they don't (for losses that take listed pairs)\n"
             "  grade  how close query and document are, higher is closer (for losses that take listed pairs)\n"
             f"or leave it out with column_mapping: {{{column}: null}}"

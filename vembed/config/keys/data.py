@@ -91,7 +91,7 @@ class DataKeys(SourceKeys):
         "1, query and document belong together, or 0, they don't. grade: how close they are, higher is closer; or a "
         "list, one number for each positive and then each negative of the row. The last two need a loss that takes "
         "listed pairs. auto takes texts, and whole numbers beside a picture, as classes, and refuses numbers beside "
-        "two texts.",
+        "two texts, be they written as texts or not.",
     )
     image_root: Name | None = key(
         None, "Folder that paths of pictures in the data start from and stay in; null is the data file's own folder."

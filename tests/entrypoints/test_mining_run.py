@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +93,32 @@ def test_once_is_before_the_first_epoch_and_keys_without_effect_are_refused(site
     refused = run_keys(tmp_path / "idle", site.keys(mine_negatives=3))
     assert refused.code == 2
     assert "mine_negatives has no effect with mine never; remove it or set mine to once or 1 or more" in refused.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data_path": "classes.jsonl"}, "rows of one class answer each other's queries"),
+        ({"mine_index": "IFV9"}, "FAISS can't build the index 'IFV9'"),
+        ({"mine_range_min": 88}, "mine_range_min 88 passes over all candidates: there are 84 documents"),
+        ({"mine_corpus": "corpus.jsonl"}, "takes texts, and the data hold pictures"),
+    ],
+)
+def test_what_can_not_be_mined_is_refused_by_the_plan_and_before_an_old_run_is_replaced(
+    changes: dict[str, Any], message: str, whole: Outcome, site: Site, balls: Path, tmp_path: Path
+) -> None:
+    rows = [json.loads(line) for line in site.train.read_text("utf-8").splitlines()]
+    classes = "".join(json.dumps({**row, "label": ["cat", "dog"][place % 2]}) + "\n" for place, row in enumerate(rows))
+    (tmp_path / "classes.jsonl").write_text(classes, "utf-8")
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "image": str(balls / "red.png")}) + "\n", "utf-8")
+    paths = {name: str(tmp_path / value) for name, value in changes.items() if str(value).endswith("jsonl")}
+    keys = site.keys(**KEYS | changes | paths | {"resume": "never", "overwrite_output_dir": True})
+    shutil.copytree(whole.folder, tmp_path / "out")
+    for words in (("--plan",), ()):
+        refused = run_keys(tmp_path, keys, *words)
+        assert refused.code in (2, 3)
+        assert message in refused.err
+    assert (tmp_path / "out" / "report" / "report.html").is_file()
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +16,7 @@ from vembed.batch import Image, content_id
 from vembed.config.keys.mining import MiningKeys
 from vembed.data.record_writer import RecordWriter
 from vembed.distributed.ranks import Ranks
-from vembed.errors import ConfigError, DataError
+from vembed.errors import ConfigError, DataError, MachineError
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.mining import mine as mine_module
@@ -231,6 +233,30 @@ def test_what_the_model_can_not_encode_and_an_empty_window_are_refused(
         Miner(encode, MiningKeys(), tmp_path).mine(pictures())
     with pytest.raises(ConfigError, match="mine_range_min 100 passes over all candidates"):
         Miner(encode, MiningKeys(mine_range_min=100), tmp_path).mine(task)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "told"),
+    [
+        (mine_module.np, "savez", OSError(errno.ENOSPC, "full"), MachineError),
+        (mine_module.faiss, "write_index", RuntimeError(os.strerror(errno.ENOSPC)), MachineError),
+        (mine_module, "search_index", OSError(errno.EIO, "broken"), OSError),
+        (mine_module.faiss, "read_index", OSError(errno.EACCES, "secret"), OSError),
+        (ItemEncoder, "stream", FileNotFoundError(errno.ENOENT, "gone"), FileNotFoundError),
+    ],
+)
+def test_only_what_can_not_be_written_is_told_so(
+    owner: Any, name: str, error: Exception, told: type[Exception], task: MiningTask, encode: ItemEncoder,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(told) as caught:
+        Miner(encode, MiningKeys(mine_index="IVF2,Flat"), tmp_path / "work").mine(task)
+    assert isinstance(caught.value, MachineError) == (told is MachineError)
+    assert (f"{tmp_path / 'work'} can't be written" in str(caught.value)) == (told is MachineError)
 
 
 class Pairs:

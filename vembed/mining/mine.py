@@ -22,6 +22,7 @@ import faiss
 import numpy as np
 
 from vembed.errors import ConfigError, MachineError
+from vembed.evaluation.encode import refuse_several_vectors
 from vembed.evaluation.index import build_index, new_index, search, search_index
 from vembed.evaluation.provenance import digest
 from vembed.files import disk_error, new_file
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
     from vembed.config.keys.mining import MiningKeys
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
-    from vembed.mining.task import MiningTask
+    from vembed.mining.task import DistinctItems, MiningTask
     from vembed.mining.vectors import StoredVectors
+    from vembed.models.encoder import Encoder
 
 FORMAT = 2
 """Raised when the files change their meaning, or the choice its rules; files of other formats are made again."""
@@ -109,6 +111,23 @@ class Seconds:
             self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
 
 
+def refuse_impossible(keys: MiningKeys, documents: DistinctItems, encoder: Encoder) -> None:
+    """Refuse a mining that can't be done, before anything is encoded for it.
+
+    Raises:
+        ConfigError: No candidate is left, the encoder gives several vectors for an item, or FAISS has no such index.
+        DataError: The encoder has no tower for a document.
+    """
+    if keys.mine_range_min >= min(keys.mine_range_max, len(documents)):
+        raise ConfigError(
+            f"mine_range_min {keys.mine_range_min} passes over all candidates: there are {len(documents)} documents, "
+            f"and mine_range_max is {keys.mine_range_max}; lower it"
+        )
+    documents.require(encoder)
+    refuse_several_vectors(encoder)
+    new_index(keys.mine_index, encoder.dimension)
+
+
 @dataclass(frozen=True, slots=True)
 class Miner:
     """Mines hard negatives with one encoder."""
@@ -129,27 +148,16 @@ class Miner:
             MachineError: The folder can't be written.
             NonFiniteError: A vector holds NaN or infinity.
         """
-        keys = self.keys
-        if keys.mine_range_min >= min(keys.mine_range_max, len(task.documents)):
-            raise ConfigError(
-                f"mine_range_min {keys.mine_range_min} passes over all candidates: there are {len(task.documents)} "
-                f"documents, and mine_range_max is {keys.mine_range_max}; lower it"
-            )
+        refuse_impossible(self.keys, task.documents, self.encode.encoder)
         task.require(self.encode.encoder)
-        new_index(self.keys.mine_index, self.encode.encoder.dimension)  # a misspelt one costs no encoding
-        try:
+        with _writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            model = shared_model_key(self.encode)
-            with self.seconds.part("encode documents"):
-                documents = stored_vectors(task.documents, "document", self.encode, model, self.folder)
-            with self.seconds.part("encode queries"):
-                queries = stored_vectors(task.queries, "query", self.encode, model, self.folder)
-            return self._mine(task, queries, documents)
-        except Exception as error:
-            refused = error if isinstance(error, OSError) else disk_error(error)
-            if refused is None:
-                raise
-            raise MachineError(f"{self.folder} can't be written: {refused}; free some space there") from error
+        model = shared_model_key(self.encode)
+        with self.seconds.part("encode documents"):
+            documents = stored_vectors(task.documents, "document", self.encode, model, self.folder)
+        with self.seconds.part("encode queries"):
+            queries = stored_vectors(task.queries, "query", self.encode, model, self.folder)
+        return self._mine(task, queries, documents)
 
     def _mine(self, task: MiningTask, queries: StoredVectors, documents: StoredVectors) -> Mined:
         ranks = self.encode.ranks
@@ -198,8 +206,8 @@ class Miner:
         def build() -> None:
             if path.exists():
                 return
-            with new_file(path) as temporary:
-                index = build_index(documents.blocks, self.keys.mine_index)
+            index = build_index(documents.blocks, self.keys.mine_index)
+            with _writing(self.folder), new_file(path) as temporary:
                 faiss.write_index(index, str(temporary))
 
         with self.seconds.part("build index"):
@@ -319,8 +327,20 @@ class _Search:
         return judged, found[len(at) :]
 
 
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Tell what a disk refuses in the block, of which every statement writes to the folder."""
+    try:
+        yield
+    except Exception as error:
+        refused = error if isinstance(error, OSError) else disk_error(error)
+        if refused is None:
+            raise
+        raise MachineError(f"{folder} can't be written: {refused}; free some space there") from error
+
+
 def _write(path: Path, part: Mined) -> None:
-    with new_file(path) as temporary, temporary.open("wb") as file:
+    with _writing(path.parent), new_file(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **{each.name: getattr(part, each.name) for each in fields(part)})
 
 

@@ -75,6 +75,24 @@ class DistinctItems:
         places = np.minimum(np.searchsorted(ids_U, ids_N), len(ids_U) - 1)
         return np.where(ids_U[places] == ids_N, order[places], -1)
 
+    def require(self, encoder: Encoder | CrossEncoder) -> None:
+        """Refuse items that a model has no tower for.
+
+        Raises:
+            DataError: With what they are.
+        """
+        start = 0
+        for table in self.tables:
+            own = self.numbers_U[(self.numbers_U >= start) & (self.numbers_U < start + len(table.columns))] - start
+            for place in np.unique(table.modalities[own]).tolist():
+                modality = tuple(MODALITY_WORDS)[place]
+                if modality not in encoder.modalities:
+                    raise DataError(
+                        f"{encoder.name} takes {modality_words(encoder.modalities)}, and the data hold "
+                        f"{MODALITY_WORDS[modality][1]}: choose a model for them"
+                    )
+            start += len(table.columns)
+
     @cached_property
     def _sorted(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         order = np.argsort(self.ids_U)
@@ -107,19 +125,11 @@ class MiningTask:
             DataError: The rows have classes.
             ImageError: A picture can't be read.
         """
-        if records.has_classes:
-            raise DataError(
-                "rows of one class answer each other's queries, so that mining would take right answers for hard "
-                "negatives: leave the classes out (column_mapping: {label: null}), or don't mine"
-            )
         items = records.items
         (_, query_numbers), positives, negatives = (
             records.numbers(column) for column in ("query", "positives", "negatives")
         )
-        parts = [(items, np.concatenate([positives[1], negatives[1]]))]
-        if corpus is not None:
-            parts.append((corpus, np.arange(len(corpus.columns))))
-        queries, documents = DistinctItems.of([(items, query_numbers)]), DistinctItems.of(parts)
+        queries, documents = DistinctItems.of([(items, query_numbers)]), documents_to_mine(records, corpus)
         query_of_record = queries.rows_of(items.ids[query_numbers])
 
         def pairs(column: tuple[NDArray[np.int64], NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -151,18 +161,26 @@ class MiningTask:
         Raises:
             DataError: With what they are.
         """
-        for side in (self.queries, self.documents):
-            start = 0
-            for table in side.tables:
-                own = side.numbers_U[(side.numbers_U >= start) & (side.numbers_U < start + len(table.columns))] - start
-                for place in np.unique(table.modalities[own]).tolist():
-                    modality = tuple(MODALITY_WORDS)[place]
-                    if modality not in encoder.modalities:
-                        raise DataError(
-                            f"{encoder.name} takes {modality_words(encoder.modalities)}, and the data hold "
-                            f"{MODALITY_WORDS[modality][1]}: choose a model for them"
-                        )
-                start += len(table.columns)
+        self.queries.require(encoder)
+        self.documents.require(encoder)
+
+
+def documents_to_mine(records: RecordTable, corpus: ItemTable | None) -> DistinctItems:
+    """Return the documents of all rows and of the corpus.
+
+    Raises:
+        DataError: The rows have classes.
+        ImageError: A picture can't be read.
+    """
+    if records.has_classes:
+        raise DataError(
+            "rows of one class answer each other's queries, so that mining would take right answers for hard "
+            "negatives: leave the classes out (column_mapping: {label: null}), or don't mine"
+        )
+    parts = [(records.items, np.concatenate([records.numbers("positives")[1], records.numbers("negatives")[1]]))]
+    if corpus is not None:
+        parts.append((corpus, np.arange(len(corpus.columns))))
+    return DistinctItems.of(parts)
 
 
 def corpus_items(items: Iterable[Item]) -> ItemTable:

@@ -12,10 +12,11 @@ import numpy as np
 
 from vembed.batch import Ragged
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
-from vembed.mining.mine import Miner
-from vembed.mining.task import MiningTask
+from vembed.mining.mine import Miner, refuse_impossible
+from vembed.mining.task import MiningTask, documents_to_mine
 from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
 from vembed.models.cross_encoder import CrossEncoder
+from vembed.models.profile.profile import CANNOT_RUN
 from vembed.models.registry import load_encoder, load_skeleton
 from vembed.redact import redact
 from vembed.text import every
@@ -102,6 +103,23 @@ class MiningWork:
         budget = encoding_budget(model, encode.device, ROWS_AT_ONCE)
         own = ItemEncoder(model, budget, encode.device, encode.autocast_dtype, encode.poll, encode.ranks)
         return EncoderTeacher.of(own, task, self.folder / "teacher")
+
+
+def refuse_mining(config: Config, data: RunData) -> None:
+    """Refuse negatives that the run couldn't mine, while there is nothing to lose.
+
+    Raises:
+        ConfigError: No candidate is left, the model gives several vectors for an item, or FAISS can't build the index.
+        DataError: The rows have classes, or the model has no tower for a document.
+    """
+    if config.mine == "never":
+        return
+    documents = documents_to_mine(data.records, data.corpus)
+    try:
+        encoder = load_skeleton(config)
+    except CANNOT_RUN:  # the miner asks the encoder with its weights
+        return
+    refuse_impossible(config, documents, encoder)
 
 
 def documents_per_query(config: Config, counts: RecordCounts) -> float:

@@ -39,7 +39,7 @@ from vembed.training.wiring.data import build_sampler, load_data
 from vembed.training.wiring.early import paths_read
 from vembed.training.wiring.hard_batches import hard_batch_bytes
 from vembed.training.wiring.launcher import under_launcher
-from vembed.training.wiring.mining import mining_bytes
+from vembed.training.wiring.mining import mining_bytes, refuse_mining
 from vembed.training.wiring.model import build_alike, build_encoder, build_loss
 from vembed.training.wiring.parts import (
     Run,
@@ -186,6 +186,7 @@ def _open(config: Config, runtime: Runtime, output: OutputFolder, mode: Mode, st
     watchdog.words.checkpoint = None if checkpoint is None else checkpoint.path
     watchdog.words.doing = "reading the data"
     data = load_data(config)
+    runtime.ranks.from_first(lambda: refuse_mining(config, data))
     runtime.ranks.from_first(lambda: _claim(config, output, mode, is_fresh=checkpoint is None))
     if mode == "train":
         watchdog.exit_files.own(output.path, is_main=runtime.ranks.is_first)

@@ -6,9 +6,13 @@ import pytest
 
 from vembed.batch import content_id
 from vembed.config.keys.data import DataKeys
+from vembed.data import retrieval_sources
+from vembed.data.collate import collate
 from vembed.data.retrieval_sources import load_retrieval
+from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
+from vembed.evaluation.run import RunBuilder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,8 +40,62 @@ def test_rows_become_distinct_documents_and_merged_queries(write_jsonl: WriteJso
     task = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
     assert task.name == "test.jsonl"
     assert sorted(task.documents.values()) == ["a", "b", "c", "d", "e "]
-    assert relevant_texts(task) == {"q1": {"a", "b", "e "}, "q2": {"c"}}
-    assert task.notes == ("1 row merged into an earlier row of the same query.",)
+    assert relevant_texts(task) == {"q1": {"a", "b", "e ", "c"}, "q2": {"c", "a", "b"}}
+    assert task.notes == (
+        "1 row merged into an earlier row of the same query.",
+        "All documents of a query's class are relevant to it, but for the query itself.",
+    )
+
+
+def test_what_training_takes_as_positives_is_what_is_relevant(write_jsonl: WriteJsonl) -> None:
+    rows = [
+        {"query": "mug 7 left", "positive": "mug 7 right", "label": "mug"},  # each stands on both sides
+        {"query": "mug 7 right", "positive": "mug 7 left", "label": "mug"},
+        {"query": "mug 7 table", "positive": ["mug 7 hand", "mug 7 sink"], "label": "mug", "negatives": ["cup"]},
+        {"query": "a cup", "positive": "cup", "label": "cup"},
+        {"query": "a copy", "positive": "a copy", "label": "cup"},
+        {"query": "a plate", "positive": "plate"},
+        {"query": "a fork", "positive": "fork", "label": "7a"},
+    ]
+    path = str(write_jsonl(rows, "test.jsonl"))
+    records = list(load_records(path, TEST).table)
+    batch = collate(records, range(len(records)))
+    wanted: dict[object, set[object]] = {}
+    for query, document in batch.positives_P2.tolist():
+        wanted.setdefault(batch.queries[query], set()).add(batch.documents[document])
+    task = load_retrieval(path, TEST)
+    assert wanted == relevant_texts(task)
+    assert wanted["mug 7 left"] == {"mug 7 right", "mug 7 hand", "mug 7 sink"}
+    assert wanted["a copy"] == {"cup", "a copy"}, "a row's own positive stays"
+
+
+def test_a_model_that_ranks_each_class_first_is_perfect(write_jsonl: WriteJsonl) -> None:
+    rows = [{"query": f"q{i}", "positive": f"p{i}", "label": f"class {i % 3}"} for i in range(60)]
+    rows += [{"query": f"p{i}", "positive": f"p{i + 3}", "label": f"class {i % 3}"} for i in range(6)]
+    task = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
+    builder = RunBuilder(task)
+    for query_id in builder.query_ids:
+        own = {str(row["label"]) for row in rows if row["query"] == task.queries[query_id]}
+        of_class = {row["positive"] for row in rows if {row["label"]} == own}
+        builder.add(query_id, [(name, float(item in of_class)) for name, item in task.documents.items()])
+    metrics = builder.result("by class", seconds=0).metrics
+    assert metrics["ndcg@10"] == pytest.approx(1)
+    assert metrics["mrr@10"] == 1
+
+
+def test_of_classes_too_large_to_judge_some_queries_search(
+    write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"query": f"q{i}", "positive": f"p{i}", "label": "one"} for i in range(40)]
+    whole = load_retrieval(str(write_jsonl(rows, "test.jsonl")), TEST)
+    monkeypatch.setattr(retrieval_sources, "MOST_CLASS_JUDGEMENTS", 10 * 40 + 39)
+    for order in (rows, rows[::-1]):
+        task = load_retrieval(str(write_jsonl(order, "test.jsonl")), TEST)
+        assert sorted(task.queries) == sorted(task.qrels) == sorted(whole.queries)[:10]
+        assert task.documents == whole.documents
+        assert all(len(grades) == 40 for grades in task.qrels.values())
+        assert "10 of 40 queries search" in task.notes[-1]
+        assert "1,600 judgements, and 439 are the most" in task.notes[-1]
 
 
 def test_ids_are_the_content_hash_in_hexadecimal_and_ignore_row_order(write_jsonl: WriteJsonl) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,9 +25,14 @@ from vembed.files import home_path
 from vembed.text import plural
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vembed.batch import Item
     from vembed.data.records import RecordTable
     from vembed.data.retrieval import PairKind
+
+MOST_CLASS_JUDGEMENTS = 2_000_000
+"""Judgements of a set with classes, each about 200 bytes of an evaluation's memory; beyond, fewer queries search."""
 
 
 def load_retrieval(path: str, options: SourceOptions, *, takes_pairs: bool = False) -> RetrievalData:
@@ -115,7 +121,8 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
 
     Queries of equal content are one query with the positives of all its records; hard negatives are documents without
     a judgement. Ids are 16 hexadecimal digits of the content hash, so that they don't depend on the order of the rows.
-    Classes are not used: rows of one class keep their own positives.
+    All positives of a class are relevant to each of its queries, as in training (`collate`), but for a copy of the
+    query itself.
 
     Raises:
         DataError: No record has a positive.
@@ -125,6 +132,8 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
     queries: dict[str, Item] = {}
     documents: dict[str, Item] = {}
     qrels: dict[str, dict[str, int]] = {}
+    documents_of: defaultdict[str | int, dict[str, int]] = defaultdict(dict)  # class -> its positives
+    classes_of: defaultdict[str, set[str | int]] = defaultdict(set)  # query id -> the classes of its rows
     num_repeated = 0
     for record in table:
         query_id = digest(record.query)
@@ -132,7 +141,11 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
         queries.setdefault(query_id, record.query)
         for item in (*record.positives, *record.negatives):
             documents.setdefault(digest(item), item)
-        qrels.setdefault(query_id, {}).update((digest(item), 1) for item in record.positives)
+        own = {digest(item): 1 for item in record.positives}
+        qrels.setdefault(query_id, {}).update(own)
+        if record.label is not None:
+            documents_of[record.label].update(own)
+            classes_of[query_id].add(record.label)
     alone = [query_id for query_id, grades in qrels.items() if not grades]
     if alone and len(alone) == len(queries):
         raise DataError(f"{name}: no query has a document that belongs to it, so there is nothing to find")
@@ -144,7 +157,37 @@ def retrieval_from_records(table: RecordTable, name: str) -> RetrievalData:
     if alone:
         verbs = "has no document that belongs to it and isn't" if len(alone) == 1 else "have none and aren't"
         notes.append(f"{plural(len(alone), 'query', 'queries')} {verbs} searched.")
+    if classes_of:
+        qrels, said = _with_classes(qrels, documents_of, classes_of)
+        queries = {query_id: item for query_id, item in queries.items() if query_id in qrels}
+        notes += said
     return RetrievalData(name, queries, documents, qrels, tuple(notes))
+
+
+def _with_classes(
+    qrels: Mapping[str, Mapping[str, int]],
+    documents_of: Mapping[str | int, Mapping[str, int]],
+    classes_of: Mapping[str, set[str | int]],
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Return judgements in which all of a query's class is relevant, of as many queries as fit, and notes on both."""
+    counts = {query: max(1, sum(len(documents_of[one]) for one in classes_of.get(query, ()))) for query in qrels}
+    drawn = sorted(qrels)  # by content hash: a sample that neither rows' order nor classes decide on
+    fitting = int(np.searchsorted(np.cumsum([counts[query] for query in drawn]), MOST_CLASS_JUDGEMENTS, side="right"))
+    kept = set(drawn[: max(1, fitting)])
+    judged = {query: dict(own) for query, own in qrels.items() if query in kept}
+    for query, own in judged.items():
+        for one in classes_of.get(query, ()):
+            own.update((document, 1) for document in documents_of[one] if document != query)
+    notes = []
+    if any(len(own) > len(qrels[query]) for query, own in judged.items()):
+        notes.append("All documents of a query's class are relevant to it, but for the query itself.")
+    if len(kept) < len(qrels):
+        searched = plural(len(qrels), "query", "queries")
+        notes.append(
+            f"{len(kept):,} of {searched} search, the first by content hash: classes so large would make "
+            f"{sum(counts.values()):,} judgements, and {MOST_CLASS_JUDGEMENTS:,} are the most."
+        )
+    return judged, notes
 
 
 def source_name(path: str, options: SourceOptions) -> str:

@@ -60,6 +60,22 @@ def test_a_run_is_named_in_place_of_its_model_and_the_plan_says_so(site: Site, t
     assert f"{run} is a run: its model is {run / 'model'}" in planned.flat
 
 
+@pytest.mark.parametrize("name", ["static", "ngram-bag"])
+def test_every_built_in_model_of_texts_is_planned(name: str, site: Site, tmp_path: Path) -> None:
+    planned = run_keys(tmp_path, site.keys(model_name=f"builtin:{name}"), "--plan")
+    assert planned.code == 0, planned.err
+    assert json.loads((planned.folder / "plan.json").read_text())
+
+
+def test_a_tilde_is_the_home_of_the_user(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    planned = run_keys(tmp_path, {**site.keys(), "output_dir": "~/run"}, "--plan")
+    assert planned.code == 0, planned.err
+    assert (tmp_path / "home" / "run" / "plan.json").is_file()
+    assert not (tmp_path / "~").exists()
+
+
 def test_plan_writes_the_plan_and_trains_nothing(site: Site, tmp_path: Path) -> None:
     planned = run_keys(tmp_path, site.keys(), "--plan")
     assert planned.code == 0, planned.err

@@ -101,6 +101,7 @@ FOREIGN: tuple[Foreign, ...] = (
     *_either("local_loss", _GATHERED),
     *_either("gather_with_grad", _GATHERED),
     Foreign("load_best_model_at_end", True, "accepted", _BEST),
+    Foreign("load_best_model_at_end", False, "refused", f"{_BEST}, which keeps the last; remove it"),
     *_either("validate_data", _CHECKED),
     *_either("use_mrl", "mrl_dims says it by itself", goes_with="mrl_dims"),
     *_either("persistent_workers", _WORKERS),

@@ -13,7 +13,7 @@ from vembed.models.sentence_transformers_format import MODULES_FILE
 from vembed.registry import ENCODERS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vembed.data.images import ImageLimits
     from vembed.models.encoder import Encoder
@@ -109,18 +109,20 @@ def load_encoder(
     return encoder
 
 
-def load_skeleton(keys: ModelKeys, *, device: str = "meta") -> Encoder:
+def load_skeleton(keys: ModelKeys, *, device: str = "meta", texts: Sequence[str] = ()) -> Encoder:
     """Build an encoder without its weights.
 
     Args:
         keys: What the user said; the name may also be a JSON file with the shape of a model (`SkeletonFiles`).
         device: Where its parameters are; on another than "meta" they are random numbers.
+        texts: What a model that makes its vocabulary of its training texts makes one of here; without any, such a model
+            cuts no texts.
 
     Raises:
         ConfigError: There is no such model, or it needs what isn't allowed.
         MachineError: Its description can't be reached.
     """
-    encoder = load_from(SkeletonFiles(keys, device=device), ())
+    encoder = load_from(SkeletonFiles(keys, device=device), texts)
     if device == "meta" and not all(parameter.is_meta for parameter in encoder.parameters()):
         encoder.to("meta")
     return encoder

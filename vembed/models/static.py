@@ -204,8 +204,8 @@ class StaticEncoder(Encoder):
 
 
 def _from_scratch(files: ModelFiles, texts: Iterable[str]) -> dict[str, Any]:
-    """Train a tokenizer and draw a table, which follows torch's global generator; the plan needs its size alone."""
-    tokenizer = train_bpe(texts, VOCABULARY_SIZE) if files.has_weights else None
+    """Train a tokenizer and draw a table (it follows torch's global generator); without texts it is the largest."""
+    tokenizer = train_bpe(texts, VOCABULARY_SIZE) if files.has_weights or texts else None
     rows = VOCABULARY_SIZE if tokenizer is None else tokenizer.get_vocab_size()
     table = torch.empty(rows, DIMENSION, device=files.device, dtype=files.dtype).normal_(std=DIMENSION**-0.5)
     return {"tokenizer": tokenizer, "table": table}

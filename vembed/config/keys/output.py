@@ -1,8 +1,9 @@
 """Keys of what is written and how a run continues."""
 
+import os.path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
@@ -37,7 +38,9 @@ BY_STRATEGY = {"save_strategy": ("steps", "epoch")}
 class OutputKeys(Section):
     """What is written, how often, and what a run does when something is there or goes wrong."""
 
-    output_dir: Name = key("outputs", "Folder of everything that the run writes.", on_resume="harmless")
+    output_dir: Annotated[Name, AfterValidator(os.path.expanduser)] = key(
+        "outputs", "Folder of everything that the run writes.", on_resume="harmless"
+    )
     overwrite_output_dir: bool = key(False, "With resume never: delete the run in output_dir.", on_resume="harmless")
     save_strategy: Literal["steps", "epoch", "no"] = key(
         "steps",

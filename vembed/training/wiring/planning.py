@@ -122,9 +122,10 @@ def _record_tokens(config: Config, model: ModelSize, data: RunData) -> tuple[flo
     """
     if model.max_length is not None or model.estimated or data.counts.items.has_pictures:
         return ()
-    encoder, num_documents = load_skeleton(config), documents_per_query(config, data.counts)
     rows = np.unique(np.linspace(0, len(data.records) - 1, SAMPLE_RECORDS).astype(np.int64))
     records = [(each.query, [*each.positives, *each.negatives]) for each in data.records.take(rows)]
+    texts = [str(text) for query, documents in records for text in (query, *documents)]
+    encoder, num_documents = load_skeleton(config, texts=texts), documents_per_query(config, data.counts)
     return tuple(
         float(encoder.featurize([query], "query").lengths[0])
         + num_documents * float(encoder.featurize(documents, "document").lengths.mean())

@@ -154,8 +154,11 @@ def _read_file(path: Path) -> Layer:
     label = printable(str(path))
     refused: list[Refused] = []
     try:
+        if path.is_dir():
+            raise Refused(0, f"a folder; name a configuration, a file that ends in {', '.join(_SUFFIXES)}")
         if path.suffix.lower() not in _SUFFIXES:
-            raise Refused(0, f"a configuration ends in {', '.join(_SUFFIXES)}; rename the file to match what it holds")
+            way = f"rename the file to match what it holds; of data, vembed init {label} writes one"
+            raise Refused(0, f"a configuration ends in {', '.join(_SUFFIXES)}; {way}")
         pairs = read_mapping(_read_text(path), is_json=path.suffix.lower() == ".json")
         values = resolve(pairs, refused)
     except Refused as error:

@@ -153,6 +153,8 @@ def _load(parsed: argparse.Namespace) -> LoadedConfig:
     if parsed.resume is not None:
         overrides.append(f"resume={parsed.resume}")
     path = config_path(parsed)
+    if path is None and not overrides:
+        raise ConfigError("name a configuration: vembed train CONFIG; vembed init DATA writes one")
     try:
         return load_config(path, overrides)
     except ConfigError:

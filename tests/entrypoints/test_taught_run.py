@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from command_cases import Site, assert_same_run, run_keys, run_process, steps_saved, write_config
+from safetensors.torch import load_file, save_file
 
 from vembed.errors import PreemptedError
 from vembed.evaluation.encode import ItemEncoder
@@ -112,6 +114,22 @@ def test_a_teacher_that_finds_false_negatives_changes_what_is_learnt_on_any_numb
     plain = run_keys(tmp_path / "plain", keys)
     assert plain.code == 0, plain.err
     assert filtered.losses[0] < plain.losses[0], "what the teacher finds too similar is no negative"
+
+
+def test_a_run_whose_teacher_has_changed_is_not_resumed(site: Site, tmp_path: Path) -> None:
+    shutil.copytree(site.bert_without_dropout, tmp_path / "teacher")
+    keys = taught(site) | {"teacher_model_name": str(tmp_path / "teacher"), "max_steps": 4, "save_steps": 2}
+    assert run_keys(tmp_path, keys).code == 0
+    folder = tmp_path / "out"
+    shutil.rmtree(folder / "checkpoints" / "step-00000004")
+    weights = tmp_path / "teacher" / "model.safetensors"
+    changed = {name: tensor + 0.1 for name, tensor in load_file(weights).items()}
+    save_file(changed, weights, {"format": "pt"})
+    refused = run_keys(tmp_path, keys)
+    assert refused.code == 2
+    assert "belongs to another run" in refused.err
+    assert "\n  teacher.weights: " in refused.err
+    assert "base" not in refused.err.partition("Resume with")[0]
 
 
 def test_a_dry_run_asks_about_one_batch_and_leaves_nothing(site: Site, tmp_path: Path) -> None:

@@ -94,6 +94,17 @@ def test_another_run_is_refused_even_where_the_work_may_be_spread_otherwise(
     assert isinstance(resume(0, tmp_path, identity_of(base="c0de"), False, False, True), list)
 
 
+def test_a_checkpoint_of_before_teachers_were_stamped_is_resumed_and_another_teacher_is_not(tmp_path: Path) -> None:
+    taught = {"teacher": {"weights": "c0de", "precision": "torch.float32"}}
+    save(0, tmp_path / "old", identity_of(), False, False)
+    assert isinstance(resume(0, tmp_path / "old", identity_of(**taught), False, False, False), list)
+    save(0, tmp_path / "new", identity_of(**taught), False, False)
+    assert isinstance(resume(0, tmp_path / "new", identity_of(**taught), False, False, False), list)
+    other = {"teacher": {"weights": "f00d", "precision": "torch.float32"}}
+    refused = resume(0, tmp_path / "new", identity_of(**other), False, False, True)
+    assert 'teacher.weights: "c0de" in the checkpoint, "f00d" in this run' in refused
+
+
 def test_an_encoder_that_is_not_sharded_is_gathered_as_it_is() -> None:
     network: Any = Network()
 

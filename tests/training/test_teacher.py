@@ -31,6 +31,7 @@ from vembed.losses.base import BatchStructure, ContrastiveLoss
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.registry import load_encoder
 from vembed.plan.devices import Devices
+from vembed.training import teacher as teaching
 from vembed.training.batches import BatchSource
 from vembed.training.teacher import Answers, Asking, PairTeacher, Teacher, TeacherUse, find_teacher
 
@@ -144,6 +145,31 @@ def test_it_is_asked_once_and_another_teacher_anew(folder: Path, monkeypatch: py
     other = filled(folder, find(folder).answers(asking()))
     assert sum(counts) > 0
     assert not np.allclose(first.teacher_D, other.teacher_D)
+
+
+@pytest.mark.parametrize("name", ["bag", "judge"])
+def test_its_identity_tells_another_teacher_apart_and_reads_the_weights_once(
+    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def counted(keys: ModelKeys, load: Any = load_encoder, **more: Any) -> Any:
+        loaded.append(keys.model_name if more.get("with_weights", True) else "")
+        return load(keys, **more)
+
+    monkeypatch.setattr(teaching, "load_encoder", counted)
+    write_cross_encoder(folder / "judge", WORDS)
+    use = TeacherUse(vectors=False, scores=True)
+    teacher = find(folder, name, use=use)
+    identity = teacher.identity(Ranks(), None)
+    assert {"weights", "encoder", "preprocessing", "precision"} == identity.keys()
+    teacher.answers(asking())
+    assert teacher.identity(Ranks(), None) == identity == find(folder, name, use=use).identity(Ranks(), None)
+    assert loaded.count(str(folder / "bag")) == 2 * (name == "bag")
+    assert find(folder, name, use=use).identity(Ranks(), torch.bfloat16)["precision"] == "torch.bfloat16"
+    write_bag(folder / "bag", seed=1)
+    write_cross_encoder(folder / "judge", WORDS[:-1])
+    assert find(folder, name, use=use).identity(Ranks(), None)["weights"] != identity["weights"]
 
 
 def test_a_killed_process_goes_on_behind_its_last_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

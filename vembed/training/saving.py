@@ -42,6 +42,9 @@ PARTS = ("model", "loss", "optimizer")
 ELASTIC_KEYS = ("strategy", "mode", "sharding_factor", "world_size")
 """How the work is spread: another way computes the same, in another order of adding up."""
 
+LATER_KEYS = ("teacher",)
+"""Parts of a run's identity that its checkpoints once didn't have; one without says nothing of them."""
+
 MODEL_MARGIN = 1.1
 """The room that a model's folder is given, for each byte of its weights: tokenizer and settings come with them."""
 
@@ -159,6 +162,7 @@ def refuse_other_run(checkpoint: LoadedCheckpoint, identity: Mapping[str, JSON],
     Raises:
         ConfigError: The message shows each difference.
     """
+    identity = {key: value for key, value in identity.items() if key in checkpoint.stamp or key not in LATER_KEYS}
     saved = {key: value for key, value in checkpoint.stamp.items() if key in identity}
     differences = stamp_differences(saved, identity)
     spread = [difference for key, difference in differences.items() if key in ELASTIC_KEYS]

@@ -27,7 +27,7 @@ from vembed.data.records import ItemColumn
 from vembed.errors import ConfigError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors
 from vembed.evaluation.index import check_finite
-from vembed.evaluation.provenance import model_key
+from vembed.evaluation.provenance import digest, model_key
 from vembed.evaluation.vector_store import VectorStore
 from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.registry import load_encoder
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vembed.data.images import ImageLimits
     from vembed.data.records import RecordTable
     from vembed.distributed.ranks import Ranks
+    from vembed.evaluation.provenance import Key
     from vembed.evaluation.vector_store import VectorTable
     from vembed.models.encoder import Encoder
     from vembed.plan.devices import Devices
@@ -95,6 +96,15 @@ class Teacher(Protocol):
 
     note: str  # for the plan: what asking it costs
     num_bytes: int  # of what it will have said
+
+    def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
+        """Return what its answers depend on beside the items: hashes of its weights, settings and preprocessing.
+
+        All ranks call it; the first one reads the weights, which stay until it has answered.
+
+        Raises:
+            ConfigError: It can't be loaded.
+        """
 
     def answers(self, asking: Asking) -> Answers:
         """Return what it says of all training data, from disk where that is still true.
@@ -152,6 +162,8 @@ class EmbeddingTeacher:
     ) -> None:
         self._keys, self._records, self._use, self._folder, self._limits = keys, records, use, folder, limits
         self._items = distinct_items(records)
+        self._load = cache(lambda: load_encoder(keys, image_limits=limits))
+        self._sides: list[StoredSide] = []  # once it is known what it is
         outline = load_encoder(keys, image_limits=limits, with_weights=False)
         _refuse_unfit(outline, self._items)
         self.num_bytes = 4 * outline.dimension * sum(len(each.ids_U) for each in self._items)
@@ -159,21 +171,34 @@ class EmbeddingTeacher:
 
     def answers(self, asking: Asking) -> Answers:
         """Return vectors of all items."""
-        ranks, load = asking.ranks, cache(lambda: load_encoder(self._keys, image_limits=self._limits))
-        # The first rank needs the weights to know what it is; the others load it if there is something to encode.
-        key = ranks.from_first(lambda: model_key(load()))
-        key["precision"] = str(asking.autocast_dtype or self._keys.torch_dtype)
-        place = StorePlace(self._folder, "the teacher's vectors", "set teacher_cache to a folder on another disk")
-        outline = load_encoder(self._keys, image_limits=self._limits, with_weights=False)
+        ranks = asking.ranks
 
         def encoder() -> ItemEncoder:
-            own = load().to(asking.device)
+            own = self._load().to(asking.device)
             budget = encoding_budget(own, asking.device, ROWS_AT_ONCE)
             return ItemEncoder(own, budget, asking.device, asking.autocast_dtype, asking.poll, ranks)
 
-        sides = [StoredSide.of(each, outline, key, place) for each in self._items]
+        sides = self._stored(ranks, asking.autocast_dtype)
         tables = {(each.items.modality, each.items.side): each.encoded(encoder, ranks) for each in sides}
+        self._load.cache_clear()
         return VectorAnswers(StoredVectors(tables), self._use)
+
+    def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
+        """Return what its vectors depend on, without the side that an item is on."""
+        keys = [each.store.key for each in self._stored(ranks, autocast_dtype)]
+        of_model = {name: part for name, part in keys[0].items() if name != "side"}
+        return {**of_model, "preprocessing": digest([key["preprocessing"] for key in keys])}
+
+    def _stored(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> list[StoredSide]:
+        """Return where its vectors are kept, by what it is."""
+        if not self._sides:
+            # The first rank needs the weights to know; the others load it if there is something to encode.
+            key = ranks.from_first(lambda: model_key(self._load()))
+            key["precision"] = str(autocast_dtype or self._keys.torch_dtype)
+            place = StorePlace(self._folder, "the teacher's vectors", "set teacher_cache to a folder on another disk")
+            outline = load_encoder(self._keys, image_limits=self._limits, with_weights=False)
+            self._sides = [StoredSide.of(each, outline, key, place) for each in self._items]
+        return self._sides
 
     def _cost(self, outline: Encoder, devices: Devices) -> str:
         num_tokens = 0.0
@@ -225,6 +250,8 @@ class PairTeacher:
 
     def __init__(self, keys: ModelKeys, records: RecordTable, folder: Path) -> None:
         self._keys, self._items, self._folder = keys, records.items, folder
+        self._load = cache(lambda: CrossEncoder(keys))
+        self._key: Key = {}  # once it is known
         if {each.modality for each in distinct_items(records)} != {"text"}:
             raise ConfigError(
                 f"teacher_model_name: the cross-encoder {keys.model_name} reads texts, and the data hold more"
@@ -238,17 +265,13 @@ class PairTeacher:
 
     def answers(self, asking: Asking) -> Answers:
         """Return the scores of each row's query with its own documents."""
-        ranks, load = asking.ranks, cache(lambda: CrossEncoder(self._keys))
-        key = {
-            **ranks.from_first(lambda: load().key()),
-            "precision": str(asking.autocast_dtype or self._keys.torch_dtype),
-        }
+        ranks, key = asking.ranks, self.identity(asking.ranks, asking.autocast_dtype)
 
         def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
             asking.poll()
             queries, documents = self._numbers_U2[rows[ranks.rank :: ranks.world_size]].T
             pairs = zip(*(texts_of(self._items.at(own)) for own in (queries, documents)), strict=True)
-            scores_N = load().to(asking.device).scores(list(pairs), asking.autocast_dtype)
+            scores_N = self._load().to(asking.device).scores(list(pairs), asking.autocast_dtype)
             shares = [np.arange(rank, len(rows), ranks.world_size) for rank in range(ranks.world_size)]
             found = ranks.rows_at_first(scores_N[:, None], [len(share) for share in shares]).cpu().numpy()
             scores_N1 = np.zeros((len(rows), 1), dtype=np.float32)
@@ -258,7 +281,16 @@ class PairTeacher:
             return scores_N1
 
         store = VectorStore(self._folder, "pairs", key, "the teacher's scores", "set teacher_cache to another disk")
-        return PairAnswers(store.table(self._ids_U, 1, make, ranks))
+        table = store.table(self._ids_U, 1, make, ranks)
+        self._load.cache_clear()
+        return PairAnswers(table)
+
+    def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
+        """Return what its scores depend on."""
+        if not self._key:
+            precision = str(autocast_dtype or self._keys.torch_dtype)
+            self._key = {**ranks.from_first(lambda: self._load().key()), "precision": precision}
+        return self._key
 
 
 @dataclass(frozen=True, slots=True)

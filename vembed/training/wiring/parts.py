@@ -290,7 +290,13 @@ def build_updater(run: Run) -> Updater:
 
 
 def run_identity(run: Run) -> dict[str, Any]:
-    """Return what the run is made of, and how its work is spread: a checkpoint of anything else isn't trained on."""
+    """Return what the run is made of, and how its work is spread: a checkpoint of anything else isn't trained on.
+
+    All ranks call it.
+    """
+    taught = (
+        {} if run.teacher is None else {"teacher": run.teacher.identity(run.runtime.ranks, autocast_dtype(run.plan))}
+    )
     return {
         "strategy": run.plan.way.strategy,
         "mode": run.plan.way.mode,
@@ -301,6 +307,7 @@ def run_identity(run: Run) -> dict[str, Any]:
         "num_parameters": sum(parameter.numel() for parameter in run.encoder.parameters()),
         "base": run.encoder.base,
         "data_fingerprint": run.data.fingerprint,
+        **taught,
     }
 
 

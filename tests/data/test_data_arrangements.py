@@ -134,6 +134,21 @@ def test_a_class_with_fewer_rows_comes_with_all_of_them() -> None:
     assert "20 classes with fewer rows than that: all of them come." in sampler.arrangement_notes()
 
 
+def test_batches_of_one_class_are_counted_and_refused_where_most_are_such() -> None:
+    def uneven(*sizes: int) -> GlobalSampler:
+        labels = [f"c{number}" for number, size in enumerate(sizes) for _ in range(size)]
+        table = table_of([(f"q{row}", f"d{row}", label) for row, label in enumerate(labels)])
+        return build_sampler(Config(model_name="m", batch_size=8, batch_sampling="classes"), table, 8)
+
+    with pytest.raises(DataError, match=r"about 12 of 13 batches would hold one class alone.* has 98 of 100 rows"):
+        uneven(98, 2)
+    sampler, classes = uneven(68, 16, 16), np.repeat(np.arange(3), [68, 16, 16])
+    lone = sum(len(np.unique(classes[rows])) == 1 for rows in epoch_batches(sampler, 0))
+    assert 0 < lone < 7
+    assert f"{lone} of 13 batches of the first epoch hold one class alone" in sampler.arrangement_notes()[-1]
+    assert not any("alone" in note for note in uneven(50, 50).arrangement_notes())
+
+
 def test_a_configuration_chooses_the_arrangement() -> None:
     rows = [(f"q{number}", f"d{number % 10}", f"c{number % 8}") for number in range(80)]
     table, base = table_of(rows), {"model_name": "m", "batch_size": 8}

@@ -171,6 +171,9 @@ class ByClass:
                 f"classes, and {whose} {fewest}; lower the batch size to {per_class * fewest}, or "
                 f"raise samples_per_class to {-(-batch_size // fewest)}"
             )
+        if not len(records.numbers("negatives")[1]):
+            for source in np.unique(sources).tolist():
+                _refuse_uneven(np.bincount(classes[sources == source]), per_class, batch_size)
         return cls(classes, per_class)
 
     def batches(
@@ -215,9 +218,34 @@ class ByClass:
             f"batch_sampling classes: up to {largest:,} rows a batch, {self.per_class} of each class, of "
             f"{len(sizes):,} classes; the first epoch takes {len(np.unique(first.rows)):,} of {num_rows:,} rows."
         )
-        if not few:
-            return (said,)
-        return (said, f"{plural(few, 'class', 'classes')} with fewer rows than that: all of them come.")
+        notes = [said]
+        if few:
+            notes.append(f"{plural(few, 'class', 'classes')} with fewer rows than that: all of them come.")
+        classes, begins = self.classes[first.rows], first.starts[:-1]
+        lone = int((np.maximum.reduceat(classes, begins) == np.minimum.reduceat(classes, begins)).sum())
+        if lone:
+            notes.append(
+                f"{lone:,} of {len(begins):,} batches of the first epoch hold one class alone, as no class comes twice "
+                f"in a batch: their rows have no negatives but hard ones."
+            )
+        return tuple(notes)
+
+
+def _refuse_uneven(sizes: NDArray[np.int64], per_class: int, batch_size: int) -> None:
+    """Refuse classes of so many rows that most batches hold a single one.
+
+    Groups of one class stand in different batches, and batches differ by a group at most: the others make up for the
+    largest class, or leave it alone.
+    """
+    num_batches = -(-int(sizes.sum()) // batch_size)
+    groups = int(np.minimum(-(-sizes // per_class), num_batches).sum())
+    lone = 2 * num_batches - groups
+    if 2 * lone > num_batches:
+        raise DataError(
+            f"batch_sampling classes: about {lone:,} of {num_batches:,} batches would hold one class alone, and rows "
+            f"of one class are no negatives of each other: the largest has {sizes.max():,} of {sizes.sum():,} rows. "
+            f"Raise the batch size, leave rows of that class out, or set batch_sampling to random"
+        )
 
 
 def shuffled(parts: Sequence[EpochBatches], generator: np.random.Generator) -> EpochBatches:

@@ -216,6 +216,8 @@ def test_a_checkpoint_of_an_older_or_newer_schema_is_compared_by_defaults() -> N
     del old["seed"]
     assert resume_differences(old, make()) == []
     assert [each.key for each in resume_differences(old, make(seed=3))] == ["seed"]
+    assert resume_differences({**old, "kl_teacher_temperature": 1.0}, make()) == [], "no loss reads it"
+    assert resume_differences({**old, "temperature": 1.0}, make()) == [("temperature", 1.0, 0.05, "refused")]
     assert resume_differences({**old, "no_longer": True}, make()) == [("no_longer", True, None, "refused")]
 
 

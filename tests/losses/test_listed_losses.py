@@ -19,6 +19,7 @@ from vembed.losses.angle import AngleLoss
 from vembed.losses.base import LossCommon
 from vembed.losses.cosine_mse import CosineMseLoss
 from vembed.losses.kl import KlLoss
+from vembed.losses.listed import ListedPairs
 from vembed.losses.margin_mse import MarginMseLoss
 from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.registry import loss_facts
@@ -199,8 +200,25 @@ def test_the_keys_make_the_losses_and_odd_lengths_have_no_angles() -> None:
     assert built("margin_mse", "margin_mse_scale=4").scale == 4
     kl = built("kl", "kl_temperature=0.5", "kl_teacher_temperature=3", "mrl_dims=[8, 3]")
     assert (kl.student_temperature, kl.teacher_temperature, kl.prefixes) == (0.5, 3.0, Prefixes.of([3, 8]))
+    assert built("kl", "kl_temperature=0.5").teacher_temperature == 1.0, "scores of the data are no cosines"
     assert built("cosine_mse").tile_size == 16
     with pytest.raises(ConfigError, match="two by two, and 7 is odd"):
         built("angle", dimension=7)
     with pytest.raises(ConfigError, match="two by two, and 3 is odd"):
         built("angle", "mrl_dims=[8, 3]")
+
+
+def test_a_student_of_cosines_keeps_the_margins_of_its_teacher_by_default() -> None:
+    keys = load_config(None, ["model_name=m", "loss_type=kl", "teacher_model_name=t"]).config.loss_keys()
+    loss = loss_facts("kl").build(keys, LossCommon(torch.float64, 8, 16, scores_are_cosines=True))
+    cosines = torch.tensor([0.8, 0.2, 0.1], dtype=torch.float64)
+    pairs_P2 = torch.tensor([[0, 0], [0, 1], [0, 2]])
+    structure = replace(plain(1, 3).structure, listed_P2=pairs_P2, listed_scores_P=cosines)
+
+    def slope_at(student: Any) -> torch.Tensor:
+        own = torch.tensor(student, dtype=torch.float64, requires_grad=True)
+        (slope,) = torch.autograd.grad(loss.of_similarities(own, ListedPairs.of(structure), structure), [own])
+        return slope.abs().max()
+
+    assert slope_at([0.8, 0.2, 0.1]) < 1e-12
+    assert slope_at([0.7, 0.65, 0.64]) > 1

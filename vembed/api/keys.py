@@ -97,7 +97,7 @@ class TrainKeys(TypedDict, total=False):
     angle_scale: float
     margin_mse_scale: float
     kl_temperature: float
-    kl_teacher_temperature: float
+    kl_teacher_temperature: float | None
     spread_out_mean: float
     spread_out_second_moment: float
     distillation_alpha: float

@@ -112,6 +112,7 @@ class LossCommon(NamedTuple):
     dtype: torch.dtype  # of parameters of its own, at least float32
     dimension: int  # of the embeddings
     tile_size: int  # rows and columns of a tile, as the plan decided
+    scores_are_cosines: bool = False  # listed scores are a teacher's cosines, not the data's or a cross-encoder's
 
 
 class BatchLoss(nn.Module, ABC):

@@ -48,9 +48,10 @@ class KlLoss(ListedLoss):
     @classmethod
     def from_keys(cls, keys: KlKeys, common: LossCommon) -> Self:
         """Make the loss of a run."""
+        default = keys.kl_temperature if common.scores_are_cosines else 1.0
         return cls(
             temperature=keys.kl_temperature,
-            teacher_temperature=keys.kl_teacher_temperature,
+            teacher_temperature=keys.kl_teacher_temperature or default,
             prefixes=Prefixes.of_keys(keys),
             tile_size=common.tile_size,
         )

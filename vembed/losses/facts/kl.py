@@ -12,8 +12,10 @@ class KlKeys(TileKeys, PrefixKeys):
     """Keys of the divergence from a teacher's scores."""
 
     kl_temperature: Positive = key(0.05, "Similarities of a row's documents are divided by it.")
-    kl_teacher_temperature: Positive = key(
-        1.0, "The scores of a row's documents are divided by it: 1 for a cross-encoder's, 0.05 or so for cosines."
+    kl_teacher_temperature: Positive | None = key(
+        None,
+        "The scores of a row's documents are divided by it; null is kl_temperature for the cosines of an encoder as "
+        "teacher, and 1 for a cross-encoder's scores and those of the data.",
     )
 
 

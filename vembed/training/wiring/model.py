@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from vembed.config.keys.model import ModelKeys, renamed
+from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.distributed.starting_weights import Outline
 from vembed.errors import ConfigError, MachineError, VembedError
 from vembed.files import new_folder
@@ -176,6 +177,13 @@ def teacher_dimension(config: Config) -> int:
     return 0 if CrossEncoder.is_meant(keys) else load_skeleton(keys).dimension
 
 
+def _teacher_gives_cosines(config: Config) -> bool:
+    """Return whether an encoder as teacher scores the documents of rows."""
+    if config.teacher_model_name is None or not teacher_gives_scores(config):
+        return False
+    return not CrossEncoder.is_meant(teacher_keys(config, config.teacher_model_name, config.teacher_revision))
+
+
 def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
     """Make the loss.
 
@@ -191,7 +199,7 @@ def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
             f"another loss or another model"
         )
     dtype = torch.promote_types(DTYPES[config.torch_dtype], torch.float32)
-    common = LossCommon(dtype, encoder.dimension, plan.loss_tile_size)
+    common = LossCommon(dtype, encoder.dimension, plan.loss_tile_size, _teacher_gives_cosines(config))
     return facts.build(config.loss_keys(), common)
 
 

@@ -57,6 +57,14 @@ def causes(changes: dict[str, Any], setup: Setup = GPU) -> list[str]:
     return [finding.cause for finding in diagnose(run_of(changes), setup)]
 
 
+@pytest.mark.parametrize(("idle", "found"), [(2, ["steps without a gradient"]), (1, [])])
+def test_some_steps_without_a_gradient_are_told_and_one_is_not(idle: int, found: list[str]) -> None:
+    rows = run_of({})
+    for row in rows[3 : 3 + idle]:
+        row["grad_norm"] = 0.0
+    assert [finding.cause for finding in diagnose(rows, GPU)] == found
+
+
 def test_a_healthy_run_has_no_finding() -> None:
     assert causes({}) == []
     assert ("diagnosis", "nothing stands out") in diagnosis_lines(run_of({}), ())
@@ -66,6 +74,7 @@ def test_a_healthy_run_has_no_finding() -> None:
 @pytest.mark.parametrize(
     ("cause", "beyond", "within"),
     [
+        ("steps without a gradient", {"grad_norm": 0.0}, {"grad_norm": 1e-30}),
         ("waiting for data", {"data_seconds": 0.21}, {"data_seconds": 0.19}),
         ("padding", {"padding_ratio": 1.3}, {"padding_ratio": 1.2}),
         ("replay drift", {"replay_drift": 2e-2}, {"replay_drift": 5e-3}),

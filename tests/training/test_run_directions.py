@@ -109,6 +109,16 @@ def test_the_masked_pairs_of_every_step_are_logged_and_added_up(finished: tuple[
     assert facts["false negatives masked"] == f"{total} (query, document) pairs in 3 steps"
 
 
+def test_a_filter_that_leaves_out_every_negative_is_told(tmp_path: Path) -> None:
+    data = write_rows(tmp_path / "data", "t2t", count=6)
+    keys = {"model_name": "builtin:ngram-bag", "eval_strategy": "no", "bm25": False, "max_steps": 3}
+    run(tmp_path, data, false_negative_filter="threshold", false_negative_margin=1.0, **keys)
+    report = json.loads((tmp_path / "out" / "report" / "report.json").read_text())
+    assert "steps without a gradient" in [finding["cause"] for finding in report["findings"]]
+    told = dict(report["data_facts"])["false negatives masked"]
+    assert told.endswith(" in 3 steps; those that false_negative_filter leaves out aren't counted")
+
+
 @pytest.mark.slow
 def test_texts_are_measured_in_one_direction_unless_both_are_asked_for(tmp_path: Path) -> None:
     data = write_rows(tmp_path / "data", "t2t", count=6)

@@ -69,7 +69,7 @@ class FeaturedBatch:
 
     record_ids: tuple[int, ...]  # rows of the training records, all ranks'
     structure: BatchStructure  # on the CPU: losses that stream list cells there, and read nothing back
-    num_masked: int | None  # pairs that are no negatives; None where the loss masks none
+    num_masked: int | None  # pairs that are no negatives as they are copies; None where the loss masks none
     assignment: RowAssignment  # which rows are whose
     parts: tuple[tuple[Features, NDArray[np.int64]], ...]
 
@@ -110,7 +110,7 @@ class BatchSource:
     world_size: int = 1
     stored: StoredVectors | None = None  # embeddings of what a frozen tower would encode, or None
     answers: Answers | None = None  # what a teacher says of the records, or None
-    counts_masked: bool = False  # whether the loss masks false negatives
+    counts_masked: bool = False  # whether the loss masks copies
     prompted: tuple[Encoder, ...] = ()  # for the texts of each source, where sources have prompts of their own
     tells_source: bool = False  # whether each batch is of one of several sources
 
@@ -266,7 +266,7 @@ def _text(item: Item) -> str:
 
 
 def count_masked(batch: ContrastiveBatch) -> int:
-    """Return how many (query, document) pairs of a batch are false negatives that the loss masks.
+    """Return how many (query, document) pairs of a batch the loss masks as copies; what a filter finds isn't counted.
 
     A document is masked for a query when it repeats the content of a positive of that query, or of an equal one, or the
     query itself; explicit positives aren't counted. Pairs are counted by content, times how often each content stands

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from vembed.plan.plan import Plan
     from vembed.training.state import RunState
 
+IDLE_SHARE = 0.1
+"""Share of the steps with a gradient of exactly 0: where a loss has something to learn from, there are none."""
+
 DATA_SHARE = 0.2
 """Share of a step spent waiting for its batch from which more workers pay."""
 
@@ -149,6 +152,19 @@ def _skipped(numbers: Numbers) -> Finding | None:
         "numbers that aren't finite",
         f"{plural(skipped, 'step was', 'steps were')} skipped because the loss or a gradient was NaN or infinite.",
         "Look at the batches in nonfinite-step-N.json; lower learning_rate, set max_grad_norm: 1.0, raise temperature.",
+    )
+
+
+def _idle(numbers: Numbers) -> Finding | None:
+    norms = [row["grad_norm"] for row in numbers.settled if "grad_norm" in row]
+    share = norms.count(0.0) / max(1, len(norms))
+    if share <= IDLE_SHARE:
+        return None
+    return Finding(
+        "steps without a gradient",
+        f"{percent_text(share)} of the steps taught the model nothing: their gradient was exactly 0.",
+        "Look for a false_negative_filter that leaves out every negative (lower false_negative_margin), batches of one "
+        "class or of one row, and a source whose rows have nothing that its loss learns from.",
     )
 
 
@@ -309,6 +325,7 @@ def _peak(numbers: Numbers) -> float | None:
 
 RULES: tuple[Callable[[Numbers], Finding | None], ...] = (
     _skipped,
+    _idle,
     _drift,
     _repairs,
     _full,

@@ -244,14 +244,20 @@ def _reverse(
     )
 
 
-def _training_facts(state: RunState, rows: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
+def _training_facts(
+    state: RunState, rows: Sequence[Mapping[str, float]], config: Mapping[str, object]
+) -> list[tuple[str, str]]:
     """Return (label, value) of what training met in the data, counted over all steps."""
     facts = [("over-long training texts cut", f"{state.num_truncated:,}")]
+    is_filtered = config.get("false_negative_filter", "identity") != "identity"
+    more = "; those that false_negative_filter leaves out aren't counted" if is_filtered else ""
     masked = [int(row["masked_negatives"]) for row in rows if "masked_negatives" in row]
     if masked:
-        facts.append(("false negatives masked", f"{sum(masked):,} (query, document) pairs in {len(masked):,} steps"))
+        facts.append(
+            ("false negatives masked", f"{sum(masked):,} (query, document) pairs in {len(masked):,} steps{more}")
+        )
     else:
-        facts.append(("false negatives masked", "none: mask_false_negatives is false"))
+        facts.append(("false negatives masked", f"none: mask_false_negatives is false{more}"))
     facts.append(("steps skipped for numbers that aren't finite", f"{state.skipped_steps:,}"))
     return facts
 
@@ -301,7 +307,7 @@ def _report(parts: FinishParts, state: RunState, result: RunResult, *, kept_step
         plan=parts.plan.to_json(),
         config=parts.config,
         environment=environment(parts.machine.device_name, parts.plan),
-        data_facts=[*parts.data.facts(), *_training_facts(state, rows)],
+        data_facts=[*parts.data.facts(), *_training_facts(state, rows, parts.config)],
         data_hashes=parts.data.hashes,
         command=parts.command,
         image_limits=ImageLimits(max_pixels=parts.max_image_pixels),

@@ -29,7 +29,7 @@ class StepTotals:
     num_chunks: int = 0  # encoder calls of the first pass on this rank
     num_repairs: int = 0  # how often a batch ran out of memory and was done again
     replay_drift: float = 0.0
-    num_masked: int | None = None  # pairs of a query and a document that are no negatives; None: none is masked
+    num_masked: int | None = None  # pairs of a query and a document masked as copies; None: none is masked
     data_seconds: float = 0.0  # how long this rank waited for its batches
     rank_tokens: int = 0  # real tokens of this rank
     rank_losses: list[float] = field(default_factory=list)  # of each batch, the queries whose loss this rank computed

@@ -48,6 +48,40 @@ def test_no_query_or_positive_is_on_both_sides() -> None:
     shared = [text for record in table for text in {record.query, *(text.strip() for text in record.positives)}]
     assert len(shared) > len(set(shared)), "the rows must share texts for this test to mean anything"
     assert not texts(table, split.train_rows.tolist()) & texts(table, split.held_out_rows.tolist())
+    assert split.notes[0].endswith("; no query or positive is on both sides."), "the hard negative is"
+
+
+def graded_table(pairs: Sequence[tuple[str, str, float]]) -> RecordTable:
+    writer = RecordWriter()
+    for line, (query, document, grade) in enumerate(pairs, start=1):
+        fits, fits_not = ((document,), ()) if grade > 0 else ((), (document,))
+        writer.add(query, positives=fits, negatives=fits_not, scores=(grade,), file="t.jsonl", line=line)
+    return writer.finish()
+
+
+def pair_texts(table: RecordTable, rows: Sequence[int]) -> set[str]:
+    return {text for each in table.take(rows) for text in (each.query, *each.positives, *each.negatives)}
+
+
+@pytest.mark.parametrize("low", [0.0, -2.0])
+def test_no_document_of_a_graded_pair_is_on_both_sides(low: float) -> None:
+    table = graded_table([(f"q{i}", f"d{i // 2 % 200}", 3.0 if i % 2 else low) for i in range(800)])
+    split = hold_out(table)
+    assert len(split.held_out_rows) == 100
+    assert not pair_texts(table, split.train_rows.tolist()) & pair_texts(table, split.held_out_rows.tolist())
+    assert split.notes[0].endswith("; no text is on both sides.")
+
+
+def test_low_grades_of_documents_that_hang_together_do_not_keep_rows_from_being_held_out() -> None:
+    rng = random.Random(4)
+    pairs = [(f"q{i}", f"p{i}", 1.0) for i in range(200)]
+    pairs += [(f"q{i}", f"p{rng.randrange(200)}", 0.0) for i in range(200) for _ in range(4)]
+    table = graded_table(pairs)
+    split = hold_out(table)
+    assert len(split.held_out_rows) == 100
+    assert not texts(table, split.train_rows.tolist()) & texts(table, split.held_out_rows.tolist())
+    assert pair_texts(table, split.train_rows.tolist()) & pair_texts(table, split.held_out_rows.tolist())
+    assert split.notes[0].endswith("; no query or positive is on both sides.")
 
 
 def test_the_two_sides_are_all_rows_once() -> None:

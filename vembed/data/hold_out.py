@@ -1,6 +1,7 @@
-"""Hold rows out for validation, without a text or picture on both sides and without regard to the order of the rows.
+"""Hold rows out for validation, without a query or positive on both sides and without regard to the order of the rows.
 
-1. Rows that share a query or a positive are linked; linked rows form a component.
+1. Rows that share a query or a positive are linked; linked rows form a component. The document of a pair that is graded
+   0 or lower counts as a positive, unless too few rows could be held out then.
 2. Components are ordered by their smallest content hash.
 3. Components are taken whole, in that order, while they fit; one that is too large is passed over.
 
@@ -57,7 +58,8 @@ class HeldOut(NamedTuple):
 def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | None = None) -> HeldOut:
     """Split off rows for validation: the same content gives the same split, whatever the order of the rows.
 
-    No text or picture that is a query or a positive on one side is a query or a positive on the other.
+    No text or picture that is a query or a positive on one side is a query or a positive on the other. Of pairs graded
+    0 or lower the documents are apart as well, where that leaves at least half of the rows that are wanted.
 
     Args:
         fraction: Largest share of the rows to hold out, above 0 and below 1; None takes more of small sets.
@@ -76,8 +78,12 @@ def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | 
     if budget < 1:
         msg = f"{plural(num_rows, 'record')} can't be split into some to train on and some to validate on: {FIX}"
         raise DataError(msg)
-    component_of, smallest_hash = _components(table)
-    chosen = _choose(component_of, smallest_hash, budget)
+    low_graded = _without_positive(table)
+    chosen = _choose(*_components(table, low_graded), budget)
+    if low_graded.any() and 2 * int(chosen.sum()) < budget:
+        linked_less = _choose(*_components(table), budget)
+        if linked_less.sum() > chosen.sum():
+            chosen = linked_less
     if not chosen.any():
         msg = (
             f"no rows can be held out for validation: every group of rows that share a query or a positive has over "
@@ -85,7 +91,8 @@ def hold_out(table: RecordTable, *, fraction: float | None = None, limit: int | 
         )
         raise DataError(msg)
     count = int(chosen.sum())
-    notes = [f"{count:,} of {num_rows:,} rows held out for validation by content hash; no text is on both sides."]
+    apart = "query or positive" if _share_items(table, chosen) else "text"
+    notes = [f"{count:,} of {num_rows:,} rows held out for validation; no {apart} is on both sides."]
     if count < budget:
         notes.append(f"That is {budget - count:,} fewer than asked for: rows that share a text stay together.")
     return HeldOut(np.flatnonzero(~chosen), np.flatnonzero(chosen), tuple(notes))
@@ -149,9 +156,31 @@ def resolution_notes(num_queries: int) -> tuple[str, ...]:
     return (f"the dev set has {size}: differences under about {least:.2f} nDCG@10 can't be told from chance.",)
 
 
-def _components(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return the component of each row, numbered from 0, and the smallest content hash of each component."""
-    rows, hashes = _row_hashes(table)
+def _without_positive(table: RecordTable) -> NDArray[np.bool_]:
+    """Return which rows have no positive: those whose pairs are graded 0 or lower."""
+    has_none: NDArray[np.bool_] = np.bincount(table.numbers("positives")[0], minlength=len(table)) == 0
+    return has_none
+
+
+def _share_items(table: RecordTable, chosen: NDArray[np.bool_]) -> bool:
+    """Return whether a text or picture stands in rows of both sides, hard negatives included."""
+    sides = [table.subset(np.flatnonzero(side)) for side in (~chosen, chosen)]
+    train, held_out = (
+        side.items.ids[np.concatenate([side.numbers(column)[1] for column in ("query", "positives", "negatives")])]
+        for side in sides
+    )
+    return bool(np.isin(train, held_out).any())
+
+
+def _components(
+    table: RecordTable, by_negatives: NDArray[np.bool_] | None = None
+) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Return the component of each row, numbered from 0, and the smallest content hash of each component.
+
+    Args:
+        by_negatives: Which rows are also linked by their negatives, shape (rows,); None links none so.
+    """
+    rows, hashes = _row_hashes(table, by_negatives)
     # Most texts stand in one row only; what is left to join is the repeated ones.
     in_order = np.sort(hashes)
     repeated = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
@@ -171,10 +200,15 @@ def _components(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint6
     return component_of.astype(np.int64), smallest
 
 
-def _row_hashes(table: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return (row, content hash) of every query and positive, as two flat arrays."""
-    queries, positives = table.numbers("query"), table.numbers("positives")
-    rows, items = (np.concatenate(parts) for parts in zip(queries, positives, strict=True))
+def _row_hashes(
+    table: RecordTable, by_negatives: NDArray[np.bool_] | None
+) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
+    """Return (row, content hash) of every query and positive, and of negatives where asked, as two flat arrays."""
+    linking = [table.numbers("query"), table.numbers("positives")]
+    if by_negatives is not None and by_negatives.any():
+        of_row, numbers = table.numbers("negatives")
+        linking.append((of_row[by_negatives[of_row]], numbers[by_negatives[of_row]]))
+    rows, items = (np.concatenate(parts) for parts in zip(*linking, strict=True))
     return rows, table.items.ids[items].view(np.uint64)
 
 

@@ -162,6 +162,7 @@ def strategy_text(plan: Plan) -> str:
     """Return how the work is spread, with all that belongs to it."""
     way = plan.way
     parts = [way.strategy if way.mode is None else f"{way.strategy}, {way.mode}, 1/{way.sharding_factor} each"]
+    parts += ["gradient caching"] * (way.strategy == "single" and way.gradient_cache)
     parts += ["LoRA"] * (way.use_lora and way.strategy != "fsdp_lora")
     parts += ["gradient checkpointing"] * way.gradient_checkpointing + ["CPU offload"] * way.cpu_offload
     return ", ".join(parts)

@@ -107,7 +107,8 @@ def choose(problem: PlanningProblem) -> Choice:
     fits = chosen is not None
     if chosen is None:
         chosen = min(wished, key=lambda each: each.bytes_per_device.total)
-    reasons = [_headline(problem, row, chosen), *_warnings(problem, chosen, free, fits=fits)]
+    plain = next((each for each in candidates if str(each.way) == "single"), chosen)
+    reasons = [_headline(problem, row, chosen, plain), *_warnings(problem, chosen, free, fits=fits)]
     usual = [each for each in candidates if each in wished or each.way.sharding_factor in (1, problem.devices.count)]
     faster = _faster(usual, chosen)
     if faster is not None:
@@ -211,8 +212,11 @@ def _first_fitting(problem: PlanningProblem, candidates: Sequence[Candidate], ro
     return candidates[min(later)[1]] if later else None
 
 
-def _headline(problem: PlanningProblem, row: MatrixRow, chosen: Candidate) -> str:
+def _headline(problem: PlanningProblem, row: MatrixRow, chosen: Candidate, plain: Candidate) -> str:
     count = problem.devices.count
+    if count == 1 and chosen.way.gradient_cache and not plain.fits:
+        need = show_bytes(plain.bytes_per_device.total)
+        return f"single: one process on one device; with all graphs of a batch at once it would need {need}"
     if count == 1:
         return "single: one process on one device"
     size = f"{show_count(problem.model.num_parameters)} parameters on {problem.devices.count} devices"

@@ -122,6 +122,24 @@ def test_what_cant_be_done_is_refused_in_words(
     assert not any(tmp_path.iterdir())
 
 
+def test_weights_are_chosen_on_a_test_split_only_where_it_is_named(
+    call: Any, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    beir = tmp_path / "beir"
+    for name in ("corpus", "queries"):
+        write_rows(beir / f"{name}.jsonl", [{"_id": f"{row}", "text": f"a fox {row}"} for row in range(4)])
+    (beir / "qrels").mkdir()
+    (beir / "qrels" / "test.tsv").write_text("".join(f"{row}\t{row}\t1\n" for row in range(4)))
+    words = ("merge", *models, "--output", tmp_path / "merged", "--steps", "1", "--data", beir)
+    done = call(*words)
+    assert done.code == 2
+    assert f"{beir} has no validation split; it has: test. Choosing the weights on it would flatter them" in done.err
+    assert done.err.endswith("to do so all the same: --split test\n")
+    assert call(*words, "--split", "test").code == 0
+    (beir / "qrels" / "dev.tsv").write_text("0\t0\t1\n")
+    assert call(*words, "--overwrite").code == 0, "the validation split serves unasked"
+
+
 def test_models_that_dont_belong_together_are_refused(
     call: Any, models: tuple[Path, Path], bag: Path, tmp_path: Path
 ) -> None:

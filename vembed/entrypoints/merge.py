@@ -111,6 +111,24 @@ def _check(parsed: argparse.Namespace) -> None:
         raise ConfigError(f"--metric: there is no {parsed.metric!r}; did you mean {close[0]}?")
     for path, split in _named_sets(parsed):
         refuse_missing(path, SourceOptions("validation", split, named=("--data or --guard", "--split")))
+    for path in parsed.data or () if parsed.split is None else ():
+        _refuse_other_split(path)
+
+
+def _refuse_other_split(path: str) -> None:
+    """Refuse a BEIR folder whose only split isn't for validation: it would serve without a word."""
+    from vembed.data.beir import find_split
+    from vembed.data.sources import beir_folder
+    from vembed.data.splits import SPLIT_NAMES
+
+    if (folder := beir_folder(path)) is None:
+        return
+    split, _ = find_split(folder, None, "validation", "--split")
+    if split not in SPLIT_NAMES["validation"]:
+        raise ConfigError(
+            f"{path} has no validation split; it has: {split}. Choosing the weights on it would flatter them; to do so "
+            f"all the same: --split {split}"
+        )
 
 
 def _named_sets(parsed: argparse.Namespace) -> list[tuple[str, str | None]]:

@@ -155,6 +155,8 @@ def test_a_key_is_explained_as_the_reference_says_it(capsys: pytest.CaptureFixtu
         ("--num-train-epochs", "num_train_epochs is what other trainers call epochs"),
         ("deepspeed", "refused: there is no DeepSpeed here"),
         ("mining", "mine_negatives "),
+        ("MultipleNegativesRankingLoss", "MultipleNegativesRankingLoss is what other trainers call loss_type: infonce"),
+        ("none", "none is what other trainers call eval_strategy: no and save_strategy: no"),
     ],
 )
 def test_other_names_lead_to_a_key(asked: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vembed.config.messages import key_schemas, nearest_key, show_value
 from vembed.config.reference import example, key_facts
 from vembed.config.schema import SECTIONS, rules, section_keys
-from vembed.config.synonyms import ALIASES, EVERY, FOREIGN, OTHER_KEYS, plain_name
+from vembed.config.synonyms import ALIASES, EVERY, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, our_value, plain_name
 from vembed.config.text import write_mapping
 from vembed.entrypoints.command import run_command
 from vembed.errors import ConfigError, ExitCode
@@ -23,7 +23,9 @@ DESCRIPTION = "Say what a key of the configuration does: its values, default, ef
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Say what a key of the configuration does."""
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument("key", nargs="?", metavar="KEY", help="key, alias, section, or what another trainer calls it")
+    parser.add_argument(
+        "key", nargs="?", metavar="KEY", help="key, alias, section, or what another trainer calls it or a value"
+    )
     parsed = parser.parse_args(arguments)
     return run_command(lambda: _run(parsed.key))
 
@@ -46,6 +48,10 @@ def _run(name: str | None) -> int:
         print(f"{word} is a key of other trainers")
         for row in elsewhere:
             print(f"  {'' if row.value is EVERY else f'{show_value(row.value)}: '}{row.verdict}: {row.text}")
+    elif values := {key: ours for key in VALUES_ELSEWHERE if (ours := our_value(key, word)) is not None}:
+        said = " and ".join(f"{key}: {ours}" for key, ours in values.items())
+        print(f"{visible(name)} is what other trainers call {said}\n")
+        print("\n\n".join(map(_key, values)))
     else:
         near = nearest_key(word)
         hint = "vembed explain lists every key" if near is None else f"did you mean {near}?"

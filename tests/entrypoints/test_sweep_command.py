@@ -55,6 +55,7 @@ def test_every_trial_is_checked_before_the_first_one_starts(
         (("--try", "learning_rate=1e-5..1e-3"), {}, "--random N"),
         (("--try", "temperature=0.1", "--random", "0"), {}, "--random must be at least 1"),
         (("--try", "temperature=0.1", "--seed", "-1"), {}, "--seed must be at least 0"),
+        (("--try", "temperature=0.1", "--seed", "0"), {}, "--seed has an effect only with --random or --optuna"),
         (("--try", "lr=1e-3", "--config_override", "learning_rate=1"), {}, "given by --config_override and tried"),
         (("--try", "temperature=0.1,0.2"), {"eval_strategy": "no", "eval_steps": None}, "no dev result to choose by"),
         (("--try", "data_path=a,b"), {"val_data_path": None}, "set val_data_path"),

@@ -79,7 +79,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
     parser.add_argument(
         "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --sampling random (default 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of --sampling random (default 0)")
     parser.add_argument("--overwrite", action="store_true", help="replace the output if it is there")
     add_model_arguments(parser)
     add_picture_argument(parser)
@@ -129,6 +129,8 @@ def _run(parsed: argparse.Namespace, command: str, watchdog: Watchdog) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
     keys = _mining_keys(parsed)
+    if parsed.seed is not None and keys.mine_sampling != "random":
+        raise ConfigError("--seed has an effect only with --sampling random")
     from vembed.data.sources import refuse_missing
     from vembed.data.splits import SourceOptions
     from vembed.losses.registry import loss_facts
@@ -191,7 +193,7 @@ def _mine(
     folder = output.with_name(f".{output.name}.mining")
     with seconds.part("teacher"):
         teacher = _teacher(parsed, task, folder, runtime, stop)
-    mined = Miner(encode, keys, folder, parsed.seed, teacher, seconds).mine(task)
+    mined = Miner(encode, keys, folder, parsed.seed or 0, teacher, seconds).mine(task)
     if ranks.is_first:
         facts = {"model": redact(model.name), "weights": model.identity.weights_sha256[:16], "settings": _shown(keys)}
         if teacher is not None:

@@ -80,7 +80,7 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         action="store_true",
         help="train all trials for part of the steps, then the better half again for twice as many, until two are left",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --random and --optuna; default: 0")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of --random and --optuna; default: 0")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder of the sweep; default: OUTPUT_DIR-sweep")
     parser.add_argument("--dry-run", action="store_true", help="list the trials with their steps and time, and stop")
     return parser.parse_args(arguments)
@@ -135,8 +135,11 @@ def _checked(parsed: argparse.Namespace) -> _Sweep:
     for name in ("random", "optuna"):
         if (count := getattr(parsed, name)) is not None and count < 1:
             raise ConfigError(f"--{name} must be at least 1, got {count}")
-    if parsed.seed < 0:
+    if parsed.seed is not None and parsed.seed < 0:
         raise ConfigError(f"--seed must be at least 0, got {parsed.seed}")
+    if parsed.seed is not None and parsed.random is None and parsed.optuna is None:
+        raise ConfigError("--seed has an effect only with --random or --optuna")
+    parsed.seed = parsed.seed or 0
     if parsed.optuna is not None:
         import_optuna()
         if parsed.halving:

@@ -58,8 +58,12 @@ def test_a_path_that_leads_nowhere_is_told_as_a_path(
         f"there is no folder {tmp_path}/run/first/model (did you mean {run}/model?)"
     )
     monkeypatch.chdir(tmp_path)
-    for name in ("./nowhere", "../nowhere", "runs/first/zzzz", "~/nowhere"):
+    for name in ("./nowhere", "../nowhere", "runs/first/zzzz", "runs/zzzz", "~/nowhere"):
         assert refusal(name) == f"there is no folder {name}; name that of a model, or of a run"
+    assert (
+        refusal("runs/frst")
+        == "there is no folder runs/frst (did you mean runs/first?); name that of a model, or of a run"
+    )
     with pytest.raises(ConfigError, match="there is no folder /no/such/folder; name that"):
         ModelFiles(ModelKeys(model_name="/no/such/folder"))
 
@@ -87,9 +91,14 @@ def test_a_well_known_name_without_its_owner_gets_it(name: str, known: str) -> N
         "open_clip:hf-hub:owner/name",
         "a/text + b/picture",
         "runs/x",
+        "google/model",
     ],
 )
-def test_other_names_are_left_to_the_hub_and_to_families(name: str) -> None:
+def test_other_names_are_left_to_the_hub_and_to_families(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "google").mkdir()  # a well-known owner, whose models may lie here too
     assert locate(name) == (name, None)
 
 

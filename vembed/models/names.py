@@ -72,11 +72,13 @@ def locate(name: str) -> Located:
                 f"command that started it"
             )
         return Located(str(folder / MODEL_FOLDER), folder)
-    if is_file(folder) or ":" in name.partition("/")[0] or PAIR_SIGN in name:  # of a shape, `builtin:NAME`, two towers
+    begin, slash, _ = name.partition("/")
+    if is_file(folder) or ":" in begin or PAIR_SIGN in name:  # of a shape, `builtin:NAME`, two towers
         return Located(name)
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or os.path.lexists(folder):
+    is_path = name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or os.path.lexists(folder)
+    if is_path or (slash and begin not in _OWNERS and is_folder(begin)):  # the hub takes minutes to say so, offline
         raise ConfigError(f"there is no folder {name}{nearest_folder(folder)}; name that of a model, or of a run")
-    owner = None if "/" in name else _owner(name)
+    owner = None if slash else _owner(name)
     if owner is not None:
         raise ConfigError(f"{name} is no folder, and a name of the hub has an owner; did you mean {owner}/{name}?")
     return Located(name)

@@ -64,6 +64,17 @@ def test_one_run_is_answered_with_its_report(
     assert not (tmp_path / "report" / "compare.html").exists()
 
 
+def test_a_run_that_is_compared_is_no_place_for_the_comparison(
+    finished: Outcome, other: Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(other.folder.iterdir())
+    folders = [str(finished.folder), str(other.folder)]
+    assert compare.main([*folders, "--output", f"{other.folder}/report/.."], program="vembed compare") == 2
+    assert "is a run that is compared; choose another folder" in capsys.readouterr().err
+    assert sorted(other.folder.iterdir()) == before
+    assert compare.main([*folders, "--output", str(other.folder / "report")], program="vembed compare") == 0
+
+
 def test_a_set_that_changed_since_is_compared_without_its_texts(finished: Outcome, other: Outcome, site: Site) -> None:
     rows = [json.loads(line) for line in site.test.read_text("utf-8").splitlines()]
     before = site.test.read_bytes()

@@ -109,10 +109,13 @@ def compare_runs(
         command: That makes this comparison again, without secrets.
 
     Raises:
-        ConfigError: There are fewer than two runs, one isn't a run, or the baseline can't be compared with.
+        ConfigError: There are fewer than two runs, one isn't a run or is the output, or the baseline can't be compared
+            with.
         MachineError: The output can't be written.
     """
     runs, notes = read_runs(folders, baseline)
+    if output is not None and output.resolve() in {run.folder.resolve() for run in runs}:
+        raise ConfigError(f"the output {redact(str(output))} is a run that is compared; choose another folder")
     if len(runs) < 2:
         only = runs[0]
         report = only.folder / "report" / "report.html"

@@ -280,6 +280,7 @@ def test_what_a_model_or_a_set_cannot_give_is_refused_before_anything_is_encoded
     for options, told in (
         (("--dims", "24"), "small has 16 dimensions; give at most 16"),
         (("--dims", "8,x"), "'x' is no number of dimensions"),
+        (("--dims", "8", "x"), "'x' is no number of dimensions"),
         (("--dims", "0"), "at least 1 dimension"),
         (("--index", "IVF256,Flat"), "at least 256 documents, one/test has 60; use IVF1,Flat"),
         (("--index", "HNSW"), ""),
@@ -289,7 +290,8 @@ def test_what_a_model_or_a_set_cannot_give_is_refused_before_anything_is_encoded
         assert (code, encoded == []) == ((2, True) if told else (0, False)), options
         assert told in capsys.readouterr().err
         encoded.clear()
-    assert evaluate(*words, "--dims", "16", "--index", "IVF1,Flat") == 0
+    assert evaluate(*words, "--dims", "8", "16", "--index", "IVF1,Flat") == 0
+    assert {"8 dims", "16 dims"} <= {row["name"] for row in board_of(tmp_path / "out")["variants"]}
     assert evaluate(large, "--data", sets[0], sets[0], "--output", tmp_path / "out") == 2
     assert "is named twice" in capsys.readouterr().err
 

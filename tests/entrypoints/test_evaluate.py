@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,35 @@ def test_a_missing_set_a_missing_model_and_a_bad_number_are_told(
     assert evaluate(model, "--data", data, "--output", tmp_path / "out", *unpinned) == 2
     assert "40 hex digits" in capsys.readouterr().err
     assert evaluate(model, "--data", data, "--output", tmp_path / "out", "--batch-size", 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "output", "code"),
+    [
+        ("bag", "set/qrels/..", 2),
+        ("bag", "bag", 2),
+        ("run", "run", 2),
+        ("run", "run/model", 2),
+        ("run/model", "run", 2),
+        ("run", "run/report", 0),
+        ("bag", ".", 0),
+        ("bm25", "bm25", 0),
+    ],
+)
+def test_results_never_lie_among_the_files_of_a_set_or_a_model(
+    named: str, output: str, code: int, model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(model, tmp_path / "run" / "model")
+    (tmp_path / "run" / "plan.json").write_text("{}")
+    (tmp_path / "bm25").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert evaluate(named, "--data", data, "--output", output) == code
+    assert (sorted(tmp_path.rglob("*")) == before) == (code == 2)
+    assert ("is a folder that a set or a model is read from" in capsys.readouterr().err) == (code == 2)
+    if code == 0:
+        assert evaluate(named, "--data", data, "--output", output) == 0, "a former evaluation's folder is taken again"
 
 
 def test_the_command_line_lists_its_commands_and_suggests_the_nearest() -> None:

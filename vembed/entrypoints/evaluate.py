@@ -18,6 +18,7 @@ from vembed.entrypoints.command import command_line, quiet_libraries, run_comman
 from vembed.entrypoints.evaluate_mteb import evaluate_mteb
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
+from vembed.files import home_path, is_folder
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.registry import METRICS
@@ -74,7 +75,9 @@ def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Names
         "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
     )
     parser.add_argument("--bm25", action="store_true", help="evaluate BM25 too")
-    parser.add_argument("--dims", metavar="N,N", help="also search with the first N dimensions alone, e.g. 64,128,256")
+    parser.add_argument(
+        "--dims", nargs="+", metavar="N", help="also search with the first N dimensions alone, e.g. 64 128 or 64,128"
+    )
     parser.add_argument("--quantize", nargs="+", default=[], choices=QUANTIZE, help="also search quantized vectors")
     parser.add_argument(
         "--rescore",
@@ -117,6 +120,7 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 def _run(parsed: argparse.Namespace, *, command: str) -> int:
     if parsed.batch_size < 1:
         raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
+    _refuse_output(parsed)
     if parsed.mteb is not None:
         _refuse_without_effect(parsed, "--mteb measures as MTEB does", of_mteb=True)
         _refuse_unread_code(parsed)
@@ -129,6 +133,22 @@ def _run(parsed: argparse.Namespace, *, command: str) -> int:
         refuse_missing(path, SourceOptions("test", parsed.split, named=("--data", "--split")))
     with hold_output(parsed.output):
         return _evaluate_pairs(parsed, command) if _measures_pairs(parsed) else _evaluate(parsed, command=command)
+
+
+def _refuse_output(parsed: argparse.Namespace) -> None:
+    """Refuse an output folder that a set or a model is read from: results would lie among its files."""
+    from vembed.data.presets import preset_path
+    from vembed.models.names import MODEL_FOLDER, is_run
+
+    places = [preset.folder if (preset := preset_path(path)) else home_path(path) for path in parsed.data or ()]
+    for model in (home_path(name).resolve() for name in parsed.models if name not in BM25_NAMES):
+        run = model.parent if model.name == MODEL_FOLDER and is_run(model.parent) else model
+        places += [model, run, *([run / MODEL_FOLDER] if is_run(run) else ())]
+    output = home_path(parsed.output).resolve()
+    if is_folder(output) and output in (place.resolve() for place in places):
+        raise ConfigError(
+            f"--output {parsed.output} is a folder that a set or a model is read from; choose another one"
+        )
 
 
 def _measures_pairs(parsed: argparse.Namespace) -> bool:
@@ -272,7 +292,7 @@ def _cut_off(metric: str) -> int:
 def _variants(parsed: argparse.Namespace) -> tuple[Variant, ...]:
     from vembed.evaluation.benchmark.variants import plan_variants
 
-    words = [word.strip() for word in (parsed.dims or "").split(",")] if parsed.dims is not None else []
+    words = [word.strip() for word in ",".join(parsed.dims).split(",")] if parsed.dims is not None else []
     for word in words:
         if not word.isascii() or not word.isdigit():
             raise ConfigError(f"--dims: {word!r} is no number of dimensions; write them like 64,128,256")

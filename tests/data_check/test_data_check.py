@@ -198,6 +198,24 @@ def test_a_set_without_a_usable_row_says_why(tmp_path: Path, capsys: pytest.Capt
     assert "train.jsonl:1, 2, 3 and 47 more rows: query: empty text" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "rows", "fix"),
+    [
+        ("a.csv", ["café,b"] * 2, "(save a.csv as UTF-8, e.g. iconv -f latin1 -t utf-8 a.csv > new.csv)."),
+        ("a.csv", ["café,b", "a,b"], "new.csv), or drop them with skip_invalid_records: true, max_invalid_records: 1"),
+        ("a.jsonl", ['"é"'] * 2, "(save a.jsonl as UTF-8, e.g. iconv -f latin1 -t utf-8 a.jsonl > new.jsonl)."),
+        ("a.jsonl", ['{"query": "\\ud83d", "positive": "b"}'] * 2, "\nFix the rows."),
+    ],
+)
+def test_rows_are_to_be_fixed_where_none_would_be_left(
+    name: str, rows: list[str], fix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = ["query,positive"] if name.endswith(".csv") else []
+    (tmp_path / name).write_text("\n".join([*head, *rows]), "latin-1")
+    assert main(["show", str(tmp_path / name)], program="vembed data") == 3
+    assert capsys.readouterr().err.endswith(f"{fix}\n")
+
+
 def test_broken_and_tiny_pictures_are_found(checked: Callable[..., Any], tmp_path: Path) -> None:
     for name, side in (("fine.png", 64), ("tiny.png", 8), ("cut.png", 64)):
         noise = np.random.default_rng(side).integers(0, 255, (side, side, 3), dtype=np.uint8)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from itertools import islice
+from pathlib import PurePath
 from typing import NamedTuple
 
 from vembed.errors import DataError
@@ -23,6 +24,14 @@ MOST_SHOWN = 2_000
 _VARIABLE = re.compile(r"'[^']*'|\"[^\"]*\"|\b\d[\d,.]*")
 """What differs from row to row in a reason: quoted values and numbers."""
 
+
+_NOT_UTF8 = {
+    ".csv": "not valid UTF-8",
+    ".tsv": "not valid UTF-8",
+    ".jsonl": "invalid UTF-8",  # the other words are of an escape that was cut in two
+    ".txt": "invalid UTF-8",
+}
+"""End of the name of a file that iconv can read -> what the reason of a row that isn't UTF-8 begins with."""
 
 _MISSING = "missing"
 """What the reason of a missing column begins with; what else it says differs from row to row."""
@@ -102,7 +111,7 @@ class ProblemLog:
             DataError: With the first problems and how many there are.
         """
         if self.refused:
-            raise DataError(f"{self.listing(source, num_rows)}\n{self._fix()}")
+            raise DataError(f"{self.listing(source, num_rows)}\n{self._fix(num_rows)}")
 
     def notes(self) -> tuple[str, ...]:
         """Return a sentence about the rows that were dropped, or nothing."""
@@ -121,12 +130,27 @@ class ProblemLog:
             lines.append(f"  ... and {plural(rest, 'more row')}")
         return "\n".join(lines)
 
-    def _fix(self) -> str:
+    def _fix(self, num_rows: int | None) -> str:
         if self._num_never_dropped:
             return "Fix the rows: a path that leads out of the data refuses the source, whatever the policy."
+        encoding = self._encoding()
+        if self.count == num_rows:
+            return f"Fix the rows{encoding}."
         if self._skips is not None:
-            return f"That is more than max_invalid_records: {self._skips}; fix the rows or raise it."
-        return f"Fix the rows, or drop them with skip_invalid_records: true, max_invalid_records: {self.count}"
+            return f"That is more than max_invalid_records: {self._skips}; fix the rows{encoding} or raise it."
+        return (
+            f"Fix the rows{encoding}, or drop them with skip_invalid_records: true, max_invalid_records: {self.count}"
+        )
+
+    def _encoding(self) -> str:
+        """Return how a text file becomes UTF-8, in brackets, where one isn't; else nothing."""
+        for kind in self.kinds.values():
+            where, reason = kind.first[0]
+            file = where.rpartition(":")[0]
+            suffix = PurePath(file).suffix
+            if suffix in _NOT_UTF8 and reason.startswith(_NOT_UTF8[suffix]):
+                return f" (save {file} as UTF-8, e.g. iconv -f latin1 -t utf-8 {file} > new{suffix})"
+        return ""
 
 
 class AllProblems(ProblemLog):

@@ -89,7 +89,7 @@ def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
     assert done.code == 0, done.err
     options = {"label_kind": "pair", "skip_invalid_records": True}
     before, after = (
-        load_records(str(path), SourceOptions("train", keys=DataKeys(**options, **more), loss=loss_facts("infonce")))
+        load_records(str(path), SourceOptions("train", keys=DataKeys(**options, **more), loss=loss_facts("cosent")))
         for path, more in ((data, {"column_mapping": {"ask": "query"}}), (output, {}))
     )
     for one, other in zip(before.table, after.table, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -138,7 +139,8 @@ def _run(parsed: argparse.Namespace, command: str, watchdog: Watchdog) -> int:
 
     output = home_path(parsed.output)
     refuse_output(output, overwrite=parsed.overwrite)  # before torch is imported, which takes seconds
-    named, loss = ("--data", "--split"), loss_facts("infonce")  # which weighs rows
+    # InfoNCE weighs rows; which loss will learn from pairs with scores isn't known here
+    named, loss = ("--data", "--split"), replace(loss_facts("infonce"), takes=("positives", "pairs"))
     source = SourceOptions("train", parsed.split, row_keys(parsed), loss, named=named)
     refuse_missing(parsed.data, source)
 

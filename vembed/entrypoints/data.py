@@ -66,7 +66,9 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="training data: anything that the key data_path accepts")
     add_row_arguments(parser)
     parser.add_argument(
-        "--loss-type", default="infonce", metavar="NAME", help="loss whose columns are read; default: infonce"
+        "--loss-type",
+        metavar="NAME",
+        help="loss whose columns are read; default: infonce, with --label-kind pair or grade cosent",
     )
     parser.add_argument(
         "--model", metavar="MODEL", help="count tokens with this model; check also looks for unlabelled answers with it"
@@ -119,10 +121,11 @@ def _options(parsed: argparse.Namespace, role: Role, split: str | None) -> Sourc
     from vembed.data.splits import SourceOptions
     from vembed.losses.registry import loss_facts
 
-    if parsed.loss_type not in LOSSES:
-        LOSSES.load(parsed.loss_type)  # refuses it with the nearest name
+    name = parsed.loss_type or ("cosent" if parsed.label_kind in ("pair", "grade") else "infonce")
+    if name not in LOSSES:
+        LOSSES.load(name)  # refuses it with the nearest name
     named = ("PATH", "--split") if role == "train" else ("--against", "--against-split")
-    return SourceOptions(role, split, row_keys(parsed), loss_facts(parsed.loss_type), named=named)
+    return SourceOptions(role, split, row_keys(parsed), loss_facts(name), named=named)
 
 
 def _refuse_missing(sources: dict[str, SourceOptions]) -> None:

@@ -222,7 +222,7 @@ def test_a_file_that_is_not_there_is_named_with_the_nearest_one(write: Write) ->
 def test_a_folder_a_pipe_and_another_suffix_are_refused(write: Write) -> None:
     Path("configs/folder.yaml").mkdir()
     os.mkfifo("configs/pipe.yaml")
-    assert "not a regular file" in problems(Path("configs/folder.yaml"))[0]
+    assert "a folder; name a configuration, a file that ends in .yaml" in problems(Path("configs/folder.yaml"))[0]
     assert "not a regular file" in problems(Path("configs/pipe.yaml"))[0]
     assert "a configuration ends in .yaml, .yml, .json" in problems(write("model_name: m\n", "a.toml"))[0]
     assert load_config(write("model_name: m\n", "a.YML")).config.model_name == "m"

@@ -151,9 +151,11 @@ def test_the_configuration_may_be_an_option_but_not_given_twice(
     assert "the configuration is given twice" in capsys.readouterr().err
 
 
-def test_without_any_configuration_the_missing_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_any_configuration_it_is_said_how_to_get_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
-    assert "model_name" in capsys.readouterr().err
+    assert "name a configuration: vembed train CONFIG; vembed init DATA writes one" in capsys.readouterr().err
+    assert main(["--config_override", "batch_size=8"]) == 2
+    assert "model_name: a required key is missing" in capsys.readouterr().err
     assert main(["--config_override", "model_name=builtin:ngram-bag", "--validate"]) == 0
 
 

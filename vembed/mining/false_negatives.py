@@ -99,7 +99,7 @@ def estimate(
     rates.append(float(chances_SK[chosen_SK].mean()))
     probabilities = np.zeros((len(some), scores_SK.shape[1]))
     probabilities[some] = chances_SK
-    bounds = [rate * (1 + sign * Z * error) if rate else 0.0 for rate in rates for sign in (-1, 1)]
+    bounds = [rate * (1 + sign * Z * error) for rate in rates for sign in (-1, 1)]
     return FalseNegatives(rates[-1], max(0.0, min(bounds)), min(1.0, max(bounds)), probabilities)
 
 
@@ -174,8 +174,8 @@ def _hidden_answers(
     count, error = 0.0, 0.0
     for _ in range(ROUNDS):
         beside = min(1.0, count / len(positives_P))
-        above_T = (1 - beside) * alone_T + beside * beside_T
-        errors_T = np.sqrt(1 / np.maximum(above_T, 1) + (1 - share_T) / (share_T * len(positives_P)))
+        above_T = np.maximum(1, (1 - beside) * alone_T + beside * beside_T)  # none there doesn't mean none anywhere
+        errors_T = np.sqrt(1 / above_T + (1 - share_T) / (share_T * len(positives_P)))
         bounds_T = above_T / share_T
         best = int(np.argmin((bounds_T + 1) * (1 + Z * errors_T)))
         count, error = float(bounds_T[best]), float(errors_T[best])

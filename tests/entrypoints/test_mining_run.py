@@ -110,7 +110,8 @@ def test_what_can_not_be_mined_is_refused_by_the_plan_and_before_an_old_run_is_r
     rows = [json.loads(line) for line in site.train.read_text("utf-8").splitlines()]
     classes = "".join(json.dumps({**row, "label": ["cat", "dog"][place % 2]}) + "\n" for place, row in enumerate(rows))
     (tmp_path / "classes.jsonl").write_text(classes, "utf-8")
-    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "image": str(balls / "red.png")}) + "\n", "utf-8")
+    shutil.copy(balls / "red.png", tmp_path)
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "1", "image": "red.png"}) + "\n", "utf-8")
     paths = {name: str(tmp_path / value) for name, value in changes.items() if str(value).endswith("jsonl")}
     keys = site.keys(**KEYS | changes | paths | {"resume": "never", "overwrite_output_dir": True})
     shutil.copytree(whole.folder, tmp_path / "out")

@@ -265,9 +265,7 @@ def test_it_fits_up_to_95_percent_of_the_memory_with_reserve() -> None:
 
 def test_reasons_begin_with_the_strategy_and_hold_the_notes_of_the_data() -> None:
     made = plan(data=replace(DATA, notes=("3 rows skipped.", "The last batch is smaller.")))
-    assert made.reasons[0].startswith(
-        "single: one process on one device; with all graphs of a batch at once it would need"
-    )
+    assert made.reasons[0].startswith("single: one process on one device; without caching it would need")
     assert plan("batch_size=2", model=sized(activation_bytes_per_token=1)).why[0] == "single: one process on one device"
     assert made.reasons[1:3] == ("3 rows skipped.", "The last batch is smaller.")
     assert made.reasons[3] == "The last batch of each epoch has 40 records instead of 64."

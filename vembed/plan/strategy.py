@@ -216,7 +216,7 @@ def _headline(problem: PlanningProblem, row: MatrixRow, chosen: Candidate, plain
     count = problem.devices.count
     if count == 1 and chosen.way.gradient_cache and not plain.fits:
         need = show_bytes(plain.bytes_per_device.total)
-        return f"single: one process on one device; with all graphs of a batch at once it would need {need}"
+        return f"single: one process on one device; without caching it would need {need}"
     if count == 1:
         return "single: one process on one device"
     size = f"{show_count(problem.model.num_parameters)} parameters on {problem.devices.count} devices"

@@ -24,7 +24,7 @@ FEW_ROWS = 1000
 
 PROGRAM = """
 import json, sys, time
-import vembed.entrypoints.train, vembed.training.trainer
+import vembed.entrypoints.train, vembed.training.loop
 from vembed.config.load import load_config
 from vembed.training.wiring.data import load_data
 config = load_config(None, ["model_name=builtin:ngram-bag", "data_path=" + sys.argv[1]]).config

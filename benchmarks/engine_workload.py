@@ -16,10 +16,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from measure import measure
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
-from vembed.config.keys.model import ModelKeys
 from vembed.gradcache.engine import Pool
 from vembed.losses.base import BatchStructure
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 
 if TYPE_CHECKING:
     import argparse

@@ -20,7 +20,7 @@ from typing import Any
 from paired_runs import ONLY_TRAINS
 
 import vembed
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.splits import SourceOptions
 from vembed.evaluation.graded import load_pairs, measure_pairs
 from vembed.evaluation.graded_report import size_text

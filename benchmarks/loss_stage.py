@@ -24,10 +24,9 @@ import torch
 
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.prefixes import Prefixes
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.streamed import StreamedBatch, StreamedLoss
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes
 
 LOSSES = ("infonce", "infonce-both", "sigmoid", "infonce-both-mrl")
 METHODS = ("dense", "tiled")

@@ -30,9 +30,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from memory_cases import CASES, GPU_CASES, Case
 
 from vembed.batch import ContrastiveBatch, Features, Ragged
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
-from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.config.load import load_config
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
@@ -47,19 +44,21 @@ from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
 from vembed.models.colbert import SEEN, ColbertEncoder
 from vembed.models.composed_towers import ComposedTowers
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.load import load_skeleton
 from vembed.models.ngram_bag import NgramBag
-from vembed.models.probe import ROWS, one_picture
+from vembed.models.plannable import ROWS, one_picture
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_skeleton
 from vembed.models.tiny_clip import GRAMS_PER_TOKEN, TinyClip
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_late import VisionLateEncoder
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import Machine, cpu_memory_bytes
+from vembed.plan.keys import OptimisationKeys
 from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize, Way
-from vembed.training.optimizer import Schedule, Updater
+from vembed.training.optimizer import Optimizer, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,7 +101,7 @@ def keys_of(case: Case, folder: Path) -> ModelKeys:
     return ModelKeys(model_name=str(path), pooling_method=pooling)
 
 
-def prepare(case: Case, device: torch.device) -> tuple[Encoder, Updater, Callable[[int], tuple[float, float]]]:
+def prepare(case: Case, device: torch.device) -> tuple[Encoder, Optimizer, Callable[[int], tuple[float, float]]]:
     """Return a case's encoder with random weights, its optimizer, and the step, which gives loss and gradient norm."""
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +114,7 @@ def prepare(case: Case, device: torch.device) -> tuple[Encoder, Updater, Callabl
         sharded = shard_encoder(encoder, way, ranks, device=device, compute_dtype=compute_dtype)
     loss = (ColbertLoss if case.several else InfoNCE)(temperature=0.05, tile_size=TILE_SIZE).to(device)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
-    updater = Updater(encoder, loss, OptimisationKeys(), schedule, loss_scaling=False, ranks=ranks)
+    optimizer = Optimizer(encoder, loss, OptimisationKeys(), schedule, loss_scaling=False, ranks=ranks)
     options = EngineOptions(
         budget=ChunkBudget(MOST_ROWS, case.chunk_tokens, bucketed=device.type != "cpu"),
         device=device,
@@ -130,11 +129,12 @@ def prepare(case: Case, device: torch.device) -> tuple[Encoder, Updater, Callabl
 
     def step(number: int) -> tuple[float, float]:
         result = engine.step(pools, structure, assignment=None if ranks.is_one else case.assignment)
-        norm = updater.gradient_norm()
-        updater.update(number)
+        norm = optimizer.clip_gradients()
+        optimizer.step(optimizer.learning_rate(number))
+        optimizer.zero_grad()
         return result.loss, norm
 
-    return encoder, updater, step
+    return encoder, optimizer, step
 
 
 def measure_step(case: Case, device: torch.device) -> dict[str, int]:
@@ -142,7 +142,7 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
 
     On a GPU also what the caching allocator took at its peak, and what the driver has given to all processes by then.
     """
-    encoder, updater, step = prepare(case, device)
+    encoder, optimizer, step = prepare(case, device)
     step(0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -153,7 +153,7 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
         free, total = torch.cuda.mem_get_info(device)
         peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return {"stays": stays, "peak": peak, "reserved": reserved, "driver": total - free}
-    stays = _bytes_that_stay(encoder, updater)
+    stays = _bytes_that_stay(encoder, optimizer)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         step(1)
     assert profile.profiler is not None
@@ -162,9 +162,9 @@ def measure_step(case: Case, device: torch.device) -> dict[str, int]:
     return {"stays": stays, "peak": stays + int(np.cumsum(changes).max())}
 
 
-def _bytes_that_stay(encoder: Encoder, updater: Updater) -> int:
+def _bytes_that_stay(encoder: Encoder, optimizer: Optimizer) -> int:
     tensors = [*encoder.parameters(), *encoder.buffers()]
-    tensors += [value for state in updater.optimizer.state.values() for value in state.values()]
+    tensors += [value for state in optimizer.adamw.state.values() for value in state.values()]
     storages = [_local(each).untyped_storage() for each in tensors]
     return sum({each._cdata: each.nbytes() for each in storages}.values())
 

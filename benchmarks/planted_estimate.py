@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import vembed
-from vembed.config.keys.mining import MiningKeys
 from vembed.mining.choose import choose
 from vembed.mining.false_negatives import estimate
+from vembed.vectors.keys import MiningKeys
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

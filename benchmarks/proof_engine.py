@@ -292,10 +292,10 @@ def one_step_at_8b(setting: Setting) -> Iterator[Finding]:
     import torch
     from engine_workload import batch_of
 
-    from vembed.config.keys.adapters import AdapterKeys
-    from vembed.config.keys.optimisation import OptimisationKeys
     from vembed.models.adapters.lora import add_adapters
-    from vembed.training.optimizer import Schedule, Updater
+    from vembed.models.keys import AdapterKeys
+    from vembed.plan.keys import OptimisationKeys
+    from vembed.training.optimizer import Optimizer, Schedule
 
     if setting.device != "cuda" or torch.cuda.mem_get_info()[0] < BYTES_FOR_8B:
         raise Skipped(f"it takes a GPU with {BYTES_FOR_8B / GIB:.0f} GiB free")
@@ -307,13 +307,14 @@ def one_step_at_8b(setting: Setting) -> Iterator[Finding]:
     pool, structure = batch_of(workload)
     engine = engine_of(workload, 8192)
     schedule = Schedule(1e-5, "constant", warmup_steps=0, steps=2)
-    updater = Updater(encoder, engine.loss, OptimisationKeys(), schedule, loss_scaling=False)
+    optimizer = Optimizer(encoder, engine.loss, OptimisationKeys(), schedule, loss_scaling=False)
     for number in range(2):
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
         result = engine.step([pool], structure)
-        norm = float(updater.gradient_norm())
-        updater.update(number)
+        norm = float(optimizer.clip_gradients())
+        optimizer.step(optimizer.learning_rate(number))
+        optimizer.zero_grad()
         torch.cuda.synchronize()
         seconds = time.perf_counter() - started
         figures = {"step_seconds": seconds, "tokens/s": result.tokens / seconds, "loss": result.loss, "norm": norm}

@@ -39,8 +39,8 @@ def shape_of(family: str, setting: Setting) -> dict[str, Any]:
 
 def encoder_of(shape: dict[str, Any], setting: Setting, dtype: str = "float32") -> Encoder:
     """Return a model with random weights on the device, in training."""
-    from vembed.config.keys.model import ModelKeys
-    from vembed.models.registry import load_skeleton
+    from vembed.models.keys import ModelKeys
+    from vembed.models.load import load_skeleton
 
     path = setting.folder / "shape.json"
     path.write_text(json.dumps(shape), "utf-8")

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _MODULES = (
     "bm25s", "tensorboard", "transformers.models.bert.modeling_bert", "vembed.__main__", "vembed.api.retrieval",
     "vembed.entrypoints.evaluate", "vembed.entrypoints.export", "vembed.evaluation.leaderboard.write",
-    "vembed.evaluation.report.write", "vembed.models.export.write", "vembed.training.card",
-    "vembed.training.wiring.run",
+    "vembed.evaluation.report.run_report", "vembed.models.export.write", "vembed.training.card",
+    "vembed.training.run",
 )  # fmt: skip
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "agg"}

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -87,11 +86,10 @@ def balls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def drawing_by(change: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Let reports draw by changed functions: drawings take longer than all else of a report, or than a small run."""
-    from vembed.evaluation.report import charts, write
+    from vembed.pages import html
 
-    changed = {name: change(name, each) for name, each in vars(charts).items() if name.startswith("draw_")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write, "charts", SimpleNamespace(**changed))
+        patch.setattr(html, "draw_figure", change("draw_figure", html.draw_figure))
         yield
 
 

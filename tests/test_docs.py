@@ -23,6 +23,7 @@ from vembed.entrypoints import (
     sweep,
     train,
 )
+from vembed.entrypoints.options import check, parse_words
 from vembed.losses.registry import loss_facts
 from vembed.registry import COMMANDS, LOSSES
 
@@ -49,8 +50,8 @@ def test_every_link_leads_to_a_file(document: Path) -> None:
 def test_every_command_is_one_that_the_program_takes(document: Path) -> None:
     for words in commands_in(document):
         if words[:2] == ["python", "run.py"]:
-            parsed = train.parse_arguments(words[2:], program="run.py")
-            load_config(ROOT / parsed.config, parsed.config_override)
+            options = check(train.OPTIONS, parse_words(train.OPTIONS, words[2:], program="run.py"))
+            load_config(ROOT / options.path, options.config_override)
         elif words[0] == "vembed":
             assert words[1] in COMMANDS
             parsers = {
@@ -58,7 +59,10 @@ def test_every_command_is_one_that_the_program_takes(document: Path) -> None:
                 "export": export, "merge": merge, "mine": mine, "plan": plan, "push": push, "search": search,
                 "sweep": sweep,
             }  # fmt: skip
-            if words[1] in parsers:
+            if words[1] in ("evaluate", "mine"):
+                section = parsers[words[1]].OPTIONS
+                check(section, parse_words(section, words[2:], program=f"vembed {words[1]}"))
+            elif words[1] in parsers:
                 parsers[words[1]].parse_arguments(words[2:], program=f"vembed {words[1]}")
         elif words[0] == "make":
             assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vembed.errors import ConfigError, DataError, MachineError, NonFiniteError, PreemptedError, VembedError
     from vembed.evaluation.metrics import register_metric
     from vembed.losses.registry import register_loss
-    from vembed.models.registry import register_encoder
+    from vembed.models.load import register_encoder
     from vembed.training.callbacks import EndEvent, EvaluationEvent, LearningRate, SaveEvent, StepEvent, Stop
     from vembed.training.trackers.registry import register_tracker
 
@@ -82,7 +82,7 @@ _MODULES = {
     "vembed.entrypoints.command": ("register_command",),
     "vembed.evaluation.metrics": ("register_metric",),
     "vembed.losses.registry": ("register_loss",),
-    "vembed.models.registry": ("register_encoder",),
+    "vembed.models.load": ("register_encoder",),
     "vembed.training.callbacks": (*("EndEvent", "EvaluationEvent", "LearningRate", "SaveEvent", "StepEvent", "Stop"),),
     "vembed.training.trackers.registry": ("register_tracker",),
 }

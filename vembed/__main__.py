@@ -30,7 +30,7 @@ def _run(words: list[str]) -> int:
         words[:1] = words[0].split("=", 1)
     try:
         if words[:1] == ["--plugins"]:
-            from vembed.config.plugins import import_plugins
+            from vembed.registry import import_plugins
 
             import_plugins(words[1].split(",") if words[1:] else [])
             words = words[2:]

@@ -1,22 +1,31 @@
-"""The names that a configuration may use for code: one table for each kind, for our own entries and for plugins alike.
+"""Names that a configuration may use for code: one table for each kind, for our own entries and for plugins alike.
 
 A built-in entry is a text, "module:attribute", imported when it is first asked for, so that a list of names costs no
-import. A plugin registers the thing itself, by `vembed.register_loss` and its siblings.
+import. A plugin is a module of the user's that registers the thing itself, by `vembed.register_loss` and its siblings;
+the key `plugins` names such modules.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import sys
+import traceback
+from contextlib import contextmanager
 from difflib import get_close_matches
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import ConfigError
+from vembed.redact import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
+    from types import ModuleType
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 
 
 class Registry:
@@ -82,19 +91,19 @@ class Registry:
 LOSSES = Registry(
     "loss",
     {
-        "infonce": "vembed.losses.facts.infonce:FACTS",
-        "sigmoid": "vembed.losses.facts.sigmoid:FACTS",
-        "colbert": "vembed.losses.facts.colbert:FACTS",
-        "triplet": "vembed.losses.facts.triplet:FACTS",
-        "cosent": "vembed.losses.facts.cosent:FACTS",
-        "in_batch_hard": "vembed.losses.facts.in_batch_hard:FACTS",
-        "supcon": "vembed.losses.facts.supcon:FACTS",
-        "angle": "vembed.losses.facts.angle:FACTS",
-        "cosine_mse": "vembed.losses.facts.cosine_mse:FACTS",
-        "margin_mse": "vembed.losses.facts.margin_mse:FACTS",
-        "kl": "vembed.losses.facts.kl:FACTS",
-        "spread_out": "vembed.losses.facts.spread_out:FACTS",
-        "distillation": "vembed.losses.facts.distillation:FACTS",
+        "infonce": "vembed.losses.keys:INFONCE",
+        "sigmoid": "vembed.losses.keys:SIGMOID",
+        "colbert": "vembed.losses.keys:COLBERT",
+        "triplet": "vembed.losses.keys:TRIPLET",
+        "cosent": "vembed.losses.keys:COSENT",
+        "in_batch_hard": "vembed.losses.keys:IN_BATCH_HARD",
+        "supcon": "vembed.losses.keys:SUPCON",
+        "angle": "vembed.losses.keys:ANGLE",
+        "cosine_mse": "vembed.losses.keys:COSINE_MSE",
+        "margin_mse": "vembed.losses.keys:MARGIN_MSE",
+        "kl": "vembed.losses.keys:KL",
+        "spread_out": "vembed.losses.keys:SPREAD_OUT",
+        "distillation": "vembed.losses.keys:DISTILLATION",
     },
 )
 """`loss_type` -> a `LossFacts` (vembed/losses/registry.py)."""
@@ -152,7 +161,7 @@ ENCODERS = Registry(
         "patches": "vembed.models.patches:PatchEncoder",
         "vision": "vembed.models.vision:VisionEncoder",
         "colbert": "vembed.models.colbert:ColbertEncoder",
-        "sentence_transformers": "vembed.models.sentence_transformers_encoder:SentenceTransformersEncoder",
+        "sentence_transformers": "vembed.models.st_library:SentenceTransformersEncoder",
         "text": "vembed.models.text:TextEncoder",
     },
 )
@@ -170,3 +179,93 @@ DATASETS = Registry(
     },
 )
 """Name after `builtin:` in data_path -> a `BuiltinSet` (vembed/data/builtin/__init__.py)."""
+
+
+def import_plugins(names: object) -> None:
+    """Import the modules that the key `plugins` names; one that is imported already is left as it is.
+
+    Args:
+        names: The key's value as it was written; what is no list of texts is left to the schema to refuse.
+
+    Raises:
+        ConfigError: There is no such module, or it can't be imported.
+    """
+    if isinstance(names, list):
+        for name in names:
+            if isinstance(name, str) and name not in sys.modules:
+                _import(name)
+
+
+def plugin_lines(names: list[str]) -> list[str]:
+    """Return for each plugin where it is and what it registered, for the plan."""
+    lines = []
+    for name in names:
+        added = [f"{table.kind} {entry}" for table, entry in _registered(name)]
+        file = getattr(sys.modules.get(name), "__file__", None) or "built in"
+        lines.append(f"plugins: {name} ({file}) registers {', '.join(added) or 'nothing'}")
+    return lines
+
+
+def adds_only_trackers(name: str) -> bool:
+    """Tell whether nothing that a run computes can depend on a plugin: trackers are all that it registered."""
+    tables = [table for table, _ in _registered(name)]
+    return bool(tables) and all(table is TRACKERS for table in tables)
+
+
+def _registered(name: str) -> list[tuple[Registry, str]]:
+    """Return what a plugin registered, each name with its table."""
+    tables = [table for table in globals().values() if isinstance(table, Registry)]
+    return [
+        (table, entry)
+        for table in tables
+        for entry, module in table.plugins().items()
+        if module == name or module.startswith(f"{name}.")
+    ]
+
+
+def _import(name: str) -> ModuleType:
+    if not _MODULE.fullmatch(name) or name.endswith(".py"):
+        raise ConfigError(f"plugins: {printable(name)!r} is no name of a module; write the file's name without .py")
+    with _current_folder_first():
+        importlib.invalidate_caches()
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise ConfigError(_failure(name, error)) from error
+            raise ConfigError(
+                f"plugins: there is no module {error.name}; searched in the current folder ({Path.cwd()}), PYTHONPATH "
+                f"({os.environ.get('PYTHONPATH') or 'not set'}) and the installed packages"
+            ) from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(_failure(name, error)) from error
+
+
+@contextmanager
+def _current_folder_first() -> Iterator[None]:
+    """Search the current folder first, as `python -m` does; afterwards last, for what a plugin imports later."""
+    folder = str(Path.cwd())
+    if folder in sys.path or "" in sys.path:
+        yield
+        return
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)
+
+
+def _failure(name: str, error: BaseException) -> str:
+    """Say why a plugin can't be imported, with the line of its code that failed."""
+    if isinstance(error, SyntaxError):
+        return f"plugins: {name} can't be imported: {error.filename}:{error.lineno}: {error.msg}"
+    machinery = ("<", f"{Path(importlib.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(machinery)]
+    where = ""
+    if frames:  # the deepest line of the plugin's own, not of a library that it calls
+        home = frames[0].filename.removesuffix("__init__.py")
+        last = [frame for frame in frames if frame.filename.startswith(home)][-1]
+        where = f"{last.filename}:{last.lineno}: "
+    kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
+    return f"plugins: {name} can't be imported: {where}{kind}{printable(str(error))}"

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import vembed
-from vembed.config.keys.model import ModelKeys
 from vembed.entrypoints import evaluate as evaluate_command
 from vembed.entrypoints import train as train_command
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

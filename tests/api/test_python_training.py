@@ -79,8 +79,8 @@ def test_the_lines_of_the_command_are_printed_unless_quiet_or_logged_elsewhere(
     keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(*_: object, **__: object) -> None:
-        logging.getLogger("vembed.training.trainer").info("step 1/4")
-        logging.getLogger("vembed.training.trainer").warning("odd")
+        logging.getLogger("vembed.training.loop").info("step 1/4")
+        logging.getLogger("vembed.training.loop").warning("odd")
         raise vembed.MachineError("enough")
 
     monkeypatch.setattr("vembed.api.training.run_from_config", run)
@@ -165,7 +165,9 @@ def test_starting_afresh_deletes_rows_of_another_run_and_nothing_of_the_user(tmp
 
 
 def test_the_typed_keys_are_those_of_the_schema() -> None:
-    done = subprocess.run([sys.executable, "-m", "vembed.config.typed_keys"], capture_output=True, check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "vembed.config.reference", "keys"], capture_output=True, check=True, cwd=ROOT
+    )
     assert (ROOT / "vembed/api/keys.py").read_text("utf-8") == done.stdout.decode(), "`make docs` writes it anew"
     assert {*key_names()} - {"data"} <= {*TrainKeys.__annotations__}
 

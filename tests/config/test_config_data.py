@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from vembed.config.fields import Section
 from vembed.config.load import load_config
 from vembed.data.columns import ExtraColumn
 from vembed.errors import ConfigError
 from vembed.losses.registry import LossFacts
 from vembed.registry import LOSSES
+from vembed.section import Section
 
 
 @pytest.fixture

@@ -9,10 +9,9 @@ from types import ModuleType
 import pytest
 import yaml
 
-from vembed.config.dump import config_hash, dump_config
 from vembed.config.load import load_config
 from vembed.config.messages import key_schemas
-from vembed.config.resume import on_resume, resume_differences
+from vembed.config.record import config_hash, dump_config, on_resume, resume_differences
 from vembed.config.schema import SECTIONS, Config, key_names
 from vembed.errors import ConfigError
 from vembed.redact import redact
@@ -137,7 +136,7 @@ def test_equal_configs_have_equal_bytes_in_every_process(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text(dump_config(one))
     script = (
         "import sys; from pathlib import Path; from vembed.config.load import load_config;"
-        "from vembed.config.dump import config_hash, dump_config;"
+        "from vembed.config.record import config_hash, dump_config;"
         f"config = load_config(Path({str(tmp_path / 'config.yaml')!r})).config;"
         "sys.stdout.write(config_hash(config) + dump_config(config))"
     )

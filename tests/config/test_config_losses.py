@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.config.dump import dump_config
 from vembed.config.load import load_config
+from vembed.config.record import dump_config
 from vembed.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,12 +10,12 @@ from typing import get_args
 import pytest
 
 import vembed
-from vembed.config.keys.data import ColumnName
 from vembed.config.load import load_config
+from vembed.config.names import ALIASES
 from vembed.config.reference import render_reference
 from vembed.config.schema import config_class, fields, key_names
-from vembed.config.synonyms import ALIASES
 from vembed.data.columns import COLUMNS
+from vembed.data.keys import ColumnName
 
 ROOT = Path(vembed.__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "configuration.md"
@@ -149,7 +149,7 @@ import sys, time
 start = time.process_time()  # other processes may hold the cores
 from pathlib import Path
 from vembed.config.load import load_config
-import vembed.config.dump, vembed.config.resume
+import vembed.config.record, vembed.config.record
 assert load_config(Path({str(path)!r}), ["epochs=2"]).config.epochs == 2
 print(time.process_time() - start)
 print(*(name for name in ("torch", "numpy", "transformers", "datasets", "accelerate") if name in sys.modules))

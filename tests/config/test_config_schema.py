@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vembed.config.keys.evaluation import metrics_that_choose
-from vembed.config.keys.sources import Source
 from vembed.config.messages import key_schemas
+from vembed.config.names import ALIASES
 from vembed.config.schema import (
     SECTIONS,
     Config,
@@ -20,7 +19,8 @@ from vembed.config.schema import (
     rules,
     section_keys,
 )
-from vembed.config.synonyms import ALIASES
+from vembed.data.keys import Source
+from vembed.evaluation.keys import metrics_that_choose
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -545,9 +545,9 @@ def test_every_rule_has_a_case_above_and_one_sentence_for_the_reference() -> Non
     broken = set()
     for bad, _, _ in RULE_CASES:
         candidate = constructed(bad)
-        broken |= {rule.summary for rule in rules() if rule.check(candidate) is not None}
-    assert broken == {rule.summary for rule in rules()}
-    assert all(rule.summary.endswith(".") and "\n" not in rule.summary for rule in rules())
+        broken |= {rule.sentence for rule in rules() if rule.violation(candidate) is not None}
+    assert broken == {rule.sentence for rule in rules()}
+    assert all(rule.sentence.endswith(".") and "\n" not in rule.sentence for rule in rules())
 
 
 def test_a_rule_reads_no_key_that_it_does_not_name() -> None:
@@ -564,8 +564,8 @@ def test_a_rule_reads_no_key_that_it_does_not_name() -> None:
     for rule in rules():
         for values in [{}, *(bad for bad, _, _ in RULE_CASES)]:
             watched = Watched(constructed(values))
-            rule.check(watched)
-            assert watched.read <= set(rule.keys), rule.summary
+            rule.violation(watched)
+            assert watched.read <= set(rule.keys), rule.sentence
             watched_something |= bool(watched.read)
     assert watched_something
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.config.schema import Config
+from vembed.vectors.keys import teacher_gives_scores
 
 
 @pytest.mark.parametrize(

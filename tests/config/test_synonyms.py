@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.config.dump import dump_config
 from vembed.config.load import LoadedConfig, load_config, load_values
-from vembed.config.resume import resume_differences
+from vembed.config.names import ALIASES, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, is_foreign
+from vembed.config.record import dump_config, resume_differences
 from vembed.config.schema import Config, fields
-from vembed.config.synonyms import ALIASES, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, is_foreign
 from vembed.entrypoints import train
 from vembed.errors import ConfigError
 

@@ -9,13 +9,13 @@ import pytest
 
 from vembed.config.schema import Config
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
-from vembed.data.record_writer import RecordWriter
 from vembed.data.sampler import GlobalSampler
+from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
 from vembed.training.wiring.data import build_sampler
 
 if TYPE_CHECKING:
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
 
 
 def contents_of(*columns: np.ndarray) -> Contents:

@@ -14,7 +14,7 @@ from vembed.batch import Augmentation, Composed, Image, content_id
 from vembed.data.augment import LEAST_SIDE, SMALL_SIDE, Augmenter, augmented
 from vembed.data.collate import collate
 from vembed.data.images import ImageLimits, decode_image
-from vembed.data.records import Record
+from vembed.data.table import Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,7 +8,7 @@ import torch
 
 from vembed.batch import content_id
 from vembed.data.collate import collate
-from vembed.data.records import Record
+from vembed.data.table import Record
 from vembed.losses.base import BatchStructure
 
 COLUMNS = [("a", 0.5, 3), ("b", 2.0, 3), ("c", 1.0, -1)]

@@ -10,10 +10,10 @@ import pytest
 from image_cases import png
 
 from vembed.batch import Composed, Image, content_id
-from vembed.config.keys.data import DataKeys
-from vembed.data.record_writer import RecordWriter
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
+from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from conftest import WriteJsonl, WritePicture
 
     from vembed.batch import Item
-    from vembed.data.records import Record, RecordTable
+    from vembed.data.table import Record, RecordTable
 
 
 def only(path: Path) -> Record:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vembed.config.keys.data import DataKeys
-from vembed.data import record_store
+from vembed.data import table_cache
 from vembed.data.columns import listing
 from vembed.data.description import columns_text, describe
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl, WritePicture
 
-    from vembed.data.records import LoadedRecords
+    from vembed.data.table import LoadedRecords
 
 GOOD = {"question": "what purrs", "answer": "a cat"}
 
@@ -169,8 +169,8 @@ def test_a_mapped_title_is_joined_whatever_the_document_is_called(write_jsonl: W
 def test_columns_of_kept_rows_are_told_by_later_starts(
     tmp_path: Path, write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(record_store.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(record_store, "LEAST_BYTES", 1)
+    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
     path = write_jsonl([{**GOOD, "bad_1": "a dog", "x": 1}])
     first, second = (describe("p", loaded(path)) for _ in range(2))
     assert first == second

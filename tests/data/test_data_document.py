@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from vembed.batch import Composed, Image, modality_of
-from vembed.config.keys.data import DataKeys, LabelKind
 from vembed.config.schema import Config
 from vembed.data.columns import COLUMNS
+from vembed.data.keys import DataKeys, LabelKind
 from vembed.data.presets import PRESETS
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vembed.config.keys.data import DataKeys
 from vembed.data.collate import collate
 from vembed.data.columns import ExtraColumn
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, DataError

@@ -7,13 +7,13 @@ import pytest
 
 from vembed.batch import content_id
 from vembed.data.hold_out import held_out_task, hold_out, resolution_notes
-from vembed.data.record_writer import RecordWriter
+from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
 
 Row = tuple[str, tuple[str, ...]]
 

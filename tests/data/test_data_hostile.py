@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 from image_cases import png
 
-from vembed.config.keys.data import DataKeys
-from vembed.data import blobs, lines, parquet
+from vembed.data import lines, parquet, table_writer
 from vembed.data.columns import ColumnResolver
 from vembed.data.corpus import Corpus
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
@@ -332,8 +332,8 @@ def test_what_a_command_logs_of_data_steers_no_terminal(capsys: pytest.CaptureFi
 
 
 def test_pictures_of_parquet_lie_on_disk_beyond_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blobs, "BLOB_BYTES", 2**10)
-    monkeypatch.setattr(blobs, "MAX_HELD_BYTES", 2**12)
+    monkeypatch.setattr(table_writer, "BLOB_BYTES", 2**10)
+    monkeypatch.setattr(table_writer, "HELD_BYTES", 2**12)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pictures = [png(f"#{number:06x}", (30, 30)) + bytes(500) for number in range(40)]
     path = tmp_path / "t.parquet"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import datasets
 import pytest
 
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.batch import Composed, Image, content_id
-from vembed.config.keys.data import DataKeys
 from vembed.data.beir import read_beir
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from vembed.config.keys.data import DataKeys
 from vembed.data.collate import collate
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
@@ -18,7 +18,7 @@ from vembed.errors import DataError
 if TYPE_CHECKING:
     from conftest import WriteJsonl, WritePicture
 
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
 
 PAIRS = [
     {"sentence1": "a cat sits", "sentence2": "a cat is sitting", "label": 1},

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError

@@ -14,9 +14,9 @@ import pytest
 from vembed.batch import Image, content_id
 from vembed.data.builtin import load_builtin, pages
 from vembed.data.builtin.pages import COLUMNS, KINDS, LINES, SCALE, Line
-from vembed.data.records import LoadedRecords
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import Role, SourceOptions
+from vembed.data.table import LoadedRecords
 
 ROLES: list[Role] = ["train", "validation", "test"]
 

@@ -9,14 +9,14 @@ from image_cases import png
 
 import vembed
 from vembed.batch import Image
-from vembed.config.keys.data import DataKeys
 from vembed.data.columns import ExtraColumn
 from vembed.data.corpus import Corpus
-from vembed.data.records import Record
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
+from vembed.data.table import Record
 from vembed.errors import ConfigError, DataError
 from vembed.losses.registry import LossFacts
 from vembed.registry import DATASETS

@@ -24,22 +24,22 @@ from preset_cases import (
 )
 
 from vembed.batch import Composed, Image
-from vembed.config.keys.data import DataKeys
 from vembed.data.collate import collate
 from vembed.data.hold_out import hold_out
+from vembed.data.keys import DataKeys
 from vembed.data.presets import preset_hint
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 from vembed.losses.base import BatchStructure
-from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.cells import false_negative_mask, positive_mask
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.data.records import LoadedRecords
     from vembed.data.retrieval import RetrievalData
+    from vembed.data.table import LoadedRecords
 
 
 def records(name: str, folder: Path, **options: Any) -> LoadedRecords:

@@ -10,13 +10,13 @@ import pytest
 from preset_cases import CAPTIONS, PHOTOS, PRODUCTS, SETS, WRITERS, draw, write_cirr
 
 from vembed.batch import Composed, Image
-from vembed.config.keys.data import DataKeys
 from vembed.config.schema import Config
+from vembed.data.keys import DataKeys
 from vembed.entrypoints.evaluate import main
 from vembed.errors import DataError
 from vembed.training.inputs import RunData, load_run_data, record_texts
 from vembed.training.pictures import ItemCounts, RetrievalMode
-from vembed.training.wiring.run import run_from_config
+from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 
 from vembed.batch import Image
-from vembed.config.keys.data import DataKeys
 from vembed.data.images import ImageLimits
+from vembed.data.keys import DataKeys
 from vembed.data.python_rows import write_rows
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions

@@ -12,20 +12,20 @@ import pytest
 from image_cases import png
 
 from vembed.batch import Composed, Image
-from vembed.config.keys.data import DataKeys
-from vembed.data import record_store, record_writer
+from vembed.data import table_cache, table_writer
 from vembed.data.columns import ExtraColumn
-from vembed.data.record_writer import RecordWriter
-from vembed.data.records import RecordTable
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
+from vembed.data.table import RecordTable
+from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError, MachineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from vembed.data.records import LoadedRecords
+    from vembed.data.table import LoadedRecords
 
 TRAIN = SourceOptions("train")
 
@@ -33,8 +33,8 @@ TRAIN = SourceOptions("train")
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Keep the rows of files of any size."""
-    monkeypatch.setenv(record_store.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(record_store, "LEAST_BYTES", 1)
+    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
     return tmp_path / "cache" / "records"
 
 
@@ -60,7 +60,7 @@ def is_mapped(loaded: LoadedRecords, caplog: pytest.LogCaptureFixture) -> bool:
 
 
 def test_every_kind_of_row_comes_back_from_disk_as_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record_writer, "BLOCK_ROWS", 50)
+    monkeypatch.setattr(table_writer, "BLOCK_ROWS", 50)
     picture, other = Image("a.png", b"a picture"), Image("b.png", b"another one" * 1000)
     columns = (ExtraColumn("weight/of ü", "how much it counts"), ExtraColumn("times", "how often", kind="int"))
     count = 203
@@ -80,19 +80,11 @@ def test_every_kind_of_row_comes_back_from_disk_as_from_memory(tmp_path: Path, m
             )
         tables.append(writer.finish())
     held, stored = tables
-    again = RecordTable.mapped(tmp_path, columns)
+    again = RecordTable.mapped(tmp_path)
     assert list(held) == list(stored) == list(again)
     assert held.fingerprint == stored.fingerprint == again.fingerprint
     assert held.subset([5, 3]).fingerprint == again.subset([5, 3]).fingerprint != again.fingerprint
     assert held.items.ids.tolist() == again.items.ids.tolist()
-
-
-def test_columns_that_no_row_fills_have_no_file(tmp_path: Path) -> None:
-    writer = RecordWriter((), tmp_path)
-    writer.add("q", positives=["p"], file="a", line=1)
-    writer.finish()
-    names = {path.name.partition(".")[0] for path in tmp_path.iterdir()}
-    assert names == {"query", "positives", "negatives", "file", "line", "text", "id", "sizes"}
 
 
 def test_a_second_start_maps_what_the_first_one_read(
@@ -117,14 +109,14 @@ def test_a_second_start_maps_what_the_first_one_read(
 
 def test_files_below_the_size_are_not_kept(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(5))
-    monkeypatch.setattr(record_store, "LEAST_BYTES", (tmp_path / "a.jsonl").stat().st_size + 1)
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", (tmp_path / "a.jsonl").stat().st_size + 1)
     assert load_records(path, TRAIN).table.folder is None
-    monkeypatch.setattr(record_store, "LEAST_BYTES", (tmp_path / "a.jsonl").stat().st_size)
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", (tmp_path / "a.jsonl").stat().st_size)
     assert load_records(path, TRAIN).table.folder in folders(cache)
 
 
 def test_never_keeps_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(record_store.VARIABLE, "never")
+    monkeypatch.setenv(table_cache.VARIABLE, "never")
     assert load_records(write(tmp_path / "a.jsonl", rows_of(5)), TRAIN).table.folder is None
     assert not cache.exists()
 
@@ -169,17 +161,17 @@ def test_rows_read_in_another_way_are_others(
 
 
 def _truncate(folder: Path) -> None:
-    os.truncate(folder / "text.values", 3)
+    os.truncate(folder / "items.arrow", 3)
 
 
 def _flip(folder: Path) -> None:
-    data = bytearray((folder / "text.values").read_bytes())
+    data = bytearray((folder / "items.arrow").read_bytes())
     data[0] ^= 1
-    (folder / "text.values").write_bytes(data)
+    (folder / "items.arrow").write_bytes(data)
 
 
 def _lose(folder: Path) -> None:
-    (folder / "positives.offsets").unlink()
+    (folder / "rows.arrow").unlink()
 
 
 def _forget(folder: Path) -> None:
@@ -231,7 +223,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(
 ) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(5))
     stamps = iter([[(1, 2)], [(1, 3)]])
-    monkeypatch.setattr(record_store, "_stamps", lambda files: next(stamps))
+    monkeypatch.setattr(table_cache, "_stamps", lambda files: next(stamps))
     assert len(load_records(path, TRAIN).table) == 5
     assert folders(cache) == []
 
@@ -240,11 +232,11 @@ def test_a_folder_without_room_is_named_and_not_used(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.jsonl", rows_of(5))
-    monkeypatch.setattr(record_store, "FREE_SHARE", 1e30)
+    monkeypatch.setattr(table_cache, "FREE_SHARE", 1e30)
     loaded = load_records(path, TRAIN)
     assert loaded.table.folder is None
     assert loaded.notes[-1].startswith(f"The rows are not kept in {cache}: it has ")
-    monkeypatch.setenv(record_store.VARIABLE, path)
+    monkeypatch.setenv(table_cache.VARIABLE, path)
     loaded = load_records(path, TRAIN)
     assert loaded.table.folder is None
     assert "Not a directory" in loaded.notes[-1]
@@ -255,7 +247,7 @@ def test_a_disk_that_fills_up_says_what_to_do(tmp_path: Path, cache: Path, monke
         raise OSError(28, "No space left on device")
 
     path = write(tmp_path / "a.jsonl", rows_of(5))
-    monkeypatch.setattr(record_store, "fsync_path", full)
+    monkeypatch.setattr(table_cache, "fsync_path", full)
     with pytest.raises(MachineError, match=r"can't be kept in .*No space left on device; .*VEMBED_CACHE"):
         load_records(path, TRAIN)
     assert folders(cache) == []
@@ -269,7 +261,7 @@ def test_processes_that_start_together_read_once_and_share(tmp_path: Path, cache
         child = os.fork()
         if not child:
             loaded = load_records(path, TRAIN)
-            stat = (cache / loaded.table.folder.name / "text.values").stat() if loaded.table.folder else None
+            stat = (cache / loaded.table.folder.name / "items.arrow").stat() if loaded.table.folder else None
             os.write(write_end, f"{loaded.table.fingerprint} {stat and stat.st_ino}".encode())
             os._exit(0)
         os.close(write_end)
@@ -290,15 +282,15 @@ def test_without_locks_in_the_file_system_the_first_one_wins(
         raise OSError(95, "Operation not supported")
 
     path = write(tmp_path / "a.jsonl", rows_of(5))
-    monkeypatch.setattr(record_store.fcntl, "flock", refuse)
-    kept = record_store._Store._keep
+    monkeypatch.setattr(table_cache.fcntl, "flock", refuse)
+    keep = table_cache._keep
 
-    def late(self: record_store._Store, loaded: LoadedRecords, temporary: Path) -> None:
+    def late(loaded: LoadedRecords, temporary: Path, folder: Path) -> None:
         shutil.copytree(temporary, tmp_path / "copy")
-        kept(self, loaded, temporary)
-        kept(self, loaded, shutil.copytree(tmp_path / "copy", cache / ".another"))
+        keep(loaded, temporary, folder)
+        keep(loaded, shutil.copytree(tmp_path / "copy", cache / ".another"), folder)
 
-    monkeypatch.setattr(record_store._Store, "_keep", late)
+    monkeypatch.setattr(table_cache, "_keep", late)
     loaded = load_records(path, TRAIN)
     assert [record.query for record in loaded.table] == [f"q{i}" for i in range(5)]
     assert loaded.table.folder in folders(cache)

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.batch import content_id
-from vembed.config.keys.data import DataKeys
 from vembed.data import retrieval_sources
 from vembed.data.collate import collate
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions

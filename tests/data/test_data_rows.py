@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, DataError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl
 
-    from vembed.data.records import Record
+    from vembed.data.table import Record
 
 TRAIN = SourceOptions("train")
 GOOD = {"query": "a query", "positive": "an answer"}

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pytest
 from image_cases import png
 
-from vembed.config.keys.data import DataKeys
 from vembed.config.load import load_config
-from vembed.data import record_store
+from vembed.data import table_cache
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, DataError
@@ -58,8 +58,8 @@ def test_a_saved_set_is_read(tmp_path: Path) -> None:
 def test_a_saved_set_of_several_files_is_read_in_order_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(record_store.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(record_store, "LEAST_BYTES", 1)
+    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
     names = [chr(ord("a") + number) for number in range(20)]
     rows = datasets.Dataset.from_dict({"query": names, "positive": [name * 2 for name in names]})
     rows.save_to_disk(str(tmp_path / "set"), num_shards=3)

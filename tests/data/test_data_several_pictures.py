@@ -13,10 +13,10 @@ from image_cases import png
 from vembed.batch import Composed, Image, content_id
 from vembed.data.corpus import Corpus
 from vembed.data.images import ImageError, ImageLimits, item_id
-from vembed.data.record_writer import RecordWriter
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
+from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
 from vembed.search.thumbnails import make_thumbnails, thumbnail_size
 from vembed.training.batches import estimated_costs
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from conftest import WriteJsonl, WritePicture
 
-    from vembed.data.records import Record
+    from vembed.data.table import Record
 
 
 def only(path: Path) -> Record:

@@ -23,8 +23,8 @@ from vembed.data.splits import SourceOptions
 
 if TYPE_CHECKING:
     from vembed.data.builtin.shapes import Scene
-    from vembed.data.records import RecordTable
     from vembed.data.splits import Role
+    from vembed.data.table import RecordTable
 
 ROLES: list[Role] = ["train", "validation", "test"]
 THING = re.compile(r"\ban? (?:(small|large) )?(red|orange|yellow|green|blue|purple|pink|black) (\w+)")

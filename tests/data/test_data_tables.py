@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.config.keys.data import DataKeys
 from vembed.data import lines as lines_module
 from vembed.data.description import describe
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
@@ -18,7 +18,7 @@ from vembed.errors import DataError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.data.records import LoadedRecords
+    from vembed.data.table import LoadedRecords
 
 ROWS = [["query", "positive"], ["what, is; red", "a red | thing"], ['say "hi"', "hi"], ["two\nlines", "and, more"]]
 

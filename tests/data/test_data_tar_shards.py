@@ -17,15 +17,15 @@ import pytest
 from image_cases import png
 
 from vembed.batch import Image, content_id
-from vembed.config.keys.data import DataKeys
-from vembed.data import blobs, record_store
-from vembed.data.blobs import MappedFile
+from vembed.data import table_cache, tar_shards
 from vembed.data.collate import collate
 from vembed.data.corpus import Corpus
 from vembed.data.images import ImageLimits, decode_image
+from vembed.data.keys import DataKeys
 from vembed.data.sampler import GlobalSampler
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
+from vembed.data.tar_shards import MappedFile
 from vembed.errors import DataError, MachineError
 from vembed.training.batches import assign_rows, estimated_costs
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from rank_pool import RankPool
 
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
 
 TRAIN = SourceOptions("train")
 
@@ -101,11 +101,11 @@ def test_more_shards_than_files_that_may_be_open_by_default_are_read(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = len([*Path("/proc/self/fd").iterdir()]) + 30
     try:
-        blobs._most_open_files.cache_clear()
+        tar_shards._raise_open_files.cache_clear()
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
         table = read(str(tmp_path / "set"))
         assert len(table) == 60
-        monkeypatch.setattr(blobs, "_most_open_files", lambda: few)
+        monkeypatch.setattr(tar_shards, "_raise_open_files", lambda: few)
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
         with pytest.raises(MachineError, match=f"may open {few:,} files .*'ulimit -Hn'.* fewer and larger files"):
             read(str(tmp_path / "set"))
@@ -238,8 +238,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_hostile_shard_is_refused_with_nothing_written(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(record_store.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(record_store, "LEAST_BYTES", 1)
+    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
     make, reason = HOSTILE[name]
     folder = tmp_path / "data"
     folder.mkdir()
@@ -285,9 +285,9 @@ def test_numbered_shards_must_all_be_there(tmp_path: Path) -> None:
 def test_a_kept_index_gives_the_same_records_until_a_shard_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(record_store.VARIABLE, str(tmp_path / "cache"))
-    monkeypatch.setattr(record_store, "LEAST_BYTES", 1)
-    monkeypatch.setattr(record_store, "FREE_SHARE", 1e30)  # an index takes no room to speak of
+    monkeypatch.setenv(table_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(table_cache, "LEAST_BYTES", 1)
+    monkeypatch.setattr(table_cache, "FREE_SHARE", 1e30)  # an index takes no room to speak of
     for shard in range(2):
         write(tmp_path / f"s-{shard}.tar", captions(4, first=4 * shard))
     first, second = (read(str(tmp_path / "s-{0..1}.tar")) for _ in range(2))
@@ -295,7 +295,7 @@ def test_a_kept_index_gives_the_same_records_until_a_shard_changes(
     assert list(first) == list(second)
     assert first.items.ids.tolist() == second.items.ids.tolist()
     kept = sum(path.stat().st_size for path in first.folder.iterdir() if path.suffix != ".json")
-    assert kept < sum(path.stat().st_size for path in tmp_path.glob("*.tar")) / 4
+    assert kept < sum(path.stat().st_size for path in tmp_path.glob("*.tar")) / 3
     write(tmp_path / "s-1.tar", captions(4, first=20))
     third = read(str(tmp_path / "s-{0..1}.tar"))
     assert [record.query for record in third][4:] == [f"a square of side {i}" for i in range(20, 24)]
@@ -304,8 +304,8 @@ def test_a_kept_index_gives_the_same_records_until_a_shard_changes(
 def own_batches(rank: int, world_size: int, path: str, first: int, last: int, cache: str) -> list[list[list[int]]]:
     """Return of each step the records in order, and the ids of the items that a process makes features of."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(record_store.VARIABLE, cache)
-        patch.setattr(record_store, "LEAST_BYTES", 1)
+        patch.setenv(table_cache.VARIABLE, cache)
+        patch.setattr(table_cache, "LEAST_BYTES", 1)
         table = read(path)
     sampler = GlobalSampler(len(table), batch_size=4, seed=3)
     batches = []

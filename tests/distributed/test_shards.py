@@ -27,7 +27,7 @@ from vembed.distributed.shards import (
     local_part,
     total_norm,
 )
-from vembed.training.optimizer import Updater
+from vembed.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
@@ -109,7 +109,7 @@ def offloaded_on(rank: int) -> list[tuple[list[str], list[str]]]:
     shards = [distribute_tensor(torch.ones(shape), mesh, [Shard(0)]) for shape in SHAPES]
     parameters = [torch.nn.Parameter(shard) for shard in shards]
     mesh._device_type = "meta"
-    updater = Updater.__new__(Updater)
+    updater = Optimizer.__new__(Optimizer)
     updater._ranks = Noted(rank, 2)
     updater._names = {}
     for number, (parameter, shard) in enumerate(zip(parameters, shards, strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,6 @@ from model_cases import TEXTS, embed, load_any, write_model
 from picture_cases import TINY, write_open_clip, write_picture_model
 from safetensors.torch import load_file, save_file
 
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import full_tensors
@@ -24,12 +23,12 @@ from vembed.evaluation.provenance import model_key
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
-from vembed.models.registry import load_encoder
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.tiny_clip import TinyClip
 from vembed.plan.problem import Way
-from vembed.training.wiring import parts
-from vembed.training.wiring.model import build_alike
-from vembed.training.wiring.parts import start_alike
+from vembed.training.wiring import model as wiring
+from vembed.training.wiring.model import build_alike, start_alike
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
@@ -64,7 +63,7 @@ def build(folder: Path, lora: bool, with_weights: bool) -> Encoder:
     encoder = load_encoder(keys_of(folder), with_weights=with_weights)
     if lora:
         add_adapters(encoder, AdapterKeys())
-        encoder.base = base_fingerprint(encoder) if with_weights else None
+        encoder.trained = replace(encoder.trained, base=base_fingerprint(encoder) if with_weights else None)
     return encoder
 
 
@@ -83,7 +82,7 @@ def start_on(rank: int, folder: Path, lora: bool) -> tuple[int, str | None, dict
     runtime: Any = SimpleNamespace(ranks=ranks, device=CPU)
     start_alike(encoder, runtime, with_buffers=False)
     z = embed(encoder.eval(), TEXTS) if "text" in encoder.modalities else None
-    return held, encoder.base, tensors_of(encoder), z
+    return held, encoder.trained.base, tensors_of(encoder), z
 
 
 def key_on(rank: int, folder: Path) -> tuple[str, Key]:
@@ -98,7 +97,7 @@ def key_on(rank: int, folder: Path) -> tuple[str, Key]:
     encoder = build_alike(built, ranks)
     runtime: Any = SimpleNamespace(ranks=ranks, device=CPU)
     start_alike(encoder, runtime, with_buffers=False)
-    return encoder.trains, model_key(encoder)
+    return encoder.trained.words, model_key(encoder)
 
 
 def shard_on(rank: int, folder: Path) -> tuple[list[tuple[str, Tensor | None]], dict[str, Tensor]]:
@@ -217,7 +216,7 @@ class Buffered(torch.nn.Module):
 
 def test_the_buffers_that_are_received_are_those_of_the_moved_model(monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Tensor] = []
-    monkeypatch.setattr(parts, "receive", lambda tensors, *_: received.extend(tensors))
+    monkeypatch.setattr(wiring, "receive", lambda tensors, *_: received.extend(tensors))
     model: Any = Buffered()
     start_alike(model, SimpleNamespace(ranks=Ranks(), device=CPU), with_buffers=True)  # type: ignore[arg-type]
     assert [id(each) for each in received] == [id(model.table)]

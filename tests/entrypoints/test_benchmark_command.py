@@ -154,8 +154,8 @@ def test_a_rerun_with_new_forms_and_a_new_model_encodes_only_the_new_model(
     assert evaluate(*models, "--data", sets[0], "--output", out, *VARIANTS) == 0
     assert sum(encoded) == 60 + 20
     told = capsys.readouterr().out
-    assert "bag on one/test: vectors of the documents unchanged, read from" in told
-    assert "sack on one/test: 60 documents encoded in" in told
+    assert "bag on one/test: vectors of the documents: 60 unchanged, read from" in told
+    assert "sack on one/test: vectors of the documents: making 60 of 60: " in told
 
 
 @pytest.mark.slow
@@ -175,14 +175,14 @@ def test_changed_weights_texts_and_judgements_redo_what_hangs_on_them(
     write_model(models[0], seed=99)
     told = rerun()
     assert sum(encoded) == 2 * (60 + 20)
-    assert "60 documents encoded again (changed: weights)" in told
+    assert "bag on one/test: vectors of the documents: making 60 of 60 again (changed: weights)" in told
     assert "sack on one/test: done and unchanged" in told
     lines = (sets[0] / "queries.jsonl").read_text().replace('"text": "', '"text": "music ', 1)
     (sets[0] / "queries.jsonl").write_text(lines)
     told = rerun()
     assert sum(encoded) == 2 * 20  # the queries of one set, for both models; no document
-    assert "20 queries encoded again (changed: texts, tokenizer)" in told
-    assert "bag on one/test: vectors of the documents unchanged" in told
+    assert "bag on one/test: vectors of the queries: making 20 of 20 again (changed: tokenizer)" in told
+    assert "bag on one/test: vectors of the documents: 60 unchanged" in told
     assert "BM25 on one/test: done again (changed: texts)" in told
     assert "bag on two/test: done and unchanged" in told
     before = board_of(out)
@@ -202,7 +202,7 @@ def test_without_kept_vectors_the_numbers_are_the_same_and_nothing_heavy_is_writ
     assert evaluate(*words, "--output", tmp_path / "kept") == 0
     assert evaluate(*words, "--output", tmp_path / "bare", "--no-keep-vectors") == 0
     assert numbers(board_of(tmp_path / "bare")) == numbers(board_of(tmp_path / "kept"))
-    assert len(list((tmp_path / "kept").rglob("*.npy"))) == 2
+    assert len(list((tmp_path / "kept").rglob("vectors.npy"))) == 2
     assert list((tmp_path / "bare").rglob("*.npy")) == []
     encoded.clear()
     assert evaluate(*words, "--output", tmp_path / "bare", "--no-keep-vectors") == 0
@@ -240,12 +240,12 @@ def test_a_damaged_vector_file_is_told_and_encoded_again(
 ) -> None:
     words = [models[0], "--data", sets[0], "--output", tmp_path / "out"]
     assert evaluate(*words) == 0
-    array = tmp_path / "out" / "bag" / "one_test" / "vectors" / "documents.npy"
+    array = tmp_path / "out" / "bag" / "one_test" / "vectors" / "documents" / "vectors.npy"
     array.write_bytes(array.read_bytes()[:-4])
     encoded.clear()
     assert evaluate(*words, "--dims", "8") == 0
     assert sum(encoded) == 60
-    assert "encoded again (documents.npy is damaged)" in capsys.readouterr().out
+    assert "making 60 of 60 again (vectors.npy is damaged)" in capsys.readouterr().out
     assert np.load(array).shape == (60, 32)
 
 

@@ -101,7 +101,7 @@ def test_a_worker_that_dies_is_started_again_and_an_error_is_told_as_ours(tmp_pa
     driver: Any = SimpleNamespace(num_truncated={"document": 0}, poll=lambda: None)
     spans = slice_spans(documents, 1)
     found = RayJob(make=make, num_workers=2).stream(documents, spans, driver, "document")
-    assert [next(found).tolist() for _ in range(3)] == [[[1.0]], [[2.0]], [[3.0]]]
+    assert [next(found).table.tolist() for _ in range(3)] == [[[1.0]], [[2.0]], [[3.0]]]
     with pytest.raises(DataError, match=r"^a row of ours$"):
         next(found)
     assert died.exists()

@@ -54,7 +54,7 @@ def evaluate(*words: object) -> int:
 def test_metrics_equal_pytrec_eval_on_the_run_file(model: Path, data: Path, tmp_path: Path) -> None:
     assert evaluate(model, "--data", data, "--output", tmp_path / "out") == 0
     (folder,) = (tmp_path / "out" / "bag").iterdir()
-    assert (folder / "vectors" / "documents.npy").is_file()
+    assert (folder / "vectors" / "documents" / "vectors.npy").is_file()
     run: dict[str, dict[str, float]] = {}
     for line in (folder / "run.trec").read_text().splitlines():
         query, _, document, _, score, _ = line.split()

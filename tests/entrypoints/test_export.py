@@ -23,11 +23,11 @@ import yaml
 from command_cases import ROOT, environment, run_keys
 
 import vembed.training.card
-from vembed.config.keys.model import ModelKeys
 from vembed.entrypoints.export import main, parse_arguments
-from vembed.models.export.samples import picture_bytes
 from vembed.models.export.write import TOLERANCE
-from vembed.models.registry import load_encoder
+from vembed.models.exportable import sample_pngs
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.registry import COMMANDS
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def block(card: str) -> dict[str, Any]:
 @pytest.fixture
 def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to export into and to run examples in, with the pictures that they open."""
-    for name, data in zip(("picture.jpg", "other.jpg"), picture_bytes(), strict=False):
+    for name, data in zip(("picture.jpg", "other.jpg"), sample_pngs(), strict=False):
         (tmp_path / name).write_bytes(data)
     monkeypatch.chdir(tmp_path)
     return tmp_path

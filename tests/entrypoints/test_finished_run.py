@@ -15,14 +15,14 @@ import yaml
 from command_cases import Site, evaluation, run_here, run_keys, steps_saved, word_pairs, write_config, write_rows
 
 import vembed.__main__
-import vembed.evaluation.report.write
-from vembed.config.keys.model import ModelKeys
+import vembed.evaluation.report.run_report
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
 from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.registry import TRACKERS
 from vembed.training.trackers.base import Tracker
 
@@ -257,7 +257,7 @@ def test_a_report_that_fails_leaves_the_model_the_verdict_and_exit_code_0(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(vembed.evaluation.report.write, "write_report", fail)
+    monkeypatch.setattr(vembed.evaluation.report.run_report, "write_report", fail)
     outcome = run_keys(tmp_path, site.keys())
     assert outcome.code == 0
     assert "error: the report could not be written; the model is complete" in outcome.err

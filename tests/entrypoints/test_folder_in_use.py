@@ -22,7 +22,7 @@ from command_cases import (
 import vembed
 from vembed.entrypoints import encode, evaluate, export
 from vembed.errors import ConfigError
-from vembed.training.trainer import Trainer
+from vembed.training.loop import Trainer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,7 +65,7 @@ def test_a_second_run_is_refused_at_once_and_the_first_ends_as_if_alone(
     alone = run_keys(tmp_path / "alone", keys)
     met: list[subprocess.CompletedProcess[str]] = []
     changed: list[bool] = []
-    step_of = Trainer._train_step
+    step_of = Trainer.train_step
 
     def step(trainer: Trainer, number: int) -> Any:
         if number == 3:
@@ -76,7 +76,7 @@ def test_a_second_run_is_refused_at_once_and_the_first_ends_as_if_alone(
             changed.append(contents(tmp_path / "two") != before)
         return step_of(trainer, number)
 
-    monkeypatch.setattr(Trainer, "_train_step", step)
+    monkeypatch.setattr(Trainer, "train_step", step)
     first = run_keys(tmp_path / "two", keys)
     assert first.code == alone.code == 0
     assert [second.returncode for second in met] == [2]

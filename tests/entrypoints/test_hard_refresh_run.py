@@ -10,7 +10,7 @@ import pytest
 from command_cases import Killed, Outcome, Site, assert_same_run, run_here, run_keys, run_killed, write_config
 from several_cases import exact, run_ranks
 
-from vembed.training.stored import StoredSide
+from vembed.vectors.items import StoredSide
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,7 @@ def test_a_run_that_is_killed_while_it_chooses_goes_on_as_if_nothing_had_been(
 ) -> None:
     config, count = write_config(tmp_path, site.keys(**KEYS)), 0
 
-    def killed(self: StoredSide, *given: Any, before: Any = StoredSide.encoded) -> Any:
+    def killed(self: StoredSide, *given: Any, before: Any = StoredSide.get) -> Any:
         nonlocal count
         count += 1
         if count > encoded:  # two sides at each choice
@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_while_it_chooses_goes_on_as_if_nothing_had_been(
         return before(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(StoredSide, "encoded", killed)
+        patch.setattr(StoredSide, "get", killed)
         with pytest.raises(Killed):
             run_here(config)
     folder = tmp_path / "out" / "hard_vectors"

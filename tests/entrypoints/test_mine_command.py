@@ -19,12 +19,12 @@ from mining_cases import made_rows, read, written
 from model_cases import write_cross_encoder
 from sentence_transformers import CrossEncoder
 
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.losses.registry import loss_facts
 from vembed.mining import output as output_module
-from vembed.mining import vectors as vectors_module
+from vembed.vectors import store as store_module
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -196,7 +196,8 @@ def test_the_report_shows_what_pictures_were_mined(call: Any, clip: Path, balls:
     done = call("mine", clip, "--data", rows, "--image-root", balls, "--output", tmp_path / "mined.jsonl")
     assert done.code == 0, done.err
     page = (tmp_path / "mined-report" / "report.html").read_text("utf-8")
-    assert {"positive", "rank 1"} <= set(re.findall(r'<img src="data:image/webp;base64,[^"]+" alt="([^"]+)"', page))
+    shown = set(re.findall(r'<img src="data:image/webp;base64,[^"]+" alt="([^"]+)"', page))
+    assert shown == {f"[{colour}.png]" for colour in COLOURS}
     example = json.loads((tmp_path / "mined-report" / "report.json").read_text("utf-8"))["examples"][0]
     assert example.keys() == {"query", "positive", "positive_score", "negatives"}
 
@@ -230,7 +231,7 @@ def test_what_can_not_be_done_is_refused_in_words(
 def test_an_error_of_the_run_keeps_what_is_done(
     call: Any, bag: Path, rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vectors_module, "check_finite", _refuse)
+    monkeypatch.setattr(store_module, "check_finite", _refuse)
     output = tmp_path / "mined.jsonl"
     assert call("mine", bag, "--data", rows, "--output", output).code == 3
     monkeypatch.undo()

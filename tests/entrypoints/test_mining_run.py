@@ -205,7 +205,8 @@ def test_a_loss_asks_its_teacher_about_what_was_mined(site: Site, tmp_path: Path
     whole = run_keys(tmp_path / "kl", site.keys(**KEYS | keys) | {"mine_relative_margin": None})
     assert whole.code == 0, whole.err
     assert min(whole.losses) > 0, "without what is mined a row has one document, of which nothing can be learnt"
-    assert len(list((whole.folder / "teacher").glob("pairs-*.npy"))) == 3, "what rows have, and what each epoch adds"
+    pairs = list((whole.folder / "teacher").glob("pairs-*/vectors.npy"))
+    assert len(pairs) == 3, "what rows have, and what each epoch adds"
     corpus = corpus_and_teacher(site, tmp_path / "filter")
     filtered = {"false_negative_filter": "teacher", "teacher_model_name": str(site.bert)}
     done = run_keys(tmp_path / "filter", site.keys(**corpus | filtered))

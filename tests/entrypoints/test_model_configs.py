@@ -14,9 +14,9 @@ from model_cases import write_model
 from picture_cases import OPEN_CLIP_CONFIG, picture, write_open_clip, write_picture_model
 from vision_language_cases import write_vision_language
 
-from vembed.config.keys.model import ModelKeys
 from vembed.config.load import load_config
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,8 +28,8 @@ def test_another_models_weights_are_refused(call: Any, index: Path, bag: Path, t
 
 
 def test_the_same_weights_read_otherwise_are_refused(tmp_path: Path, corpus: Path) -> None:
-    from vembed.config.keys.model import ModelKeys
-    from vembed.models.registry import load_encoder
+    from vembed.models.keys import ModelKeys
+    from vembed.models.load import load_encoder
 
     torch.manual_seed(0)
     folder = tmp_path / "tiny"

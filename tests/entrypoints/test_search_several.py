@@ -12,7 +12,7 @@ from model_cases import load_any
 from search_cases import DOCUMENTS, FILES, meta_of
 
 import vembed
-from vembed.evaluation.text import bytes_text
+from vembed.pages.text import bytes_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ import pytest
 from command_cases import ROOT, Site, run_here, write_config
 from test_resume_run import BERT, stop_at
 
-from vembed.training.optimizer import Updater
+from vembed.training.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -118,7 +118,7 @@ def test_a_resume_that_forgets_the_optimizer_is_a_divergence(
         assert name == "other" or run_here(Path("config.yaml")).code == 0
     stop_at(monkeypatch, Path("config.yaml"), 8)
     if is_broken:
-        monkeypatch.setattr(Updater, "restore", lambda self, tensors, packed: None)
+        monkeypatch.setattr(Optimizer, "restore", lambda self, tensors, packed: None)
     assert run_here(Path("config.yaml")).code == 0
     for config in configs:
         config.unlink()

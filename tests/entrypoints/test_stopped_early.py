@@ -12,7 +12,7 @@ import pytest
 from command_cases import Site, run_here, run_keys, steps_saved, write_config
 
 import vembed.entrypoints.train as command
-import vembed.training.wiring.run as wiring
+import vembed.training.run as wiring
 from vembed.entrypoints.command import run_command
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from command_cases import Site, assert_same_run, run_keys, run_process, steps_sa
 from safetensors.torch import load_file, save_file
 
 from vembed.errors import PreemptedError
-from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.engine import GradCacheEngine
 from vembed.registry import LOSSES
+from vembed.vectors.store import VectorStore
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,18 +66,18 @@ def test_a_run_asks_its_teacher_once_and_goes_on_as_if_it_had_never_stopped(
     assert any("once, before step 1" in reason and str(site.bert_without_dropout) in reason for reason in reasons)
     asked: list[str] = []
 
-    def count(self: ItemEncoder, items: Any, side: str, table: Any = ItemEncoder.table) -> Any:
-        asked.append(side)
+    def count(self: VectorStore, *parts: Any, fill: Any = VectorStore._fill) -> None:
+        asked.append(self.name.rpartition("-")[2])
         if asked == ["query", "document"]:
             raise PreemptedError("stopped while the teacher is asked")
-        return table(self, items, side)
+        fill(self, *parts)
 
     def stop_at_4(self: GradCacheEngine, *parts: Any, step: Any = GradCacheEngine.step, **more: Any) -> Any:
         if steps_saved(whole.folder.parents[1] / "again/out"):
             raise PreemptedError("stopped behind the first checkpoint")
         return step(self, *parts, **more)
 
-    monkeypatch.setattr(ItemEncoder, "table", count)
+    monkeypatch.setattr(VectorStore, "_fill", count)
     stopped = run_keys(tmp_path / "again", taught(site))
     assert (stopped.code, steps_saved(stopped.folder)) == (75, [])
     with monkeypatch.context() as patch:

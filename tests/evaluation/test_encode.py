@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import PreemptedError
 from vembed.evaluation import encode as encode_module
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.models.encoder import Encoder
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.plan.hardware import Machine
 
 CPU = torch.device("cpu")

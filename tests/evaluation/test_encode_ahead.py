@@ -143,8 +143,8 @@ def test_batches_are_read_and_made_ahead_of_the_encoder_and_come_one_by_one(enco
     assert encoder.most_alive == 2
     assert set(read) == encoder.threads != {threading.get_ident()}
     encoder.num_slices = 0
-    for vectors, items in zip(found, batches(), strict=True):
-        np.testing.assert_array_equal(vectors, encode(items, "document"))
+    for encoded, items in zip(found, batches(), strict=True):
+        np.testing.assert_array_equal(encoded.table, encode(items, "document"))
 
 
 def test_a_stream_that_is_closed_early_leaves_no_thread(encoder: Watched) -> None:

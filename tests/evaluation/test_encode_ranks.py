@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rank_pool import RankPool
 from torch import Tensor
 
-from vembed.config.keys.model import ModelKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.distributed.ranks import Ranks
 from vembed.errors import PreemptedError
@@ -22,9 +21,10 @@ from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.models.encoder import Encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.profile.live import LiveBytes
-from vembed.models.registry import load_encoder
 
 CPU = torch.device("cpu")
 OPTIONS = EvaluationOptions(system="bag")

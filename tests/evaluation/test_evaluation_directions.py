@@ -12,18 +12,16 @@ import torch
 from vembed.batch import Composed, Image
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.directions import (
-    RSUM_METRICS,
     asking_rows,
     count_truncated,
     encode_directions,
-    recall_sum,
     search_directions,
     sides_agree,
 )
 from vembed.evaluation.encode import ItemEncoder
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate
 from vembed.evaluation.result import EvaluationResult
-from vembed.evaluation.significance import sum_interval
+from vembed.evaluation.significance import RSUM_METRICS, recall_sum, sum_interval
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 

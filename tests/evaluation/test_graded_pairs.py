@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 from vembed.evaluation.graded import GradedPairs, load_pairs, measure_pairs

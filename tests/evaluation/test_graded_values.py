@@ -10,7 +10,7 @@ import pytest
 from test_graded_pairs import pairs_of
 
 from vembed.batch import Ragged
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
 from vembed.evaluation.evaluator import EvaluationOptions, evaluate

@@ -12,7 +12,9 @@ from test_report_html import HOSTILE
 from test_report_samples import Page
 
 import vembed
-from vembed.evaluation.pages import Cell, Table, fenced, html_environment, markdown_environment, picture_source
+from vembed.evaluation.pages import fenced, html_environment, markdown_environment
+from vembed.pages.html import picture_source
+from vembed.pages.page import Cell, Span, Table
 
 TEMPLATES = sorted(Path(vembed.__file__).parent.glob("**/templates/*.jinja"))
 INVISIBLE = "a\x00b\x1b[31mc\u202ed\ud800e\u2066f\u200bg"
@@ -40,7 +42,7 @@ SHARED = """
 
 def shared(text: str) -> Page:
     """All shared macros with the text in every field."""
-    cells = (text, Cell(text, bounds=text), Cell(text, drawing=Markup("<svg></svg>"), tone=text))
+    cells = (text, Cell(text, bounds=text), Cell(text, span=Span(0.0, 0.0, 1.0, 1.0), tone=text))
     table = Table((text, text, text), [cells], tones={0: text})
     template = html_environment().from_string(SHARED)
     return Page(template.render(text=text, table=table, drawing=Markup("<svg></svg>")))
@@ -123,6 +125,8 @@ def test_no_template_switches_escaping_off_or_holds_what_a_page_may_not_have(pat
 
 
 def test_templates_are_found_and_travel_with_the_package() -> None:
-    assert {"base.html.jinja", "base.css.jinja", "macros.html.jinja"} <= {path.name for path in TEMPLATES}
+    assert {"base.html.jinja", "page.css.jinja", "page.html.jinja", "macros.html.jinja"} <= {
+        path.name for path in TEMPLATES
+    }
     settings = (Path(vembed.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
     assert '"*/templates/*"' in settings

@@ -11,15 +11,22 @@ import pytest
 from test_report_samples import METRIC, STEPS, VALUES, page, result, sample
 
 from vembed.evaluation.report.comparison import forward_comparisons, verdict_decimals
-from vembed.evaluation.report.content import (
+from vembed.evaluation.report.curves import (
     MAX_EVALUATION_ROWS,
-    build_content,
-    dev_metric_names,
+    MAX_POINTS,
+    STEP_CURVES,
+    curve_of,
+    evaluations_table,
+    run_curves,
+    sparkline,
+    step_curve,
+    thinned_rows,
 )
-from vembed.evaluation.report.curves import MAX_POINTS, STEP_CURVES, curve_of, sparkline, step_curve, thinned_rows
 from vembed.evaluation.report.examples import choose_examples
+from vembed.evaluation.report.run_report import build_page, changes_section
 from vembed.evaluation.significance import Comparison, Verdict, compare, mean_interval, verdict
-from vembed.evaluation.text import MINUS, bytes_text, clip, number_text, plain, signed_text, value_text
+from vembed.pages.page import Row, Shares
+from vembed.pages.text import MINUS, bytes_text, clip, number_text, plain, signed_text, value_text
 
 LOSS = STEP_CURVES[0]
 
@@ -132,24 +139,25 @@ def test_a_bound_that_decides_never_reads_as_zero() -> None:
 
 def test_the_baseline_is_step_0_only_where_it_is_on_the_dev_set() -> None:
     report = sample()
-    assert build_content(report).evaluations[0] == (0, report.baseline.metrics)
-    assert build_content(replace(report, dev_task="toy/dev")).evaluations == tuple(report.evaluations)
+    assert run_curves(report).evaluations[0] == (0, report.baseline.metrics)
+    assert run_curves(replace(report, dev_task="toy/dev")).evaluations == tuple(report.evaluations)
     given = [(0, {METRIC: 0.3}), *report.evaluations]
-    assert build_content(replace(report, evaluations=given)).evaluations == tuple(given)
-    assert build_content(replace(report, evaluations=[])).evaluations == ()
+    assert run_curves(replace(report, evaluations=given)).evaluations == tuple(given)
+    assert run_curves(replace(report, evaluations=[])).evaluations == ()
 
 
 def test_dev_metrics_of_another_name_are_drawn_instead() -> None:
-    content = build_content(sample(evaluations=[(5, {"loss": 0.4}), (9, {"loss": 0.3, "x": 1.0})]))
-    assert content.dev_metric == "loss"
-    assert content.dev is not None
-    assert content.dev.steps_N.tolist() == [5, 9]
-    assert dev_metric_names(content) == ("loss", "x")
+    report = sample(evaluations=[(5, {"loss": 0.4}), (9, {"loss": 0.3, "x": 1.0})])
+    curves = run_curves(report)
+    assert curves.dev_metric == "loss"
+    assert curves.dev is not None
+    assert curves.dev.steps_N.tolist() == [5, 9]
+    assert evaluations_table(report, curves).heads == ["Step", "loss", "x"]
 
 
 def test_a_long_table_of_evaluations_keeps_first_and_last() -> None:
-    content = build_content(sample(evaluations=[(step, {METRIC: 0.5}) for step in range(0, 501, 5)]))
-    rows = content.evaluation_table.rows
+    report = sample(evaluations=[(step, {METRIC: 0.5}) for step in range(0, 501, 5)])
+    rows = evaluations_table(report, run_curves(report)).rows
     assert len(rows) == MAX_EVALUATION_ROWS
     assert (rows[0][0], rows[-1][0]) == ("0", "500")
 
@@ -168,16 +176,25 @@ def test_baseline_and_final_over_other_queries_are_refused() -> None:
     baseline = replace(baseline, per_query={**baseline.per_query, "mrr@10": VALUES["base"]})
     report = sample(baseline=baseline, final=replace(final, metrics={METRIC: 1.0, "mrr@10": 1.0}))
     with pytest.raises(ValueError, match="different queries"):
-        build_content(report)
+        build_page(report)
 
 
 def test_changes_are_counted_by_direction() -> None:
-    content = build_content(sample())
-    assert content.change_counts == {"improved": 2, "unchanged": 1, "worse": 1}
-    assert content.changes.startswith("Of 4 queries, 2 improved, 1 stayed the same and 1 got worse in ndcg@10.")
+    queries = build_page(sample()).document["queries"]
+    assert isinstance(queries, dict)
+    assert {name: queries[name] for name in ("improved", "unchanged", "worse")} == {
+        "improved": 2,
+        "unchanged": 1,
+        "worse": 1,
+    }
+    (row,) = changes_section(sample(), [0.8, 0.0, -0.5, 0.5]).blocks
+    assert isinstance(row, Row)
+    shares = row.blocks[1]
+    assert isinstance(shares, Shares)
+    assert shares.sentence.startswith("Of 4 queries, 2 improved, 1 stayed the same and 1 got worse in ndcg@10.")
     same = sample()
     same = replace(same, final=same.baseline, verdict=verdict(same.baseline, same.baseline, METRIC))
-    assert build_content(same).change_counts["unchanged"] == 4
+    assert build_page(same).document["queries"]["unchanged"] == 4
 
 
 def test_drawing_leaves_the_settings_of_matplotlib_alone() -> None:

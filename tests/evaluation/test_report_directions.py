@@ -18,15 +18,16 @@ from vembed.batch import Composed, Image
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.pages import html_environment
 from vembed.evaluation.report.comparison import best_dev_step, forward_comparisons, systems_note
-from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.data import Reverse
-from vembed.evaluation.report.machine import render_json
-from vembed.evaluation.report.write import render_html, render_markdown
+from vembed.evaluation.report.curves import run_curves
+from vembed.evaluation.report.run_report import Reverse, build_page
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import mean_interval, verdict
+from vembed.pages.html import render_html
+from vembed.pages.markdown import render_markdown
+from vembed.pages.write import render_json
 
 if TYPE_CHECKING:
-    from vembed.evaluation.report.data import RunReport
+    from vembed.evaluation.report.run_report import RunReport
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 
@@ -92,8 +93,8 @@ def test_every_system_has_a_mean_and_an_interval_in_each_direction() -> None:
     given = report()
     reverse = given.reverse
     assert reverse is not None
-    data = json.loads(render_json(build_content(given)))
-    markdown = render_markdown(build_content(given))
+    data = json.loads(render_json(build_page(given)))
+    markdown = render_markdown(build_page(given))
     results = {"baseline": given.baseline, "last": given.last, "final": given.final}
     turned = {"baseline": reverse.baseline, "last": reverse.last, "final": reverse.final}
     for part, systems in ((data["metrics"], results), (data["reverse"]["metrics"], turned)):
@@ -136,26 +137,25 @@ def test_the_best_dev_step_is_the_earliest_of_the_highest_and_never_the_untraine
 
 
 def test_the_kept_checkpoint_is_marked_in_the_curve_in_words_and_in_the_table() -> None:
-    content = build_content(report())
-    assert content.marked_step == 10
+    assert run_curves(report()).marked_step == 10
     assert "The large dot is step 10, the checkpoint that was kept." in shown().text
     drawing = next(svg for svg in shown().named("svg") if (svg.get("aria-label") or "").startswith("Dev ndcg@10"))
     assert "step 10, the checkpoint that was kept" in (drawing["aria-label"] or "")
     assert "✓ 10 (kept)" in shown().text
-    assert "| ✓ 10 (kept) |" in render_markdown(content)
-    assert build_content(replace(report(), kept_step=7)).marked_step is None
-    assert build_content(replace(report(), kept_step=None)).marked_step == 10, "the highest"
+    assert "| ✓ 10 (kept) |" in render_markdown(build_page(report()))
+    assert run_curves(replace(report(), kept_step=7)).marked_step is None
+    assert run_curves(replace(report(), kept_step=None)).marked_step == 10, "the highest"
 
 
 def test_the_sum_of_recalls_is_that_of_both_directions() -> None:
     given = report()
     assert given.reverse is not None
     total = 100 * sum(r.metrics[f"hit@{k}"] for r in (given.final, given.reverse.final) for k in (1, 5, 10))
-    data = json.loads(render_json(build_content(given)))
+    data = json.loads(render_json(build_page(given)))
     assert data["reverse"]["rsum"]["final"]["value"] == pytest.approx(total)
     assert f"{total:.1f}" in shown().text
-    assert f"{total:.1f} (" in render_markdown(build_content(given))
-    assert json.loads(render_json(build_content(sample())))["reverse"] is None
+    assert f"{total:.1f} (" in render_markdown(build_page(given))
+    assert json.loads(render_json(build_page(sample())))["reverse"] is None
 
 
 def test_optional_curves_are_drawn_where_they_move_and_never_missed() -> None:
@@ -200,7 +200,7 @@ def test_every_region_has_a_name_of_its_own() -> None:
 def test_a_composed_query_shows_its_picture_and_its_text() -> None:
     given = report()
     queries = {name: Composed((Image("shirt.png", b"none"),), f"in red {name}") for name in given.task.queries}
-    content = build_content(replace(given, task=replace(given.task, queries=queries), reverse=None))
+    content = build_page(replace(given, task=replace(given.task, queries=queries), reverse=None))
     text = Page(render_html(content)).text
     assert "Query picture, with: " in text
     assert "in red q" in text
@@ -211,10 +211,10 @@ def test_all_pictures_of_an_item_are_shown() -> None:
     given = report()
     pages = tuple(Image(f"{number}.png", ball(colour)) for number, colour in enumerate(("red", "blue")))
     queries = {name: Composed(pages, "") for name in given.task.queries}
-    content = build_content(replace(given, task=replace(given.task, queries=queries), reverse=None))
+    content = build_page(replace(given, task=replace(given.task, queries=queries), reverse=None))
     shown = Page(render_html(content))
     assert "Query picture" in shown.text
-    copies = [content.thumbnails.by_picture[page].uri for page in pages]
+    copies = [content.copies[page].uri for page in pages]
     found = [attributes["src"] for attributes in shown.named("img")]
     assert [uri for uri in found if uri in copies][:2] == copies
     assert "picture 0.png + picture 1.png" in render_markdown(content)
@@ -222,7 +222,7 @@ def test_all_pictures_of_an_item_are_shown() -> None:
 
 def _sheets() -> list[str]:
     """The style of both pages, and what the leaderboard adds to it."""
-    return [html_environment().get_template(f"{name}.css.jinja").render() for name in ("base", "leaderboard")]
+    return [html_environment().get_template(f"{name}.css.jinja").render() for name in ("page", "leaderboard")]
 
 
 def _themes() -> list[dict[str, str]]:

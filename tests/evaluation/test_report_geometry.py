@@ -13,7 +13,7 @@ from test_report_samples import page, sample
 from vembed.batch import Image
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.evaluator import EncodedTask
-from vembed.evaluation.report.geometry import (
+from vembed.evaluation.report.vectors import (
     MAP_DOCUMENTS,
     MAP_QUERIES,
     NEAR_COSINE,

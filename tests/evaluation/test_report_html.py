@@ -13,10 +13,10 @@ import pytest
 from test_report_samples import METRIC, STEPS, STYLE, VALUES, Page, page, result, sample
 
 from vembed.data.retrieval import RetrievalData
-from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.write import render_html
+from vembed.evaluation.report.run_report import build_page
 from vembed.evaluation.significance import Verdict, verdict
-from vembed.evaluation.text import MINUS
+from vembed.pages.html import render_html
+from vembed.pages.text import MINUS
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 
@@ -102,7 +102,7 @@ def test_the_parser_of_these_tests_would_see_an_injected_element() -> None:
 
 def test_control_characters_reordering_marks_and_lone_surrogates_are_shown_as_escapes() -> None:
     report = sample(title="a\x00b\x1b[31m\u202ec\ud800d", command="run\x07\n  --next\r\tx")
-    source = render_html(build_content(report))
+    source = render_html(build_page(report))
     shown = Page(source)
     assert "a\\x00b\\x1b[31m\\u202ec\\ud800d" in shown.text
     assert "run\\x07\n  --next\\x0d\tx" in shown.text

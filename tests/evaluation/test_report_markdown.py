@@ -8,9 +8,8 @@ import pytest
 from test_report_html import HOSTILE, hostile_report
 from test_report_samples import sample
 
-from vembed.evaluation.pages import escape_markdown as escape
-from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.write import render_markdown
+from vembed.evaluation.report.run_report import build_page
+from vembed.pages.markdown import escape, render_markdown
 
 MARKUP = (
     *HOSTILE,
@@ -62,8 +61,8 @@ def test_only_active_characters_are_escaped(text: str, expected: str) -> None:
 def test_text_of_users_is_inert(text: str) -> None:
     parser = pytest.importorskip("markdown_it", reason="markdown-it-py isn't installed").MarkdownIt("commonmark")
     parser.enable(["table", "strikethrough"])
-    harmless = parser.parse(render_markdown(build_content(hostile_report("harmless"))))
-    hostile = parser.parse(render_markdown(build_content(hostile_report(text))))
+    harmless = parser.parse(render_markdown(build_page(hostile_report("harmless")), html_name="report.html"))
+    hostile = parser.parse(render_markdown(build_page(hostile_report(text)), html_name="report.html"))
 
     def shape(tokens: list) -> list[tuple[str, str]]:
         children = [child for token in tokens for child in token.children or [] if child.content != "<!-- -->"]
@@ -77,7 +76,7 @@ def test_text_of_users_is_inert(text: str) -> None:
 
 def test_a_command_cant_leave_its_block() -> None:
     command = "run `a` ```\n````\n# not a heading\n<b>"
-    text = render_markdown(build_content(sample(command=command)))
+    text = render_markdown(build_page(sample(command=command)))
     block = re.search(r"^(`{3,})text\n(.*?)\n\1$", text, flags=re.DOTALL | re.MULTILINE)
     assert block is not None
     assert block.group(2) == command
@@ -85,7 +84,7 @@ def test_a_command_cant_leave_its_block() -> None:
 
 
 def test_the_facts_of_the_page_are_here_too() -> None:
-    text = render_markdown(build_content(sample()))
+    text = render_markdown(build_page(sample()))
     for fact in (
         "# toy run",
         "≈ WITHIN NOISE",
@@ -102,12 +101,12 @@ def test_the_facts_of_the_page_are_here_too() -> None:
     ):
         assert fact in text, fact
     assert "| BM25 |" in text
-    assert "BM25" not in render_markdown(build_content(sample(bm25=None)))
+    assert "BM25" not in render_markdown(build_page(sample(bm25=None)))
 
 
 def test_an_empty_run_has_a_document() -> None:
     empty = sample(steps=[], evaluations=[], bm25=None, plan={}, config={}, environment={}, data_facts=[])
-    text = render_markdown(build_content(empty))
+    text = render_markdown(build_page(empty))
     assert "No plan was given." in text
     assert "No data facts were given." in text
     assert "Not logged: Training loss" in text

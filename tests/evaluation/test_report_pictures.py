@@ -17,17 +17,18 @@ from test_report_samples import METRIC, Page, page, result, sample
 from vembed.batch import Image
 from vembed.data.images import ImageLimits
 from vembed.data.retrieval import RetrievalData
-from vembed.evaluation.report import pictures
-from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.pictures import Thumbnails, picture_name
-from vembed.evaluation.report.write import render_html, render_markdown, write_report
+from vembed.evaluation.report.run_report import build_page, write_report
 from vembed.evaluation.significance import verdict
+from vembed.pages import pictures
+from vembed.pages.html import render_html
+from vembed.pages.markdown import render_markdown
+from vembed.pages.pictures import picture_name, small_copies
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Item
-    from vembed.evaluation.report.data import RunReport
+    from vembed.evaluation.report.run_report import RunReport
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 
@@ -148,14 +149,14 @@ def test_a_copy_has_at_most_160_pixels_a_side_and_a_small_picture_keeps_its_size
     tmp_path: Path, size: tuple[int, int], expected: tuple[int, int]
 ) -> None:
     picture = saved(tmp_path / "a.png", size)
-    (copy,) = Thumbnails.of([picture], LIMITS).by_picture.values()
+    (copy,) = small_copies([picture], LIMITS).values()
     assert (copy.width, copy.height) == expected
     assert opened(copy.uri).size == expected
 
 
 def test_transparent_parts_are_white(tmp_path: Path) -> None:
     picture = saved(tmp_path / "a.png", colour=(0, 0, 0, 0), mode="RGBA")
-    (copy,) = Thumbnails.of([picture], LIMITS).by_picture.values()
+    (copy,) = small_copies([picture], LIMITS).values()
     assert opened(copy.uri).getpixel((3, 3)) == (255, 255, 255)
 
 
@@ -194,8 +195,8 @@ def test_a_document_that_the_set_lacks_gets_a_box_of_its_own(documents: dict[str
 
 def test_the_limit_on_pixels_holds_for_the_report_too(documents: dict[str, Item]) -> None:
     for pixels, decoded in ((72 * 72 - 1, 0), (72 * 72, 4)):
-        content = build_content(report_of(documents, image_limits=ImageLimits(max_pixels=pixels)))
-        assert len(content.thumbnails.by_picture) == decoded
+        content = build_page(report_of(documents, image_limits=ImageLimits(max_pixels=pixels)))
+        assert len(content.copies) == decoded
 
 
 def test_a_picture_that_stands_on_the_page_often_is_decoded_once(
@@ -265,7 +266,7 @@ def test_names_and_ids_of_pictures_stay_inert(tmp_path: Path) -> None:
     qrels = {query: dict.fromkeys(ids[place::4], 1) for place, query in enumerate(queries)}
     asked = {query: documents[ids[place]] for place, query in enumerate(queries)}
     task = RetrievalData("hostile", asked, documents, qrels)
-    content = build_content(sample(task=task, baseline=base, final=final, bm25=None))
+    content = build_page(sample(task=task, baseline=base, final=final, bm25=None))
     shown = Page(render_html(content))
     assert {tag for tag, _, _ in shown.elements} <= OURS | {"img"}
     for tag, attributes, _ in shown.elements:

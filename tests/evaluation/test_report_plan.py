@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from vembed.evaluation.report.settings import plan_parts
+from vembed.evaluation.report.run_report import plan_parts
 
 
 def test_a_list_of_texts_is_a_table_of_one_column() -> None:
     plan = {"strategy": "ddp", "reasons": ["fits"], "oom_ladder": ["1. less", "2. more"], "zero_stages": []}
     reasons, settings, tables = plan_parts(plan)
-    assert reasons == ("fits",)
-    assert tables == (("oom_ladder", ({"oom_ladder": "1. less"}, {"oom_ladder": "2. more"})),)
+    assert reasons == ["fits"]
+    assert tables == [("oom_ladder", [{"oom_ladder": "1. less"}, {"oom_ladder": "2. more"}])]
     assert [key for key, _ in settings] == ["strategy", "zero_stages"]
 
 

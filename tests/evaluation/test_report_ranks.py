@@ -13,10 +13,10 @@ from test_report_samples import METRIC, page, result, sample
 
 from vembed.data.retrieval import RetrievalData
 from vembed.evaluation.metrics import score_run
-from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.machine import render_json
 from vembed.evaluation.report.ranks import build_ranks
-from vembed.evaluation.report.write import render_markdown
+from vembed.evaluation.report.run_report import build_page
+from vembed.pages.markdown import render_markdown
+from vembed.pages.write import render_json
 
 
 def random_case(depth: int = 100) -> tuple[RetrievalData, dict[str, list[tuple[str, float]]]]:
@@ -57,14 +57,14 @@ def test_scores_are_split_by_judgement_and_those_that_are_not_finite_are_counted
 
 
 def test_all_three_forms_show_recall_and_scores() -> None:
-    content = build_content(sample())
+    content = build_page(sample())
     shown, markdown, data = page(sample()), render_markdown(content), json.loads(render_json(content))
     assert "Recall at k = 1 to 3" in shown.text
     assert "Scores before training" in shown.text
     assert "Scores after training" in shown.text
     assert [attributes["href"] for attributes in shown.named("a")].count("#ranks") == 1
     assert "| System | recall@1 | recall@3 |" in markdown
-    assert "- final: Retrieved: 3 relevant documents" in markdown
+    assert "- Scores after training: Retrieved: 3 relevant documents" in markdown
     assert list(data["recall_at_k"]) == ["baseline", "final", "BM25"]
     assert data["recall_at_k"]["final"] == pytest.approx([0.25, 0.5, 0.625])
 
@@ -75,7 +75,7 @@ def test_a_run_that_found_nothing_has_no_such_section(run: dict) -> None:
     report = sample(baseline=base, final=final, bm25=None)
     shown = page(report)
     assert "Ranks and scores" not in shown.text
-    assert "## Ranks and scores" not in render_markdown(build_content(report))
+    assert "## Ranks and scores" not in render_markdown(build_page(report))
     assert "Nothing was retrieved." in shown.text
     assert "Ranks and scores" in page(sample()).text
 

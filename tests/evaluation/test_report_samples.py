@@ -6,12 +6,10 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 from vembed.data.retrieval import RetrievalData
-from vembed.evaluation.pages import html_environment
-from vembed.evaluation.report.content import build_content
-from vembed.evaluation.report.data import RunReport
-from vembed.evaluation.report.write import render_html
+from vembed.evaluation.report.run_report import RunReport, build_page
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import verdict
+from vembed.pages.html import environment, render_html
 
 METRIC = "ndcg@10"
 VALUES = {
@@ -31,7 +29,7 @@ STEPS = [
 ]
 """Logged rows; not in the sample by default, since each curve takes time to draw."""
 
-STYLE = html_environment().get_template("base.css.jinja").render()
+STYLE = environment().get_template("page.css.jinja").render()
 """The style sheet of the page."""
 
 VOID = {"meta", "br", "hr", "img"}
@@ -77,7 +75,7 @@ def sample(**changes: object) -> RunReport:
 
 
 def page(report: RunReport) -> Page:
-    return Page(render_html(build_content(report)))
+    return Page(render_html(build_page(report)))
 
 
 class Page(HTMLParser):

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+from typing import TYPE_CHECKING
 
 import pytest
 from test_report_samples import STEPS, Page, sample
 
-from vembed.evaluation.report.content import Content, build_content
-from vembed.evaluation.report.data import Finding
-from vembed.evaluation.report.machine import render_json
-from vembed.evaluation.report.time_split import MAX_STRETCHES, NO_FINDINGS, percent_text, seconds_text, split_time
-from vembed.evaluation.report.write import render_html, render_markdown
+from vembed.evaluation.report.run_report import Finding, build_page
+from vembed.evaluation.report.speed import MAX_STRETCHES, NO_FINDINGS, percent_text, seconds_text, split_time
+from vembed.pages.html import render_html
+from vembed.pages.markdown import render_markdown
+from vembed.pages.write import render_json
+
+if TYPE_CHECKING:
+    from vembed.pages import page as pages
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
 
 TIMES = {"step_seconds": 1.0, "data_seconds": 0.25, "encode_seconds": 0.5, "loss_seconds": 0.125}
 
 
-def speed_section(content: Content) -> str:
+def speed_section(content: pages.Page) -> str:
     found = re.search(r'<section id="speed".*?</section>', render_html(content), re.DOTALL)
     return found.group() if found else ""
 
@@ -76,7 +80,7 @@ def test_long_runs_are_drawn_in_stretches_that_keep_the_mean() -> None:
 def test_rows_of_an_older_run_have_no_times_and_no_section() -> None:
     assert split_time(STEPS) is None
     assert split_time([]) is None
-    content = build_content(sample(steps=STEPS[:2]))
+    content = build_page(sample(steps=STEPS[:2]))
     assert speed_section(content) == ""
     assert "Speed and health" not in render_markdown(content)
     assert json.loads(render_json(content))["time_of_a_step"] is None
@@ -88,7 +92,7 @@ FINDINGS = (Finding("padding", "1.42 tokens for <each> real | one.", "Lower grad
 
 def test_all_forms_show_the_split_the_findings_and_the_performance() -> None:
     performance = {"model": "<b>tiny</b>", "peak_memory_bytes": 61_000_000_000, "tokens_per_second": 812.5}
-    content = build_content(sample(steps=rows(4), findings=FINDINGS, performance=performance))
+    content = build_page(sample(steps=rows(4), findings=FINDINGS, performance=performance))
     page = Page(speed_section(content))
     markdown, document = render_markdown(content), json.loads(render_json(content))
     for text in (page.text, markdown):
@@ -118,7 +122,7 @@ def test_all_forms_show_the_split_the_findings_and_the_performance() -> None:
 
 
 def test_a_run_that_was_looked_at_and_is_well_says_so() -> None:
-    content = build_content(sample(findings=()))
+    content = build_page(sample(findings=()))
     assert NO_FINDINGS in Page(speed_section(content)).text
     assert NO_FINDINGS in render_markdown(content)
     assert json.loads(render_json(content))["findings"] == []

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from test_report_samples import METRIC, STEPS, VALUES, result, sample
 
-from vembed.evaluation.report.write import write_report
+from vembed.errors import MachineError
+from vembed.evaluation.report.run_report import write_report
 from vembed.evaluation.significance import mean_interval
 
 pytestmark = pytest.mark.usefixtures("drawn_once")
@@ -42,7 +43,8 @@ def test_the_same_report_gives_the_same_bytes_in_another_process(tmp_path: Path)
     write_report(tmp_path / "here", sample(steps=STEPS))
     code = (
         "import sys; from pathlib import Path; from test_report_samples import STEPS, sample; "
-        "from vembed.evaluation.report.write import write_report; write_report(Path(sys.argv[1]), sample(steps=STEPS))"
+        "from vembed.evaluation.report.run_report import write_report; "
+        "write_report(Path(sys.argv[1]), sample(steps=STEPS))"
     )
     root = Path(__file__).parents[2]
     environment = {
@@ -76,7 +78,7 @@ def test_a_failed_write_leaves_no_half_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(*((os, "fsync") if failing == "fsync" else (Path, "replace")), fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(MachineError, match="No space left"):
         write_report(tmp_path, sample(title="another"))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 

@@ -17,13 +17,13 @@ from fuzz_limits import fuzzed, within_limits
 from hypothesis import given
 from hypothesis import strategies as st
 
-import vembed.training.wiring.run as wiring
+import vembed.training.run as wiring
 from vembed.distributed.runtime import Runtime, describe_machine
 from vembed.errors import ConfigError, MachineError
 from vembed.training.output import OutputFolder
+from vembed.training.run import find_checkpoint as resume_point
 from vembed.training.saving import module_tensors
 from vembed.training.wiring.planning import read_back
-from vembed.training.wiring.resume_point import resume_point
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,11 +44,11 @@ class Reader:
         self.folder, self.config, self.plan, self.checkpoints = folder, run.config, run.plan, checkpoints
         self.states: dict[int, dict[str, Any]] = {}
         self.restored: dict[str, Any] = {}
-        self._settings = [{**group} for group in checkpoints.updater.optimizer.param_groups]
+        self._settings = [{**group} for group in checkpoints.optimizer.adamw.param_groups]
 
     def snapshot(self, state: Any) -> dict[str, Any]:
         """Return everything that a checkpoint restores."""
-        tensors, packed = self.checkpoints.updater.state()
+        tensors, packed = self.checkpoints.optimizer.state()
         parts = {"model": module_tensors(self.checkpoints.encoder), "loss": module_tensors(self.checkpoints.loss)}
         return copy.deepcopy({**parts, "optimizer": tensors, "updater": packed, "run": state.to_json()})
 
@@ -60,7 +60,7 @@ class Reader:
         if loaded is None:
             return None
         read_back(self.plan, loaded, self.config)
-        for group, settings in zip(self.checkpoints.updater.optimizer.param_groups, self._settings, strict=True):
+        for group, settings in zip(self.checkpoints.optimizer.adamw.param_groups, self._settings, strict=True):
             group.clear()  # of what an example before this one left
             group.update(settings)
         state = self.checkpoints.restore(loaded)
@@ -73,14 +73,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     site = make_site(tmp_path_factory.mktemp("site"))
     folder = tmp_path_factory.mktemp("run")
     parts: list[Any] = []
-    build = wiring.build_checkpoints
+    train = wiring._train
 
-    def build_and_keep(run: Any, updater: Any) -> RunCheckpoints:
-        parts.extend([run, build(run, updater)])
-        return parts[-1]  # type: ignore[no-any-return]
+    def train_and_keep(run: wiring.Run, *words: Any) -> Any:
+        parts.extend([run, run.checkpoints])
+        return train(run, *words)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wiring, "build_checkpoints", build_and_keep)
+        patch.setattr(wiring, "_train", train_and_keep)
         keys = site.keys(max_steps=2, save_steps=1, eval_strategy="no", eval_steps=None, learn_temperature=True)
         outcome = run_keys(folder, keys)
     assert outcome.code == 0, outcome.err

@@ -14,11 +14,10 @@ from fuzz_limits import fuzzed, within_limits
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vembed.config.dump import config_hash, dump_config, plain_values
 from vembed.config.load import LoadedConfig, load_config, load_values
 from vembed.config.messages import key_schemas
-from vembed.config.resume import resume_differences
-from vembed.config.synonyms import ALIASES, foreign
+from vembed.config.names import ALIASES, foreign
+from vembed.config.record import config_hash, dump_config, plain_values, resume_differences
 from vembed.errors import ConfigError
 from vembed.redact import lacks_secret, redact
 

@@ -7,14 +7,15 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from fuzz_limits import fuzzed
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vembed.config.keys.data import DataKeys
 from vembed.data import lines, sources
 from vembed.data.columns import WEIGHT_COLUMN
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.data.validate import RowChecker
@@ -73,7 +74,7 @@ def outcome(path: Path, options: SourceOptions) -> object:
     items = loaded.table.items
     return (
         list(loaded.table),
-        items.columns.to_pylist(),
+        items.at(np.arange(len(items))),
         items.ids.tolist(),
         loaded.table.fingerprint,
         replace(loaded, table=None),

@@ -12,14 +12,14 @@ from test_engine import assert_same_gradients
 from test_engine_fsdp import expected_of
 from test_engine_losses import make
 
-from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.distributed.fsdp import shard_encoder, transformer_blocks
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import full_tensors
 from vembed.errors import MachineError
 from vembed.gradcache.row_assignment import RowAssignment
+from vembed.plan.keys import OptimisationKeys
 from vembed.plan.problem import Way
-from vembed.training.optimizer import Schedule, Updater
+from vembed.training.optimizer import Optimizer, Schedule
 
 CPU = torch.device("cpu")
 
@@ -106,14 +106,16 @@ def train_on(rank: int, settings: list[Sharded], loss_scaling: bool) -> list[Any
         keys = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99, max_grad_norm=0.05)
         schedule = Schedule(0.01, "constant", 0, 10)
         ranks = Ranks.of_this_process()
-        updater = Updater(case.encoder, loss, keys, schedule, loss_scaling=loss_scaling, ranks=ranks)
+        optimizer = Optimizer(case.encoder, loss, keys, schedule, loss_scaling=loss_scaling, ranks=ranks)
         assignment = assignment_of(case, setting.assignment)
         pools = pools_of(case, assignment.slots[rank], spare=True)
         norms = []
         for step in range(2):
-            engine.step(pools, case.structure, assignment=assignment, gradient_scale=updater.gradient_scale)
-            norms.append(updater.gradient_norm())
-            updater.update(step)
+            engine.step(pools, case.structure, assignment=assignment, gradient_scale=optimizer.scale.value)
+            norms.append(optimizer.clip_gradients())
+            optimizer.step(optimizer.learning_rate(step))
+            optimizer.scale.update(overflowed=False)
+            optimizer.zero_grad()
         weights = dict(full_tensors(case.encoder, Ranks.of_this_process()))
         answers.append((norms, weights, loss.state_dict()))
     return answers
@@ -146,17 +148,17 @@ def overflow_on(rank: int) -> tuple[float, bool, float, float]:
     engine = engine_of(case, setting, loss)
     keys = OptimisationKeys(weight_decay=0.1, adam_beta2=0.99)
     schedule, ranks = Schedule(0.01, "constant", 0, 10), Ranks.of_this_process()
-    updater = Updater(case.encoder, loss, keys, schedule, loss_scaling=True, ranks=ranks)
+    optimizer = Optimizer(case.encoder, loss, keys, schedule, loss_scaling=True, ranks=ranks)
     assignment = assignment_of(case, setting.assignment)
-    before = updater.gradient_scale
+    before = optimizer.scale.value
     pools = pools_of(case, assignment.slots[rank], spare=False)
     engine.step(pools, case.structure, assignment=assignment, gradient_scale=before)
     if rank == 1:
         next(case.encoder.parameters()).grad.to_local().view(-1)[0] = torch.inf
-    norm = updater.gradient_norm()
-    overflowed = updater.overflowed(norm)
-    updater.discard()
-    return norm, overflowed, before, updater.gradient_scale
+    norm = optimizer.clip_gradients()
+    overflowed = optimizer.scale.overflowed(norm)
+    optimizer.scale.update(overflowed=overflowed)
+    return norm, overflowed, before, optimizer.scale.value
 
 
 def test_an_overflow_in_the_shard_of_one_rank_halves_the_scale_of_all(two_ranks: RankPool) -> None:

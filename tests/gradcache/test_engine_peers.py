@@ -14,10 +14,9 @@ from test_engine import CPU, assert_same_gradients, gradients
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.filters import FalseNegativeFilter
-from vembed.losses.infonce import InfoNCE
+from vembed.losses.infonce import Hardness, InfoNCE
 from vembed.losses.joint import JointInfoNCE
-from vembed.losses.prefixes import Prefixes
-from vembed.losses.softmax import Hardness
+from vembed.losses.tiles import Prefixes
 
 if TYPE_CHECKING:
     from torch import Tensor

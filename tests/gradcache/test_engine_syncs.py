@@ -19,18 +19,17 @@ from test_engine_losses import make
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses import cells, infonce
-from vembed.losses.base import BatchStructure
+from vembed.losses.base import BatchStructure, document_shares
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.weights import document_shares
-from vembed.training.optimizer import Schedule, Updater
+from vembed.plan.keys import OptimisationKeys
+from vembed.training.optimizer import Optimizer, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -210,11 +209,12 @@ def test_updating_the_weights_waits_once_more_for_the_norm(monkeypatch: pytest.M
     case = make_case(dropout=0.0, negatives=1)
     loss = InfoNCE(temperature=0.1)
     schedule = Schedule(1e-3, "constant", 0, 3)
-    updater = Updater(case.encoder, loss, OptimisationKeys(), schedule, loss_scaling=False)  # type: ignore[arg-type]
+    optimizer = Optimizer(case.encoder, loss, OptimisationKeys(), schedule, loss_scaling=False)  # type: ignore[arg-type]
     GradCacheEngine(loss, EngineOptions(ChunkBudget(4, 10**6), CPU)).step(case.pools, case.structure)
     with counted_reads(monkeypatch) as counts:
-        assert updater.gradient_scale == 1.0
-        assert updater.gradient_norm() > 0
-        updater.update(0)
+        assert optimizer.scale.value == 1.0
+        assert optimizer.clip_gradients() > 0
+        optimizer.step(optimizer.learning_rate(0))
+        optimizer.zero_grad()
         assert loss.temperature == 0.1
     assert counts == {"item": 1}

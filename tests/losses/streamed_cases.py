@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vembed.losses.base import MultiVectors
-from vembed.losses.statistics import Hardest, LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
+from vembed.losses.streamed import Hardest, LogSumExp, LossGradients, Statistics, StreamedBatch, StreamedLoss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

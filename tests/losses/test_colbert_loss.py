@@ -13,7 +13,7 @@ from loss_cases import CASES, LossCase, plain, slow_infonce
 from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed
 from torch.nn.functional import normalize
 
-from vembed.losses import infonce
+from vembed.losses import streamed as streaming
 from vembed.losses.base import BatchStructure, MultiVectors
 from vembed.losses.colbert import ColbertLoss, maxsim
 from vembed.losses.streamed import StreamedBatch
@@ -96,7 +96,7 @@ def test_strips_that_are_too_wide_are_swept_twice(monkeypatch: pytest.MonkeyPatc
     case, loss = plain(50, 70), make("mean", tile_size=16)
     q, d, counts = vectors_of(case)
     kept = streamed(loss, case, q, d, counts)
-    monkeypatch.setattr(infonce, "STRIP_TILES", 2)
+    monkeypatch.setattr(streaming, "STRIP_TILES", 2)
     again = streamed(loss, case, q, d, counts)
     assert_equal(again, defined(loss, case, q, d, counts))
     assert_equal(again, kept, 1e-14)

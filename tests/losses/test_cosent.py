@@ -14,8 +14,8 @@ from streamed_cases import assert_equal, over_ranks, random_case, streamed, unit
 
 from vembed.batch import ContrastiveBatch
 from vembed.losses.cosent import CosentLoss
-from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.streamed import LossGradients, StreamedBatch
+from vembed.losses.tiles import Prefixes, weighted_similarities
 
 PREFIXES = {"whole": None, "weighted": Prefixes.of([5, 1, 3], [3, 1, 2])}
 
@@ -156,7 +156,7 @@ def test_statistics_of_all_ranks_come_first_and_gradients_go_where_the_caller_sa
         q_QE, d_DE = (each.detach() for each in case.embeddings())
         loss, table = make(), torch.full((12, 5), 9.0, dtype=torch.float64)
         batch = StreamedBatch(q_QE, d_DE, case.structure)
-        with pytest.raises(ValueError, match="statistics come first"):
+        with pytest.raises(ValueError, match="statistics"):
             loss.gradients(batch)
         loss.gradients(batch, loss.statistics(batch), (table[:5], table[5:]))
         expected = looped(loss, case, q_QE, d_DE)

@@ -14,9 +14,9 @@ from vembed.config.load import load_config
 from vembed.losses.base import LossCommon
 from vembed.losses.distillation import TeacherLoss
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.registry import loss_facts
 from vembed.losses.streamed import LossGradients
+from vembed.losses.tiles import Prefixes, weighted_similarities
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,10 @@ from test_weights import make, weighted
 
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
+from vembed.losses.cells import positive_mask
 from vembed.losses.filters import FalseNegativeFilter
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.masks import positive_mask
-from vembed.losses.prefixes import Prefixes
+from vembed.losses.tiles import Prefixes
 
 KINDS = ["one direction", "both directions", "hardest", "sigmoid", "triplet", "hardest triplet", "cosent"]
 FILTERS = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from loss_cases import CASES, MASKED, LossCase, masked_cells
 
-from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.cells import false_negative_mask, positive_mask
 
 
 def cells(mask_QD: torch.Tensor) -> set[tuple[int, int]]:

@@ -13,7 +13,7 @@ from vembed.losses.base import LossCommon
 from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import InfoNCE
 from vembed.losses.registry import loss_facts
-from vembed.losses.statistics import Hardest
+from vembed.losses.streamed import Hardest
 
 SCALE = 5.0
 

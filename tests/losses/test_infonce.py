@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from loss_cases import CASES, MASKED, LossCase, log_scale, plain, slow_infonce
-from pydantic import ValidationError
 
 from vembed.losses.base import BatchStructure
-from vembed.losses.facts.infonce import InfoNCEKeys
 from vembed.losses.infonce import InfoNCE
+from vembed.losses.keys import InfoNCEKeys
+from vembed.section import rules_of
 
 TEMPERATURE = 0.2
 
@@ -139,8 +139,10 @@ def test_constrain_clamps_the_logit_scale_to_1_and_100(pushed_to: float, expecte
 
 @pytest.mark.parametrize("temperature", [0.009, 1.01])
 def test_a_learned_temperature_outside_its_bounds_is_refused_and_a_fixed_one_is_not(temperature: float) -> None:
-    with pytest.raises(ValidationError, match=r"starts between 0.01 and 1.0, got"):
-        InfoNCEKeys(temperature=temperature, learn_temperature=True)
+    keys = InfoNCEKeys(temperature=temperature, learn_temperature=True)
+    broken = [text for rule in rules_of(InfoNCEKeys) if (text := rule.violation(keys))]
+    assert len(broken) == 1
+    assert f"starts between 0.01 and 1.0, got {temperature}" in broken[0]
     assert infonce(temperature=temperature).temperature == pytest.approx(temperature)
 
 

@@ -12,9 +12,8 @@ from streamed_cases import assert_equal, defined, over_ranks, random_case, strea
 from test_triplet import named
 from test_weights import weighted
 
-from vembed.losses.infonce import InfoNCE, SupCon
-from vembed.losses.prefixes import Prefixes
-from vembed.losses.softmax import Hardness
+from vembed.losses.infonce import Hardness, InfoNCE, SupCon
+from vembed.losses.tiles import Prefixes
 
 if TYPE_CHECKING:
     from vembed.losses.streamed import StreamedLoss

@@ -16,10 +16,10 @@ from test_weights import weighted
 from vembed.config.load import load_config
 from vembed.errors import ConfigError
 from vembed.losses.base import LossCommon
+from vembed.losses.infonce import Hardness
 from vembed.losses.joint import JointInfoNCE
-from vembed.losses.prefixes import Prefixes
 from vembed.losses.registry import loss_facts
-from vembed.losses.softmax import Hardness
+from vembed.losses.tiles import Prefixes
 
 MORE = ("query_to_query", "document_to_query", "document_to_document")
 CHOICES = [("query_to_document", *some) for count in (1, 2, 3) for some in combinations(MORE, count)]

@@ -21,9 +21,9 @@ from vembed.losses.cosine_mse import CosineMseLoss
 from vembed.losses.kl import KlLoss
 from vembed.losses.listed import ListedPairs
 from vembed.losses.margin_mse import MarginMseLoss
-from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.registry import loss_facts
 from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
+from vembed.losses.tiles import Prefixes, weighted_similarities
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,9 +19,8 @@ from loss_cases import CASES
 from warm_process import run_warm
 
 import vembed
-from vembed.config.dump import config_hash, dump_config, plain_values
 from vembed.config.load import load_config, load_values
-from vembed.config.resume import resume_differences
+from vembed.config.record import config_hash, dump_config, plain_values, resume_differences
 from vembed.config.schema import Config, config_class
 from vembed.errors import ConfigError, DataError
 from vembed.gradcache.chunking import ChunkBudget

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from vembed.losses.statistics import LogSumExp
+from vembed.losses.streamed import LogSumExp
 
 LIKE = torch.zeros((), dtype=torch.float64)
 

@@ -12,8 +12,8 @@ from loss_cases import plain
 from streamed_cases import unit_rows
 from test_cosent import graded
 
-from vembed.config.keys.sources import loss_names
 from vembed.config.load import load_config, load_values
+from vembed.data.keys import loss_names
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.evaluation.card.gather import _loss_names

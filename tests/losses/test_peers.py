@@ -18,14 +18,13 @@ from vembed.losses.angle import AngleLoss
 from vembed.losses.cosent import CosentLoss
 from vembed.losses.cosine_mse import CosineMseLoss
 from vembed.losses.filters import FalseNegativeFilter
-from vembed.losses.infonce import InfoNCE
+from vembed.losses.infonce import Hardness, InfoNCE
 from vembed.losses.joint import JointInfoNCE
 from vembed.losses.kl import KlLoss
 from vembed.losses.margin_mse import MarginMseLoss
-from vembed.losses.prefixes import Prefixes
 from vembed.losses.sigmoid import SigmoidLoss
-from vembed.losses.softmax import Hardness
 from vembed.losses.spread_out import SpreadOutLoss
+from vembed.losses.tiles import Prefixes
 from vembed.losses.triplet import TripletLoss
 
 if TYPE_CHECKING:

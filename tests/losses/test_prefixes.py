@@ -11,9 +11,9 @@ from loss_cases import CASES
 from vembed.config.schema import Config
 from vembed.losses.base import LossCommon
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.prefixes import Prefixes
 from vembed.losses.registry import loss_facts
 from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.tiles import Prefixes
 
 if TYPE_CHECKING:
     from vembed.losses.streamed import StreamedLoss

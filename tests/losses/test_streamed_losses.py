@@ -11,14 +11,13 @@ from loss_cases import CASES, LossCase, plain
 from streamed_cases import assert_equal, defined, over_ranks, random_case, streamed, unit_rows
 from torch.utils.flop_counter import FlopCounterMode
 
-from vembed.losses import infonce
+from vembed.losses import streamed as streaming
 from vembed.losses.base import BatchStructure
 from vembed.losses.in_batch_hard import InBatchHard
-from vembed.losses.infonce import InfoNCE
-from vembed.losses.prefixes import Prefixes
+from vembed.losses.infonce import BOUNDED_LOGIT, InfoNCE
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.streamed import StreamedBatch, StreamedLoss
-from vembed.losses.tiles import BOUNDED_LOGIT
+from vembed.losses.tiles import Prefixes
 from vembed.plan.memory import LOSS_STRIP_TILES
 
 WARM, COLD = 0.2, 0.012
@@ -259,13 +258,13 @@ def test_a_matrix_too_wide_for_a_strip_is_swept_twice(monkeypatch: pytest.Monkey
     case, loss = plain(50, 70), make("one direction", tile_size=16)
     q_QE, d_DE = (unit_rows(count, 24, seed=count) for count in (50, 70))
     kept = streamed(loss, case, q_QE, d_DE)
-    monkeypatch.setattr(infonce, "STRIP_TILES", 2)
+    monkeypatch.setattr(streaming, "STRIP_TILES", 2)
     assert flops(loss, 50, 70, 24) == 4 * 2 * 50 * 70 * 24
     assert_equal(streamed(loss, case, q_QE, d_DE), kept, 1e-14)
 
 
 def test_the_plan_knows_how_much_a_strip_keeps() -> None:
-    assert infonce.STRIP_TILES == LOSS_STRIP_TILES
+    assert streaming.STRIP_TILES == LOSS_STRIP_TILES
 
 
 def test_gradients_are_written_where_the_caller_says() -> None:

@@ -19,11 +19,11 @@ from vembed.losses.base import LossCommon
 from vembed.losses.cosine_mse import CosineMseLoss
 from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.spread_out import SpreadOutLoss
 from vembed.losses.streamed import LossGradients
 from vembed.losses.sum import SumLoss
+from vembed.losses.tiles import Prefixes, weighted_similarities
 
 if TYPE_CHECKING:
     from torch import Tensor

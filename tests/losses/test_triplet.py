@@ -14,8 +14,8 @@ from streamed_cases import assert_equal, over_ranks, random_case, streamed, unit
 
 from vembed.batch import ContrastiveBatch
 from vembed.losses.base import BatchStructure
-from vembed.losses.prefixes import Prefixes, weighted_similarities
 from vembed.losses.streamed import LossGradients, StreamedBatch
+from vembed.losses.tiles import Prefixes, weighted_similarities
 from vembed.losses.triplet import TripletLoss
 
 KINDS = ["all", "hardest", "listed"]

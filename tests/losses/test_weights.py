@@ -13,14 +13,14 @@ from streamed_cases import assert_equal, defined, over_ranks, random_case, strea
 from test_cosent import graded
 from test_triplet import named
 
+from vembed.losses.base import document_shares, query_shares
 from vembed.losses.colbert import ColbertLoss
 from vembed.losses.cosent import CosentLoss
 from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.prefixes import Prefixes
 from vembed.losses.sigmoid import SigmoidLoss
+from vembed.losses.tiles import Prefixes
 from vembed.losses.triplet import TripletLoss
-from vembed.losses.weights import document_shares, query_shares
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.batch import content_id
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.config.keys.mining import MiningKeys
-    from vembed.data.records import LoadedRecords
+    from vembed.data.table import LoadedRecords
     from vembed.evaluation.encode import ItemEncoder
     from vembed.mining.task import MiningTask
+    from vembed.vectors.keys import MiningKeys
 
 WORDS = [
     f"{head}{tail}" for head in ("ka", "lo", "mi", "su", "te", "vo") for tail in ("ran", "bel", "dip", "gos", "nuk")

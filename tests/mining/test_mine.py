@@ -13,19 +13,19 @@ from mining_cases import made_rows, read, reference, written
 
 from vembed.api.model import load
 from vembed.batch import Image, content_id
-from vembed.config.keys.mining import MiningKeys
-from vembed.data.record_writer import RecordWriter
+from vembed.data.table_writer import RecordWriter
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.mining import mine as mine_module
 from vembed.mining import teacher as teacher_module
-from vembed.mining import vectors as vectors_module
 from vembed.mining.mine import Miner
 from vembed.mining.task import MiningTask, corpus_items
 from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.vectors import store as store_module
+from vembed.vectors.keys import MiningKeys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,10 +94,9 @@ def test_blocks_change_nothing(
     keys = MiningKeys(mine_relative_margin=0.4)
     whole = Miner(encode, keys, tmp_path / "whole").mine(task)
     monkeypatch.setattr(mine_module, "BLOCK_QUERIES", 7)
-    for module in (mine_module, vectors_module):
-        monkeypatch.setattr(module, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(store_module, "BLOCK_ROWS", 16)
     cut = Miner(encode, keys, tmp_path / "cut").mine(task)
-    assert len(list((tmp_path / "cut").glob("document-*.npy"))) == 5
+    assert len((tmp_path / "cut" / "document" / "blocks.jsonl").read_text().splitlines()) == 1 + 5
     np.testing.assert_array_equal(cut.rows_Un, whole.rows_Un)
     np.testing.assert_allclose(cut.scores_Un, whole.scores_Un, atol=1e-6)
 
@@ -153,12 +152,19 @@ class Killed(Exception):  # noqa: N818
     """Stands for the end of the process."""
 
 
+def counted(append: Any, sizes: list[int]) -> Any:
+    def counting(self: Any, vectors_BE: np.ndarray, **facts: Any) -> None:
+        sizes.append(len(vectors_BE))
+        append(self, vectors_BE, **facts)
+
+    return counting
+
+
 @pytest.mark.parametrize("after", [1, 4, 7, 11])
 def test_a_rerun_goes_on_and_finds_the_same(
     after: int, task: MiningTask, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (mine_module, vectors_module):
-        monkeypatch.setattr(module, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(store_module, "BLOCK_ROWS", 16)
     monkeypatch.setattr(mine_module, "BLOCK_QUERIES", 7)
     left = [10**6]
 
@@ -173,13 +179,21 @@ def test_a_rerun_goes_on_and_finds_the_same(
     folder = tmp_path / "killed"
     with pytest.raises(Killed):
         Miner(encode, MiningKeys(), folder).mine(task)
-    done = {path: path.stat().st_mtime_ns for path in folder.glob("*.np[yz]")}
+    done = {path: path.stat().st_mtime_ns for path in folder.glob("**/*.npz")}
+    whole_blocks = sum(len(path.read_bytes().splitlines()) - 1 for path in folder.glob("**/blocks.jsonl"))
+    encoded: list[int] = []
+    monkeypatch.setattr(store_module._Part, "append", counted(store_module._Part.append, encoded))
     left[0] = 10**6
     again = Miner(encode, MiningKeys(), folder).mine(task)
     for name, values in vars(whole).items():
         np.testing.assert_array_equal(vars(again)[name], values, err_msg=name)
     assert all(path.stat().st_mtime_ns == time for path, time in done.items()), "what was whole is not made again"
-    assert after < 2 or done
+    num_blocks = sum(-(-len(items) // 16) for items in (task.queries, task.documents))
+    assert len(encoded) == num_blocks - whole_blocks
+    for side in ("query", "document"):
+        vectors = (path / side / "vectors.npy" for path in (folder, tmp_path / "whole"))
+        assert next(vectors).read_bytes() == next(vectors).read_bytes(), "and its bytes are the same"
+    assert after < 2 or whole_blocks
     broken = sorted(folder.glob("chosen-*.npz"))[0]
     broken.write_bytes(broken.read_bytes()[:-40])
     Miner(encode, MiningKeys(), folder).mine(task)
@@ -206,13 +220,13 @@ def test_a_teacher_decides_what_the_margin_leaves_out(task: MiningTask, encode: 
 
 
 def mine_on_ranks(rank: int, rows: Path, bag: Path, folder: Path) -> Any:
-    mine_module.BLOCK_QUERIES, vectors_module.BLOCK_ROWS, mine_module.BLOCK_ROWS = 7, 16, 16
+    mine_module.BLOCK_QUERIES, store_module.BLOCK_ROWS = 7, 16
     try:
         encode = load(bag).item_encoder(256)
         encode.ranks = Ranks.of_this_process()
         return Miner(encode, MiningKeys(), folder).mine(MiningTask.of(read(rows).table))
     finally:
-        mine_module.BLOCK_QUERIES, vectors_module.BLOCK_ROWS, mine_module.BLOCK_ROWS = 4096, 65_536, 65_536
+        mine_module.BLOCK_QUERIES, store_module.BLOCK_ROWS = 4096, 32_768
 
 
 def test_two_ranks_share_the_work_and_both_know_the_result(
@@ -289,7 +303,7 @@ def test_equal_contents_are_one_document(tmp_path: Path) -> None:
     rows = [{"query": "one", "positive": "same text"}, {"query": "two", "positive": " same text "}]
     task = MiningTask.of(read(written(tmp_path / "rows.jsonl", rows)).table, corpus_items(["same text", "", "new"]))
     assert len(task.documents) == 2, "and an empty document is none"
-    assert task.documents.ids_U.tolist() == [content_id("same text"), content_id("new")]
+    assert task.documents.ids.tolist() == [content_id("same text"), content_id("new")]
 
 
 def test_rows_of_classes_are_refused_as_classmates_answer_each_other(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from model_cases import load_any
 from picture_cases import PICTURES, pools_of
 
 from vembed.batch import ContrastiveBatch, content_id
-from vembed.config.keys.adapters import AdapterKeys
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -19,6 +18,7 @@ from vembed.losses.colbert import ColbertLoss
 from vembed.losses.infonce import InfoNCE
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
+from vembed.models.keys import AdapterKeys
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -40,8 +40,8 @@ from transformers import (
     XLNetModel,
 )
 
-from vembed.config.keys.model import ModelKeys
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from vembed.batch import Features, Ragged
-from vembed.models.families import family_of, made_bidirectional
 from vembed.models.files import prepare_backbone
+from vembed.models.formats import TextSpec
 from vembed.models.text import TextEncoder
-from vembed.models.text_spec import TextSpec
+from vembed.models.text_spec import family_of, made_bidirectional
 
 POSITIONS, PAD = 64, 1
 LENGTHS = (5, 17, 1, 9, 30, 9)

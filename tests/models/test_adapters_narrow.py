@@ -11,16 +11,15 @@ from adapter_cases import partly_trained, wake
 from model_cases import TEXTS, write_model
 from picture_cases import PICTURES, vectors, write_open_clip, write_picture_model
 
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.config.load import load_config
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.models.adapters.lora import merge_adapters
 from vembed.models.adapters.narrow import narrow_frozen
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_encoder
 from vembed.plan.devices import parse_devices
 from vembed.plan.plan import make_plan
 from vembed.plan.problem import DataSize
@@ -101,7 +100,8 @@ def test_what_is_written_has_the_weights_of_the_files_and_float32_sums(folders: 
 def test_weights_that_were_changed_behind_a_run_are_not_merged_with_its_adapters(folders: dict[str, Path]) -> None:
     narrow, fresh = (partly_trained(folders["bert"], "lora", dtype=torch.float32) for _ in range(2))
     narrow_frozen(narrow, HALF)
-    narrow.base, fresh.base = "of the start", "of today"
+    narrow.trained = replace(narrow.trained, base="of the start")
+    fresh.trained = replace(fresh.trained, base="of today")
     with pytest.raises(ConfigError, match="is no longer the model that training began with"):
         gather_encoder(narrow, Ranks(), lambda: fresh)
 

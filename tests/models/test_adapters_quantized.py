@@ -9,10 +9,10 @@ import torch
 from model_cases import embed, load, wordpiece_tokenizer
 from transformers import BertConfig, BertModel
 
-from vembed.config.keys.adapters import AdapterKeys
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.quantized import four_bit_config
 from vembed.models.adapters.trained import base_fingerprint, changing_names, save_trained
+from vembed.models.keys import AdapterKeys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,7 +45,7 @@ def test_adapters_train_beside_four_bits_and_leave_an_ordinary_model(
     assert len(changing_names(encoder) or ()) == 2 * 2 * 6
     assert base_fingerprint(encoder)
     total = sum(parameter.numel() for parameter in load(tmp_path / "base").parameters()) + 14_336
-    assert f"14,336 of {total:,} parameters" in encoder.trains
+    assert f"14,336 of {total:,} parameters" in encoder.trained.words
     with torch.no_grad():
         for name, parameter in encoder.named_parameters():
             if ".lora_B." in name:

@@ -14,12 +14,11 @@ from picture_cases import PICTURES, vectors, write_open_clip, write_picture_mode
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel
 
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters, has_adapters
 from vembed.models.adapters.trained import base_fingerprint, changing_names, save_trained
-from vembed.models.registry import load_encoder
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.load import load_encoder
 from vembed.training.saving import load_module, module_tensors
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
 from vembed.errors import ConfigError
-from vembed.models.families import BIDIRECTIONAL_TYPES
 from vembed.models.packing import PACKED_TYPES
+from vembed.models.text_spec import BIDIRECTIONAL_TYPES
 
 if TYPE_CHECKING:
     from pathlib import Path

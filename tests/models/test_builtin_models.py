@@ -11,10 +11,10 @@ import pytest
 import torch
 from model_cases import TEXTS, embed, load_any
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
+from vembed.models.keys import ModelKeys
+from vembed.models.load import encoder_classes, load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.registry import encoder_classes, load_encoder
 
 CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in range(60) for text in TEXTS]
 

@@ -29,8 +29,6 @@ from test_engine_ranks import assignment_of
 
 import vembed
 from vembed.batch import Features, Ragged
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
 from vembed.gradcache.calls import Pool
@@ -42,10 +40,12 @@ from vembed.losses.colbert import ColbertLoss
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import changing_names, save_trained
 from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.exportable import writable_forms
+from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.late import TokenHead, new_layer
+from vembed.models.load import load_skeleton
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_skeleton
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -139,7 +139,7 @@ def test_a_saved_model_is_the_same_and_that_of_sentence_transformers(bert: Path,
         for one, other in zip(rows_of(encoder, texts, side), rows_of(again, texts, side), strict=True):
             assert torch.equal(one, other)
     if "topk" in choice:  # which sentence-transformers has no place for
-        assert encoder.export_forms() == ("vembed",)
+        assert tuple(writable_forms(encoder)) == ("vembed",)
         return
     assert_same_as_sentence_transformers(tmp_path, again)
 
@@ -288,8 +288,8 @@ def test_adapters_train_beside_a_new_head_and_are_merged_into_an_equal_model(ber
     assert "head.layers.0.linear.weight" in trained
     assert changing_names(encoder) == trained
     assert {name.split(".")[-3] for name in trained - {"head.layers.0.linear.weight"}} == {"lora_A", "lora_B"}
-    assert "and head:" in encoder.trains
-    assert encoder.trains.endswith("; adapter/ holds the adapters alone, model/ head too")
+    assert "and head:" in encoder.trained.words
+    assert encoder.trained.words.endswith("; adapter/ holds the adapters alone, model/ head too")
     with torch.no_grad():
         encoder.head.layers[0].linear.weight *= -1.5
     wanted = {side: rows_of(encoder.eval(), texts, side) for side, texts in SIDES.items()}

@@ -19,7 +19,6 @@ from picture_cases import pools_of, write_open_clip, write_picture_model
 from test_packing_engine import batch
 from torch._dynamo.utils import counters
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.chunking import ChunkBudget
@@ -27,7 +26,8 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure
 from vembed.models import compiling
 from vembed.models.compiling import compile_errors_explained, compile_layers
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

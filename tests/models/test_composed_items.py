@@ -14,10 +14,9 @@ from picture_cases import DUAL_BUILDERS, PICTURES, TINY, picture, vectors, write
 from picture_cases import write_picture_model as write
 
 from vembed.batch import Composed, Features, Image, content_id
-from vembed.config.keys.model import ModelKeys
 from vembed.data.collate import collate
-from vembed.data.records import Record
 from vembed.data.sampler import GlobalSampler
+from vembed.data.table import Record
 from vembed.errors import DataError
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
@@ -26,7 +25,8 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.composed import join_features
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.tiny_clip import TinyClip
 
 if TYPE_CHECKING:

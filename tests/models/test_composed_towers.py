@@ -18,8 +18,6 @@ from test_adapters_engine import assert_exact, assert_same, take
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from vembed.batch import Composed
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.distributed.fsdp import shard_encoder, transformer_blocks
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
@@ -31,10 +29,11 @@ from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import save_trained
 from vembed.models.composed_towers import ComposedTowers
-from vembed.models.export.samples import sample_vectors
+from vembed.models.exportable import sample_vectors, writable_forms
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.load import encoder_classes, load_encoder
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import encoder_classes, load_encoder
 from vembed.plan.problem import Way
 
 if TYPE_CHECKING:
@@ -348,7 +347,7 @@ def test_packed_texts_have_the_vectors_of_padded_ones(folders: dict[str, Path]) 
 def test_the_samples_of_an_export_are_of_both_kinds(folders: dict[str, Path]) -> None:
     encoder = load_any(folders["bert + dinov2"]).eval()
     assert sample_vectors(encoder).keys() == {"query texts", "document texts", "pictures"}
-    assert encoder.export_forms() == ("vembed",)
+    assert tuple(writable_forms(encoder)) == ("vembed",)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from transformers import (
 
 from vembed.evaluation.provenance import model_key
 from vembed.models.pictures import Normalisation, last_step, normalised, run_processor
-from vembed.models.probe import picture_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -54,7 +53,7 @@ def test_pixels_are_bytes_until_the_device_makes_of_them_what_transformers_makes
     pixels = normalised(inputs, encoder.normalisation)
     assert pixels.dtype == torch.float32
     assert torch.equal(pixels, own)
-    assert picture_bytes(encoder) < own[0].nbytes / 2
+    assert encoder.picture_bytes() < own[0].nbytes / 2
 
 
 def test_pixels_are_bytes_until_the_device_makes_of_them_what_open_clip_makes(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_pixels_are_bytes_until_the_device_makes_of_them_what_open_clip_makes(tm
     assert inputs["pixel_values"].dtype == torch.uint8
     own = torch.stack([preprocess(picture) for picture in opened(PICTURES)])
     assert torch.equal(normalised(inputs, encoder.normalisation), own)
-    assert picture_bytes(encoder) == own[0].nbytes / 4
+    assert encoder.picture_bytes() == own[0].nbytes / 4
 
 
 def test_dinov3_resizes_floats_and_keeps_them(tmp_path: Path) -> None:

@@ -16,8 +16,6 @@ from warm_process import run_warm
 
 import vembed
 from vembed.batch import ContrastiveBatch, Features
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.config.load import load_config
 from vembed.entrypoints.export import main as export
 from vembed.errors import ConfigError
@@ -27,9 +25,10 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, LossCommon
 from vembed.losses.registry import loss_facts
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_encoder
 from vembed.registry import ENCODERS, LOSSES
 
 if TYPE_CHECKING:

@@ -17,14 +17,14 @@ from picture_cases import DUAL_BUILDERS, PICTURES, VISION_BUILDERS, opened, vect
 from safetensors.torch import load_file
 from test_picture_encoders import write_open_clip
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, ExitCode, MachineError, NonFiniteError
 from vembed.models.export import write
-from vembed.models.export.samples import largest_difference, sample_vectors
 from vembed.models.export.write import TOLERANCE, Exported, ExportRequest, export_model, stored_dtype
+from vembed.models.exportable import largest_difference, sample_vectors, writable_forms
+from vembed.models.formats import Dense
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.registry import load_encoder
-from vembed.models.sentence_transformers_format import Dense
 from vembed.models.text import TextEncoder
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
@@ -156,7 +156,7 @@ def test_a_form_that_would_give_other_vectors_is_refused_with_the_nearest(
         export(folders[kind], tmp_path / "out", form=form)
     assert nearest in str(caught.value)
     assert beside(tmp_path / "out") == []
-    export(folders[kind], tmp_path / "out", form=loaded(folders[kind]).export_forms()[0].replace("vembed", "auto"))
+    export(folders[kind], tmp_path / "out", form=writable_forms(loaded(folders[kind]))[0].replace("vembed", "auto"))
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *rest: None if name == "sentence_transformers" else find(name, *rest)
 sys.modules["sentence_transformers"] = None
 from vembed.models.export.write import ExportRequest, export_model
-from vembed.config.keys.model import ModelKeys
+from vembed.models.keys import ModelKeys
 for name in sys.argv[2:]:
     request = ExportRequest(
         keys=ModelKeys(model_name=name), output=Path(sys.argv[1]) / Path(name).name, form="sentence-transformers"

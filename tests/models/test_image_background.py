@@ -14,13 +14,13 @@ from picture_cases import SIDE, TINY, write_open_clip, write_picture_model
 
 import vembed
 from vembed.batch import Augmentation, Image
-from vembed.config.keys.model import ModelKeys
 from vembed.data.images import ImageLimits, decode_image
 from vembed.errors import ConfigError
 from vembed.evaluation.provenance import model_key
 from vembed.models.adapters.trained import save_trained
 from vembed.models.export.write import ExportRequest, export_model
 from vembed.models.files import PICTURES_FILE
+from vembed.models.keys import ModelKeys
 from vembed.models.pictures import normalised
 from vembed.models.tiny_clip import TinyClip
 

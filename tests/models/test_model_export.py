@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel, AutoTokenizer
 
-from vembed.config.keys.model import ModelKeys
+from vembed.models.formats import Dense
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.registry import load_encoder
-from vembed.models.sentence_transformers_format import Dense
 from vembed.models.text import TextEncoder
 
 PROMPTS: Any = {"query": "find this: ", "document": "text: "}
@@ -42,7 +42,7 @@ def test_an_export_has_the_same_vectors_everywhere(tmp_path: Path, kind: str) ->
     assert torch.equal(embed(reloaded, side="document"), embed(encoder, side="document"))
     assert not torch.equal(embed(encoder, side="document"), embed(encoder))
     assert reloaded.max_length == 40
-    assert reloaded.spec.prompts == PROMPTS
+    assert reloaded.prompts == PROMPTS
     assert_sentence_transformers_agrees(tmp_path / "saved", encoder)
 
 
@@ -84,13 +84,13 @@ def test_everything_around_the_transformer_survives(tmp_path: Path, bias: bool) 
         Dense(64, 16, bias=bias, activation=torch.nn.Tanh()),
         Dense(16, 8, bias=bias, activation=torch.nn.Identity()),
     )
-    spec = replace(
-        bare.spec, pooling=("mean", "cls"), prompts=PROMPTS, include_prompt=False, normalize=False, lower_case=True
-    )
-    encoder = TextEncoder("x", backbone=bare.backbone, tokenizer=bare.tokenizer, spec=spec, dense=dense).eval()
+    spec = replace(bare.spec, pooling=("mean", "cls"), include_prompt=False, normalize=False, lower_case=True)
+    parts = {"backbone": bare.backbone, "tokenizer": bare.tokenizer, "dense": dense}
+    encoder = TextEncoder("x", spec=spec, prompts=PROMPTS, **parts).eval()
     encoder.save(tmp_path / "saved")
     reloaded = load(tmp_path / "saved")
     assert replace(reloaded.spec, origin={}) == replace(spec, origin={})
+    assert reloaded.prompts == PROMPTS
     assert torch.equal(embed(reloaded), embed(encoder))
     assert embed(reloaded).norm(dim=-1).max() != pytest.approx(1)
     assert_sentence_transformers_agrees(tmp_path / "saved", encoder)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.models.files import ModelFiles
+from vembed.models.keys import ModelKeys
 from vembed.models.names import locate
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import torch
 from model_cases import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file, save_file
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, ExitCode, MachineError
-from vembed.models.registry import load_encoder, load_skeleton
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder, load_skeleton
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -204,13 +204,13 @@ def test_a_builtin_takes_empty_prompts_and_its_own_folder_refuses_options_too(tm
 OFFLINE_SCRIPT = """
 import json, sys, warnings
 from vembed.errors import VembedError
-from vembed.config.keys.model import ModelKeys
-from vembed.models.registry import load_encoder, load_skeleton
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder, load_skeleton
 answers = {}
 for name in sys.argv[1:]:
     try:
         encoder = load_encoder(ModelKeys(model_name=name))
-        answers[name] = [encoder.describe()["pooling"], encoder.spec.prompts["query"]]
+        answers[name] = [encoder.describe()["pooling"], encoder.prompts["query"]]
     except VembedError as error:
         answers[name] = [type(error).__name__, int(error.exit_code), str(error)]
 print("ANSWERS", json.dumps(answers))

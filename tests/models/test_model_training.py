@@ -16,9 +16,9 @@ from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
+from vembed.models.formats import Dense
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.profile.profile import model_size
-from vembed.models.sentence_transformers_format import Dense
 from vembed.models.text import TextEncoder
 
 if TYPE_CHECKING:

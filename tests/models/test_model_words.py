@@ -12,7 +12,7 @@ from vision_language_cases import write_vision_language
 import vembed
 from vembed.batch import Composed
 from vembed.errors import ConfigError
-from vembed.models.registry import encoder_classes
+from vembed.models.load import encoder_classes
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_language_families import FAMILIES, UNTRAINED
 from vembed.registry import BUILTIN_MODELS, ENCODERS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_cases import embed, load, write_model
 
-from vembed.models.older_readers import add_older_names
+from vembed.models.formats import add_older_names
 
 if TYPE_CHECKING:
     from pathlib import Path

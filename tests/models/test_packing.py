@@ -26,9 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vembed.config.keys.adapters import AdapterKeys
 from vembed.models import attention
 from vembed.models.adapters.lora import add_adapters
+from vembed.models.keys import AdapterKeys
 from vembed.models.packing import PACKED_TYPES
 from vembed.models.pooling import POOLING_MODES
 from vembed.models.profile.measure import ProfileTarget, become_fake

@@ -12,11 +12,10 @@ from model_cases import load_any
 from picture_cases import PATCH, PICTURES, SIDE, write_picture_model
 
 from vembed.batch import Features
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.calls import Pool
 from vembed.models.adapters.lora import add_adapters
+from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
 

@@ -29,7 +29,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from vembed.batch import Composed, ContrastiveBatch, content_id
-from vembed.config.keys.model import ModelKeys
 from vembed.data.images import ImageLimits
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.gradcache.chunking import ChunkBudget
@@ -38,8 +37,9 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models.dual import DualEncoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.profile.profile import model_size
-from vembed.models.registry import load_encoder, load_skeleton
 from vembed.models.tiny_clip import TinyClip
 from vembed.models.vision import VisionEncoder
 

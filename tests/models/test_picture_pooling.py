@@ -16,12 +16,12 @@ from test_adapters_engine import assert_exact, assert_same, take
 from transformers import AutoImageProcessor, AutoModel, ViTMAEModel
 
 from vembed.batch import ContrastiveBatch
-from vembed.config.keys.adapters import AdapterKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.reference import reference_step
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import add_adapters, merge_adapters
+from vembed.models.keys import AdapterKeys
 from vembed.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def test_an_attention_of_timm_that_reads_its_weights_past_the_layer_gets_no_adap
         add_adapters(load(folder), AdapterKeys(lora_target_modules=["qkv"]))
     encoder = load(folder)
     add_adapters(encoder, AdapterKeys())
-    assert "on fc1, fc2, proj of the vision tower" in encoder.trains
+    assert "on fc1, fc2, proj of the vision tower" in encoder.trained.words
 
 
 @pytest.mark.slow

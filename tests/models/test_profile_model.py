@@ -17,15 +17,14 @@ import torch
 from model_cases import load_any
 from picture_cases import PICTURES, vectors, write_picture_model
 
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
-from vembed.models.probe import ROWS
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.load import load_skeleton
+from vembed.models.plannable import ROWS
 from vembed.models.profile import profile as profiling
 from vembed.models.profile.live import LiveBytes, as_cost
 from vembed.models.profile.measure import ProfileTarget, forget_cached
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_skeleton
 from vembed.plan.memory import CallCost
 
 SHAPES = Path(__file__).parents[2] / "configs" / "shapes"
@@ -261,8 +260,8 @@ def test_eight_billion_parameters_take_seconds_and_no_memory(folder: Path) -> No
         """
         import json, resource, sys, time
         import torch
-        from vembed.config.keys.adapters import AdapterKeys
-        from vembed.config.keys.model import ModelKeys
+        from vembed.models.keys import AdapterKeys
+        from vembed.models.keys import ModelKeys
         from vembed.models.profile.measure import ProfileTarget, forget_cached
         from vembed.models.profile.profile import profile_model
         started = time.process_time()

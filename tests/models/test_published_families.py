@@ -21,7 +21,6 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModel, AutoModelForTextEncoding, AutoTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
 from vembed.batch import Features
-from vembed.config.keys.adapters import AdapterKeys
 from vembed.distributed.ranks import Ranks
 from vembed.gradcache.calls import Pool
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -30,7 +29,8 @@ from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import save_trained
-from vembed.models.families import PROMPT_FAMILIES, known_prompts
+from vembed.models.keys import AdapterKeys
+from vembed.models.text_spec import PROMPT_FAMILIES, known_prompts
 
 if TYPE_CHECKING:
     from pathlib import Path

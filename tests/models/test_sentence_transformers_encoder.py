@@ -28,16 +28,16 @@ from sentence_transformers.sentence_transformer.modules.tokenizer import Whitesp
 from test_adapters_engine import assert_exact, assert_same, take
 
 from vembed.batch import Features
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
 from vembed.gradcache.reference import reference_step
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import merge_adapters
+from vembed.models.keys import ModelKeys
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.sentence_transformers_encoder import SentenceTransformersEncoder
+from vembed.models.st_library import SentenceTransformersEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path

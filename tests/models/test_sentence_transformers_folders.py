@@ -11,9 +11,9 @@ from model_cases import POSITIONS, TEXTS, byte_tokenizer, edit_json, embed, load
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.models.files import ModelFiles
+from vembed.models.keys import ModelKeys
 from vembed.models.pooling import POOLING_MODES
 from vembed.models.text import TextEncoder
 
@@ -93,7 +93,7 @@ def test_prompts_pooled_or_not(tmp_path: Path, kind: str, include_prompt: bool) 
     theirs = written(tmp_path / "model", modules, prompts=PROMPTS)
     assert_same_vectors(theirs, tmp_path / "model")
     ours = load(tmp_path / "model")
-    assert ours.spec.prompts == PROMPTS
+    assert ours.prompts == PROMPTS
     assert not torch.allclose(embed(ours, side="query"), embed(ours, side="document"), atol=1e-3)
 
 
@@ -168,7 +168,7 @@ def test_each_side_takes_the_prompt_that_is_named_for_it(
     written(tmp_path / "model", pooled(transformers_folder))
     general = {"prompts": prompts, "default_prompt_name": default}
     (tmp_path / "model" / "config_sentence_transformers.json").write_text(json.dumps(general))
-    assert load(tmp_path / "model").spec.prompts == {"query": query, "document": document}
+    assert load(tmp_path / "model").prompts == {"query": query, "document": document}
 
 
 def test_the_users_word_comes_before_the_folder(transformers_folder: Path, tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_the_users_word_comes_before_the_folder(transformers_folder: Path, tmp_p
     encoder = load(tmp_path / "model", pooling_method="cls", max_seq_length=9, prompts={"query": "mine: "})
     assert encoder.spec.pooling == ("cls",)
     assert encoder.max_length == 9
-    assert encoder.spec.prompts == {"query": "mine: ", "document": "text: "}
+    assert encoder.prompts == {"query": "mine: ", "document": "text: "}
     assert "pooling_method" in encoder.describe()["pooling"]
 
 

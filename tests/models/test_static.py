@@ -17,7 +17,6 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, StaticEmbedding
 from test_adapters_engine import assert_exact, assert_same, take
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -25,9 +24,10 @@ from vembed.gradcache.reference import reference_step
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters.trainable import freeze
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_encoder
 from vembed.models.static import StaticEncoder
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from model_cases import TEXTS, load_any
 from picture_cases import PICTURES, opened, picture, pools_of, vectors
 
 from vembed.batch import ContrastiveBatch, content_id
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
@@ -21,8 +20,9 @@ from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure
 from vembed.losses.infonce import InfoNCE
 from vembed.models import tiny_clip
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.profile.profile import model_size
-from vembed.models.registry import load_encoder
 from vembed.models.tiny_clip import TinyClip, TinyClipConfig
 
 if TYPE_CHECKING:

@@ -239,7 +239,7 @@ def test_parts_train_together_or_are_left_out(folders: dict[str, Path], kind: st
         encoder.requires_grad_(requires_grad=True)
         freeze(encoder, what)
         assert trainable_of(encoder).keys() == expected
-        assert encoder.trains.startswith(f"{what}: ")
+        assert encoder.trained.words.startswith(f"{what}: ")
         assert encoder.backbone.visual.blocks[0].training == (what != "text+projection")
 
 

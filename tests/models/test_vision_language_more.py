@@ -15,14 +15,14 @@ from transformers.models.smolvlm import processing_smolvlm
 from vision_language_cases import FAMILY_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, Image
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import save_trained
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.pictures import DECODED_AT_ONCE
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_encoder
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,12 +15,12 @@ from transformers import AutoModel, AutoModelForPreTraining, AutoProcessor
 from vision_language_cases import RETRIEVAL_BUILDERS, write_vision_language
 
 from vembed.batch import Composed, Features, Image
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, DataError
 from vembed.gradcache.calls import Pool
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import changing_names, save_trained
+from vembed.models.exportable import writable_forms
+from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
 from vembed.models.vision_late import VisionLateEncoder
@@ -82,7 +82,7 @@ def test_vectors_are_those_of_transformers(folders: dict[str, Path], kind: str) 
     assert torch.pdist(firsts).min() > 1e-2, "different items have different vectors"
     with pytest.raises(DataError, match="are pictures with a text"):
         encoder.by_modality([Composed((SMALL,), "text")])
-    assert encoder.export_forms() == ("transformers",)
+    assert tuple(writable_forms(encoder)) == ("transformers",)
 
 
 @torch.no_grad()
@@ -152,7 +152,7 @@ def test_a_new_head_trains_whatever_else_does(folders: dict[str, Path], tmp_path
     head = encoder.get_parameter(name)
     assert head.requires_grad
     assert name in (changing_names(encoder) or ())
-    assert "and head:" in encoder.trains
+    assert "and head:" in encoder.trained.words
     torch.manual_seed(2)
     assert torch.equal(head, load_any(folders["qwen3_vl"], dtype=torch.float64, **NEW).get_parameter(name))
     encoder.save(tmp_path)
@@ -164,7 +164,7 @@ def test_a_new_head_trains_beside_adapters_of_the_tower_for_pictures(folders: di
     encoder = load(folders["qwen3_vl"], **NEW)
     add_adapters(encoder, AdapterKeys(lora_r=2, lora_towers="vision"))
     assert encoder.get_parameter("head.layers.0.linear.weight").requires_grad
-    assert "and head:" in encoder.trains
+    assert "and head:" in encoder.trained.words
 
 
 def pools_of(encoder: VisionLateEncoder) -> list[Pool]:

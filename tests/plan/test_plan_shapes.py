@@ -133,7 +133,7 @@ def test_retained_calls_share_the_copy_of_the_weights() -> None:
 def test_the_models_are_those_of_the_shapes(name: str, shape: str) -> None:
     import torch
 
-    from vembed.config.keys.model import ModelKeys
+    from vembed.models.keys import ModelKeys
     from vembed.models.profile.measure import ProfileTarget
     from vembed.models.profile.profile import profile_model
 

@@ -11,7 +11,7 @@ from document_blocks import ROOT
 
 from vembed.config.load import load_config
 from vembed.config.messages import key_schemas
-from vembed.config.synonyms import ALIASES, OTHER_KEYS, plain_name
+from vembed.config.names import ALIASES, OTHER_KEYS, plain_name
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,11 +9,12 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.config.keys.optimisation import OptimisationKeys
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, VembedError
 from vembed.losses.infonce import InfoNCE
-from vembed.training.optimizer import Schedule, Updater
+from vembed.models.encoder import TrainedPart
+from vembed.plan.keys import OptimisationKeys
+from vembed.training.optimizer import Optimizer, Schedule
 from vembed.training.saving import RunCheckpoints, gather_encoder, refuse_other_run
 from vembed.training.state import RunState
 
@@ -32,8 +33,7 @@ class Network(nn.Module):
     def __init__(self, *, keeps_base: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.keeps_base = keeps_base
-        self.base = "fingerprint of the frozen weights"
+        self.trained = TrainedPart(keeps_base=keeps_base, base="fingerprint of the frozen weights")
         self.first = nn.Linear(3, 5)
         self.head = nn.Linear(5, 3)
         self.first.requires_grad_(not keeps_base)
@@ -51,10 +51,10 @@ class Run:
             fully_shard(self.network, reshard_after_forward=False)
         self.loss = InfoNCE(temperature=0.1, learn_temperature=True)
         encoder: Any = self.network
-        self.updater = Updater(encoder, self.loss, KEYS, SCHEDULE, loss_scaling=False)
+        self.optimizer = Optimizer(encoder, self.loss, KEYS, SCHEDULE, loss_scaling=False)
         manager = CheckpointManager(folder, ranks=Ranks.of_this_process())
         stamp = {"config_hash": "c0ffee", **identity}
-        self.checkpoints = RunCheckpoints(manager, encoder, self.loss, self.updater, stamp)
+        self.checkpoints = RunCheckpoints(manager, encoder, self.loss, self.optimizer, stamp)
 
     def train(self, steps: range) -> None:
         for step in steps:
@@ -62,7 +62,8 @@ class Run:
             (self.network(x).square().mean() * self.loss.log_scale).backward()
             for module in [self.network] if hasattr(self.network, "reshard") else []:
                 module.reshard()
-            self.updater.update(step)
+            self.optimizer.step(self.optimizer.learning_rate(step))
+            self.optimizer.zero_grad()
 
     def whole(self) -> dict[str, Tensor]:
         """Return the weights of the network, put together from all ranks."""
@@ -73,7 +74,7 @@ class Run:
         return {} if whole is None else {name: each.clone() for name, each in whole.state_dict().items()}
 
     def fresh(self) -> Any:
-        return Network(keeps_base=self.network.keeps_base)
+        return Network(keeps_base=self.network.trained.keeps_base)
 
 
 def identity_of(**changes: Any) -> dict[str, Any]:

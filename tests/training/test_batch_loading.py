@@ -22,7 +22,6 @@ from torch.utils.data import dataloader
 import vembed.training.batches as made
 import vembed.training.loading as room
 from vembed.batch import Image
-from vembed.config.keys.model import ModelKeys
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
 from vembed.data.images import ImageError
@@ -31,12 +30,12 @@ from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError, MachineError
 from vembed.losses.base import BatchStructure
-from vembed.models.probe import picture_bytes
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.plan.loading import Loading
 from vembed.training.batches import BatchSource
 from vembed.training.loading import BatchLoader
-from vembed.training.wiring.run import run_from_config
+from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
     from vembed.data.sources import LoadedRecords
@@ -406,8 +405,8 @@ def test_pinning_changes_no_number_and_a_chunk_of_pictures_is_not_copied(
 def test_what_a_picture_takes_is_what_the_encoder_makes_of_it(rows: Path) -> None:
     encoder = source_of(rows).encoder
     features = encoder.featurize([Image("a", drawn(1))], "query")
-    assert picture_bytes(encoder) == features.per_row["pixels"].nbytes > 0
-    assert picture_bytes(load_encoder(ModelKeys(model_name="builtin:ngram-bag"), ["a"])) == 0
+    assert encoder.picture_bytes() == features.per_row["pixels"].nbytes > 0
+    assert load_encoder(ModelKeys(model_name="builtin:ngram-bag"), ["a"]).picture_bytes() == 0
 
 
 def run_keys(rows: Path, folder: Path, **keys: object) -> Config:

@@ -11,7 +11,7 @@ import torch
 from test_batch_loading import source_of, write_rows
 
 from vembed.data.augment import Augmenter
-from vembed.training.trainer import batch_seed
+from vembed.training.loop import batch_seed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vembed.checkpoint.format import Checkpoint, FileEntry, write_manifest
-from vembed.config.dump import plain_values
 from vembed.config.load import load_values
+from vembed.config.record import plain_values
 from vembed.entrypoints import train
 from vembed.errors import ConfigError, DataError, MachineError
 from vembed.training.output import OutputFolder

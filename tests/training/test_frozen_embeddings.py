@@ -25,7 +25,6 @@ from vembed.distributed.fsdp import shard_encoder
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.shards import is_shared
 from vembed.errors import NonFiniteError
-from vembed.evaluation import vector_store
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.calls import Passes
 from vembed.gradcache.chunking import ChunkBudget
@@ -38,12 +37,15 @@ from vembed.plan.problem import Way
 from vembed.training import frozen
 from vembed.training.batches import BatchSource
 from vembed.training.frozen import FrozenItems, find_frozen
-from vembed.training.wiring.run import run_from_config
+from vembed.training.run import run_from_config
+from vembed.vectors import store as vector_store
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rank_pool import RankPool
 
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
 
 CPU = torch.device("cpu")
 NUM_ROWS, NUM_PICTURES, BATCH = 8, 6, 4
@@ -172,8 +174,8 @@ def test_a_run_that_goes_on_reads_what_it_wrote(site: Site) -> None:
 def only_table(found: FrozenItems, encoder: TinyClip) -> np.ndarray:
     stored = found.stored(encode_with(encoder))
     assert stored is not None
-    [table] = stored.tables.values()
-    return table.take(found.sides[0].items.ids_U)
+    [(_, vectors)] = stored.tables.values()
+    return np.array(vectors)
 
 
 def test_other_frozen_weights_are_never_served_by_old_embeddings(site: Site) -> None:
@@ -200,8 +202,8 @@ def test_precision_is_part_of_the_key_and_items_are_looked_up(site: Site) -> Non
     [other_precision] = site.find(encoder, precision="bfloat16").sides
     fewer = replace(site, records=site.records.subset([0, 1, 2]))
     [other_items] = fewer.find(encoder).sides
-    assert own.store.name != other_precision.store.name
-    assert (own.store.name, len(other_items.items.ids_U)) == (other_items.store.name, 3)
+    assert own.store.path(own.items.items) != other_precision.store.path(own.items.items)
+    assert (own.store, len(other_items.items)) == (other_items.store, 3)
     assert site.find(encoder).sides[0].store == own.store
 
 
@@ -215,25 +217,26 @@ def test_a_set_that_has_grown_pays_for_its_new_items_alone(site: Site) -> None:
 
 
 def test_a_killed_run_goes_on_behind_its_last_block(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_store, "PIECE_ROWS", 2)
+    monkeypatch.setattr(vector_store, "BLOCK_ROWS", 2)
     encoder = new_encoder()
     good, found = only_table(site.find(encoder, site.folder / "whole"), encoder), site.find(encoder)
-    calls, encode = iter(range(NUM_PICTURES)), ItemEncoder.table
+    stream = ItemEncoder.stream
 
-    def dies(self: ItemEncoder, *arguments: Any) -> np.ndarray:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return encode(self, *arguments)
+    def dies(self: ItemEncoder, *arguments: Any) -> Iterator[Any]:
+        for number, encoded in enumerate(stream(self, *arguments)):
+            if number == 2:
+                raise KeyboardInterrupt
+            yield encoded
 
     with monkeypatch.context() as patch:
-        patch.setattr(ItemEncoder, "table", dies)
+        patch.setattr(ItemEncoder, "stream", dies)
         with pytest.raises(KeyboardInterrupt):
             found.stored(encode_with(encoder))
     watched = Watched(encoder)
     assert np.array_equal(only_table(found, encoder), good)
     assert watched.rows["pictures"] == NUM_PICTURES - 2 * 2
-    [table] = found.stored(encode_with(encoder)).tables.values()  # type: ignore[union-attr]
-    assert len(table.blocks) == 3
+    [side] = found.sides
+    assert len((side.store.path(side.items.items) / "blocks.jsonl").read_text().splitlines()) == 1 + 3
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "record"])
@@ -241,14 +244,15 @@ def test_a_damaged_file_is_noticed_and_made_again(site: Site, damage: str, caplo
     encoder = new_encoder()
     found = site.find(encoder)
     good = only_table(found, encoder)
-    file = found.sides[0].store.block(found.sides[0].items.ids_U)
-    content = file.array.read_bytes()
+    folder = found.sides[0].store.path(found.sides[0].items.items)
+    vectors, blocks = folder / "vectors.npy", folder / "blocks.jsonl"
+    content = vectors.read_bytes()
     if damage == "cut":
-        file.array.write_bytes(content[:-8])
+        vectors.write_bytes(content[:-8])
     elif damage == "changed":
-        file.array.write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
+        vectors.write_bytes(content[:-1] + bytes([content[-1] ^ 64]))
     else:
-        file.record.write_text(file.record.read_text()[:40])
+        blocks.write_text(blocks.read_text()[:40])
     watched = Watched(encoder)
     with caplog.at_level("INFO", "vembed"):
         assert np.array_equal(only_table(found, encoder), good)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from vembed.data.collate import collate
-from vembed.data.records import Record
+from vembed.data.table import Record
 from vembed.losses.base import BatchStructure
-from vembed.losses.masks import false_negative_mask, positive_mask
+from vembed.losses.cells import false_negative_mask, positive_mask
 from vembed.training.batches import count_masked
 
 if TYPE_CHECKING:

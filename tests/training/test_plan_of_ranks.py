@@ -14,7 +14,7 @@ from vembed.config.schema import Config
 from vembed.distributed.ranks import Ranks
 from vembed.distributed.runtime import Runtime
 from vembed.plan.hardware import GIB, Machine
-from vembed.training.wiring import run as wiring
+from vembed.training import run as wiring
 from vembed.training.wiring.planning import build_plan
 
 if TYPE_CHECKING:

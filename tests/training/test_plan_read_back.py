@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vembed.checkpoint.contents import LoadedCheckpoint
-from vembed.config.dump import plain_values
 from vembed.config.load import load_config
+from vembed.config.record import plain_values
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import GIB, Machine
 from vembed.plan.memory import ModelSize

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from test_run_pictures import write_rows
 
-from vembed.config.keys.data import DataKeys
 from vembed.config.schema import Config
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import MachineError
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 from vembed.training.evaluations import Evaluations
 from vembed.training.inputs import load_run_data
-from vembed.training.wiring.run import run_from_config
+from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ from warm_process import run_warm
 
 import vembed
 from vembed.data.clusters import whole_numbers
-from vembed.data.record_writer import RecordWriter
+from vembed.data.table_writer import RecordWriter
 from vembed.errors import ConfigError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget
 from vembed.models.ngram_bag import NgramBag
@@ -23,7 +23,7 @@ from vembed.training.hard_vectors import HardVectors
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
     from vembed.models.encoder import Encoder
 
 

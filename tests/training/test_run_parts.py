@@ -12,15 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from vembed.config.keys.data import DataKeys
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.models.names import RUN_MARKS
-from vembed.training.checks import refuse_nonfinite_weights
 from vembed.training.inputs import load_run_data
 from vembed.training.output import EARLY_END, OWN_NAMES, OutputFolder
 from vembed.training.saving import load_module, module_tensors
 from vembed.training.state import RunState
+from vembed.training.wiring.model import refuse_nonfinite_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,15 +11,15 @@ import PIL.Image
 import pytest
 
 from vembed.batch import Image
-from vembed.config.keys.data import DataKeys
 from vembed.config.schema import Config
 from vembed.data.images import ImageLimits
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import DataError
 from vembed.training.evaluations import Evaluations
 from vembed.training.inputs import RunData, load_run_data, record_texts
 from vembed.training.pictures import ItemCounts, PictureSurvey, RetrievalMode
-from vembed.training.wiring.run import run_from_config
+from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,7 +22,7 @@ from vembed.evaluation.sets import SetOutcome, headline, overall
 from vembed.evaluation.significance import mean_verdict
 from vembed.evaluation.store import read_evaluation
 from vembed.training.inputs import load_run_data
-from vembed.training.wiring.run import run_from_config
+from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
     from vembed.training.finish import RunResult

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import vembed
-from vembed.config.keys.model import ModelKeys
 from vembed.config.load import load_values
 from vembed.config.schema import Config
 from vembed.data.augment import Augmenter
 from vembed.entrypoints.train import main
 from vembed.errors import ConfigError, DataError
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.training.batches import BatchSource
 from vembed.training.inputs import load_run_data, refuse_missing_data
 from vembed.training.wiring.data import build_sampler, prompted

@@ -14,7 +14,6 @@ import pytest
 import torch
 from model_cases import write_cross_encoder
 
-from vembed.config.keys.model import ModelKeys
 from vembed.data.augment import Augmenter
 from vembed.data.collate import collate
 from vembed.data.images import ImageLimits
@@ -23,23 +22,24 @@ from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.evaluation import vector_store
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.losses.base import BatchStructure, ContrastiveLoss
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.models.registry import load_encoder
 from vembed.plan.devices import Devices
 from vembed.training import teacher as teaching
 from vembed.training.batches import BatchSource
 from vembed.training.teacher import Answers, Asking, PairTeacher, Teacher, TeacherUse, find_teacher
+from vembed.vectors import store as vector_store
 
 if TYPE_CHECKING:
     from rank_pool import RankPool
 
     from vembed.batch import ContrastiveBatch
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
 
 CPU = torch.device("cpu")
 NUM_ROWS, BATCH, DIMENSION = 12, 4, 8
@@ -100,13 +100,17 @@ def folder(tmp_path: Path) -> Path:
 
 
 def count_encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    counts, table = [], ItemEncoder.table
+    counts, stream = [], ItemEncoder.stream
 
-    def counted(self: ItemEncoder, items: Any, side: Any) -> Any:
-        counts.append(len(items))
-        return table(self, items, side)
+    def counted(self: ItemEncoder, lists: Any, side: Any) -> Any:
+        def seen() -> Any:
+            for items in lists:
+                counts.append(len(items))
+                yield items
 
-    monkeypatch.setattr(ItemEncoder, "table", counted)
+        yield from stream(self, seen(), side)
+
+    monkeypatch.setattr(ItemEncoder, "stream", counted)
     return counts
 
 
@@ -173,20 +177,20 @@ def test_its_identity_tells_another_teacher_apart_and_reads_the_weights_once(
 
 
 def test_a_killed_process_goes_on_behind_its_last_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_store, "PIECE_ROWS", 3)
+    monkeypatch.setattr(vector_store, "BLOCK_ROWS", 3)
     whole = filled(folder, find(folder, kept="whole").answers(asking()))
     counts = count_encoded(monkeypatch)
     child = os.fork()
     if child == 0:  # killed while it has vectors of the third block in hand
-        encode = ItemEncoder.table
+        stream = ItemEncoder.stream
 
-        def dies(self: ItemEncoder, items: Any, side: Any) -> Any:
-            found = encode(self, items, side)
-            if len(counts) == 3:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return found
+        def dies(self: ItemEncoder, lists: Any, side: Any) -> Any:
+            for number, encoded in enumerate(stream(self, lists, side)):
+                if number == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield encoded
 
-        ItemEncoder.table = dies  # type: ignore[method-assign]
+        ItemEncoder.stream = dies  # type: ignore[method-assign]
         find(folder).answers(asking())
         os._exit(0)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -198,12 +202,12 @@ def test_a_killed_process_goes_on_behind_its_last_block(folder: Path, monkeypatc
         assert np.array_equal(getattr(resumed, name), getattr(whole, name)), name
 
 
-@pytest.mark.parametrize("part", ["npy", "json"])
+@pytest.mark.parametrize("part", ["vectors.npy", "blocks.jsonl"])
 def test_a_damaged_block_is_noticed_and_asked_again(
     folder: Path, part: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = filled(folder, find(folder).answers(asking()))
-    [path, _] = sorted((folder / "kept").glob(f"*.{part}"))
+    [path, _] = sorted((folder / "kept").glob(f"*/{part}"))
     content = bytearray(path.read_bytes())
     content[-40] ^= 1
     path.write_bytes(content)
@@ -224,7 +228,7 @@ def test_the_plan_says_what_asking_costs(folder: Path) -> None:
     assert teacher.num_bytes == 4 * DIMENSION * sum(counts)
     assert not (folder / "kept").exists(), "nothing is asked for a plan"
     teacher.answers(asking())
-    stored = sum(path.stat().st_size for path in (folder / "kept").glob("*.npy"))
+    stored = sum(path.stat().st_size for path in (folder / "kept").glob("*/vectors.npy"))
     assert teacher.num_bytes < stored < teacher.num_bytes + 2 * 200
 
 
@@ -267,9 +271,9 @@ def on_rank(rank: int, folder: str, kept: str) -> tuple[list[float], int]:
     """Return the trajectory of both ranks, and how many items this one encoded."""
     ranks, counts, share = Ranks.of_this_process(), [], ItemEncoder._encode_share
 
-    def counted(self: ItemEncoder, features: Any, own: Any, side: Any) -> Any:
+    def counted(self: ItemEncoder, features: Any, own: Any) -> Any:
         counts.append(len(own))
-        return share(self, features, own, side)
+        return share(self, features, own)
 
     ItemEncoder._encode_share = counted  # type: ignore[method-assign]
     try:

@@ -73,13 +73,15 @@ def tell_end(trackers: list[Tracker], folder: Path) -> None:
     task = RetrievalData("balls", queries, documents, {"q1": {"d2": 1}, "q2": {"d2": 1}})
     outcome = SetOutcome.of("test", result(q1=0.25, q2=0.5), result(q1=0.75, q2=0.5), "ndcg@10")
     pairs = SetOutcome.of("test", graded(q1=0.1, q2=0.3), graded(q1=0.4, q2=0.2), "ndcg@10")
-    run = RunResult(outcome.verdict, outcome.baseline, outcome.final, None, folder, sets=(outcome, pairs))
-    parts = SimpleNamespace(
+    outcome_of_run = RunResult(outcome.verdict, outcome.baseline, outcome.final, None, folder, sets=(outcome, pairs))
+    run: Any = SimpleNamespace(
         evaluations=SimpleNamespace(verdict_task=task),
-        max_image_pixels=10**6,
+        config=SimpleNamespace(max_image_pixels=10**6, log_model=False),
         output=SimpleNamespace(path=folder, model=folder / "model"),
+        state=SimpleNamespace(step=8),
+        trackers=trackers,
     )
-    track_end(trackers, run, parts, step=8, log_model=False)  # type: ignore[arg-type]
+    track_end(run, outcome_of_run)
 
 
 def test_examples_show_small_copies_of_pictures_and_no_secret(tmp_path: Path) -> None:

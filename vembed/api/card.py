@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from vembed.config.load import file_values
-from vembed.config.plugins import import_plugins
 from vembed.errors import ConfigError, DataError
 from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
 from vembed.evaluation.card.front_matter import check_languages, check_license
@@ -16,13 +15,15 @@ from vembed.evaluation.card.names import public_name
 from vembed.evaluation.card.render import CARD_FILE, render_card
 from vembed.files import is_folder
 from vembed.redact import redact, redact_value
+from vembed.registry import import_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from vembed.evaluation.card.facts import RunFacts
-    from vembed.models.encoder import Encoder, Form
+    from vembed.models.encoder import Encoder
+    from vembed.models.exportable import Form
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """The keyword arguments of `vembed.train`: every key of the configuration with its type.
 
-Written by `python -m vembed.config.typed_keys`; change the schema, not this file. docs/configuration.md says what the
-keys mean.
+Written by `python -m vembed.config.reference keys`; change the schema, not this file. docs/configuration.md says what
+the keys mean.
 """
 # fmt: off
 # ruff: noqa: E501

@@ -14,14 +14,14 @@ from vembed.api.loading import COMMIT, LoadOptions, device_named, image_limits, 
 from vembed.api.mteb import model_meta, taken_by_mteb
 from vembed.api.vectors import Scoring, form_of
 from vembed.batch import Ragged, modality_of
-from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
 from vembed.data.python_inputs import items_of, refuse_other_modalities
 from vembed.distributed.runtime import local_device
 from vembed.errors import ConfigError, NonFiniteError
 from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors, values_of
 from vembed.models.fingerprint import ModelIdentity, identify
-from vembed.models.registry import load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -26,15 +26,15 @@ from transformers.dynamic_module_utils import get_relative_import_files
 
 from vembed.api.card import NOTHING_SAID, OwnersWords, card_files
 from vembed.api.loading import locate_model
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.card.render import CARD_FILE
 from vembed.files import is_folder
 from vembed.models.composed_towers import IMAGE, PROJECTIONS_FILE, TEXT
 from vembed.models.export.serve import SERVE_FILE
 from vembed.models.export.write import ExportRequest, export_model
+from vembed.models.formats import MODULES_FILE
+from vembed.models.keys import ModelKeys
 from vembed.models.patches import HEAD_FOLDER
-from vembed.models.sentence_transformers_format import MODULES_FILE
 from vembed.redact import redact
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from vembed.api.model import load
 from vembed.errors import DataError, MachineError
-from vembed.evaluation.pages import notebook_frame
+from vembed.pages.html import notebook_frame
 from vembed.training.finish import RunResult as FinishedRun
 from vembed.training.output import OutputFolder
 from vembed.training.trackers.jsonl import read_rows

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypedDict, Unpack, cast
 
 from vembed.api.loading import LoadOptions, refuse_unknown
 from vembed.api.model import DEFAULT_BATCH_SIZE, EmbeddingModel, checked_side, load
-from vembed.config.keys.data import DataKeys
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
+from vembed.data.keys import DataKeys
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
 from vembed.distributed.ranks import Ranks
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vembed.batch import Side
-    from vembed.config.keys.data import LabelKind
+    from vembed.data.keys import LabelKind
     from vembed.evaluation.encode import ItemEncoder
     from vembed.search.output import Format
 

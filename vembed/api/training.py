@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from vembed.api.result import RunResult
-from vembed.config.keys.sources import Source
 from vembed.config.load import load_values
 from vembed.config.schema import Config
 from vembed.data.images import ImageLimits
+from vembed.data.keys import Source
 from vembed.data.python_rows import ROWS_FOLDER, write_rows
 from vembed.distributed.process_env import process_env
 from vembed.distributed.watchdog import Watchdog
@@ -22,7 +22,7 @@ from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.terminal import printed_lines
 from vembed.training.callbacks import Callbacks
-from vembed.training.wiring.run import run_from_config
+from vembed.training.run import run_from_config
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

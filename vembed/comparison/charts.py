@@ -12,12 +12,11 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from vembed.evaluation.leaderboard.charts import COLOURS, MARKERS
-from vembed.evaluation.report.charts import chart_axes, inline_svg, scale_axis, set_ticks
 from vembed.evaluation.report.curves import STEP_CURVES, dev_curve, step_curve, thinned_rows
-from vembed.evaluation.text import finite
+from vembed.pages.charts import chart_axes, inline_svg, scale_axis, set_ticks
+from vembed.pages.text import finite
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -113,9 +112,9 @@ def draw_overlay(overlay: Overlay, *, over_seconds: bool, label: str) -> Markup:
         if not overlay.is_metric:
             scale_axis(axes, np.concatenate(drawn))
         else:
-            set_ticks(axes.yaxis, MaxNLocator(4))
+            set_ticks(axes.yaxis)
         axes.set_xlabel("seconds of training" if over_seconds else "step")
-        set_ticks(axes.xaxis, MaxNLocator(5, integer=not over_seconds))
+        set_ticks(axes.xaxis, 5, integer=not over_seconds)
         name = f"{overlay.key}-{'seconds' if over_seconds else 'steps'}"
         return inline_svg(figure, name=name, label=label)
 

@@ -22,8 +22,8 @@ from vembed.comparison.queries import Changes, find_changes, image_limits, load_
 from vembed.comparison.runs import Run, read_runs
 from vembed.data.retrieval import RetrievalData
 from vembed.errors import ConfigError
-from vembed.evaluation.pages import notebook_frame
-from vembed.evaluation.text import one_line
+from vembed.pages.html import notebook_frame
+from vembed.pages.text import one_line
 from vembed.redact import redact
 from vembed.text import plural
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vembed.evaluation.pages import Cell
-from vembed.evaluation.report.time_split import rate, seconds_text, settled_rows
-from vembed.evaluation.text import bytes_text, count_text, finite, number_text, value_text
+from vembed.evaluation.report.speed import rate, seconds_text, settled_rows
+from vembed.pages.page import Cell
+from vembed.pages.text import bytes_text, count_text, finite, number_text, value_text
 from vembed.text import show_duration
 from vembed.training.progress import evaluation_seconds
 

@@ -15,7 +15,7 @@ from vembed.evaluation.leaderboard.text import p_text
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.comparison import MetricRow, difference_text, verdict_decimals
 from vembed.evaluation.significance import compare, holm, judged, mean_interval, mean_verdict, paired_p_value
-from vembed.evaluation.text import one_line, signed_text
+from vembed.pages.text import one_line, signed_text
 from vembed.text import plural
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vembed.config.keys.data import DataKeys, listed
 from vembed.data.images import ImageLimits
+from vembed.data.keys import DataKeys, listed
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
 from vembed.errors import VembedError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import yaml
 
 from vembed.errors import ConfigError, DataError
-from vembed.evaluation.report.machine import SCHEMA_VERSION
+from vembed.evaluation.report.run_report import SCHEMA_VERSION
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
 from vembed.files import home_path, is_file, is_folder
 from vembed.json_text import fit, read_object

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from vembed.comparison.differences import COST_HEADS
 from vembed.evaluation.leaderboard.terminal import aligned
 from vembed.evaluation.leaderboard.text import NOTHING, p_text
-from vembed.evaluation.pages import Cell, Table
-from vembed.evaluation.report.comparison import bars_reach, difference_cell, mean_cell, reading_cell
+from vembed.evaluation.report.comparison import difference_cell, largest_bound, mean_cell, reading_cell
 from vembed.evaluation.report.examples import pictures_of, text_of
-from vembed.evaluation.report.pictures import picture_name
 from vembed.evaluation.significance import CONFIDENCE
-from vembed.evaluation.text import clip, metric_text, one_line
+from vembed.pages.page import Cell, Table
+from vembed.pages.pictures import picture_name
+from vembed.pages.text import clip, metric_text, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,7 @@ WORDS: dict[PairWord, VerdictWord] = {"better": "improved", "worse": "worse", "n
 def metrics_table(table: SetTable, metric: str, baseline: Run) -> Table:
     """Return every run on a set in one metric, tested against the baseline."""
     lines = table.lines[metric]
-    reach = bars_reach([line.row for line in lines])
+    reach = largest_bound([line.row for line in lines])
     is_corrected = any(line.corrected != line.p_value for line in lines)
     rows = []
     for line in lines:
@@ -62,9 +62,7 @@ def _reading(line: Line, reach: float) -> Cell:
     verdict = line.row.verdict
     if verdict is None or line.word == "not compared":
         return reading_cell(line.row, reach=reach)
-    return reading_cell(
-        replace(line.row, verdict=replace(verdict, word=WORDS[line.word])), reach=reach, called=line.word
-    )
+    return reading_cell(replace(line.row, verdict=replace(verdict, word=WORDS[line.word])), reach=reach, word=line.word)
 
 
 def _without_test(line: Line, baseline: Run) -> str:

@@ -14,11 +14,11 @@ from vembed.comparison.pairs import LEVEL
 from vembed.comparison.tables import WORDS, changes_table, costs_table, differences_table, metrics_table
 from vembed.evaluation.leaderboard.tables import swatch
 from vembed.evaluation.pages import html_environment, markdown_environment, write_pages
-from vembed.evaluation.report.comparison import SYMBOLS
 from vembed.evaluation.report.examples import pictures_of, shown_pictures, text_of
-from vembed.evaluation.report.pictures import Thumbnails
 from vembed.evaluation.significance import CONFIDENCE
-from vembed.evaluation.text import plain
+from vembed.pages.page import SYMBOLS
+from vembed.pages.pictures import copies_note, small_copies
+from vembed.pages.text import plain
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -72,9 +72,16 @@ def render_html(comparison: RunComparison) -> str:
         for change in (*changes.won, *changes.lost)
         for example in (change.run, change.baseline)
     ]
-    thumbnails = Thumbnails.of(shown_pictures(examples), comparison.image_limits)
+    pictures = shown_pictures(examples)
+    copies = small_copies(pictures, comparison.image_limits)
     template = html_environment(TEMPLATES).get_template("comparison.html.jinja")
-    return template.render(_shared(comparison), thumbnails=thumbnails, drawings=_drawings(comparison), swatch=swatch)
+    return template.render(
+        _shared(comparison),
+        copies=copies,
+        copies_note=copies_note(pictures, copies),
+        drawings=_drawings(comparison),
+        swatch=swatch,
+    )
 
 
 def render_markdown(comparison: RunComparison) -> str:

@@ -1,332 +1,439 @@
-"""From a file and overrides to one checked `Config`, or to every problem at once with the place it stands.
+"""From a file and overrides to one checked `Config`, or to every problem at once with the place where it stands.
 
-1. The file and the overrides are read, each by itself, and the plugins that they name are imported.
-2. Unknown keys and an alias beside its key are told; overrides are laid over the file.
-3. Keys that only other trainers have become a note or a problem.
-4. The schema judges the result; the rules between keys are judged even where other keys are wrong.
+1. Read: a file, `key=value` words or values of Python become settings, each with its origin.
+2. Import the plugins that they name, which may bring keys.
+3. Settle: aliases become keys; unknown keys and keys that are set twice are problems.
+4. Lay the overrides over the file.
+5. Take out keys that only other trainers have: each becomes a note or a problem.
+6. Validate: the type and bounds of each key, then the rules between the keys that are right by themselves.
+
+The error has one line for each problem, in reading order, the file before the overrides:
+
+    configs/a.yaml:5: fp16: bf16 and fp16 are both true, ...; set fp16 to false (bf16 is set at configs/a.yaml:4)
+    override learning_rate=-1: must be > 0, got -1
 """
 
 import difflib
 import json
+import math
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from vembed.config.fields import BrokenRules, word
+from vembed.config import names
+from vembed.config.documents import MAX_DEPTH, MAX_VALUES, TOO_MANY, Unreadable, read_document, read_flow, read_word
 from vembed.config.messages import explain, explain_entry, show_value, unknown_key
-from vembed.config.plugins import import_plugins
-from vembed.config.schema import Config, fields
-from vembed.config.settings import parse_overrides, read_values
-from vembed.config.sources import Entry, Layer, Place, Problem, Refused, raise_problems
-from vembed.config.synonyms import Foreign, foreign, is_foreign, targets
-from vembed.config.text import MAX_NODES, Pairs, read_mapping, resolve
+from vembed.config.schema import BrokenRules, Config, fields
 from vembed.errors import ConfigError
-from vembed.redact import MASK, lacks_secret, printable, shown
+from vembed.redact import MASK, lacks_secret, names_secret, printable, shown
+from vembed.registry import import_plugins
+from vembed.section import written
 
 MAX_FILE_BYTES = 2**18
-"""Bounds the time that parsing takes: most of a second."""
-
-MAX_TEXT_BYTES = 2**16
-"""Of all values together, so that a configuration can be written as a file that is read again."""
-
-MAX_SUGGESTIONS = 20
-"""Unknown keys that get the nearest one; a file with more of them is no configuration."""
+MAX_TEXT_BYTES = 2**16  # of all values together
+MAX_SUGGESTIONS = 20  # unknown keys that get the nearest one, each in a millisecond
+MAX_LINES = 100  # of an error; further problems are counted
 
 _SUFFIXES = (".yaml", ".yml", ".json")
-_PLACEHOLDER_MODEL = "builtin:none"
+_OVERRIDE_SYNTAX = "write key=value, such as batch_size=32"
+_NO_PLAIN_START = "!&*|>%@`#"  # open something other than a text in YAML
+
+
+class Origin(NamedTuple):
+    """Where a setting was written; origins sort in reading order, the file before the overrides."""
+
+    layer: int  # 0 for the file, 1 for overrides
+    number: int  # line in the file (0 for the file as a whole), or position of the override
+    label: str  # "configs/a.yaml:7", "override learning_rate=-1"
+
+
+class Setting(NamedTuple):
+    """Key or alias with its value, as one source has it."""
+
+    name: str
+    value: object
+    origin: Origin
+    part: str | None = None  # "text" in the override column_mapping.text=query
+    origins_of_parts: Mapping[str, Origin] = {}  # of a mapping: its own keys -> where they stand
+
+
+class Problem(NamedTuple):
+    """One thing to fix: what is wrong, why, and the fix."""
+
+    origin: Origin
+    text: str
+    subject: str | None = None  # the key; an override names it already
+
+    def __str__(self) -> str:
+        """Return the line that a user reads."""
+        named = self.subject is not None and self.origin.layer == 0
+        return f"{self.origin.label}: {self.subject}: {self.text}" if named else f"{self.origin.label}: {self.text}"
+
+
+class Layer(NamedTuple):
+    """Settings and problems of one source."""
+
+    settings: list[Setting]
+    problems: list[Problem]
+    is_readable: bool = True  # false: a file that can't be read, so that keys that seem to be missing may be in it
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A checked configuration and where each value comes from."""
+    """Checked configuration with the source of each value."""
 
     config: Config
-    sources: Mapping[str, str]  # key -> `configs/a.yaml:3` or "override"; a key that isn't there has its default
+    sources: Mapping[str, str]  # key -> "configs/a.yaml:3" or "override"; a key that isn't there has its default
     path: Path | None  # the file, if there is one
-    notes: tuple[str, ...] = ()  # what keys of other trainers come to here, one line for each that was given
+    notes: tuple[str, ...] = ()  # one line for each key of another trainer: what it comes to here
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read a configuration file and lay overrides over it.
-
-    Args:
-        path: A `.yaml`, `.yml` or `.json` file of at most 256 KiB; None when overrides say everything.
-        overrides: `key=value` texts; they win over the file.
+    """Read a configuration file and lay `key=value` overrides over it; None where the overrides say everything.
 
     Raises:
         ConfigError: One line for each problem of the file, of the overrides and of their combination.
     """
-    return _check(Layer([], []) if path is None else _read_file(path), parse_overrides(overrides), path)
+    return _check(Layer([], []) if path is None else _read_file(path), read_overrides(overrides), path)
 
 
 def load_values(base: Path | Mapping[str, object], overrides: Mapping[str, object]) -> LoadedConfig:
     """Check a configuration that Python code gives, by the rules and with the messages of the command line.
 
-    Args:
-        base: A file as for `load_config`, or key -> value.
-
     Raises:
         ConfigError: One line for each problem.
     """
-    top = read_values(overrides, layer=1)
+    top = _read_values(overrides, layer=1)
     if isinstance(base, Path):
         return _check(_read_file(base), top, base)
-    return _check(read_values(base, layer=0), top, None)
+    return _check(_read_values(base, layer=0), top, None)
 
 
 def file_values(path: Path) -> dict[str, object]:
-    """Return what a configuration file sets, unchecked.
+    """Return the values of a configuration file, unchecked.
 
     Raises:
         ConfigError: The file can't be read.
     """
     layer = _read_file(path)
     raise_problems(layer.problems)
-    return {entry.name: entry.value for entry in layer.entries or ()}
+    return {setting.name: setting.value for setting in layer.settings}
+
+
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """Raise all problems as one ConfigError, in reading order, if there are any."""
+    lines = list(dict.fromkeys(str(problem) for problem in sorted(problems, key=lambda problem: problem.origin[:2])))
+    if len(lines) > MAX_LINES:
+        lines[MAX_LINES:] = [f"... and {len(lines) - MAX_LINES} more problems"]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def _check(lower: Layer, upper: Layer, path: Path | None) -> LoadedConfig:
-    """Lay one layer over the other and judge the result."""
-    _import_plugins(lower, upper)
-    base, base_problems = _settle(lower.entries or [])
-    top, top_problems = _settle(upper.entries or [])
-    settings = _lay_over(base, top)
-    start = Place(0, 0, "configuration" if path is None else printable(str(path)))
-    raise_problems(_unwritable(settings, start))
-    notes, foreign_problems = _judge_foreign(settings)
-    settings = {name: setting for name, setting in settings.items() if not _is_only_foreign(name)}
-    config, schema_problems = _validate(settings, start, complete=lower.entries is not None)
-    problems = [*lower.problems, *upper.problems, *base_problems, *top_problems]
-    problems += [*foreign_problems, *schema_problems]
-    raise_problems([*problems, *_masked(settings)])
+    """Lay one layer over the other and judge the result: steps 2 to 6."""
+    start = Origin(0, 0, "configuration" if path is None else printable(str(path)))
+    problems = [*lower.problems, *upper.problems]
+    _import_plugins([*lower.settings, *upper.settings])
+    known = fields()
+    settings = _lay_over(_settle(lower.settings, known, problems), _settle(upper.settings, known, problems))
+    foreign = {name: setting for name, setting in settings.items() if name not in known}
+    notes = [note for name, setting in foreign.items() if (note := _judge_foreign(name, setting, settings, problems))]
+    settings = {name: setting for name, setting in settings.items() if name not in foreign}
+    config = _validate(settings, start, problems, is_whole=lower.is_readable)
+    for key, setting in settings.items():
+        if lacks_secret(setting.value):  # a config.yaml that a run wrote, with *** in place of a token
+            fix = f"{MASK} stands where a secret was left out; write the secret itself, or override {key}"
+            problems.append(Problem(setting.origin, fix, key))
+    # A run writes every key into its config.yaml, escapes and all, and must be able to read that again.
+    values, room = [setting.value for setting in settings.values()], MAX_VALUES - 2 * len(known) - 1
+    if (size := sum(len(json.dumps(value)) for value in values)) > MAX_TEXT_BYTES:
+        text = f"the values take {size:,} bytes; a configuration has at most {MAX_TEXT_BYTES:,}"
+        problems.append(Problem(start, text))
+    elif sum(map(_count_inner, values)) > room:
+        text = f"there are more than {room:,} values in lists and mappings; this is no configuration"
+        problems.append(Problem(start, text))
+    raise_problems(problems)
     assert config is not None  # a Config is missing only beside a problem
-    return LoadedConfig(config, {key: setting.place.source for key, setting in settings.items()}, path, notes)
+    sources = {
+        key: setting.origin.label if setting.origin.layer == 0 else "override" for key, setting in settings.items()
+    }
+    return LoadedConfig(config, sources, path, tuple(notes))
 
 
-def _is_only_foreign(name: str) -> bool:
-    return name not in fields() and is_foreign(name)
+def _count_inner(value: object) -> int:
+    """Return the keys and values inside a value, at any depth."""
+    if isinstance(value, Mapping):
+        return sum(2 + _count_inner(part) for part in value.values())
+    return sum(1 + _count_inner(part) for part in value) if isinstance(value, list) else 0
 
 
-def _judge_foreign(settings: Mapping[str, Entry]) -> tuple[tuple[str, ...], list[Problem]]:
-    """Return a note or a problem for each key that only other trainers have; null asks for nothing."""
-    notes, problems = [], []
-    for name, setting in settings.items():
-        if not _is_only_foreign(name) or setting.value is None:
-            continue
-        row, value = foreign(name, setting.value), show_value(setting.value)
-        if row is None:
-            text = f"must be true or false, got {value}; it is a key of other trainers, and decides nothing here"
-        elif row.verdict == "refused":
-            text = f"{value}: {row.text}"
-        elif contradiction := _lacks_company(row, settings):
-            text = contradiction
-        else:
-            notes.append(f"{name} {value}: {row.text}")
-            continue
-        problems.append(Problem(setting.place, text, name))
-    return tuple(notes), problems
-
-
-def _lacks_company(row: Foreign, settings: Mapping[str, Entry]) -> str | None:
-    """Say what contradicts a key that only repeats whether another one is set."""
-    other = row.goes_with
-    if other is None or (other in settings and settings[other].value is not None) == row.value:
-        return None
-    fix = "set" if row.value else "remove"
-    return f"{word(row.value)} contradicts {other}, which alone decides; {fix} {other}"
-
-
-def _import_plugins(lower: Layer, upper: Layer) -> None:
-    named = [entry for layer in (lower, upper) for entry in layer.entries or () if entry.name == "plugins"]
-    if named:
-        try:
-            import_plugins(named[-1].value)
-        except ConfigError as error:
-            raise_problems([Problem(named[-1].place, str(error).removeprefix("plugins: "), "plugins")])
+# 1. Read
 
 
 def _read_file(path: Path) -> Layer:
     label = printable(str(path))
-    refused: list[Refused] = []
+
+    def origin(line: int) -> Origin:
+        return Origin(0, line, f"{label}:{line}" if line else label)
+
     try:
         if path.is_dir():
-            raise Refused(0, f"a folder; name a configuration, a file that ends in {', '.join(_SUFFIXES)}")
+            raise Unreadable(0, f"a folder; name a configuration, a file that ends in {', '.join(_SUFFIXES)}")
         if path.suffix.lower() not in _SUFFIXES:
-            way = f"rename the file to match what it holds; of data, vembed init {label} writes one"
-            raise Refused(0, f"a configuration ends in {', '.join(_SUFFIXES)}; {way}")
-        pairs = read_mapping(_read_text(path), is_json=path.suffix.lower() == ".json")
-        values = resolve(pairs, refused)
-    except Refused as error:
-        return Layer(None, [Problem(_line_place(label, error.line), error.text)])
-    assert isinstance(values, dict)
-    first = {name: (line, value) for name, line, value in reversed(pairs) if name is not None}
-    entries = [
-        Entry(name, value, _line_place(label, first[name][0]), part_places=_part_places(label, first[name][1]))
-        for name, value in values.items()
-    ]
-    return Layer(entries, [Problem(_line_place(label, each.line), each.text) for each in refused])
-
-
-def _part_places(label: str, value: object) -> dict[str, Place]:
-    """Return where each key of a mapping stands."""
-    pairs = reversed(value) if isinstance(value, Pairs) else ()
-    return {name: _line_place(label, line) for name, line, _ in pairs if name is not None}
-
-
-def _line_place(label: str, line: int) -> Place:
-    return Place(0, line, f"{label}:{line}" if line else label)
+            fix = f"rename the file to match what it holds; of data, vembed init {label} writes one"
+            raise Unreadable(0, f"a configuration ends in {', '.join(_SUFFIXES)}; {fix}")
+        document = read_document(_read_text(path), is_json=path.suffix.lower() == ".json")
+    except Unreadable as error:
+        return Layer([], [Problem(origin(error.line), error.text)], is_readable=False)
+    settings = []
+    for name, value in document.values.items():
+        parts = value if isinstance(value, dict) else {}
+        origins = {part: origin(document.lines[name, part]) for part in parts}
+        settings.append(Setting(name, value, origin(document.lines[name,]), origins_of_parts=origins))
+    return Layer(settings, [Problem(origin(line), text) for line, text in document.problems])
 
 
 def _read_text(path: Path) -> str:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            raise Refused(0, "not a regular file; name a configuration file")
+            raise Unreadable(0, "not a regular file; name a configuration file")
         if status.st_size > MAX_FILE_BYTES:
-            raise Refused(0, f"{status.st_size:,} bytes; a configuration has at most {MAX_FILE_BYTES:,} (256 KiB)")
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)  # it may have grown
+            raise Unreadable(0, f"{status.st_size:,} bytes; a configuration has at most {MAX_FILE_BYTES:,} (256 KiB)")
+        content = path.read_bytes()
     except FileNotFoundError as error:
-        raise Refused(0, f"no such file{_nearest_file(path)}") from error
+        raise Unreadable(0, f"no such file{_nearest_file(path)}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise Refused(0, f"can't be read: {getattr(error, 'strerror', None) or error}") from error
+        raise Unreadable(0, f"can't be read: {getattr(error, 'strerror', None) or error}") from error
     if b"\0" in content:
-        raise Refused(content.count(b"\n", 0, content.index(b"\0")) + 1, "there is a NUL byte; this is no text file")
+        line = content.count(b"\n", 0, content.index(b"\0")) + 1
+        raise Unreadable(line, "there is a NUL byte; this is no text file")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        raise Refused(line, "not valid UTF-8; save the file as UTF-8") from error
+        raise Unreadable(line, "not valid UTF-8; save the file as UTF-8") from error
 
 
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return "; its folder does not exist either"
     try:
-        names = [each.name for each in path.parent.iterdir() if each.suffix.lower() in _SUFFIXES]
+        siblings = [sibling.name for sibling in path.parent.iterdir() if sibling.suffix.lower() in _SUFFIXES]
     except OSError as error:
         return f"; its folder can't be listed: {error.strerror}"
-    nearest = difflib.get_close_matches(path.name, names, n=1)
+    nearest = difflib.get_close_matches(path.name, siblings, n=1)
     return f"; did you mean {printable(str(path.with_name(nearest[0])))}?" if nearest else ""
 
 
-def _is_mapping(key: str) -> bool:
-    return key in fields() and isinstance(fields()[key].default, Mapping)
+def read_overrides(overrides: Sequence[str]) -> Layer:
+    """Read `key=value` or `mapping_key.part=value` words; keys are not judged here.
+
+    The value is everything after the first `=`. Brackets and quotes open a YAML list, mapping or text; anything else is
+    one word (null, a boolean, a number) or a text as it stands, so that `query_prompt=query: ` needs no quotes.
+    """
+    layer = Layer([], [])
+    if len(overrides) > MAX_VALUES:
+        return Layer([], [Problem(Origin(1, 0, "overrides"), TOO_MANY)])
+    for number, text in enumerate(overrides):
+        origin = Origin(1, number, f"override {_shown_override(text)}")
+        try:
+            layer.settings.append(_read_override(text, origin))
+        except Unreadable as error:
+            layer.problems.append(Problem(origin, error.text))
+    return layer
 
 
-def _settle(entries: Iterable[Entry]) -> tuple[dict[str, Entry], list[Problem]]:
-    """Resolve the aliases of one layer; parts stand under `key.part`."""
-    settled: dict[str, Entry] = {}
-    problems = []
+def _read_override(text: str, origin: Origin) -> Setting:
+    name, equals, word = text.partition("=")
+    name, dot, part = name.strip().partition(".")
+    if not equals:
+        raise Unreadable(0, f"there is no '='; {_OVERRIDE_SYNTAX}")
+    if not name and not dot:
+        raise Unreadable(0, f"there is no key before '='; {_OVERRIDE_SYNTAX}")
+    if not word.strip():
+        key = shown(f"{name}{dot}{part}")
+        raise Unreadable(0, f"there is no value after '='; write {key}='' for an empty text or {key}=null for none")
+    if dot and not (name and part):
+        raise Unreadable(0, "write mapping_key.part=value, such as column_mapping.text=query")
+    first = word.lstrip()[0]
+    if first in _NO_PLAIN_START:
+        raise Unreadable(0, f"a value that starts with {first} means something else in YAML; put it in quotes")
+    if first not in "'\"[{":
+        return Setting(name, read_word(word), origin, part or None)
+    try:
+        return Setting(name, read_flow(word.strip()), origin, part or None)
+    except Unreadable as error:
+        raise Unreadable(0, f"the value is not valid YAML: {error.text}") from error
+
+
+def _shown_override(text: str) -> str:
+    """Return `key=value` for a message: on one line, cut, and without the value of an unknown key like `api_token`."""
+    name, equals, _ = text.partition("=")
+    is_known = name.partition(".")[0].strip() in {*fields(), *names.ALIASES}
+    return shown(text if is_known or not names_secret(name) else f"{name}{equals}{MASK}")
+
+
+def _read_values(values: Mapping[Any, object], *, layer: int) -> Layer:
+    """Read settings of Python code, 0 for a configuration and 1 for what is laid over it; keys are not judged here."""
+    settings, problems = [], []
+    left = iter(range(MAX_VALUES))
+    for number, (name, given) in enumerate(values.items(), start=1):
+        try:
+            value, reason = _plain(given, MAX_DEPTH, left), None
+        except Unreadable as error:
+            value, reason = "...", error.text
+        origin = Origin(layer, number, f"override {_shown_override(f'{name}={value}')}" if layer else "configuration")
+        if not isinstance(name, str):
+            problems.append(Problem(origin, f"{shown(repr(name))} is no text; a key is one, such as 'batch_size'"))
+        elif reason is not None:
+            problems.append(Problem(origin, reason, shown(name)))
+        else:
+            settings.append(Setting(name, value, origin))
+    return Layer(settings, problems)
+
+
+def _plain(value: object, depth: int, left: Iterable[int]) -> object:
+    """Return a value of Python as a file would hold it; each part of it takes one of `left`."""
+    if depth == 0:
+        raise Unreadable(0, f"nested over {MAX_DEPTH} levels deep; no key needs more than two")
+    if next(iter(left), None) is None:
+        raise Unreadable(0, TOO_MANY)
+    # The base classes' own conversions: an enumeration may print as something else than its value.
+    match value:
+        case None | bool():
+            return value
+        case int():
+            number = int.__int__(value)
+            return number if number.bit_length() <= 3_000 else math.copysign(math.inf, number > 0 or -1)
+        case float():
+            return float.__float__(value)
+        case str():
+            return str.__str__(value)
+        case PurePath():
+            return str(value)
+        case list() | tuple():
+            return [_plain(part, depth - 1, left) for part in value]
+        case Mapping():
+            if not all(isinstance(name, str) for name in value):
+                raise Unreadable(0, "a key must be a text")
+            return {str.__str__(name): _plain(part, depth - 1, left) for name, part in value.items()}
+    raise Unreadable(0, f"a {type(value).__name__} is no setting; give a text, a number, a boolean, None or a path")
+
+
+# 2. to 5. From what was written to one setting for each key
+
+
+def _import_plugins(settings: Sequence[Setting]) -> None:
+    last = next((setting for setting in reversed(settings) if setting.name == "plugins"), None)
+    if last is not None:
+        try:
+            import_plugins(last.value)
+        except ConfigError as error:
+            raise_problems([Problem(last.origin, str(error).removeprefix("plugins: "), "plugins")])
+
+
+def _settle(settings: Iterable[Setting], known: Mapping[str, FieldInfo], problems: list[Problem]) -> dict[str, Setting]:
+    """Resolve the aliases of one layer; a part of a mapping stands under `key.part`."""
+    settled: dict[str, Setting] = {}
+    first_of_key: dict[str, Setting] = {}  # key -> the first setting of the whole or of a part
     num_unknown = 0
-    for entry in entries:
-        names = targets(entry.name)
-        unknown = [target for target in names if target not in fields() and not is_foreign(target)]
-        if unknown:
-            text = unknown_key(entry.name, suggest=num_unknown < MAX_SUGGESTIONS)
-            problems.append(Problem(entry.place, text, shown(entry.name)))
+    for setting in settings:
+        keys = names.targets(setting.name)
+        if not all(key in known or names.is_foreign(key) for key in keys):
+            text = unknown_key(setting.name, suggest=num_unknown < MAX_SUGGESTIONS)
+            problems.append(Problem(setting.origin, text, shown(setting.name)))
             num_unknown += 1
             continue
-        for target in names:
-            if entry.part is not None and not _is_mapping(target):
-                text = f"{target} is one value and has no parts; write {target}=VALUE"
-                problems.append(Problem(entry.place, text, entry.name))
+        for key in keys:
+            if setting.part is not None and not (key in known and isinstance(known[key].default, Mapping)):
+                text = f"{key} is one value and has no parts; write {key}=VALUE"
+                problems.append(Problem(setting.origin, text, setting.name))
                 break
-            name = target if entry.part is None else f"{target}.{entry.part}"
-            clash = _clash(settled, target, name)
-            if clash is not None:
-                problems.append(Problem(entry.place, _told_twice(entry, clash, target), entry.name))
+            name = key if setting.part is None else f"{key}.{setting.part}"
+            # A whole contradicts any earlier part of it, a part only the whole and itself.
+            earlier = first_of_key.get(key) if setting.part is None else settled.get(key) or settled.get(name)
+            if earlier is not None:
+                same = f"{key} is already set" if setting.name == earlier.name else ""
+                text = f"{same or f'{setting.name} and {earlier.name} both set {key}'} (see {earlier.origin.label})"
+                problems.append(Problem(setting.origin, f"{text}; keep one of them", setting.name))
                 break
-            settled[name] = entry
-    return settled, problems
+            settled[name] = setting
+            first_of_key.setdefault(key, setting)
+    return settled
 
 
-def _clash(settled: Mapping[str, Entry], target: str, name: str) -> Entry | None:
-    """Find an earlier entry that sets the same key, the whole of this part, or a part of this whole."""
-    for other, entry in settled.items():
-        if other in (name, target) or (name == target and other.startswith(f"{target}.")):
-            return entry
+def _lay_over(base: Mapping[str, Setting], top: Mapping[str, Setting]) -> dict[str, Setting]:
+    """Lay one layer over another; `key.part` merges into the mapping below."""
+    merged = dict(base)
+    for name, setting in top.items():
+        key = name.partition(".")[0]
+        below = merged.get(key)
+        if setting.part is None:
+            merged[key] = setting
+        elif below is None or isinstance(below.value, dict):
+            whole = below.value if below is not None and isinstance(below.value, dict) else {}
+            origins = {**(below.origins_of_parts if below else {}), setting.part: setting.origin}
+            merged[key] = setting._replace(value={**whole, setting.part: setting.value}, origins_of_parts=origins)
+        # else: the schema refuses the value below, which a part can't mend
+    return merged
+
+
+def _judge_foreign(name: str, setting: Setting, settings: Mapping[str, Setting], problems: list[Problem]) -> str | None:
+    """Return the note on a key that only other trainers have, or add a problem; null asks for nothing."""
+    if setting.value is None:
+        return None
+    row, value = names.foreign(name, setting.value), show_value(setting.value)
+    if row is None:
+        text = f"must be true or false, got {value}; it is a key of other trainers, and decides nothing here"
+    elif row.verdict == "refused":
+        text = f"{value}: {row.text}"
+    elif row.goes_with is not None and _is_set(row.goes_with, settings) != row.value:
+        fix = "set" if row.value else "remove"
+        text = f"{written(row.value)} contradicts {row.goes_with}, which alone decides; {fix} {row.goes_with}"
+    else:
+        return f"{name} {value}: {row.text}"
+    problems.append(Problem(setting.origin, text, name))
     return None
 
 
-def _told_twice(entry: Entry, earlier: Entry, target: str) -> str:
-    if entry.name != earlier.name:
-        return f"{entry.name} and {earlier.name} both set {target} (see {earlier.place.label}); keep one of them"
-    return f"{target} is already set (see {earlier.place.label}); keep one of them"
+def _is_set(key: str, settings: Mapping[str, Setting]) -> bool:
+    return key in settings and settings[key].value is not None
 
 
-def _lay_over(base: Mapping[str, Entry], top: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Lay one layer over another; `key.part` merges into a mapping."""
-    settings = dict(base)
-    for name, entry in top.items():
-        key = name.partition(".")[0]
-        if entry.part is None:
-            settings[key] = entry
-            continue
-        under = settings.get(key)
-        whole = {} if under is None else under.value
-        if not isinstance(whole, dict):
-            continue  # the schema refuses what the file says; a part can't mend it
-        part_places = {**(under.part_places if under else {}), entry.part: entry.place}
-        settings[key] = entry._replace(value={**whole, entry.part: entry.value}, part_places=part_places)
-    return settings
+# 6. Validate
 
 
-def _unwritable(settings: Mapping[str, Entry], start: Place) -> list[Problem]:
-    """Return why the settings would make a file that is refused: it holds every key, each with its name."""
-    values = [setting.value for setting in settings.values()]
-    texts = sum(len(json.dumps(value)) for value in values)
-    room = MAX_NODES - 2 * len(fields()) - 1
-    if texts > MAX_TEXT_BYTES:
-        return [Problem(start, f"the values take {texts:,} bytes; a configuration has at most {MAX_TEXT_BYTES:,}")]
-    if sum(map(_count_parts, values)) > room:
-        return [Problem(start, f"there are more than {room:,} values in lists and mappings; this is no configuration")]
-    return []
+def _validate(
+    settings: Mapping[str, Setting], start: Origin, problems: list[Problem], *, is_whole: bool
+) -> Config | None:
+    """Judge the keys one by one and then the rules between them.
 
-
-def _count_parts(value: object) -> int:
-    if isinstance(value, dict):
-        return sum(2 + _count_parts(part) for part in value.values())
-    return sum(1 + _count_parts(part) for part in value) if isinstance(value, list) else 0
-
-
-def _masked(settings: Mapping[str, Entry]) -> list[Problem]:
-    """Refuse to take the mask of a secret, from a file that a run wrote, for the value."""
-    return [
-        Problem(
-            setting.place, f"{MASK} stands where a secret was left out; write the secret itself, or override {key}", key
-        )
-        for key, setting in settings.items()
-        if lacks_secret(setting.value)
-    ]
-
-
-def _validate(settings: Mapping[str, Entry], start: Place, *, complete: bool) -> tuple[Config | None, list[Problem]]:
-    """Judge the values; an incomplete set (its file could not be read) only key by key."""
+    Args:
+        is_whole: False where the file can't be read: then only the overrides are there, and no rule can be judged.
+    """
     values = {key: setting.value for key, setting in settings.items()}
-    if not complete:
-        values = _named(values)
-    config, errors = _try_config(values)
-    field_errors = [error for error in errors if error["loc"]]
-    problems = _field_problems(field_errors, settings, start)
-    if not complete:
-        return None, problems
-    wrong = {str(error["loc"][0]) for error in field_errors}
-    if wrong:  # judge the rules between the other keys
-        sound = {key: value for key, value in values.items() if key not in wrong}
-        _, errors = _try_config(_named(sound))
-    return config, problems + _rule_problems(errors, settings, wrong, start)
-
-
-def _named(values: dict[str, object]) -> dict[str, object]:
-    """Return values with a model, so that a name that is missing or wrong hides no other problem."""
-    given = {"text_model_name", "image_model_name"} & values.keys()
-    return values if given else {"model_name": _PLACEHOLDER_MODEL, **values}
+    config, errors = _try_config(values if is_whole else _with_a_model(values))
+    key_errors = [error for error in errors if error["loc"]]
+    problems += _key_problems(key_errors, settings, start)
+    if not is_whole:
+        return None
+    wrong = {str(error["loc"][0]) for error in key_errors}
+    if wrong:  # pydantic judges no rule then: judge those between the other keys
+        _, errors = _try_config(_with_a_model({key: value for key, value in values.items() if key not in wrong}))
+    for error in errors:
+        broken = error.get("ctx", {}).get("error")
+        if isinstance(broken, BrokenRules):
+            problems += [
+                _rule_problem(keys, text, settings, start) for keys, text in broken.broken if wrong.isdisjoint(keys)
+            ]
+    return config
 
 
 def _try_config(values: Mapping[str, object]) -> tuple[Config | None, list[ErrorDetails]]:
@@ -336,51 +443,48 @@ def _try_config(values: Mapping[str, object]) -> tuple[Config | None, list[Error
         return None, error.errors(include_url=False)
 
 
-def _field_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Entry], start: Place) -> list[Problem]:
-    grouped: dict[tuple[str, Any], list[ErrorDetails]] = {}
+def _with_a_model(values: dict[str, object]) -> dict[str, object]:
+    """Return values with a model, so that a name that is missing or wrong hides no other problem."""
+    has_towers = {"text_model_name", "image_model_name"} & values.keys()
+    return values if has_towers else {"model_name": "builtin:none", **values}
+
+
+def _key_problems(errors: Sequence[ErrorDetails], settings: Mapping[str, Setting], start: Origin) -> list[Problem]:
+    """Explain pydantic's errors, one problem for each key, each entry of a mapping, and each key of a list's entry."""
+    groups: dict[tuple[Any, ...], list[ErrorDetails]] = {}
     for error in errors:
-        key = str(error["loc"][0])
-        part: Any = error["loc"][1] if len(error["loc"]) > 1 and _is_mapping(key) else None
-        if len(error["loc"]) > 2 and isinstance(error["loc"][1], int):  # a key of an entry of a list
-            part = error["loc"][1:3]
-        grouped.setdefault((key, part), []).append(error)
+        key, *inner = error["loc"]  # further parts name a member of a union, or where in the value it is
+        where: tuple[int | str, ...]
+        if len(inner) > 1 and isinstance(inner[0], int):
+            where = (key, inner[0], inner[1])  # data[2].weight
+        elif inner and isinstance(fields()[str(key)].default, Mapping):
+            where = (key, inner[0])  # column_mapping.text
+        else:
+            where = (key,)
+        groups.setdefault(where, []).append(error)
     problems = []
-    for (key, part), group in grouped.items():
+    for (key, *inner), group in groups.items():
         setting = settings.get(key)
         if setting is None:
             problems.append(Problem(start, explain(key, group, None), key))
-            continue
-        value: object = setting.value
-        place = setting.place
-        subject = setting.name
-        if isinstance(part, tuple):
-            (number, name), entries = part, value
-            value = entries[number].get(name)  # type: ignore[index]
+        elif len(inner) == 2:
+            number, name = inner
+            value = setting.value[number].get(name)  # type: ignore[index]
             text = explain_entry(key, str(name), group, value)
-            problems.append(Problem(place, text, shown(f"{subject}[{number}].{name}")))
-            continue
-        if part is not None:
+            problems.append(Problem(setting.origin, text, shown(f"{setting.name}[{number}].{name}")))
+        elif inner:
+            (part,) = inner
             value = part if "[key]" in group[0]["loc"] else setting.value[part]  # type: ignore[index]
-            place = setting.part_places.get(str(part), place)
-            subject = shown(f"{key}.{part}")
-        problems.append(Problem(place, explain(key, group, value), subject))
+            origin = setting.origins_of_parts.get(str(part), setting.origin)
+            problems.append(Problem(origin, explain(key, group, value), shown(f"{key}.{part}")))
+        else:
+            problems.append(Problem(setting.origin, explain(key, group, setting.value), setting.name))
     return problems
 
 
-def _rule_problems(
-    errors: Sequence[ErrorDetails], settings: Mapping[str, Entry], wrong: set[str], start: Place
-) -> list[Problem]:
-    problems = []
-    for error in errors:
-        broken = error.get("ctx", {}).get("error")
-        if not isinstance(broken, BrokenRules):
-            continue
-        for keys, sentence in broken.broken:
-            given = [key for key in keys if key in settings]
-            if not wrong.isdisjoint(keys):
-                continue
-            others = [f"{key} is set at {settings[key].place.label}" for key in given[1:]]
-            text = f"{sentence} ({', '.join(others)})" if others else sentence
-            place, name = (settings[given[0]].place, settings[given[0]].name) if given else (start, keys[0])
-            problems.append(Problem(place, text, name))
-    return problems
+def _rule_problem(keys: Sequence[str], text: str, settings: Mapping[str, Setting], start: Origin) -> Problem:
+    """Place a broken rule at the first of its keys that is set, and name where the others are set."""
+    given = [settings[key] for key in keys if key in settings]
+    origins = [f"{key} is set at {settings[key].origin.label}" for key in keys if key in settings][1:]
+    text = f"{text} ({', '.join(origins)})" if origins else text
+    return Problem(given[0].origin, text, given[0].name) if given else Problem(start, text, keys[0])

@@ -1,18 +1,20 @@
-"""Write the reference of the configuration from the schema.
+"""Text generated from the schema: docs/configuration.md, and the typed keyword arguments of `vembed.train`.
 
 `python -m vembed.config.reference > docs/configuration.md`
+`python -m vembed.config.reference keys > vembed/api/keys.py`
 """
 
 import sys
+import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from vembed.config.fields import LARGEST_COUNT
+from vembed.config.documents import write_mapping
 from vembed.config.load import MAX_FILE_BYTES, MAX_TEXT_BYTES
 from vembed.config.messages import expectation, key_schemas
-from vembed.config.schema import SECTIONS, key_names, rules, section_keys
-from vembed.config.synonyms import ALIASES, EVERY, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, Foreign
-from vembed.config.text import write_mapping
+from vembed.config.names import ALIASES, ANY_VALUE, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, Foreign
+from vembed.config.schema import SECTIONS, fields, key_names, rules, section_keys
+from vembed.section import LARGEST_COUNT
 
 _INTRODUCTION = f"""# Configuration
 
@@ -96,18 +98,19 @@ def example(name: str) -> Any:
     """Return a value that a key takes: not its default where its type names another one."""
     schema = key_schemas()[name]
     default, members = schema.get("default"), schema.get("anyOf", (schema,))
-    named = [each for member in members for each in (*member.get("enum", ()), *member.get("choices", ()))]
-    if others := [each for each in (*schema.get("choices", ()), *named) if each not in (default, "auto")]:
+    named = [choice for member in members for choice in (*member.get("enum", ()), *member.get("choices", ()))]
+    if others := [choice for choice in (*schema.get("choices", ()), *named) if choice not in (default, "auto")]:
         return others[0]
     if isinstance(default, bool):
         return not default
     if default not in (None, "auto", [], {}):
         return default
-    return next(_of_type(each) for each in members if each.get("type") not in (None, "null") and "const" not in each)
+    typed = (member for member in members if member.get("type") not in (None, "null") and "const" not in member)
+    return _of_type(next(typed))
 
 
 def _of_type(member: Mapping[str, Any]) -> Any:
-    """Return a value of a type of JSON, of several the first."""
+    """Return a value of a JSON schema, of its first alternative."""
     member = member.get("anyOf", (member,))[0]
     if "enum" in member:
         return member["enum"][0]
@@ -164,7 +167,7 @@ def _foreign() -> str:
 
 
 def _foreign_value(row: Foreign) -> str:
-    return "" if row.value is EVERY else f": {_yaml(row.value)}"
+    return "" if row.value is ANY_VALUE else f": {_yaml(row.value)}"
 
 
 def _comes_to(row: Foreign) -> str:
@@ -173,10 +176,75 @@ def _comes_to(row: Foreign) -> str:
 
 def _rules() -> str:
     order = key_names()
-    listed = sorted(rules(), key=lambda each: order.index(each.keys[0]))
-    lines = ["## Rules between keys", "", *(f"- {each.summary}" for each in listed)]
+    listed = sorted(rules(), key=lambda rule: order.index(rule.keys[0]))
+    lines = ["## Rules between keys", "", *(f"- {rule.sentence}" for rule in listed)]
     return "\n".join([*lines, ""])
 
 
+# vembed/api/keys.py
+
+_ARGUMENTS = ("data",)
+"""Keys that `vembed.train` takes as arguments of its own."""
+
+_NAMES_A_PATH = ("_path", "_dir", "_root", "_cache", "model_name", "resume")
+"""Ends of the keys whose text may be given as a `pathlib.Path`."""
+
+_HEAD = '''"""The keyword arguments of `vembed.train`: every key of the configuration with its type.
+
+Written by `python -m vembed.config.reference keys`; change the schema, not this file. docs/configuration.md says what
+the keys mean.
+"""
+# fmt: off
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+
+class TrainKeys(TypedDict, total=False):
+    """Keys of the configuration, and other names of the same; those of losses of your own are taken as well."""
+
+'''
+
+
+def render_keys() -> str:
+    """Return the text of vembed/api/keys.py."""
+    keys = {name: name for name in key_names() if name not in _ARGUMENTS}
+    aliases = {alias: targets[0] for alias, targets in ALIASES.items()}
+    return _HEAD + "".join(f"    {name}: {_of_key(key)}\n" for name, key in {**keys, **aliases}.items())
+
+
+def _of_key(key: str) -> str:
+    kinds = _alternatives(fields()[key].annotation)
+    if key == "loss_type":
+        kinds.append("str")  # a loss of a plugin
+    if "str" in kinds and key.endswith(_NAMES_A_PATH):
+        kinds.insert(kinds.index("str") + 1, "Path")
+    return " | ".join(kinds)
+
+
+def _alternatives(kind: Any) -> list[str]:
+    """Return the types of an annotation, as Python writes them."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _alternatives(parts[0])
+    if origin in (Union, types.UnionType):
+        return list(dict.fromkeys(kind for part in parts for kind in _alternatives(part)))
+    if origin is Literal:
+        words = ", ".join(f'"{text}"' for text in parts)
+        return [f"Literal[{words}]"]
+    inner = ", ".join(" | ".join(_alternatives(part)) for part in parts)
+    if origin is list:
+        return [f"Sequence[{inner}]"]
+    if origin in (dict, Mapping):
+        return [f"Mapping[{inner}]"]
+    return ["None" if kind is type(None) else kind.__name__]
+
+
 if __name__ == "__main__":
-    sys.stdout.write(render_reference())
+    sys.stdout.write(render_keys() if sys.argv[1:] == ["keys"] else render_reference())

@@ -1,37 +1,40 @@
-"""The configuration: all sections of keys in one flat, checked class, with the keys of every registered loss.
+"""The configuration: the sections of all rooms in one flat, checked class, with the keys of every registered loss.
 
-The sections (keys/) and the losses group the keys; the file that a user writes is flat. A fact about a key stands where
-it is declared and nowhere else: the reference, the JSON schema and the messages are made from it. Values are strict:
-`True` is no integer and "3" is no number; an integer is fine where a float is expected.
+A section stands beside the code that reads it (`vembed/*/keys.py`), the keys of one loss beside that loss. The sections
+group the keys; the file that a user writes is flat.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import ValidationError, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from vembed.config.fields import RULES, BrokenRules, Name, Rule, Section, facts_of, idle_rules
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.batch import BatchKeys
-from vembed.config.keys.data import ColumnName, DataKeys
-from vembed.config.keys.distributed import DistributedKeys
-from vembed.config.keys.evaluation import EvaluationKeys
-from vembed.config.keys.loss import LossKeys
-from vembed.config.keys.mining import MiningKeys
-from vembed.config.keys.model import ModelKeys
-from vembed.config.keys.optimisation import OptimisationKeys
-from vembed.config.keys.output import OutputKeys
-from vembed.config.keys.sampling import SamplingKeys
-from vembed.config.keys.sources import loss_names, losses_of_sources
-from vembed.config.keys.teacher import TeacherKeys
-from vembed.config.plugins import PluginKeys, import_plugins
-from vembed.config.synonyms import ALIASES, foreign
+from vembed.checkpoint.keys import OutputKeys
+from vembed.config.names import ALIASES, foreign
+from vembed.data.keys import ColumnName, DataKeys, SamplingKeys, loss_names, losses_of_sources
 from vembed.errors import ConfigError
+from vembed.evaluation.keys import EvaluationKeys
+from vembed.losses.keys import LossKeys
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.plan.keys import BatchKeys, DistributedKeys, OptimisationKeys
 from vembed.redact import redact_value
-from vembed.registry import LOSSES
+from vembed.registry import LOSSES, import_plugins
+from vembed.section import Name, Rule, Section, facts_of, idle_rules, key, rules_of
+from vembed.vectors.keys import MiningKeys, TeacherKeys
+
+
+class PluginKeys(Section):
+    """Code of your own."""
+
+    plugins: list[Name] = key(
+        [],
+        "Python modules that are imported before anything else is read, so that their vembed.register_* take effect; "
+        "searched in the current folder, in PYTHONPATH and among the installed packages.",
+    )
+
 
 SECTIONS: Mapping[str, type[Section]] = {
     "Model": ModelKeys,
@@ -48,7 +51,15 @@ SECTIONS: Mapping[str, type[Section]] = {
     "Output": OutputKeys,
     "Plugins": PluginKeys,
 }
-"""The sections in the order of every listing."""
+"""Sections in the order of every listing."""
+
+
+class BrokenRules(ValueError):  # noqa: N818
+    """Rules that a configuration breaks: the keys of each, the one to blame first, with the message."""
+
+    def __init__(self, broken: Sequence[tuple[tuple[str, ...], str]]) -> None:
+        super().__init__("; ".join(message for _, message in broken))
+        self.broken = tuple(broken)
 
 
 # Last section first: pydantic collects fields from the last base to the first.
@@ -67,27 +78,17 @@ class Config(
     AdapterKeys,
     ModelKeys,
 ):
-    """A complete, checked configuration; it can't be changed.
+    """Complete, checked, frozen configuration of a run.
 
-    This class has the keys that every run reads. Making one imports its plugins and gives an instance of
-    `config_class()`, which has those of the losses beside them.
+    The type checker sees the keys that every run has. `Config(...)` imports the plugins that it names and makes an
+    instance of `config_class()`, which has the keys of all losses as well.
     """
 
     NOT_HASHED: ClassVar[frozenset[str]] = frozenset(
-        {
-            "output_dir",
-            "overwrite_output_dir",
-            "resume",
-            "logging_steps",
-            "num_workers",
-            "prefetch_factor",
-            "report_to",
-            "log_model",
-            "save_strategy",
-            "save_steps",
-            "save_minutes",
-            "save_total_limit",
-        }
+        (
+            *("output_dir", "overwrite_output_dir", "resume", "logging_steps", "num_workers", "prefetch_factor"),
+            *("report_to", "log_model", "save_strategy", "save_steps", "save_minutes", "save_total_limit"),
+        )
     )
     """Keys that decide nothing about the result."""
 
@@ -107,25 +108,29 @@ class Config(
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return Config.model_validate, (self.model_dump(include=self.model_fields_set),)
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, redact_value(value)
+
     def loss_facts(self) -> Any:
-        """Return the facts (`LossFacts` of vembed.losses) of the chosen loss, or of the sum of several."""
+        """Return the facts (`LossFacts`) of the chosen loss, of the sum of several, or of a loss for each source."""
         return LOSSES.load(self.loss_type).with_added(self.added_losses).with_sources(losses_of_sources(self))
 
     def loss_keys(self) -> Any:
-        """Return the keys of the chosen loss, as its own section; of a sum those of each part."""
+        """Return the keys of the chosen loss as its own section, of several losses a tuple."""
         return self.loss_facts().keys_in(self)
 
     @model_validator(mode="before")
     @classmethod
     def _expand_aliases(cls, values: Any) -> Any:
+        """Replace aliases by their keys, and values that other trainers write by ours."""
         if not isinstance(values, Mapping):
             return values
         expanded: dict[Any, Any] = {name: value for name, value in values.items() if name not in ALIASES}
         for alias in (name for name in values if name in ALIASES):
             for target in ALIASES[alias]:
                 if target in expanded:
-                    msg = f"{alias} sets {target}, which is also set; keep one of them"
-                    raise ValueError(msg)
+                    raise ValueError(f"{alias} sets {target}, which is also set; keep one of them")
                 expanded[target] = values[alias]
         for name, value in expanded.items():
             row = foreign(name, value)
@@ -135,15 +140,11 @@ class Config(
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
-        broken = [(each.keys, sentence) for each in rules() if (sentence := each.check(self)) is not None]
-        broken += _broken_of_loss(self)
+        broken = [(rule.keys, text) for rule in rules() if (text := rule.violation(self)) is not None]
+        broken += _broken_by_losses(self)
         if broken:
             raise BrokenRules(broken)
         return self
-
-    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        for name, value in super().__repr_args__():
-            yield name, redact_value(value)
 
 
 def config_class() -> type[Config]:
@@ -152,7 +153,7 @@ def config_class() -> type[Config]:
     Raises:
         ConfigError: A plugin's key has the name of another one.
     """
-    return _with_losses(tuple(LOSSES.load(name) for name in LOSSES.names()))
+    return _class_with_losses(tuple(LOSSES.load(name) for name in LOSSES.names()))
 
 
 def fields() -> Mapping[str, FieldInfo]:
@@ -161,10 +162,10 @@ def fields() -> Mapping[str, FieldInfo]:
 
 
 def section_keys(title: str) -> tuple[str, ...]:
-    """Return the keys of a section in the order of every listing; the keys of losses stand in that of the loss."""
-    own = tuple(SECTIONS[title].model_fields)
+    """Return the keys of a section in the order of every listing; keys of one loss follow loss_type."""
+    names = tuple(SECTIONS[title].model_fields)
     of_losses = tuple(name for name in fields() if name not in Config.model_fields) if title == "Loss" else ()
-    return (*own[:1], *of_losses, *own[1:])
+    return (*names[:1], *of_losses, *names[1:])
 
 
 def key_names() -> tuple[str, ...]:
@@ -177,78 +178,86 @@ def default_of(name: str) -> Any:
     return fields()[name].get_default()
 
 
-def rules() -> list[Rule]:
-    """Return the rules between keys: those that are written, and one for each key that acts only with another."""
-    return [*RULES, *_idle_rules(config_class())]
+def rules() -> tuple[Rule, ...]:
+    """Return the rules of all sections, and one for each key that has an effect only with some values of another."""
+    return _all_rules(config_class())
 
 
 @functools.lru_cache(maxsize=1)
-def _idle_rules(checked: type[Config]) -> list[Rule]:
-    further = {"loss_type": (("added_losses", "data"), loss_names)}
-    return idle_rules(checked.model_fields, {"loss_type": _hint}, further)
+def _all_rules(checked: type[Config]) -> tuple[Rule, ...]:
+    # A section that is a base of another one (SourceKeys of DataKeys) gives its rules once, with the latter.
+    of_sections = [rule for section in SECTIONS.values() for rule in rules_of(section)]
+    return (*of_sections, *idle_rules(checked.model_fields, _values_of, _hint))
 
 
-def _hint(config: Config, name: str) -> str:
-    """Return what the chosen loss says to a user who set the key of another one."""
-    hint = LOSSES.load(config.loss_type).hint(name, getattr(config, name))
+def _values_of(config: Config, name: str) -> Sequence[object]:
+    return loss_names(config) if name == "loss_type" else (getattr(config, name),)
+
+
+def _hint(config: Config, other: str, name: str) -> str:
+    """Return the end of a message on an idle key: what the chosen loss has in its place."""
+    hint = LOSSES.load(config.loss_type).hint(name, getattr(config, name)) if other == "loss_type" else ""
     return f"; {hint}" if hint else ""
 
 
-@functools.cache  # values of two classes are never equal
-def _with_losses(losses: tuple[Any, ...]) -> type[Config]:
-    """Return the class for these losses (`LossFacts` of vembed.losses, which this room must not import)."""
-    owners: dict[str, list[str]] = {}
-    found: dict[str, FieldInfo] = {}
+@functools.cache  # classes with equal keys are still two classes, and a Config of one is no Config of the other
+def _class_with_losses(losses: tuple[Any, ...]) -> type[Config]:
+    """Return the class for some losses (`LossFacts`, which know their keys without importing torch)."""
+    infos: dict[str, FieldInfo] = {}
+    losses_of: dict[str, list[str]] = {}  # key -> the losses that have it
     for loss in losses:
         for name, info in loss.keys.model_fields.items():
-            known = found.setdefault(name, Config.model_fields.get(name, info))
-            if (name in Config.model_fields and name not in LossKeys.model_fields) or not _alike(known, info):
+            known = infos.setdefault(name, Config.model_fields.get(name, info))
+            if (name in Config.model_fields and name not in LossKeys.model_fields) or not _is_same_key(known, info):
                 raise ConfigError(
                     f"key {name} of the loss {loss.name} has the name of another key; choose another name"
                 )
-            owners.setdefault(name, []).append(loss.name)
-    names = [loss.name for loss in losses]
+            losses_of.setdefault(name, []).append(loss.name)
+    # A key that every loss has is that of LossKeys; any other says which losses have it.
     made: dict[str, Any] = {
-        name: (found[name].annotation, _of_losses(found[name], owners[name]))
-        for name in found
-        if len(owners[name]) < len(names) or name not in Config.model_fields
+        name: (info.annotation, _with_owners(info, losses_of[name]))
+        for name, info in infos.items()
+        if len(losses_of[name]) < len(losses) or name not in Config.model_fields
     }
-    if asked := tuple(dict.fromkeys(column.name for loss in losses for column in loss.columns)):
-        target: Any = Literal[(*get_args(ColumnName), *asked)]
+    if columns := tuple(dict.fromkeys(column.name for loss in losses for column in loss.columns)):
+        target: Any = Literal[(*get_args(ColumnName), *columns)]
         made["column_mapping"] = (dict[Name, target | None], Config.model_fields["column_mapping"])
-    chosen = copy.copy(Config.model_fields["loss_type"])
-    chosen.description = f"The loss: {'; '.join(f'{loss.name}, {loss.summary}' for loss in losses)}."
-    made["loss_type"] = (Literal[tuple(names)], chosen)
+    loss_type = copy.copy(Config.model_fields["loss_type"])
+    loss_type.description = f"The loss: {'; '.join(f'{loss.name}, {loss.summary}' for loss in losses)}."
+    made["loss_type"] = (Literal[tuple(loss.name for loss in losses)], loss_type)
     return create_model("Config", __base__=Config, __module__=__name__, **made)
 
 
-def _alike(one: FieldInfo, other: FieldInfo) -> bool:
+def _is_same_key(one: FieldInfo, other: FieldInfo) -> bool:
     return (one.annotation, one.default, one.description) == (other.annotation, other.default, other.description)
 
 
-def _of_losses(info: FieldInfo, names: list[str]) -> FieldInfo:
-    """Return the key of some losses as one that says so."""
-    key = copy.copy(info)
-    key.description = f"{info.description} Only with loss_type {' or '.join(names)}."
-    extra = dict(facts_of(info))
-    key.json_schema_extra = extra | {"acts_with": {**extra.get("acts_with", {}), "loss_type": names}}
-    return key
+def _with_owners(info: FieldInfo, losses: list[str]) -> FieldInfo:
+    """Return a key that says which losses have it."""
+    owned = copy.copy(info)
+    owned.description = f"{info.description} Only with loss_type {' or '.join(losses)}."
+    facts = facts_of(info)
+    owned.json_schema_extra = facts | {"acts_with": {**facts.get("acts_with", {}), "loss_type": losses}}
+    return owned
 
 
-def _broken_of_loss(config: Config) -> list[tuple[tuple[str, ...], str]]:
-    """Return what the chosen loss's own section refuses."""
+def _broken_by_losses(config: Config) -> list[tuple[tuple[str, ...], str]]:
+    """Return the rules of the acting losses' own sections that a configuration breaks."""
+    if not {*loss_names(config), *config.added_losses} <= set(LOSSES.names()):
+        return []  # a rule of `data` or `added_losses` names the unknown one
+    broken = [
+        (rule.keys, text)
+        for facts in config.loss_facts().alone
+        for rule in rules_of(facts.keys)
+        if (text := rule.violation(config)) is not None
+    ]
     try:
-        if {*loss_names(config), *config.added_losses} <= set(LOSSES.names()):  # a rule tells others
-            config.loss_keys()
-    except ValidationError as refused:
-        errors = [(each["loc"], each.get("ctx", {}).get("error", each["msg"])) for each in refused.errors()]
-        of_rules = [found for _, error in errors if isinstance(error, BrokenRules) for found in error.broken]
+        config.loss_keys()
+    except ValidationError as error:  # validators that a plugin's section brings
         names = [name for facts in config.loss_facts().alone for name in facts.keys.model_fields]
-        own = [name for name in names if name not in Config.model_fields]
-        others = [
-            ((*map(str, where), *own, "loss_type"), str(error))
-            for where, error in errors
-            if not isinstance(error, BrokenRules)
+        of_losses = [name for name in names if name not in Config.model_fields]
+        broken += [
+            ((*map(str, part["loc"]), *of_losses, "loss_type"), str(part.get("ctx", {}).get("error", part["msg"])))
+            for part in error.errors()
         ]
-        return [*of_rules, *others]
-    return []
+    return broken

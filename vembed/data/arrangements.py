@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
 
 ROUNDS = 20
 """Of exchanging rows that repeat, without a gain of 1%, until the rest is left out."""

@@ -24,7 +24,7 @@ from vembed.batch import Augmentation, Composed, Image
 
 if TYPE_CHECKING:
     from vembed.batch import Item, Strength
-    from vembed.data.records import Record
+    from vembed.data.table import Record
 
 LEAST_SIDE = 640
 """A large picture is first reduced by a whole factor, to a shorter side of at least so many pixels: what follows costs

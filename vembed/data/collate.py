@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.records import Record
+    from vembed.data.table import Record
 
 
 def collate(records: Sequence[Record], record_ids: Sequence[int]) -> ContrastiveBatch:

@@ -12,7 +12,7 @@ from vembed.text import cut, plural, quoted
 if TYPE_CHECKING:
     from vembed.batch import Item
     from vembed.data.columns import ColumnsRead
-    from vembed.data.records import LoadedRecords, Record
+    from vembed.data.table import LoadedRecords, Record
 
 
 def columns_text(columns: ColumnsRead) -> str:

@@ -25,8 +25,8 @@ from vembed.text import plural
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vembed.data.records import RecordTable
     from vembed.data.retrieval import RetrievalData
+    from vembed.data.table import RecordTable
 
 SHARE, MOST_ROWS = 0.05, 1000
 """What is held out of a large set: this share, at most so many rows."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vembed.batch import Item
-    from vembed.data.records import RecordTable
     from vembed.data.retrieval import PairKind
+    from vembed.data.table import RecordTable
 
 MOST_CLASS_JUDGEMENTS = 2_000_000
 """Judgements of a set with classes, each about 200 bytes of an evaluation's memory; beyond, fewer queries search."""

@@ -23,11 +23,11 @@ from vembed.data.files import RawRow, holds_text_cells, iter_rows, jsonl_blocks,
 from vembed.data.hub import hub_rows, hub_split
 from vembed.data.lines import reading
 from vembed.data.presets import preset_path
-from vembed.data.record_store import kept_or_read
-from vembed.data.record_writer import RecordWriter
-from vembed.data.records import LoadedRecords, Record
 from vembed.data.row_files import row_files
 from vembed.data.splits import SPLIT_NAMES, SourceOptions
+from vembed.data.table import LoadedRecords, Record
+from vembed.data.table_cache import kept_or_read
+from vembed.data.table_writer import RecordWriter
 from vembed.data.tables import table_form
 from vembed.data.text_blocks import rows_alike, text_rows
 from vembed.data.validate import Fault, RowChecker, UnclearLabels
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from vembed.data.builtin import Rows
     from vembed.data.columns import ColumnsRead, LossNeeds
     from vembed.data.image_root import ImageRoot
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
     from vembed.data.tables import TableForm
 
 BUILTIN_PREFIX = "builtin:"

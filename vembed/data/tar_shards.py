@@ -7,13 +7,20 @@ whose members are in two places, truncated shards, and shards with data after th
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
+import resource
 import tarfile
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from vembed.data import lines as limits
-from vembed.data.blobs import MappedFile
 from vembed.data.parquet import MAX_COLUMNS
-from vembed.errors import DataError
+from vembed.errors import DataError, MachineError
+from vembed.files import open_regular
 from vembed.text import quoted
 
 if TYPE_CHECKING:
@@ -41,6 +48,48 @@ _KINDS = {
     tarfile.FIFOTYPE: "a pipe",
     tarfile.GNUTYPE_SPARSE: "a sparse file",
 }
+
+
+@cache
+def _raise_open_files() -> int:
+    """Raise the limit of open files as far as the process may: the usual thousand are too few for many shards."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return most
+
+
+class MappedFile(mmap.mmap):
+    """A file mapped for reading, which knows its path: a view of it (`memoryview.obj`) can be found again later."""
+
+    path: str
+
+    @classmethod
+    def of(cls, path: Path | str) -> MappedFile:
+        """Map a file; it stays open for as long as one of its views is used.
+
+        Raises:
+            MachineError: Too many files are open.
+            OSError: It is no regular file, or the system refuses.
+            ValueError: It is empty.
+        """
+        most = _raise_open_files()
+        try:
+            with open_regular(path) as file:
+                mapped = cls(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            if error.errno != errno.EMFILE:
+                raise
+            raise MachineError(
+                f"{path}: this process may open {most:,} files and has no more left; raise the limit with "
+                f"'ulimit -Hn', or pack the data into fewer and larger files"
+            ) from error
+        mapped.path = os.path.realpath(path)
+        return mapped
+
+    def offset_of(self, view: memoryview) -> int:
+        """Return the byte of the file at which a view of it begins."""
+        start, first = (np.frombuffer(buffer, np.uint8).ctypes.data for buffer in (view, self))
+        return int(start - first)
 
 
 class Member(NamedTuple):

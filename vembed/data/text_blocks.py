@@ -15,7 +15,7 @@ import numpy as np
 from vembed.data import lines
 from vembed.data.files import unique_keys
 from vembed.data.parquet import MAX_COLUMNS
-from vembed.data.record_writer import ItemRows
+from vembed.data.table_writer import ItemRows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.batch import Item
-    from vembed.config.keys.data import LabelKind
     from vembed.data.columns import ExtraColumn, LossNeeds, RowShape
+    from vembed.data.keys import LabelKind
 
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)

@@ -13,7 +13,7 @@ import numpy as np
 
 from vembed.batch import pictures_in
 from vembed.data.images import ImageError, decode_image
-from vembed.data.item_table import BLOCK_ITEMS
+from vembed.data.table import BLOCK_ROWS
 from vembed.data_check.findings import MOST_EXAMPLES, Finding
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def check_pictures(source: Source, limits: ImageLimits) -> list[Finding]:
     num_pictures, num_broken, num_tiny = len(numbers), 0, 0
     last_line = time.perf_counter()
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for start in range(0, len(numbers), BLOCK_ITEMS // 8):
-            block = numbers[start : start + BLOCK_ITEMS // 8]
+        for start in range(0, len(numbers), BLOCK_ROWS // 8):
+            block = numbers[start : start + BLOCK_ROWS // 8]
             verdicts = pool.map(partial(_verdict, limits=limits), items.at(block))
             for number, (reason, size) in zip(block.tolist(), verdicts, strict=True):
                 num_broken += bool(reason)

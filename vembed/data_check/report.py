@@ -11,9 +11,10 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from vembed.data_check.findings import SEVERITIES
-from vembed.evaluation.pages import Table, html_environment, write_pages
-from vembed.evaluation.report.charts import CURVE_INCHES, SERIES, AxisTicks, chart_axes, inline_svg
-from vembed.evaluation.text import clip, columns_of, count_text, number_text, one_line, plain
+from vembed.evaluation.pages import html_environment, write_pages
+from vembed.pages.charts import CURVE_INCHES, SERIES, axis_labels, chart_axes, inline_svg
+from vembed.pages.page import Table
+from vembed.pages.text import clip, columns_of, count_text, number_text, one_line, plain
 from vembed.text import plural
 
 if TYPE_CHECKING:
@@ -188,5 +189,5 @@ def _draw_lengths(side: str, lengths: NDArray[np.int32], unit: str) -> Markup:
         axes.set(xlabel=unit, ylabel=side)
         for axis, ticks in ((axes.xaxis, 6), (axes.yaxis, 4)):
             axis.set_major_locator(MaxNLocator(ticks, integer=True))
-            axis.set_major_formatter(AxisTicks())
+            axis.set_major_formatter(axis_labels())
         return inline_svg(figure, name=f"lengths-{side}", label=f"Lengths of the {side}; the table has the numbers.")

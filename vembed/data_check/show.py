@@ -8,7 +8,7 @@ from vembed.batch import Composed, pictures_in
 from vembed.data.columns import listing
 from vembed.data.images import check_image
 from vembed.data.sources import load_records
-from vembed.evaluation.text import clip, one_line
+from vembed.pages.text import clip, one_line
 from vembed.text import plural
 
 if TYPE_CHECKING:
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from vembed.batch import Item, Side
     from vembed.data.columns import ColumnsRead
     from vembed.data.images import ImageLimits
-    from vembed.data.records import Record
     from vembed.data.splits import SourceOptions
+    from vembed.data.table import Record
     from vembed.models.encoder import Encoder
 
 SHOWN_CHARACTERS = 400
@@ -34,7 +34,7 @@ def shown_rows(path: str, options: SourceOptions, count: int, encoder: Encoder |
         VembedError: As `load_records`.
     """
     loaded = load_records(path, options)
-    yield f"{path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items.columns), 'distinct item')}"
+    yield f"{path}: {plural(len(loaded.table), 'row')}, {plural(len(loaded.table.items), 'distinct item')}"
     yield from (f"  {line}" for line in (*_columns(loaded.columns), *loaded.notes))
     for record in loaded.table.take(range(min(count, len(loaded.table)))):
         usual = {column.name: column.default for column in options.loss.columns} if options.loss else {}

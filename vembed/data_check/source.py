@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vembed.batch import Composed, Image
-from vembed.data.item_table import BLOCK_ITEMS
 from vembed.data.problems import AllProblems
 from vembed.data.sources import load_records
+from vembed.data.table import BLOCK_ROWS
 from vembed.data_check.near import BANDS, normalised, sketches
 from vembed.data_check.scripts import num_words, script_of
 from vembed.errors import DataError
-from vembed.evaluation.text import clip
+from vembed.pages.text import clip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.records import ItemColumn, RecordTable
     from vembed.data.splits import SourceOptions
+    from vembed.data.table import ItemColumn, RecordTable
 
 SHOWN_CHARACTERS = 160
 """Of a text in an example."""
@@ -105,15 +105,15 @@ class Source:
     def facts(self) -> ItemFacts:
         """What is known of each item, from one walk over all of them."""
         items = self.table.items
-        count = len(items.columns)
+        count = len(items)
         facts = ItemFacts(
             np.zeros(count, np.int32),
             np.full(count, -1, np.int8),
             items.ids.copy(),
             np.zeros((BANDS, count), np.uint32),
         )
-        for start in range(0, count, BLOCK_ITEMS):
-            block = items.at(np.arange(start, min(start + BLOCK_ITEMS, count)))
+        for start in range(0, count, BLOCK_ROWS):
+            block = items.at(np.arange(start, min(start + BLOCK_ROWS, count)))
             texts = [(start + place, item) for place, item in enumerate(block) if isinstance(item, str)]
             if not texts:
                 continue

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.config.keys.mining import MiningKeys
-from vembed.data.item_table import BLOCK_ITEMS
+from vembed.data.table import BLOCK_ROWS
 from vembed.data_check.duplicates import spread
 from vembed.data_check.findings import MOST_EXAMPLES, Finding
 from vembed.data_check.source import said
 from vembed.mining.false_negatives import estimate
-from vembed.mining.mine import Miner
+from vembed.mining.mine import Miner, pair_scores, shared_model_key, side_vectors
 from vembed.mining.task import MiningTask
-from vembed.mining.vectors import shared_model_key, stored_vectors
+from vembed.vectors.keys import MiningKeys
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from vembed.data_check.source import Source
     from vembed.evaluation.encode import ItemEncoder
     from vembed.mining.mine import Mined
-    from vembed.mining.vectors import StoredVectors
 
 NEAREST = 10
 """Unlabelled documents of each query that are looked at."""
@@ -40,8 +38,8 @@ def token_lengths(source: Source, encode: ItemEncoder) -> tuple[dict[str, NDArra
     )
     for name, side, used in sides:
         numbers, parts, num_cut = used[source.facts.is_text[used]], [np.zeros(0, np.int32)], 0
-        for start in range(0, len(numbers), BLOCK_ITEMS):
-            features = encode.encoder.featurize(source.table.items.at(numbers[start : start + BLOCK_ITEMS]), side)
+        for start in range(0, len(numbers), BLOCK_ROWS):
+            features = encode.encoder.featurize(source.table.items.at(numbers[start : start + BLOCK_ROWS]), side)
             parts.append(features.lengths.astype(np.int32))
             num_cut += features.num_truncated
         lengths[name] = np.concatenate(parts)
@@ -79,8 +77,8 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
     keys = MiningKeys(mine_negatives=nearest, mine_range_max=nearest, mine_relative_margin=None)
     mined = Miner(encode, keys, folder).mine(task)
     model = shared_model_key(encode)
-    queries = stored_vectors(task.queries, "query", encode, model, folder)
-    documents = stored_vectors(task.documents, "document", encode, model, folder)
+    queries_UE, _ = side_vectors(task.queries, "query", encode, model, folder)
+    documents_DE, _ = side_vectors(task.documents, "document", encode, model, folder)
     above = np.flatnonzero((mined.rows_Un[:, 0] >= 0) & (mined.scores_Un[:, 0] > mined.positive_U))
     unlabelled = _finding(
         task,
@@ -95,7 +93,7 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
     )
     rows, numbers = source.table.numbers("negatives")
     asked, given = task.query_of_record_N[rows], task.documents.rows_of(source.table.items.ids[numbers])
-    of_pair = _pair_scores(queries, documents, asked, given)
+    of_pair = pair_scores(queries_UE, documents_DE, asked, given)
     higher = np.flatnonzero(of_pair > mined.positive_U[asked])
     negatives = _finding(
         task,
@@ -117,17 +115,6 @@ def _estimated(mined: Mined) -> str:
         return ""
     nearest = mined.rows_Un.shape[1]
     return f"Of the {nearest} nearest unlabelled documents of a query, an estimated {100 * found.rate:.1f}% answer it. "
-
-
-def _pair_scores(
-    queries: StoredVectors, documents: StoredVectors, asked: NDArray[np.int64], given: NDArray[np.int64]
-) -> NDArray[np.float32]:
-    """Return the score of each pair of rows."""
-    scores = np.empty(len(asked), dtype=np.float32)
-    for start in range(0, len(asked), BLOCK_ITEMS):
-        part = slice(start, start + BLOCK_ITEMS)
-        scores[part] = np.einsum("pe,pe->p", queries.take(asked[part]), documents.take(given[part]))
-    return scores
 
 
 def _finding(

@@ -77,7 +77,7 @@ def _run(parsed: argparse.Namespace) -> int:
 def _plan(loaded: LoadedConfig) -> dict[str, Any]:
     """Log what a run of the configuration would plan here, and return it; nothing is left behind."""
     from vembed.entrypoints.command import quiet_libraries
-    from vembed.training.wiring.run import run_from_config
+    from vembed.training.run import run_from_config
 
     quiet_libraries()
     with TemporaryDirectory(prefix="vembed-doctor-") as folder:

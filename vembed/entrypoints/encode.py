@@ -139,7 +139,7 @@ def _check_ray(parsed: argparse.Namespace) -> None:
 def _encode(parsed: argparse.Namespace, form: Format, ranks: Ranks, poll: Callable[[], None]) -> None:
     from vembed.api.model import load
     from vembed.api.retrieval import build_index
-    from vembed.evaluation.text import bytes_text
+    from vembed.pages.text import bytes_text
 
     options = load_options(parsed)
     if parsed.ray is not None:

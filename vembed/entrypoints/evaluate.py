@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import gc
 import platform
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Literal
 
-from vembed.config.keys.data import LabelKind
-from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
+from vembed.data.keys import LabelKind
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.evaluate_mteb import evaluate_mteb
-from vembed.entrypoints.model_arguments import add_model_arguments
+from vembed.entrypoints.options import ModelOptions, check, option, parse_words, word
 from vembed.errors import ConfigError, ExitCode
 from vembed.files import home_path, is_folder
+from vembed.models.keys import ModelKeys
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.registry import METRICS
+from vembed.section import Count, Name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,168 +34,157 @@ if TYPE_CHECKING:
     from vembed.evaluation.benchmark.run import BenchmarkOptions, Entry
     from vembed.evaluation.benchmark.variants import Variant
 
-DESCRIPTION = "Evaluate embedding models on retrieval sets: encode, search exactly with FAISS, score with trec_eval."
 BM25_NAMES = ("bm25", "BM25")
 """What BM25 is called among the models; a folder of that name is given as ./bm25."""
 
 DEFAULT_METRIC = "ndcg@10"
-QUANTIZE = ("int8", "binary")
 SHOWN_METRICS = ("ndcg@10", "recall@10", "recall@100", "mrr@10", "map@100")
 
 
-def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of an evaluation."""
-    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    parser.add_argument(
-        "models", nargs="+", metavar="MODEL", help="hub id, local folder, output of a run (model/), or bm25"
-    )
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument(
-        "--data",
-        nargs="+",
+class EvaluateOptions(ModelOptions):
+    """Evaluate embedding models on retrieval sets: encode, search exactly with FAISS, score with trec_eval."""
+
+    models: list[Name] = word("MODEL", "hub id, local folder, output of a run (model/), or bm25")
+    data: list[Name] | None = option(
+        None,
+        "BEIR folder, file of rows, hub id, builtin:SET, or a published set: flickr30k:DIR, sop:DIR, cirr:DIR",
         metavar="SET",
-        help="BEIR folder, file of rows, hub id, builtin:SET, or a published set: flickr30k:DIR, sop:DIR, cirr:DIR",
+        one_of="sets!",
     )
-    asked.add_argument(
-        "--mteb",
-        nargs="+",
+    mteb: list[Name] | None = option(
+        None,
+        "MTEB benchmarks or tasks instead of --data, e.g. NanoBEIR; needs vembed[mteb]",
         metavar="NAME",
-        help="MTEB benchmarks or tasks instead of --data, e.g. NanoBEIR; needs vembed[mteb]",
+        one_of="sets!",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
+    output: Path = option(
+        ...,
+        "folder for leaderboard.html, .md, .json and MODEL/SET/run.trec; for pairs: report.html, .md, .json",
         metavar="DIR",
-        help="folder for leaderboard.html, .md, .json and MODEL/SET/run.trec; for pairs: report.html, .md, .json",
     )
-    parser.add_argument("--metric", default=DEFAULT_METRIC, metavar="M", help="metric to compare by; default: ndcg@10")
-    parser.add_argument("--split", help="split of the sets; default: their test split")
-    parser.add_argument(
-        "--batch-size", type=int, default=256, metavar="N", help="largest number of items per encoder call"
+    metric: str = option(DEFAULT_METRIC, "metric to compare by; default: ndcg@10", metavar="M")
+    split: str | None = option(None, "split of the sets; default: their test split", metavar="SPLIT")
+    batch_size: Count = option(256, "largest number of items per encoder call", metavar="N")
+    bm25: bool = option(False, "evaluate BM25 too")
+    dims: list[str] | None = option(
+        None, "also search with the first N dimensions alone, e.g. 64 128 or 64,128", metavar="N"
     )
-    parser.add_argument("--bm25", action="store_true", help="evaluate BM25 too")
-    parser.add_argument(
-        "--dims", nargs="+", metavar="N", help="also search with the first N dimensions alone, e.g. 64 128 or 64,128"
-    )
-    parser.add_argument("--quantize", nargs="+", default=[], choices=QUANTIZE, help="also search quantized vectors")
-    parser.add_argument(
-        "--rescore",
-        nargs="+",
-        default=[],
-        type=int,
+    quantize: list[Literal["int8", "binary"]] = option([], "also search quantized vectors")
+    rescore: list[int] = option(
+        [],
+        "also rescore N candidates per hit of --quantize and --dims with the full vectors, e.g. 4 10",
         metavar="N",
-        help="also rescore N candidates per hit of --quantize and --dims with the full vectors, e.g. 4 10",
     )
-    parser.add_argument(
-        "--index", nargs="+", default=[], metavar="F", help="also search FAISS indexes, e.g. HNSW32 IVF64,Flat:nprobe=8"
+    index: list[str] = option([], "also search FAISS indexes, e.g. HNSW32 IVF64,Flat:nprobe=8", metavar="F")
+    no_keep_vectors: bool = option(False, "don't keep vectors on disk for the next run")
+    image_root: Path | None = option(None, "folder that picture paths start from; default: the set's", metavar="DIR")
+    label_kind: LabelKind = option(
+        "auto",
+        "what numbers in the column label mean (docs/data.md); grade and pair evaluate the pairs themselves instead of "
+        "a search (docs/benchmark.md)",
     )
-    parser.add_argument("--no-keep-vectors", action="store_true", help="don't keep vectors on disk for the next run")
-    parser.add_argument(
-        "--image-root", type=Path, metavar="DIR", help="folder that picture paths start from; default: the set's"
+    both_directions: bool = option(
+        False, "also search sets of texts and pictures in reverse (shown as NAME reversed), and report rsum"
     )
-    parser.add_argument(
-        "--label-kind",
-        choices=get_args(LabelKind),
-        default="auto",
-        help="what numbers in the column label mean (docs/data.md); grade and pair evaluate the pairs themselves "
-        "instead of a search (docs/benchmark.md)",
-    )
-    parser.add_argument(
-        "--both-directions",
-        action="store_true",
-        help="also search sets of texts and pictures in reverse (shown as NAME reversed), and report rsum",
-    )
-    add_model_arguments(parser)
-    return parser.parse_args(arguments)
+
+    @property
+    def sets(self) -> list[str]:
+        """Sets of --data; none with --mteb."""
+        return self.data or []
+
+    def model_keys(self, name: str) -> ModelKeys:
+        """Return how a model is read."""
+        given = {key: value for key, value in self.load_options().items() if key in ModelKeys.model_fields}
+        return checked_section(ModelKeys, {"model_name": name, **given})
+
+
+OPTIONS = EvaluateOptions
 
 
 def main(arguments: Sequence[str], *, program: str) -> int:
     """Evaluate models on retrieval sets."""
-    parsed = parse_arguments(arguments, program=program)
+    given = parse_words(EvaluateOptions, arguments, program=program)
     command = command_line(program, arguments)
-    return run_command(lambda: _run(parsed, command=command))
+    return run_command(lambda: _run(check(EvaluateOptions, given), command=command))
 
 
-def _run(parsed: argparse.Namespace, *, command: str) -> int:
-    if parsed.batch_size < 1:
-        raise ConfigError(f"--batch-size must be at least 1, got {parsed.batch_size}")
-    _refuse_output(parsed)
-    if parsed.mteb is not None:
-        _refuse_without_effect(parsed, "--mteb measures as MTEB does", of_mteb=True)
-        _refuse_unread_code(parsed)
-        with hold_output(parsed.output):
-            return evaluate_mteb(parsed)
+def _run(options: EvaluateOptions, *, command: str) -> int:
+    _refuse_output(options)
+    if options.mteb is not None:
+        _refuse_without_effect(options, "--mteb measures as MTEB does", of_mteb=True)
+        _refuse_unread_code(options)
+        with hold_output(options.output):
+            return evaluate_mteb(options)
     from vembed.data.sources import refuse_missing
     from vembed.data.splits import SourceOptions
 
-    for path in parsed.data:  # told before torch is imported, which takes seconds
-        refuse_missing(path, SourceOptions("test", parsed.split, named=("--data", "--split")))
-    with hold_output(parsed.output):
-        return _evaluate_pairs(parsed, command) if _measures_pairs(parsed) else _evaluate(parsed, command=command)
+    for path in options.sets:  # told before torch is imported, which takes seconds
+        refuse_missing(path, SourceOptions("test", options.split, named=("--data", "--split")))
+    with hold_output(options.output):
+        return _evaluate_pairs(options, command) if _measures_pairs(options) else _evaluate(options, command=command)
 
 
-def _refuse_output(parsed: argparse.Namespace) -> None:
+def _refuse_output(options: EvaluateOptions) -> None:
     """Refuse an output folder that a set or a model is read from: results would lie among its files."""
     from vembed.data.presets import preset_path
     from vembed.models.names import MODEL_FOLDER, is_run
 
-    places = [preset.folder if (preset := preset_path(path)) else home_path(path) for path in parsed.data or ()]
-    for model in (home_path(name).resolve() for name in parsed.models if name not in BM25_NAMES):
+    places = [preset.folder if (preset := preset_path(path)) else home_path(path) for path in options.sets]
+    for model in (home_path(name).resolve() for name in options.models if name not in BM25_NAMES):
         run = model.parent if model.name == MODEL_FOLDER and is_run(model.parent) else model
         places += [model, run, *([run / MODEL_FOLDER] if is_run(run) else ())]
-    output = home_path(parsed.output).resolve()
+    output = home_path(options.output).resolve()
     if is_folder(output) and output in (place.resolve() for place in places):
         raise ConfigError(
-            f"--output {parsed.output} is a folder that a set or a model is read from; choose another one"
+            f"--output {options.output} is a folder that a set or a model is read from; choose another one"
         )
 
 
-def _measures_pairs(parsed: argparse.Namespace) -> bool:
+def _measures_pairs(options: EvaluateOptions) -> bool:
     """Return whether pairs are measured: rows whose label says something of the pair."""
     from vembed.data.sources import is_judged_set
 
-    judged = [path for path in parsed.data if is_judged_set(path)]
-    if parsed.label_kind not in {"pair", "grade"} or len(judged) == len(parsed.data):
+    judged = [path for path in options.sets if is_judged_set(path)]
+    if options.label_kind not in {"pair", "grade"} or len(judged) == len(options.sets):
         return False
-    said = f"--label-kind {parsed.label_kind} measures pairs and searches nothing"
+    said = f"--label-kind {options.label_kind} measures pairs and searches nothing"
     if judged:
         raise ConfigError(f"{said}, but {judged[0]} is a set to search: evaluate it with a command of its own")
-    _refuse_without_effect(parsed, said)
+    _refuse_without_effect(options, said)
     return True
 
 
-def _refuse_without_effect(parsed: argparse.Namespace, said: str, *, of_mteb: bool = False) -> None:
+def _refuse_without_effect(options: EvaluateOptions, said: str, *, of_mteb: bool = False) -> None:
     """Refuse options that have no effect beside another; `said` says which, and what it does."""
     without_effect = {
-        "--metric": parsed.metric != DEFAULT_METRIC,
-        "--bm25": parsed.bm25,
-        "--dims": parsed.dims is not None,
-        "--quantize": parsed.quantize,
-        "--rescore": parsed.rescore,
-        "--index": parsed.index,
-        "--both-directions": parsed.both_directions,
+        "--metric": options.metric != DEFAULT_METRIC,
+        "--bm25": options.bm25,
+        "--dims": options.dims is not None,
+        "--quantize": options.quantize,
+        "--rescore": options.rescore,
+        "--index": options.index,
+        "--both-directions": options.both_directions,
     }
     if of_mteb:
         without_effect |= {
-            "--split": parsed.split is not None,
-            "--label-kind": parsed.label_kind != "auto",
-            "--image-root": parsed.image_root is not None,
-            "--no-keep-vectors": parsed.no_keep_vectors,
+            "--split": options.split is not None,
+            "--label-kind": options.label_kind != "auto",
+            "--image-root": options.image_root is not None,
+            "--no-keep-vectors": options.no_keep_vectors,
         }
     if wrong := [option for option, is_given in without_effect.items() if is_given]:
         raise ConfigError(f"{said}: leave out {' and '.join(wrong)}")
-    if named := [name for name in parsed.models if name in BM25_NAMES]:
+    if named := [name for name in options.models if name in BM25_NAMES]:
         raise ConfigError(f"{said}, and {named[0]} is no model of vectors: leave it out")
 
 
-def _evaluate_pairs(parsed: argparse.Namespace, command: str) -> int:
+def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     """Measure how far the models' similarities follow the labels of pairs."""
-    _refuse_unread_code(parsed)
+    _refuse_unread_code(options)
 
     import torch
 
-    from vembed.config.keys.data import DataKeys
+    from vembed.data.keys import DataKeys
     from vembed.data.splits import SourceOptions
     from vembed.distributed.runtime import start_runtime
     from vembed.evaluation.benchmark.names import model_labels, set_labels
@@ -206,19 +195,19 @@ def _evaluate_pairs(parsed: argparse.Namespace, command: str) -> int:
     from vembed.training.guards import StopSignal
 
     quiet_libraries()
-    root = None if parsed.image_root is None else str(parsed.image_root)
-    keys = DataKeys(image_root=root, label_kind=parsed.label_kind)
-    source = SourceOptions("test", parsed.split, keys, named=("--data", "--split"))
-    sets = [load_pairs(path, source) for path in parsed.data]
-    names = set_labels([each.name for each in sets], parsed.data)
+    root = None if options.image_root is None else str(options.image_root)
+    keys = DataKeys(image_root=root, label_kind=options.label_kind)
+    source = SourceOptions("test", options.split, keys, named=("--data", "--split"))
+    sets = [load_pairs(path, source) for path in options.sets]
+    names = set_labels([each.name for each in sets], options.sets)
     sets = [replace(each, name=name) for each, name in zip(sets, names, strict=True)]
     runtime = start_runtime(deterministic=False)
-    dtype = torch.bfloat16 if parsed.bf16 else None
+    dtype = torch.bfloat16 if options.bf16 else None
     similarities: list[dict[str, NDArray[np.float32]]] = [{} for _ in sets]
     with StopSignal(advice="run the same command again") as stop:
-        for name, label in zip(parsed.models, model_labels(parsed.models), strict=True):
-            encoder = load_model(_model_keys(parsed, name)).to(runtime.device)
-            budget = encoding_budget(encoder, runtime.device, parsed.batch_size)
+        for name, label in zip(options.models, model_labels(options.models), strict=True):
+            encoder = load_model(_model_keys(options, name)).to(runtime.device)
+            budget = encoding_budget(encoder, runtime.device, options.batch_size)
             encode = ItemEncoder(encoder, budget, runtime.device, dtype, poll=stop.poll)
             for pairs, found in zip(sets, similarities, strict=True):
                 found[label] = pairs.similarities(encode)
@@ -226,16 +215,16 @@ def _evaluate_pairs(parsed: argparse.Namespace, command: str) -> int:
             gc.collect()
         outcomes = [measure_pairs(*each, poll=stop.poll) for each in zip(sets, similarities, strict=True)]
     report = PairsReport(outcomes, _facts(runtime, "vembed", "torch"), command)
-    write_pairs_report(parsed.output, report)
+    write_pairs_report(options.output, report)
     lines = "\n".join(report.lines)
-    print(f"{lines}\nwritten to {parsed.output / 'report.html'}, .md and .json")
+    print(f"{lines}\nwritten to {options.output / 'report.html'}, .md and .json")
     return ExitCode.OK
 
 
-def _refuse_unread_code(parsed: argparse.Namespace) -> None:
+def _refuse_unread_code(options: EvaluateOptions) -> None:
     from vembed.api.loading import COMMIT
 
-    if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
+    if options.trust_remote_code and not COMMIT.fullmatch(options.model_revision or ""):
         raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")
 
 
@@ -248,10 +237,10 @@ def _facts(runtime: Runtime, *packages: str) -> list[tuple[str, str]]:
     return [*facts, *((name, version(name)) for name in packages)]
 
 
-def _evaluate(parsed: argparse.Namespace, *, command: str) -> int:
-    k = _cut_off(parsed.metric)
-    variants = _variants(parsed)
-    _refuse_unread_code(parsed)
+def _evaluate(options: EvaluateOptions, *, command: str) -> int:
+    k = _cut_off(options.metric)
+    variants = _variants(options)
+    _refuse_unread_code(options)
 
     from vembed.distributed.runtime import start_runtime
     from vembed.evaluation.benchmark.run import run_benchmark
@@ -263,16 +252,16 @@ def _evaluate(parsed: argparse.Namespace, *, command: str) -> int:
     quiet_libraries()
     runtime = start_runtime(deterministic=False)
     with StopSignal(advice="what is done is kept, and the same command continues") as stop:
-        options = _benchmark_options(parsed, device=runtime.device, variants=variants, k=k, poll=stop.poll)
-        models = [_model_keys(parsed, name) for name in parsed.models if name not in BM25_NAMES]
+        settings = _benchmark_options(options, device=runtime.device, variants=variants, k=k, poll=stop.poll)
+        models = [_model_keys(options, name) for name in options.models if name not in BM25_NAMES]
         entries = []
-        for entry in run_benchmark(models, parsed.data, parsed.output, options):
-            _print_result(entry, parsed.metric)
+        for entry in run_benchmark(models, options.sets, options.output, settings):
+            _print_result(entry, options.metric)
             entries.append(entry)
     facts = _facts(runtime, "vembed", "faiss-cpu", "torch")
-    board = build_board(entries, parsed.metric, facts=facts, command=command)
-    write_leaderboard(parsed.output, board)
-    print(f"\n{render_terminal(board)}\nwritten to {parsed.output / 'leaderboard.html'}, .md and .json")
+    board = build_board(entries, options.metric, facts=facts, command=command)
+    write_leaderboard(options.output, board)
+    print(f"\n{render_terminal(board)}\nwritten to {options.output / 'leaderboard.html'}, .md and .json")
     return ExitCode.OK
 
 
@@ -289,20 +278,20 @@ def _cut_off(metric: str) -> int:
     return int(digits)
 
 
-def _variants(parsed: argparse.Namespace) -> tuple[Variant, ...]:
+def _variants(options: EvaluateOptions) -> tuple[Variant, ...]:
     from vembed.evaluation.benchmark.variants import plan_variants
 
-    words = [word.strip() for word in ",".join(parsed.dims).split(",")] if parsed.dims is not None else []
-    for word in words:
-        if not word.isascii() or not word.isdigit():
-            raise ConfigError(f"--dims: {word!r} is no number of dimensions; write them like 64,128,256")
+    words = [word.strip() for word in ",".join(options.dims).split(",")] if options.dims is not None else []
+    for dim in words:
+        if not dim.isascii() or not dim.isdigit():
+            raise ConfigError(f"--dims: {dim!r} is no number of dimensions; write them like 64,128,256")
     return plan_variants(
-        dims=[int(word) for word in words], precisions=parsed.quantize, indexes=parsed.index, rescored=parsed.rescore
+        dims=[int(word) for word in words], precisions=options.quantize, indexes=options.index, rescored=options.rescore
     )
 
 
 def _benchmark_options(
-    parsed: argparse.Namespace,
+    options: EvaluateOptions,
     *,
     device: torch.device,
     variants: tuple[Variant, ...],
@@ -316,27 +305,26 @@ def _benchmark_options(
 
     return BenchmarkOptions(
         device=device,
-        batch_rows=parsed.batch_size,
-        split=parsed.split,
-        autocast_dtype=torch.bfloat16 if parsed.bf16 else None,
-        with_bm25=parsed.bm25 or any(name in BM25_NAMES for name in parsed.models),
+        batch_rows=options.batch_size,
+        split=options.split,
+        autocast_dtype=torch.bfloat16 if options.bf16 else None,
+        with_bm25=options.bm25 or any(name in BM25_NAMES for name in options.models),
         poll=poll,
         ks=tuple(sorted({*DEFAULT_KS, k})),
         variants=variants,
-        keep_vectors=not parsed.no_keep_vectors,
-        image_root=parsed.image_root,
-        label_kind=parsed.label_kind,
-        both_directions=parsed.both_directions,
+        keep_vectors=not options.no_keep_vectors,
+        image_root=options.image_root,
+        label_kind=options.label_kind,
+        both_directions=options.both_directions,
     )
 
 
-def _model_keys(parsed: argparse.Namespace, name: str) -> ModelKeys:
+def _model_keys(options: EvaluateOptions, name: str) -> ModelKeys:
     from vembed.models.names import locate
 
     if (note := locate(name).note) is not None:
         print(redact(note))
-    names = ["model_revision", "trust_remote_code", "allow_pickle", "max_seq_length", "query_prompt", "document_prompt"]
-    return checked_section(ModelKeys, {"model_name": name, **{key: getattr(parsed, key) for key in names}})
+    return options.model_keys(name)
 
 
 def _print_result(entry: Entry, metric: str) -> None:

@@ -7,34 +7,33 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from vembed.entrypoints.command import quiet_libraries
-from vembed.entrypoints.model_arguments import load_options
 from vembed.errors import ExitCode
 from vembed.files import home_path
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Mapping, Sequence
 
     from vembed.api.mteb import TaskScore
+    from vembed.entrypoints.evaluate import EvaluateOptions
 
 RESULTS_FOLDER = "mteb"
 
 
-def evaluate_mteb(parsed: argparse.Namespace) -> int:
+def evaluate_mteb(options: EvaluateOptions) -> int:
     """Evaluate each model on MTEB's tasks, print a table, and leave MTEB's own files in the output."""
     quiet_libraries()
     from vembed.api.model import load
     from vembed.api.mteb import find_tasks, run_tasks
     from vembed.evaluation.benchmark.names import model_labels
 
-    labels = model_labels(parsed.models)
-    tasks = find_tasks(parsed.mteb)
-    folder = home_path(parsed.output) / RESULTS_FOLDER
+    labels = model_labels(options.models)
+    tasks = find_tasks(options.mteb or ())
+    folder = home_path(options.output) / RESULTS_FOLDER
     found: dict[str, list[TaskScore]] = {}
-    for name, label in zip(parsed.models, labels, strict=True):
-        model = load(name, **load_options(parsed))
+    for name, label in zip(options.models, labels, strict=True):
+        model = load(name, **options.load_options())
         found[label] = []
-        for score in run_tasks(model, tasks, folder, batch_size=parsed.batch_size):
+        for score in run_tasks(model, tasks, folder, batch_size=options.batch_size):
             print(f"{label} on {score.task}: {score.measure} {score.value:.4f}", flush=True)
             found[label].append(score)
         del model
@@ -47,7 +46,7 @@ def evaluate_mteb(parsed: argparse.Namespace) -> int:
 def _table(found: Mapping[str, Sequence[TaskScore]]) -> list[str]:
     """Return the lines of a table: a task in a line, a model in a column, and the mean of all tasks."""
     from vembed.evaluation.leaderboard.terminal import NAME_CHARACTERS, aligned
-    from vembed.evaluation.text import clip, metric_text
+    from vembed.pages.text import clip, metric_text
 
     rows = list(zip(*found.values(), strict=True))
     measures = {score.measure for each in rows for score in each[:1]}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from vembed.config.documents import write_mapping
 from vembed.config.messages import key_schemas, nearest_key, show_value
+from vembed.config.names import ALIASES, ANY_VALUE, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, our_value, plain_name
 from vembed.config.reference import example, key_facts
 from vembed.config.schema import SECTIONS, rules, section_keys
-from vembed.config.synonyms import ALIASES, EVERY, FOREIGN, OTHER_KEYS, VALUES_ELSEWHERE, our_value, plain_name
-from vembed.config.text import write_mapping
 from vembed.entrypoints.command import run_command
 from vembed.errors import ConfigError, ExitCode
 from vembed.text import visible
@@ -47,7 +47,7 @@ def _run(name: str | None) -> int:
     elif elsewhere := [row for row in FOREIGN if row.key == word]:
         print(f"{word} is a key of other trainers")
         for row in elsewhere:
-            print(f"  {'' if row.value is EVERY else f'{show_value(row.value)}: '}{row.verdict}: {row.text}")
+            print(f"  {'' if row.value is ANY_VALUE else f'{show_value(row.value)}: '}{row.verdict}: {row.text}")
     elif values := {key: ours for key in VALUES_ELSEWHERE if (ours := our_value(key, word)) is not None}:
         said = " and ".join(f"{key}: {ours}" for key, ours in values.items())
         print(f"{visible(name)} is what other trainers call {said}\n")
@@ -70,7 +70,7 @@ def _section(title: str) -> str:
 def _key(name: str) -> str:
     """Return what the reference says of a key, the rules that it takes part in, and how it is written."""
     facts = [(label, text) for label, text in key_facts(name).items() if text]
-    facts += [("Rule", each.summary) for each in rules() if name in each.keys]
+    facts += [("Rule", rule.sentence) for rule in rules() if name in rule.keys]
     value = example(name)
     written = (
         show_value(value) if isinstance(value, (dict, list)) else write_mapping({"": value}).partition(":")[2].strip()

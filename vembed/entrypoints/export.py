@@ -127,8 +127,8 @@ def _saved_model(parsed: argparse.Namespace, stack: ExitStack) -> str:
 
 def _print(exported: Exported, output: Path, license_id: str | None) -> None:
     from vembed.evaluation.card.front_matter import LICENSES, nearest_license
-    from vembed.evaluation.text import bytes_text
     from vembed.models.export.graph import LEAST
+    from vembed.pages.text import bytes_text
 
     dtype = str(exported.dtype).removeprefix("torch.")
     print(f"read back by {' and '.join(exported.readers)}: {exported.num_items} sample items, largest difference "

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vembed.config.documents import write_mapping
 from vembed.config.load import load_config
 from vembed.config.messages import checked_section, key_schemas
-from vembed.config.text import write_mapping
 from vembed.entrypoints.command import run_command
 from vembed.errors import ConfigError, DataError, ExitCode, MachineError
 from vembed.files import home_path
@@ -130,8 +130,8 @@ def _look(data: str) -> tuple[ColumnsRead, dict[str, str], list[dict[str, Any]]]
 
     Of sets of another kind there is nothing to be looked at.
     """
-    from vembed.config.keys.data import DataKeys
     from vembed.data.columns import COLUMNS
+    from vembed.data.keys import DataKeys
     from vembed.data.sources import first_rows, refuse_by_first_rows, refuse_missing
     from vembed.data.splits import SourceOptions
 

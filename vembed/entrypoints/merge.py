@@ -10,10 +10,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.config.keys.evaluation import metrics_that_choose
 from vembed.entrypoints.command import command_line, quiet_libraries, run_command
 from vembed.entrypoints.model_arguments import add_model_arguments
 from vembed.errors import ConfigError, ExitCode
+from vembed.evaluation.keys import metrics_that_choose
 from vembed.files import home_path
 from vembed.output_lock import hold_output
 from vembed.redact import redact
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from vembed.config.keys.model import ModelKeys
     from vembed.data.retrieval import RetrievalData
     from vembed.merging.choose import Choice
     from vembed.merging.weights import Mixture
-    from vembed.models.encoder import Encoder, Form
+    from vembed.models.encoder import Encoder
+    from vembed.models.exportable import Form
+    from vembed.models.keys import ModelKeys
 
 DESCRIPTION = (
     "Merge models that were trained from the same base: mixing some of the old weights back in helps a tuned model to "
@@ -139,10 +140,11 @@ def _named_sets(parsed: argparse.Namespace) -> list[tuple[str, str | None]]:
 
 def _merge(parsed: argparse.Namespace, output: Path, command: str) -> int:
     from vembed.distributed.runtime import start_runtime
-    from vembed.merging.report import MergeReport, write_merge_report
+    from vembed.merging.report import merge_headline, merge_page
     from vembed.merging.weights import Mixture
     from vembed.models.export.write import refuse_taken
-    from vembed.models.registry import load_encoder
+    from vembed.models.load import load_encoder
+    from vembed.pages.write import write_page
     from vembed.training.guards import StopSignal
 
     quiet_libraries()
@@ -155,20 +157,20 @@ def _merge(parsed: argparse.Namespace, output: Path, command: str) -> int:
     facts = {"method": parsed.method, "vembed": version("vembed"), "torch": version("torch")}
     with StopSignal(advice="evaluations that are done are kept, and the same command continues") as stop:
         encoders = [load_encoder(each).eval() for each in computing]
-        work, weights, report = output.with_name(f".{output.name}.merging"), parsed.weights, None
+        work, weights, page = output.with_name(f".{output.name}.merging"), parsed.weights, None
         identities = _identities(encoders) if weights is None else ()
         mixture = Mixture(encoders, names)
         del encoders
         if weights is None:
             choice = _choose(parsed, mixture, identities, sets, work, runtime.device, stop.poll)
-            report, weights = MergeReport(choice, names, facts, command), choice.chosen.weights
-            print(report.headline)
+            page, weights = merge_page(choice, names, facts, command), choice.chosen.weights
+            print(merge_headline(choice))
         mixture.take(weights, parsed.method)
         record = {"models": names, "weights": list(weights), "method": parsed.method}
         _write(parsed, keys[0], mixture.encoder.to("cpu"), output, record, stop.poll)
-    if report is not None:
+    if page is not None:
         pages = output.with_name(f"{output.name}-report")
-        write_merge_report(pages, report)
+        write_page(pages, page)
         shutil.rmtree(work, ignore_errors=True)
         print(f"report: {redact(str(pages / 'report.html'))}")
     return ExitCode.OK
@@ -181,7 +183,7 @@ def _identities(encoders: Sequence[Encoder]) -> tuple[str, ...]:
 
 
 def _load_sets(parsed: argparse.Namespace) -> list[RetrievalData]:
-    from vembed.config.keys.data import DataKeys
+    from vembed.data.keys import DataKeys
     from vembed.data.retrieval_sources import load_retrieval
     from vembed.data.splits import SourceOptions
 
@@ -254,8 +256,8 @@ def _write(
 
 def _model_keys(parsed: argparse.Namespace, name: str) -> ModelKeys:
     from vembed.api.loading import COMMIT, locate_model
-    from vembed.config.keys.model import ModelKeys
     from vembed.config.messages import checked_section
+    from vembed.models.keys import ModelKeys
 
     if parsed.trust_remote_code and not COMMIT.fullmatch(parsed.model_revision or ""):
         raise ConfigError("--trust-remote-code needs --model-revision: the commit (40 hex digits) whose code you read")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vembed.config.keys.model import ModelKeys
 from vembed.config.messages import checked_section
 from vembed.errors import ConfigError
+from vembed.models.keys import ModelKeys
 
 if TYPE_CHECKING:
     import argparse

@@ -64,7 +64,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _print(pushed: Pushed) -> None:
-    from vembed.evaluation.text import bytes_text
+    from vembed.pages.text import bytes_text
 
     for name, size in pushed.files:
         print(f"{bytes_text(size):>10}  {name}")

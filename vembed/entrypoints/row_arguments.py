@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_args
 
-from vembed.config.keys.data import DataKeys, LabelKind
 from vembed.config.messages import checked_section
+from vembed.data.keys import DataKeys, LabelKind
 from vembed.errors import ConfigError
 
 if TYPE_CHECKING:

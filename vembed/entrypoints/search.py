@@ -170,7 +170,7 @@ def _print_hits(asked: Mapping[str, object], hits: Sequence[Hit], *, as_json: bo
         names = ("rank", "id", "score", "text", "image")
         print(json.dumps({**asked, "hits": [{name: getattr(hit, name) for name in names} for hit in hits]}), flush=True)
         return
-    from vembed.evaluation.text import one_line
+    from vembed.pages.text import one_line
     from vembed.search.terminal import clip_to_width, hit_lines
 
     width = max(20, shutil.get_terminal_size((FALLBACK_WIDTH, 24)).columns)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vembed.config.load import load_config
-from vembed.config.settings import parse_overrides
-from vembed.config.synonyms import targets
+from vembed.config.load import load_config, read_overrides
+from vembed.config.names import targets
 from vembed.entrypoints.command import add_config_arguments, command_line, config_path, quiet_libraries, run_command
 from vembed.errors import ConfigError, ExitCode, MachineError, VembedError
 from vembed.output_lock import hold_output
@@ -172,7 +171,7 @@ def _configs(parsed: argparse.Namespace, trials: Sequence[Trial]) -> dict[str, C
     from vembed.training.trackers.registry import refuse_missing_packages
     from vembed.training.wiring.early import refuse_wrong_inputs
 
-    overridden = parse_overrides(parsed.config_override).entries or ()
+    overridden = read_overrides(parsed.config_override).settings
     both = _targets(each.name for each in overridden) & _targets(trials[0].choice)
     if both:
         raise ConfigError(f"{', '.join(sorted(both))}: given by --config_override and tried; leave one out")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 if not __package__:  # started as a file: Python put this folder on the path, where the package's parent belongs
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -18,40 +17,37 @@ from vembed.config.load import file_values, load_config
 from vembed.distributed.deepspeed import deepspeed_refusal, is_deepspeed
 from vembed.distributed.process_env import LAUNCHED_BY, process_env
 from vembed.distributed.watchdog import Watchdog
-from vembed.entrypoints.command import add_config_arguments, command_line, config_path, quiet_libraries, run_command
+from vembed.entrypoints.command import command_line, quiet_libraries, run_command
+from vembed.entrypoints.options import ConfigOptions, check, flags, option, parse_words
 from vembed.errors import ConfigError, ExitCode
 from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.training.guards import StopSignal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from vembed.config.load import LoadedConfig
     from vembed.config.schema import Config
-    from vembed.training.wiring.run import Mode
-
-DESCRIPTION = "Train an embedding model from a configuration file, and compare it with the untrained model."
+    from vembed.training.run import Mode
 
 
-def parse_arguments(arguments: Sequence[str], *, program: str) -> argparse.Namespace:
-    """Parse the command line of a training run."""
-    parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION)
-    add_config_arguments(parser)
-    parser.add_argument(
-        "--resume", metavar="auto|never|PATH", help="continue from a checkpoint; overrides the key resume"
+class TrainOptions(ConfigOptions):
+    """Train an embedding model from a configuration file, and compare it with the untrained model."""
+
+    resume: str | None = option(None, "continue from a checkpoint; overrides the key resume", metavar="auto|never|PATH")
+    mode: Literal["train", "validate", "plan", "dry-run"] = flags(
+        "train",
+        {
+            "validate": "check the configuration and stop",
+            "plan": "print the plan, write plan.json and stop",
+            "dry-run": "load everything, do one step and stop; writes nothing",
+        },
     )
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--validate", action="store_true", help="check the configuration and stop")
-    only.add_argument("--plan", action="store_true", help="print the plan, write plan.json and stop")
-    only.add_argument("--dry-run", action="store_true", help="load everything, do one step and stop; writes nothing")
-    parser.add_argument(
-        "--details", action="store_true", help="with --plan: also list every reason and every way to train"
-    )
-    parsed = parser.parse_args(arguments)
-    if parsed.details and not parsed.plan:
-        parser.error("--details belongs to --plan: add --plan, or leave it out")
-    return parsed
+    details: bool = option(False, "with --plan: also list every reason and every way to train")
+
+
+OPTIONS = TrainOptions
 
 
 def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train") -> int:
@@ -61,25 +57,28 @@ def main(arguments: Sequence[str] | None = None, *, program: str = "vembed train
         arguments: Words behind the program's name; None takes the process's own.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
-    parsed = parse_arguments(words, program=program)
+    given = parse_words(TrainOptions, words, program=program)
     called = os.environ.get(LAUNCHED_BY, program)  # a process of several: as the user called the first one
     watchdog, stop = Watchdog(), StopSignal(at_once=True)
     watchdog.words.doing = "starting"
-    body = partial(_run, parsed, words, called, watchdog, stop)
+    body = partial(_run, given, words, called, watchdog, stop)
     return run_command(body, in_several=True, watchdog=watchdog, stop=stop)
 
 
-def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog: Watchdog, stop: StopSignal) -> int:
-    loaded = _load(parsed)
-    if parsed.validate:
+def _run(given: Mapping[str, Any], words: Sequence[str], called: str, watchdog: Watchdog, stop: StopSignal) -> int:
+    options = check(TrainOptions, given)
+    if options.details and options.mode != "plan":
+        raise ConfigError("--details belongs to --plan: add --plan, or leave it out")
+    loaded = _load(options)
+    if options.mode == "validate":
         from vembed.training.wiring.early import refuse_wrong_run
 
         refuse_wrong_run(loaded.config, needs_data=False)
         _say_valid(loaded)
         return ExitCode.OK
-    mode: Mode = "plan" if parsed.plan else "dry-run" if parsed.dry_run else "train"
+    mode: Mode = options.mode
     if loaded.config.seeds is not None and mode == "train":
-        return _train_seeds(loaded.config, parsed, command_line(called, words))
+        return _train_seeds(loaded.config, options, command_line(called, words))
     with ExitStack() as held:
         if not process_env().is_launched:  # what can be told before torch is imported, which takes seconds
             from vembed.training.trackers.registry import refuse_missing_packages
@@ -91,13 +90,13 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
                 held.enter_context(hold_output(Path(loaded.config.output_dir)))
             if mode != "plan":
                 refuse_wrong_output(loaded.config)
-        num_processes = 1 if parsed.plan else _processes_to_start(loaded.config)
+        num_processes = 1 if mode == "plan" else _processes_to_start(loaded.config)
         if num_processes > 1:
             held.close()  # the first of them holds it
             return _launch(words, loaded.config, num_processes, called)
         with collector_paused():
             from vembed.distributed.runtime import shut_down
-            from vembed.training.wiring.run import run_from_config
+            from vembed.training.run import run_from_config
 
         quiet_libraries()
         command = command_line(called, words)
@@ -109,13 +108,13 @@ def _run(parsed: argparse.Namespace, words: Sequence[str], called: str, watchdog
             notes=loaded.notes,
             watchdog=watchdog,
             stop=stop,
-            details=parsed.details,
+            details=options.details,
         )
     shut_down(watchdog)
     return ExitCode.OK
 
 
-def _train_seeds(config: Config, parsed: argparse.Namespace, command: str) -> int:
+def _train_seeds(config: Config, options: TrainOptions, command: str) -> int:
     """Train once per seed, each time in a process of its own that this one waits for."""
     from vembed.sweeping.process import GO_ON, TrainProcess
     from vembed.sweeping.seeds import refuse_unfit, train_seeds
@@ -126,7 +125,7 @@ def _train_seeds(config: Config, parsed: argparse.Namespace, command: str) -> in
     refuse_wrong_inputs(config)
     refuse_missing_packages(config.report_to)
     with StopSignal(advice=GO_ON) as stop, hold_output(Path(config.output_dir)):
-        process = TrainProcess(config_path(parsed), parsed.config_override, stop.poll)
+        process = TrainProcess(options.path, options.config_override, stop.poll)
         train_seeds(config, process, process.steps, command)
     return ExitCode.OK
 
@@ -148,11 +147,11 @@ def _launch(words: Sequence[str], config: Config, num_processes: int, called: st
     return launch(script, words, num_processes=num_processes, called=called, stop_seconds=config.nccl_timeout)
 
 
-def _load(parsed: argparse.Namespace) -> LoadedConfig:
-    overrides = list(parsed.config_override)
-    if parsed.resume is not None:
-        overrides.append(f"resume={parsed.resume}")
-    path = config_path(parsed)
+def _load(options: TrainOptions) -> LoadedConfig:
+    overrides = list(options.config_override)
+    if options.resume is not None:
+        overrides.append(f"resume={options.resume}")
+    path = options.path
     if path is None and not overrides:
         raise ConfigError("name a configuration: vembed train CONFIG; vembed init DATA writes one")
     try:

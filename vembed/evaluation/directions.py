@@ -3,7 +3,6 @@
 The documents that ask in the reversed set are documents of the set, and what they search are its judged queries. Their
 vectors are the same unless the encoder treats the two sides differently: by a prompt, which shows in the features that
 it makes of an item. Only then is a side encoded again.
-Source of the sum of recalls: Chen et al., 2020, "UNITER", and the image-text retrieval literature before it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 
 from vembed.evaluation.evaluator import EncodedTask, encode_task, encoded, search_task
 from vembed.evaluation.run import RunBuilder
-from vembed.evaluation.significance import sum_interval
+from vembed.evaluation.significance import RecallSum, recall_sum
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,12 +26,9 @@ if TYPE_CHECKING:
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EvaluationOptions
-    from vembed.evaluation.report.geometry import Geometry
+    from vembed.evaluation.report.vectors import Geometry
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
-
-RSUM_METRICS = ("hit@1", "hit@5", "hit@10")
-"""What the literature on captioned pictures calls R@1, R@5 and R@10: the share of queries that find a right one."""
 
 SAMPLE_ITEMS = 16
 """Items whose features are compared between the sides: a prompt shows in each."""
@@ -50,34 +46,11 @@ class Directions:
     geometry: Geometry | None = None  # where its vectors lie; None where nobody looked
 
 
-@dataclass(frozen=True, slots=True)
-class RecallSum:
-    """The recalls of both directions in one number, as the literature on captioned pictures gives it."""
-
-    value: float  # r@1 + R@5 + R@10 of both directions in percent, 0 to 600
-    low: float  # lower bound of its 95% interval
-    high: float  # upper bound of its 95% interval
-
-
 def recall_sums(baseline: Directions, final: Directions) -> tuple[RecallSum, RecallSum] | None:
     """Return `recall_sum` before and after training, or None where one of them lacks a cut-off or a direction."""
     sums = [recall_sum(each.forward, each.reverse) if each.reverse else None for each in (baseline, final)]
     before, after = sums
     return (before, after) if before and after else None
-
-
-def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> RecallSum | None:
-    """Return the sum of both directions' recalls, or None where one of them lacks a cut-off.
-
-    Args:
-        reverse: The other one, with queries of its own.
-    """
-    results = (forward, reverse)
-    if any(metric not in result.per_query for result in results for metric in RSUM_METRICS):
-        return None
-    value = 100 * sum(result.metrics[metric] for result in results for metric in RSUM_METRICS)
-    low, high = sum_interval(results, RSUM_METRICS)
-    return RecallSum(value, 100 * low, 100 * high)
 
 
 def encode_directions(

@@ -16,7 +16,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -54,6 +54,19 @@ def rows_of(vectors: Vectors, rows: NDArray[np.int64]) -> Vectors:
 def values_of(vectors: Vectors) -> NDArray[np.float32]:
     """Return all vectors of all items, one after the other, (V, E)."""
     return vectors.values if isinstance(vectors, Ragged) else vectors
+
+
+class Encoded(NamedTuple):
+    """Vectors of a list of items, as the first rank has them."""
+
+    vectors: Vectors
+    num_truncated: int  # of this rank's share of the items: longer than the model takes, and cut
+
+    @property
+    def table(self) -> NDArray[np.float32]:
+        """The vectors where there is one for each item, (n, E)."""
+        assert not isinstance(self.vectors, Ragged), "an encoder with multi_vector was refused before"
+        return self.vectors
 
 
 SLICE_ROWS = 8192
@@ -110,6 +123,7 @@ class _Collected:
 
     def __init__(self, num_items: int, encoder: Encoder, *, holds: bool) -> None:
         self._num_items, self._dimension = num_items, encoder.dimension
+        self.num_truncated = 0
         self._parts: list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]] = []
         self._table_NE: NDArray[np.float32] | None = None
         if not encoder.multi_vector:
@@ -186,11 +200,11 @@ class ItemEncoder:
         """
         if not len(items):
             return _Collected(0, self.encoder, holds=True).all()
-        (vectors,) = self.stream([items], side)
-        return vectors
+        (encoded,) = self.stream([items], side)
+        return encoded.vectors
 
-    def stream(self, batches: Iterable[Sequence[Item]], side: Side) -> Generator[Vectors]:
-        """Yield what a call would return for one batch of items after the other, the next ones under way by then.
+    def stream(self, batches: Iterable[Sequence[Item]], side: Side) -> Generator[Encoded]:
+        """Yield the vectors of one batch of items after the other, the next ones under way by then.
 
         Close it where it isn't read to its end: its thread ends with it.
 
@@ -198,7 +212,7 @@ class ItemEncoder:
             batches: At least one item each; read in a thread, up to two slices ahead.
         """
         slices = self._slices(batches, side)
-        arriving: Callable[[], Iterable[Vectors]] | None = None
+        arriving: Callable[[], Iterable[Encoded]] | None = None
         with ThreadPoolExecutor(max_workers=1) as thread:
             following = thread.submit(next, slices, None)
             while (own := following.result()) is not None:
@@ -253,7 +267,7 @@ class ItemEncoder:
         rows = min(SLICE_ROWS, max(SHARED_SLICE_ROWS, calls)) if self.budget.bucketed else SHARED_SLICE_ROWS
         return self.ranks.world_size * rows
 
-    def _encode_slice(self, own: _Slice, side: Side) -> Callable[[], Iterable[Vectors]]:
+    def _encode_slice(self, own: _Slice, side: Side) -> Callable[[], Iterable[Encoded]]:
         """Have a slice encoded, and return what waits for its vectors, and returns those of a batch that is whole."""
         if not self.ranks.is_one:
             self.poll()
@@ -262,30 +276,32 @@ class ItemEncoder:
         num_own = sizes[self.ranks.rank]
         own_counts = np.ones(num_own, dtype=np.int64) if counts is None else counts[:num_own]
         with self._evaluating():
-            found_VE = self._encode_share(own.features, own_counts, side)
+            found_VE = self._encode_share(own.features, own_counts)
             if counts is not None:  # an encoder of one vector per row spares the exchange
                 everyones = self.ranks.gather_objects(own_counts)
                 sizes, counts = [int(each.sum()) for each in everyones], np.concatenate(everyones)
             host_VE, copied = self._transfer.to_host(self.ranks.rows_at_first(found_VE, sizes))
 
-        def arrive() -> Iterable[Vectors]:
+        if num_own:
+            batch.num_truncated += own.features.num_truncated
+            self.num_truncated[side] += own.features.num_truncated
+
+        def arrive() -> Iterable[Encoded]:
             if copied is not None:
                 copied.synchronize()
             if self.ranks.is_first:
                 batch.put(places, host_VE.numpy(), counts)
-            return (batch.all(),) if is_last else ()
+            return (Encoded(batch.all(), batch.num_truncated),) if is_last else ()
 
         return arrive
 
-    def _encode_share(self, features: Features, counts: NDArray[np.int64], side: Side) -> Tensor:
+    def _encode_share(self, features: Features, counts: NDArray[np.int64]) -> Tensor:
         """Return the vectors of this rank's share of a slice in the order of its items, (V, E), on the device.
 
         Args:
             features: Those of the share; of a spare item where it is empty.
             counts: Vectors of each item of the share.
         """
-        if len(counts):
-            self.num_truncated[side] += features.num_truncated
         calls = self._calls(features.lengths[: len(counts)]) if len(counts) else []
         order = np.concatenate([np.zeros(0, dtype=np.int64), *map(_own_rows, calls)])
         places = torch.from_numpy(ranges((np.cumsum(counts) - counts)[order], counts[order]))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.evaluation.graded import DRAWS, MEASURES, SEED
-from vembed.evaluation.pages import Cell, Table, write_report
-from vembed.evaluation.text import count_text, metric_text, number_text, signed_text
+from vembed.evaluation.pages import write_report
+from vembed.pages.page import Cell, Table
+from vembed.pages.text import count_text, metric_text, number_text, signed_text
 from vembed.text import plural
 
 if TYPE_CHECKING:

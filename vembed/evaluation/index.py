@@ -8,7 +8,6 @@ Shape legend: D documents, Q queries, E embedding dim, k hits per query.
 from __future__ import annotations
 
 import re
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import faiss
@@ -17,7 +16,7 @@ import numpy as np
 from vembed.errors import ConfigError, NonFiniteError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from numpy.typing import NDArray
 
@@ -60,11 +59,11 @@ def search(
         raise ValueError(f"k is {k} and query_batch is {query_batch}; both are at least 1.")
     check_finite(document_vectors_DE, "document")
     check_finite(query_vectors_QE, "query")
-    index = _Table(document_vectors_DE) if factory == "Flat" else build_index((document_vectors_DE,), factory)
+    index = ExactIndex(document_vectors_DE) if factory == "Flat" else build_index(document_vectors_DE, factory)
     return search_index(index, query_vectors_QE, k=k, query_batch=query_batch, poll=poll)
 
 
-class _Table:
+class ExactIndex:
     """Vectors that are searched as a "Flat" index searches its copy of them, bit for bit."""
 
     def __init__(self, vectors_DE: NDArray[np.float32]) -> None:
@@ -107,8 +106,8 @@ def search_index(
     return scores_Qk, rows_Qk
 
 
-def build_index(blocks: Sequence[NDArray[np.float32]], factory: str) -> Any:
-    """Return a FAISS index that holds the vectors of some tables, one after the other, row i under id i.
+def build_index(vectors_DE: NDArray[np.float32], factory: str) -> Any:
+    """Return a FAISS index of the vectors, row i under id i; they are read in slices.
 
     Args:
         factory: FAISS index string: "Flat" is exact, others ("HNSW32", "IVF64,Flat") are approximate and searched with
@@ -117,19 +116,14 @@ def build_index(blocks: Sequence[NDArray[np.float32]], factory: str) -> Any:
     Raises:
         ConfigError: FAISS can't build the index for these documents, or has no such search setting.
     """
-    num_documents, dim = sum(map(len, blocks)), blocks[0].shape[1]
+    num_documents, dim = vectors_DE.shape
     try:
         index = _empty_index(factory, dim)
         if not index.is_trained:
             # Evenly spaced rows: the same at every run, and from all parts of a corpus that is sorted by topic.
-            step = -(-num_documents // TRAIN_ROWS)
-            starts = accumulate(map(len, blocks), initial=0)
-            index.train(
-                np.concatenate([block[-start % step :: step] for start, block in zip(starts, blocks, strict=False)])
-            )
-        for block in blocks:
-            for start in range(0, len(block), SLICE_ROWS):
-                index.add(block[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous
+            index.train(np.ascontiguousarray(vectors_DE[:: -(-num_documents // TRAIN_ROWS)]))
+        for start in range(0, num_documents, SLICE_ROWS):
+            index.add(vectors_DE[start : start + SLICE_ROWS])  # FAISS copies what isn't contiguous
     except RuntimeError as error:
         raise ConfigError(_unbuildable(factory, f"{num_documents} documents of {dim} dimensions", error)) from error
     return index

@@ -49,13 +49,24 @@ def items_digest(items: Iterable[Item]) -> str:
     """Return the SHA-256 of items and their order; where one ends and the next begins counts."""
     total = hashlib.sha256()
     for item in items:
-        total.update(modality_of(item).encode())
-        parts: tuple[str | Image, ...] = (item.text, *item.images) if isinstance(item, Composed) else (item,)
-        for part in parts:
-            content = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part.read()
-            total.update(len(content).to_bytes(8, "little"))
-            total.update(content)
+        _update(total, item)
     return total.hexdigest()
+
+
+def item_id(item: Item) -> int:
+    """Return the identity of an item's exact bytes: the first 8 bytes of a SHA-256, signed."""
+    total = hashlib.sha256()
+    _update(total, item)
+    return int.from_bytes(total.digest()[:8], "little", signed=True)
+
+
+def _update(total: hashlib._Hash, item: Item) -> None:
+    total.update(modality_of(item).encode())
+    parts: tuple[str | Image, ...] = (item.text, *item.images) if isinstance(item, Composed) else (item,)
+    for part in parts:
+        content = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part.read()
+        total.update(len(content).to_bytes(8, "little"))
+        total.update(content)
 
 
 def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
@@ -76,11 +87,10 @@ def model_key(encoder: Encoder, *, frozen_only: bool = False) -> Key:
 def vectors_key(
     encoder: Encoder, model: Key, texts: Sequence[Item], side: Side, *, autocast_dtype: torch.dtype | None
 ) -> Key:
-    """Return what the vectors of one side of a set are made of."""
+    """Return what the vectors of one side of a set are made of, beside the items themselves."""
     step = max(1, len(texts) // SAMPLE_TEXTS)
     return {
         **model,
-        "texts": items_digest(texts),
         "tokenizer": features_digest(encoder, texts[::step][:SAMPLE_TEXTS], side),
         "precision": str(autocast_dtype or "as loaded"),
         "side": side,

@@ -56,7 +56,7 @@ def index_of(vectors_DE: NDArray[np.float32], factory: str) -> Any:
         ConfigError: FAISS can't build it for these vectors.
     """
     few_bits: Quantization | None = next((each for each in QUANTIZATIONS if each == factory), None)
-    return build_index((vectors_DE,), factory) if few_bits is None else quantized_index(vectors_DE, few_bits)
+    return build_index(vectors_DE, factory) if few_bits is None else quantized_index(vectors_DE, few_bits)
 
 
 def quantized_index(documents_DE: NDArray[np.float32], precision: Quantization) -> Any:

@@ -318,3 +318,30 @@ def _some(ids: Collection[str]) -> str:
         return "none"
     shown = ", ".join(sorted(ids)[:3])
     return f"{len(ids)} ({shown}{', ...' if len(ids) > 3 else ''})"
+
+
+RSUM_METRICS = ("hit@1", "hit@5", "hit@10")
+"""R@1, R@5 and R@10 of the literature on captioned pictures: the share of queries that find a right document."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecallSum:
+    """Recalls of both directions in one number, as the image-text literature has it (Chen et al., 2020, UNITER)."""
+
+    value: float  # R@1 + R@5 + R@10 of both directions in percent, 0 to 600
+    low: float  # lower bound of its 95% interval
+    high: float  # upper bound of its 95% interval
+
+
+def recall_sum(forward: EvaluationResult, reverse: EvaluationResult) -> RecallSum | None:
+    """Return the sum of both directions' recalls, or None where one of them lacks a cut-off.
+
+    Args:
+        reverse: The other one, with queries of its own.
+    """
+    results = (forward, reverse)
+    if any(metric not in result.per_query for result in results for metric in RSUM_METRICS):
+        return None
+    value = 100 * sum(result.metrics[metric] for result in results for metric in RSUM_METRICS)
+    low, high = sum_interval(results, RSUM_METRICS)
+    return RecallSum(value, 100 * low, 100 * high)

@@ -21,10 +21,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vembed.losses.base import MultiVectors, to_device
-from vembed.losses.statistics import Hardest, LogSumExp
-from vembed.losses.streamed import StreamedBatch
-from vembed.losses.weights import share_of
+from vembed.losses.base import MultiVectors, share_of, to_device
+from vembed.losses.streamed import Hardest, LogSumExp, StreamedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,8 +33,7 @@ if TYPE_CHECKING:
     from vembed.distributed.ranks import Ranks
     from vembed.gradcache.row_assignment import RowAssignment
     from vembed.losses.base import BatchLoss, BatchStructure
-    from vembed.losses.statistics import Statistics
-    from vembed.losses.streamed import StreamedLoss
+    from vembed.losses.streamed import Statistics, StreamedLoss
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from torch.nn.functional import normalize
 
 from vembed.errors import ConfigError
 from vembed.losses.cosent import CosentLoss
-from vembed.losses.prefixes import NORM_EPSILON, Prefixes
+from vembed.losses.tiles import NORM_EPSILON, Prefixes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.facts.angle import AngleKeys
+    from vembed.losses.keys import AngleKeys
 
 
 class AngleLoss(CosentLoss):

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.config.fields import Section
 from vembed.data.columns import WEIGHT_COLUMN
 from vembed.losses.registry import ANY_SCORE
+from vembed.section import Section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -118,10 +118,13 @@ class LossCommon(NamedTuple):
 class BatchLoss(nn.Module, ABC):
     """A loss over a whole batch, with or without parameters of its own.
 
-    The class attributes are what `register_loss` reads; our own losses say the same in losses/facts/.
+    The class attributes are the facts of a plugin's loss, which `register_loss` reads. Our own losses have theirs in
+    losses/keys.py, so that a configuration is checked without importing torch.
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""  # in a sentence: "the InfoNCE loss"
+    summary: ClassVar[str] = ""  # for the reference, after "NAME: "; empty takes the first line of the docstring
     keys: ClassVar[type[Section]] = Section
     columns: ClassVar[Sequence[ExtraColumn]] = ()
     takes: ClassVar[Sequence[Supervision]] = ("positives",)
@@ -207,3 +210,55 @@ class MultiVectorLoss(BatchLoss):
     @abstractmethod
     def forward(self, q: MultiVectors, d: MultiVectors, structure: BatchStructure) -> Tensor:
         """Return the loss of the batch, a scalar."""
+
+
+# Weights of rows ------------------------------------------------------------------------------------------------------
+#
+# A query's terms are multiplied by its row's weight, and what was a mean becomes a sum over the sum of the weights. A
+# document that is some query's positive counts as the mean of those queries does. Shares add up to 1 over the batch.
+
+
+def query_shares(structure: BatchStructure) -> Tensor:
+    """Return the share of each query, (Q,) float64; zeros where no row of the batch counts."""
+    return _shares(_weights(structure))
+
+
+def document_shares(structure: BatchStructure) -> Tensor:
+    """Return the share of each document among those that are some query's positive, (D,) float64."""
+    queries_P, documents_P = torch.unique(structure.positives_P2, dim=0).unbind(dim=1)
+    weights_P = _weights(structure)[queries_P]
+    sums_D = weights_P.new_zeros(structure.num_documents).index_add_(0, documents_P, weights_P)
+    counts_D = torch.bincount(documents_P, minlength=structure.num_documents)
+    return _shares(sums_D / counts_D.clamp_min(1))
+
+
+def positive_counts(structure: BatchStructure) -> tuple[Tensor, Tensor]:
+    """Return how many positives each query has, and how many queries each document answers, float64."""
+    queries_P, documents_P = torch.unique(structure.positives_P2, dim=0).unbind(dim=1)
+    sides = ((queries_P, structure.num_queries), (documents_P, structure.num_documents))
+    of_queries, of_documents = (torch.bincount(rows_P, minlength=count).double() for rows_P, count in sides)
+    return of_queries, of_documents
+
+
+def relative_weights(structure: BatchStructure) -> Tensor:
+    """Return the weight of each query over their mean, (Q,) float64."""
+    return query_shares(structure) * structure.num_queries
+
+
+def share_of(structure: BatchStructure, queries: range) -> float:
+    """Return the share of some queries together."""
+    if structure.weights_Q is None:
+        return len(queries) / structure.num_queries
+    return query_shares(structure)[queries.start : queries.stop].sum().item()
+
+
+def _weights(structure: BatchStructure) -> Tensor:
+    """Return the weight of each query, (Q,) float64."""
+    if structure.weights_Q is not None:
+        return structure.weights_Q
+    return torch.ones(structure.num_queries, dtype=torch.float64, device=structure.positives_P2.device)
+
+
+def _shares(weights_N: Tensor) -> Tensor:
+    total = weights_N.sum()
+    return weights_N / torch.where(total > 0, total, 1.0)

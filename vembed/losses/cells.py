@@ -1,9 +1,12 @@
-"""Positives and masked cells of the similarity matrix, listed tile by tile: no matrix of them ever exists.
+"""Positives, negatives and masked cells of the similarity matrix: by definition, and listed tile by tile.
 
-Both follow from identities. Rows with equal content form a group; a query group knows the document groups that hold
-one of its positives, and the one that repeats the query itself. Cells of known pairs of groups are no negatives. The
-explicit positives are among them. Listing the cells of a tile takes time and memory in their number, usually about one
-for each query.
+A document is a positive of a query where the data pair the two. It is masked, neither positive nor negative, where its
+content is that of another positive of the query's content, or that of the query itself: pushing it away would push
+the positive away. Identity is by content, since embeddings of equal texts differ under dropout.
+
+Rows of equal content form a group. A query group knows the document groups that hold a positive of it, and the one
+that repeats the query: the cells of these pairs of groups are no negatives, and the positives are among them. So a tile
+is listed in the time and memory of such cells, about one for each query, and no Q x D mask ever exists.
 """
 
 from __future__ import annotations
@@ -27,18 +30,52 @@ if TYPE_CHECKING:
     Integers = NDArray[np.int64]
 
 MOST_CELLS_AT_ONCE = 1 << 19
-"""Masked cells of one strip that are listed together; more are listed tile by tile (16 MB of indices each time)."""
+"""Cells of a row block that are listed together, at most; more are listed tile by tile (16 MB of indices each)."""
+
+
+# The definition, over the whole matrix --------------------------------------------------------------------------------
+
+
+def positive_mask(structure: BatchStructure) -> Tensor:
+    """Return which document is a positive of which query, bool (Q, D)."""
+    return _mask(structure, structure.positives_P2)
+
+
+def named_mask(structure: BatchStructure) -> Tensor:
+    """Return which document is a hard negative of which query's row, bool (Q, D)."""
+    return _mask(structure, structure.negatives_P2)
+
+
+def _mask(structure: BatchStructure, pairs_P2: Tensor | None) -> Tensor:
+    shape, device = (structure.num_queries, structure.num_documents), structure.positives_P2.device
+    mask_QD = torch.zeros(shape, dtype=torch.bool, device=device)
+    if pairs_P2 is not None:
+        mask_QD[pairs_P2.unbind(dim=1)] = True
+    return mask_QD
+
+
+def false_negative_mask(structure: BatchStructure, positive_QD: Tensor) -> Tensor:
+    """Return which cells are neither positive nor negative, bool (Q, D)."""
+    query_groups_Q, document_groups_D = structure.query_groups_Q, structure.document_groups_D
+    pair_queries, pair_documents = structure.positives_P2.unbind(dim=1)
+    related = torch.zeros_like(positive_QD)  # (query group, document group): there are no more groups than rows
+    related[query_groups_Q[pair_queries], document_groups_D[pair_documents]] = True
+    itself_QD = structure.query_ids_Q[:, None] == structure.document_ids_D[None, :]
+    return (related[query_groups_Q][:, document_groups_D] | itself_QD) & ~positive_QD
+
+
+# The same, tile by tile -----------------------------------------------------------------------------------------------
 
 
 class Tile(NamedTuple):
-    """A block of the similarity matrix."""
+    """A block of the similarity matrix. Cells are numbered row * width + column within it."""
 
     rows: slice  # its queries, counted from this rank's first
     columns: slice  # its documents
-    pairs: Tensor  # which positive pairs lie in it, int64
-    pair_cells: Tensor  # where: row * width + column within the tile, int64
+    pairs: Tensor  # numbers of the positive pairs in it, int64
+    pair_cells: Tensor  # their cells, int64
     excluded: Tensor  # cells that are no negatives, positives included, int64
-    named: Tensor  # cells of the hard negatives of each query's own row, int64; empty where nobody asked for them
+    named: Tensor  # cells of the hard negatives of a query's row, int64; empty without `with_named`
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,21 +84,20 @@ class Tile(NamedTuple):
 
 
 class CellMap:
-    """Knows which cells of this rank's rows are positives and which are no negatives.
+    """Index of the positives and the excluded cells of this rank's rows.
 
     Args:
         structure: Positives and identities of the whole batch, all ranks.
-        rows: Which of its queries are this rank's.
+        rows: This rank's queries.
         mask_false_negatives: Whether copies of positives, and of the query, are no negatives.
         device: Where the lists of cells go; None is where the structure is.
-        with_named: Whether tiles list the hard negatives of each query's own row.
+        with_named: Whether tiles list the hard negatives of a query's row.
 
     Attributes:
         num_rows: Queries of this rank.
         num_columns: Documents of all ranks.
         pair_rows: Row of each positive pair of this rank, ascending.
         pair_columns: Its document.
-        num_wanted: Documents that are some query's positive, over all ranks.
     """
 
     def __init__(
@@ -75,112 +111,107 @@ class CellMap:
     ) -> None:
         self.num_rows, self.num_columns = len(rows), structure.num_documents
         self._device = device or structure.positives_P2.device
-        keys = np.unique(_numpy(structure.positives_P2) @ np.array([self.num_columns, 1]))
-        queries, documents = np.divmod(keys, self.num_columns)
-        self.num_wanted = len(np.unique(documents))
-        mine = slice(*np.searchsorted(queries, [rows.start, rows.stop]))
-        self._pair_rows, self._pair_columns = queries[mine] - rows.start, documents[mine]
+        # A pair is one integer, query * D + document: sorted, unique and searchable.
+        pair_keys = np.unique(_numpy(structure.positives_P2) @ np.array([self.num_columns, 1]))
+        queries, documents = np.divmod(pair_keys, self.num_columns)
+        inside = slice(*np.searchsorted(queries, [rows.start, rows.stop]))
+        self._pair_rows, self._pair_columns = queries[inside] - rows.start, documents[inside]
         self.pair_rows, self.pair_columns = self._tensor(self._pair_rows), self._tensor(self._pair_columns)
         named_N2 = np.zeros((0, 2), dtype=np.int64)
         if with_named and structure.negatives_P2 is not None:
             named_N2 = np.unique(_numpy(structure.negatives_P2), axis=0)
-        named_N2 = named_N2[(named_N2[:, 0] >= rows.start) & (named_N2[:, 0] < rows.stop)]
+            named_N2 = named_N2[(named_N2[:, 0] >= rows.start) & (named_N2[:, 0] < rows.stop)]
         self._named_rows, self._named_columns = named_N2[:, 0] - rows.start, named_N2[:, 1]
-        query_groups = np.arange(structure.num_queries)
-        document_groups = np.arange(self.num_columns)
-        known = keys
+
+        # Pairs of groups that are no negatives. Without masks each row is a group of its own, and these are the pairs.
+        self._query_groups, self._document_groups = np.arange(structure.num_queries), np.arange(self.num_columns)
+        self._related = pair_keys
         if mask_false_negatives:
-            query_groups, document_groups = _numpy(structure.query_groups_Q), _numpy(structure.document_groups_D)
-            known = _known_groups(structure, query_groups, document_groups, queries, documents)
-        self._known, self._groups = known, (query_groups, document_groups)
-        self._row_groups = query_groups[rows.start : rows.stop]
-        known_queries, self._known_documents = np.divmod(known, self.num_columns)
-        self._known_starts = np.searchsorted(known_queries, np.arange(structure.num_queries + 1))
-        self._column_order = np.argsort(document_groups, kind="stable")
-        self._column_keys = document_groups[self._column_order] * self.num_columns + self._column_order
-        sizes = np.bincount(document_groups, minlength=self.num_columns)
+            self._query_groups = _numpy(structure.query_groups_Q)
+            self._document_groups = _numpy(structure.document_groups_D)
+            _, repeated, repeating = np.intersect1d(  # a document that repeats the query itself
+                _numpy(structure.query_ids_Q), _numpy(structure.document_ids_D), return_indices=True
+            )
+            queries, documents = np.concatenate([queries, repeated]), np.concatenate([documents, repeating])
+            self._related = np.unique(self._query_groups[queries] * self.num_columns + self._document_groups[documents])
+        self._row_groups = self._query_groups[rows.start : rows.stop]
+        # Both as compressed rows: the document groups of query group g are _related_documents[starts[g]:starts[g + 1]],
+        # the documents of document group h are _column_order[starts[h]:starts[h + 1]].
+        related_queries, self._related_documents = np.divmod(self._related, self.num_columns)
+        self._related_starts = np.searchsorted(related_queries, np.arange(structure.num_queries + 1))
+        sizes = np.bincount(self._document_groups, minlength=self.num_columns)
         self._column_starts = np.concatenate([[0], np.cumsum(sizes)])
-        totals = np.concatenate([[0], np.cumsum(sizes[self._known_documents])])[self._known_starts]
+        self._column_order = np.argsort(self._document_groups, kind="stable")
+        self._column_keys = self._document_groups[self._column_order] * self.num_columns + self._column_order
+        totals = np.concatenate([[0], np.cumsum(sizes[self._related_documents])])[self._related_starts]
         self._excluded_per_row = np.diff(totals)[self._row_groups]
 
     def pairs_of(self, rows: slice) -> slice:
-        """Return which positive pairs lie in some rows."""
+        """Return the positive pairs of some rows."""
         first, last = np.searchsorted(self._pair_rows, [rows.start, rows.stop])
         return slice(int(first), int(last))
 
     def are_negatives(self, cells_P2: Integers) -> NDArray[np.bool_]:
         """Return which of some (query of the whole batch, document) are neither positive nor masked, (P,)."""
         queries, documents = cells_P2.T
-        known = self._groups[0][queries] * self.num_columns + self._groups[1][documents]
-        return ~np.isin(known, self._known)
+        keys = self._query_groups[queries] * self.num_columns + self._document_groups[documents]
+        return ~np.isin(keys, self._related)
 
     def strip(self, start: int, stop: int, width: int) -> Iterator[Tile]:
         """Cut rows start to stop into tiles, left to right."""
-        inside = self.pairs_of(slice(start, stop))
+        rows = slice(start, stop)
+        inside = self.pairs_of(rows)
         pair_rows, pair_columns = self._pair_rows[inside] - start, self._pair_columns[inside]
         pairs_of = _split_by_tile(pair_columns, width, self.num_columns)
         first, last = np.searchsorted(self._named_rows, [start, stop])
         named_rows, named_columns = self._named_rows[first:last] - start, self._named_columns[first:last]
         named_of = _split_by_tile(named_columns, width, self.num_columns)
-        listed = None
+        excluded_of = None
         if self._excluded_per_row[start:stop].sum() <= MOST_CELLS_AT_ONCE:
-            rows, columns = self._excluded(start, stop, None)
-            listed = [(rows[some], columns[some]) for some in _split_by_tile(columns, width, self.num_columns)]
+            row_N, column_N = self._excluded(start, stop, None)
+            excluded_of = [(row_N[some], column_N[some]) for some in _split_by_tile(column_N, width, self.num_columns)]
         for index, (pairs, named) in enumerate(zip(pairs_of, named_of, strict=True)):
             left = index * width
             right = min(left + width, self.num_columns)
-            rows, columns = self._excluded(start, stop, (left, right)) if listed is None else listed[index]
+            row_N, column_N = self._excluded(start, stop, (left, right)) if excluded_of is None else excluded_of[index]
             yield Tile(
-                rows=slice(start, stop),
+                rows=rows,
                 columns=slice(left, right),
                 pairs=self._tensor(pairs + inside.start),
                 pair_cells=self._tensor(pair_rows[pairs] * (right - left) + pair_columns[pairs] - left),
-                excluded=self._tensor(rows * (right - left) + columns - left),
+                excluded=self._tensor(row_N * (right - left) + column_N - left),
                 named=self._tensor(named_rows[named] * (right - left) + named_columns[named] - left),
             )
 
     def _excluded(self, start: int, stop: int, columns: tuple[int, int] | None) -> tuple[Integers, Integers]:
-        """List the cells that are no negatives, as rows counted from `start` and columns.
+        """List the excluded cells of some rows, of all columns or some: row from `start`, and column, of each.
 
-        Rows of one group share their columns, so a known pair of groups is a product of rows and columns.
+        Rows of one query group share their excluded columns. A pair of groups therefore excludes the product of its
+        rows with its documents, and the cells of all products are numbered in one go, without a loop.
         """
         groups = self._row_groups[start:stop]
         row_order = np.argsort(groups, kind="stable")
         present, row_starts, heights = np.unique(groups[row_order], return_index=True, return_counts=True)
-        counts = self._known_starts[present + 1] - self._known_starts[present]
-        known = self._known_documents[ranges(self._known_starts[present], counts)]
+        # The related document groups of each present query group, one after the other, and which one owns them.
+        counts = self._related_starts[present + 1] - self._related_starts[present]
+        related = self._related_documents[ranges(self._related_starts[present], counts)]
         owner = np.repeat(np.arange(len(present)), counts)
         if columns is None:
-            lows, highs = self._column_starts[known], self._column_starts[known + 1]
-        else:
-            lows, highs = (np.searchsorted(self._column_keys, known * self.num_columns + edge) for edge in columns)
+            lows, highs = self._column_starts[related], self._column_starts[related + 1]
+        else:  # within a group documents ascend, so those of a range of columns are neighbours
+            lows, highs = (np.searchsorted(self._column_keys, related * self.num_columns + edge) for edge in columns)
         widths = highs - lows
         sizes = widths * heights[owner]
-        product = np.repeat(np.arange(len(known)), sizes)
+        product = np.repeat(np.arange(len(related)), sizes)  # the product that each cell is of
         nth_row, nth_column = np.divmod(ranges(np.zeros_like(sizes), sizes), widths[product])
-        return (
-            row_order[row_starts[owner[product]] + nth_row],
-            self._column_order[lows[product] + nth_column],
-        )
+        return row_order[row_starts[owner[product]] + nth_row], self._column_order[lows[product] + nth_column]
 
     def _tensor(self, values: Integers) -> Tensor:
         return to_device(torch.from_numpy(values), self._device)
 
 
-def _known_groups(
-    structure: BatchStructure, query_groups: Integers, document_groups: Integers, queries: Integers, documents: Integers
-) -> Integers:
-    """Return the pairs of groups that are no negatives, as sorted keys: query group * D + document group."""
-    num_columns = structure.num_documents
-    _, same_queries, same_documents = np.intersect1d(
-        _numpy(structure.query_ids_Q), _numpy(structure.document_ids_D), return_indices=True
-    )
-    rows, columns = np.concatenate([queries, same_queries]), np.concatenate([documents, same_documents])
-    return np.unique(query_groups[rows] * num_columns + document_groups[columns])
-
-
 def _split_by_tile(columns: Integers, width: int, num_columns: int) -> list[Integers]:
-    """Return for each tile of a strip which entries lie in it."""
+    """Return the numbers of the entries in each tile of a row block."""
     tiles = columns // width
     order = np.argsort(tiles, kind="stable")
     return np.split(order, np.searchsorted(tiles[order], np.arange(1, -(-num_columns // width))))

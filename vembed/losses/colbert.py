@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import CellMap, Tile
-    from vembed.losses.facts.colbert import ColbertKeys
+    from vembed.losses.keys import ColbertKeys
     from vembed.losses.streamed import StreamedBatch
     from vembed.losses.tiles import EmbeddingGradients
 
@@ -133,11 +133,11 @@ class MaxSimTiles(SimilarityTiles):
     def plain_logits(self, tile: Tile, name: str = "logits") -> Tensor:
         """Return the logits of a tile (R, C) in room of that name, and keep there which vectors won."""
         vectors, (q_VE, d_WE) = self._vectors(tile), self._of(tile)
-        logits_RC, winners_VC = self.room(name, tile.shape), self._winners(tile, name)
+        logits_RC, winners_VC = self.scratch(name, tile.shape), self._winners(tile, name)
         starts_R = self._tensor(self._q_starts[tile.rows] - vectors.start)
         each_V = torch.arange(len(q_VE), device=q_VE.device)
         for columns_B, vectors_BT in self._blocks_of(tile.columns):
-            products_VW = self.room("products", (len(q_VE), vectors_BT.numel()))
+            products_VW = self.scratch("products", (len(q_VE), vectors_BT.numel()))
             torch.mm(q_VE, d_WE.index_select(0, vectors_BT.view(-1)).T, out=products_VW)
             best_VB, places_VB = products_VW.view(-1, *vectors_BT.shape).max(dim=2)  # the first of equal ones
             winners_VC[:, columns_B] = vectors_BT.expand(len(q_VE), -1, -1).gather(2, places_VB[:, :, None])[:, :, 0]
@@ -149,7 +149,7 @@ class MaxSimTiles(SimilarityTiles):
         """Add what dL/dlogits of a tile gives the vectors that won; without atomic sums, so that it repeats."""
         vectors, (q_VE, d_WE) = self._vectors(tile), self._of(tile)
         winners_VC = self._winners(tile, name)
-        slopes_VC = self.room("slopes", (len(q_VE), gradient_RC.shape[1]))
+        slopes_VC = self.scratch("slopes", (len(q_VE), gradient_RC.shape[1]))
         torch.index_select(gradient_RC, 0, self._rows_V[vectors] - tile.rows.start, out=slopes_VC)
         slopes_VC.mul_(self._factors_V[vectors, None])
         out.dq_QE[vectors] += embedding_bag(winners_VC, d_WE, mode="sum", per_sample_weights=slopes_VC)
@@ -176,7 +176,7 @@ class MaxSimTiles(SimilarityTiles):
     def _winners(self, tile: Tile, name: str) -> Tensor:
         vectors = self._vectors(tile)
         shape = vectors.stop - vectors.start, tile.columns.stop - tile.columns.start
-        return self.room(f"winners of {name}", shape, torch.int32)
+        return self.scratch(f"winners of {name}", shape, torch.int32)
 
     def _blocks_of(self, columns: slice) -> list[_Block]:
         """Cut the documents of a tile into blocks of like length, the same for every strip."""

@@ -27,43 +27,48 @@ from typing import TYPE_CHECKING, Self, Unpack
 
 import torch
 
-from vembed.losses.base import to_device
+from vembed.losses.base import relative_weights, share_of, to_device
+from vembed.losses.cells import positive_mask
 from vembed.losses.listed import PairSweep
-from vembed.losses.masks import positive_mask
-from vembed.losses.prefixes import pair_similarity, weighted_similarities
-from vembed.losses.statistics import LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, streamed_options, zero_gradients
-from vembed.losses.weights import relative_weights, share_of
+from vembed.losses.streamed import (
+    CellLoss,
+    LogSumExp,
+    LossGradients,
+    Statistics,
+    Sweep,
+    streamed_options,
+    zero_gradients,
+)
+from vembed.losses.tiles import pair_similarity, weighted_similarities
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.cells import Tile
-    from vembed.losses.facts.cosent import CosentKeys
-    from vembed.losses.streamed import StreamedBatch, StreamedOptions
+    from vembed.losses.keys import CosentKeys
+    from vembed.losses.streamed import StreamedBatch, StreamedOptions, TileLogits
     from vembed.losses.tiles import SimilarityTiles
 
 
-class CosentLoss(StreamedLoss):
+class CosentLoss(CellLoss):
     """CoSENT over the listed pairs of a batch, or over its positives and all other cells."""
 
-    def __init__(
-        self,
-        *,
-        scale: float,
-        **options: Unpack[StreamedOptions],
-    ) -> None:
+    citation = """@misc{su2022cosent,
+  title        = {CoSENT (I): A more effective sentence vector scheme than Sentence-BERT},
+  author       = {Su, Jianlin},
+  year         = {2022},
+  howpublished = {\\url{https://kexue.fm/archives/8847}},
+  note         = {in Chinese}
+}"""
+
+    def __init__(self, *, scale: float, **options: Unpack[StreamedOptions]) -> None:
         super().__init__(**options)
         self.scale = scale
 
     @classmethod
     def from_keys(cls, keys: CosentKeys, common: LossCommon) -> Self:
         """Make the loss of a run."""
-        return cls(
-            scale=keys.cosent_scale,
-            **streamed_options(keys, common),
-        )
+        return cls(scale=keys.cosent_scale, **streamed_options(keys, common))
 
     @staticmethod
     def similarity(q_NE: Tensor, d_NE: Tensor, dim: int | None) -> Tensor:
@@ -111,106 +116,98 @@ class CosentLoss(StreamedLoss):
     @torch.no_grad()
     def statistics(self, batch: StreamedBatch) -> Statistics:
         """Return what ranks merge: the logits of listed pairs (K, P), or sums over both kinds of cells (2, K, 1)."""
+        if (listed := self.listed(batch.structure)) is None:
+            return super().statistics(batch)
+        pairs = self._listed_pairs(batch)
+        logits_KA = self.scale * pairs.similarities()
+        # Every logit is a sum that one rank has and the others have empty.
+        logits = LogSumExp.empty(len(logits_KA), len(listed[0]), like=logits_KA, bounded=False)
+        inside_A = self._numbers(pairs, batch)
+        logits.max[:, inside_A], logits.sum[:, inside_A] = logits_KA, 1.0
+        return Statistics(pairs, logits)
+
+    def sweep(self, batch: StreamedBatch) -> CosentSweep:
+        """Begin the sums over positives and over all other cells."""
         tiles = self.tiles(batch, scale=self.scale)
-        rows = LogSumExp.empty(tiles.num_prefixes, tiles.cells.num_rows, like=tiles.zeros(), bounded=False)
-        if (listed := self.listed(batch.structure)) is not None:
-            sweep, count = self._sweep(batch), len(listed[0])
-            own_A, logits_KA = self._own(sweep, batch), self.scale * sweep.similarities()
-            columns = LogSumExp.empty(tiles.num_prefixes, count, like=tiles.zeros(), bounded=False)
-            columns.max[:, own_A], columns.sum[:, own_A] = logits_KA, 1.0
-            return Statistics(rows, columns, logits_KA, tiles)
-        positive_KP = tiles.zeros(tiles.num_prefixes, len(tiles.cells.pair_rows))
-        for strip in tiles.strips():
-            for tile in strip:
-                for prefix, logits_RC in enumerate(tiles.logits(tile)):
-                    positive_KP[prefix, tile.pairs] = logits_RC.view(-1)[tile.pair_cells]
-                    tiles.exclude(prefix, tile, logits_RC)
-                    scratch_RC = tiles.room("scratch", tile.shape)
-                    rows.add_logits((prefix, tile.rows), logits_RC, dim=1, scratch_RC=scratch_RC)
-        weights_Q = self._own_logs(batch, tiles)
-        higher_KP = weights_Q[tiles.cells.pair_rows] - positive_KP
-        columns = LogSumExp.stack([_over_all(rows.value() + weights_Q), _over_all(higher_KP)])
-        return Statistics(rows, columns, positive_KP, tiles)
+        logs_Q = to_device(_logs(batch.structure, tiles.zeros())[batch.rows], tiles.device)
+        weights_K = torch.tensor(self.prefix_weights, dtype=tiles.dtype, device=tiles.device)
+        return CosentSweep(tiles, logs_Q, weights_K, share_of(batch.structure, batch.queries))
+
+    def shared(self, sweep: CosentSweep) -> Statistics:
+        """Return the sums over the lower cells and over the positives of this rank, (2, K, 1)."""
+        lower_KQ = sweep.rows.value() + sweep.logs_Q
+        higher_KP = sweep.logs_Q[sweep.tiles.cells.pair_rows] - sweep.positives_KP
+        return Statistics(sweep, LogSumExp.stack([_over_all(lower_KQ), _over_all(higher_KP)]))
 
     @torch.no_grad()
     def gradients(
         self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
     ) -> LossGradients:
-        """Return loss and gradients from what all ranks know of the pairs."""
+        """Return loss and gradients from the sums, or the logits of listed pairs, of all ranks."""
+        if (listed := self.listed(batch.structure)) is None:
+            return super().gradients(batch, statistics, into)
         if statistics is None or statistics.columns is None:
             raise ValueError("pairs are compared with those of all ranks: their statistics come first")
-        if (listed := self.listed(batch.structure)) is None:
-            return self._of_cells(batch, statistics, statistics.columns, into)
-        return self._of_listed(batch, listed, statistics.columns, into)
-
-    def _sweep(self, batch: StreamedBatch) -> PairSweep:
-        return PairSweep(batch, self.similarity, dims=self.prefix_dims, tile_size=self.tile_size)
-
-    def _own(self, sweep: PairSweep, batch: StreamedBatch) -> Tensor:
-        """Return which listed pairs are of this rank's queries."""
-        return to_device(torch.from_numpy(sweep.pairs.own_A), batch.q_QE.device)
-
-    def _of_listed(
-        self,
-        batch: StreamedBatch,
-        listed: tuple[Tensor, Tensor],
-        columns: LogSumExp,
-        into: tuple[Tensor, Tensor] | None,
-    ) -> LossGradients:
-        """Differentiate the listed pairs of this rank, each against those of all."""
         pairs_P2, grades_P = listed
         grades_G, groups_P = torch.unique(grades_P, return_inverse=True)
-        logits_KP, weights_P = columns.value(), _logs(batch.structure, columns.sum)[pairs_P2[:, 0]]
-        groups_P, weights_P = (to_device(each, batch.q_QE.device) for each in (groups_P, weights_P))
-        loss_K, slopes_KP = _compare(logits_KP, groups_P, len(grades_G), weights_P)
-        sweep, (dq_QE, dd_DE) = self._sweep(batch), zero_gradients(batch, into)
-        slopes_KA = slopes_KP[:, self._own(sweep, batch)]
-        for weight, slopes_A in zip(self.prefix_weights, slopes_KA, strict=True):
-            slopes_A *= weight * self.scale
-        sweep.backward(slopes_KA, dq_QE, dd_DE)
-        return LossGradients(self._share(loss_K, batch), dq_QE, dd_DE, {})
+        logits_KP = statistics.columns.value()
+        logs_P = _logs(batch.structure, logits_KP)[pairs_P2[:, 0]]
+        groups_P, logs_P = (to_device(values, batch.q_QE.device) for values in (groups_P, logs_P))
+        loss_K, slopes_KP = _compare(logits_KP, groups_P, len(grades_G), logs_P)
+        weights_K = torch.tensor(self.prefix_weights, dtype=loss_K.dtype, device=loss_K.device)
+        pairs, (dq_QE, dd_DE) = statistics.sweep, zero_gradients(batch, into)
+        slopes_KA = slopes_KP[:, self._numbers(pairs, batch)] * (self.scale * weights_K)[:, None]
+        pairs.backward(slopes_KA, dq_QE, dd_DE)
+        return LossGradients((loss_K * weights_K).sum() * share_of(batch.structure, batch.queries), dq_QE, dd_DE, {})
 
-    def _of_cells(
-        self,
-        batch: StreamedBatch,
-        statistics: Statistics,
-        columns: LogSumExp,
-        into: tuple[Tensor, Tensor] | None,
-    ) -> LossGradients:
-        """Sweep the tiles again: positives against all other cells, of all ranks."""
-        tiles = statistics.tiles
-        lower_K, higher_K = columns.value().squeeze(2)
+    def _listed_pairs(self, batch: StreamedBatch) -> PairSweep:
+        return PairSweep(batch, self.similarity, dims=self.prefix_dims, tile_size=self.tile_size)
+
+    def _numbers(self, pairs: PairSweep, batch: StreamedBatch) -> Tensor:
+        """Return the numbers of this rank's pairs among the batch's listed ones."""
+        return to_device(torch.from_numpy(pairs.pairs.own_A), batch.q_QE.device)
+
+
+class CosentSweep(Sweep):
+    """Positives against all other cells of the batch: two sums, and then every slope.
+
+    Args:
+        logs_Q: Log of the weight of each of this rank's queries over the mean of all.
+        weights_K: Weight of each prefix.
+        share: This rank's share of a loss that every rank has whole.
+    """
+
+    reach = "batch"
+
+    def __init__(self, tiles: SimilarityTiles, logs_Q: Tensor, weights_K: Tensor, share: float) -> None:
+        super().__init__(tiles)
+        self.logs_Q, self.weights_K, self.share = logs_Q, weights_K, share
+        cells = tiles.cells
+        self.rows = LogSumExp.empty(tiles.num_prefixes, cells.num_rows, like=tiles.zeros(), bounded=False)
+        self.positives_KP = tiles.zeros(tiles.num_prefixes, len(cells.pair_rows))
+
+    def collect(self, part: TileLogits) -> None:
+        """Add the cells of a tile to the sums of their rows."""
+        self.positives_KP[part.prefix, part.tile.pairs] = part.positives_P
+        scratch_RC = self.tiles.scratch("scratch", part.tile.shape)
+        self.rows.add_logits((part.prefix, part.tile.rows), part.logits_RC, dim=1, scratch_RC=scratch_RC)
+
+    def complete(self, rows: slice, merged: Statistics | None = None) -> None:  # noqa: ARG002
+        """Compare both sums of all ranks."""
+        assert merged is not None
+        assert merged.columns is not None
+        lower_K, higher_K = merged.columns.value().squeeze(2)
         loss_K = torch.logaddexp(lower_K + higher_K, torch.zeros_like(lower_K))
-        weights_K = torch.stack([tiles.zeros().fill_(weight) for weight in self.prefix_weights])
-        weights_Q = self._own_logs(batch, tiles)
-        shifts_KQ = (weights_K.log() + higher_K - loss_K)[:, None] + weights_Q
-        falls_KP = weights_Q[tiles.cells.pair_rows] - statistics.positive_logits_KP
-        positive_slopes_KP = -(falls_KP + (weights_K.log() + lower_K - loss_K)[:, None]).exp()
-        out = empty_gradients(tiles, batch, into)
-        for strip in tiles.strips():
-            for tile in strip:
+        self.loss = (loss_K * self.weights_K).sum() * self.share
+        self.row_shifts_KQ = (self.weights_K.log() + higher_K - loss_K)[:, None] + self.logs_Q
+        falls_KP = self.logs_Q[self.tiles.cells.pair_rows] - self.positives_KP
+        self.pair_slopes_KP = -(falls_KP + (self.weights_K.log() + lower_K - loss_K)[:, None]).exp()
 
-                def differentiate(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
-                    cells = logits_RC.view(-1)
-                    tiles.exclude(prefix, tile, logits_RC)
-                    logits_RC.add_(shifts_KQ[prefix, tile.rows, None]).exp_()
-                    cells[tile.pair_cells] = positive_slopes_KP[prefix, tile.pairs]
-
-                tiles.backward(tile, differentiate, out)
-        tiles.finish(out)
-        return LossGradients(self._share(loss_K, batch), out.dq_QE, out.dd_DE, {})
-
-    def _own_logs(self, batch: StreamedBatch, tiles: SimilarityTiles) -> Tensor:
-        """Return the log of the weight of each query of this rank over the mean of all, (Q,)."""
-        own = slice(batch.queries.start, batch.queries.stop)
-        return to_device(_logs(batch.structure, tiles.zeros())[own], tiles.device)
-
-    def _share(self, loss_K: Tensor, batch: StreamedBatch) -> Tensor:
-        """Return this rank's share of a loss that every rank has whole."""
-        share = share_of(batch.structure, batch.queries)
-        return torch.stack(
-            [loss * (weight * share) for loss, weight in zip(loss_K, self.prefix_weights, strict=True)]
-        ).sum()
+    def slopes(self, part: TileLogits) -> Tensor:
+        """Turn logits into exp(logit + shift of the row)."""
+        part.logits_RC.add_(self.row_shifts_KQ[part.prefix, part.tile.rows, None]).exp_()
+        slopes_P: Tensor = self.pair_slopes_KP[part.prefix, part.tile.pairs]
+        return slopes_P
 
 
 def _logs(structure: BatchStructure, like: Tensor) -> Tensor:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Self
 
 from vembed.losses.listed import ListedLoss, ListedPairs, scores_of, shares
-from vembed.losses.prefixes import Prefixes
+from vembed.losses.tiles import Prefixes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.facts.cosine_mse import CosineMseKeys
+    from vembed.losses.keys import CosineMseKeys
 
 
 class CosineMseLoss(ListedLoss):

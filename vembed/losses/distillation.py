@@ -4,10 +4,12 @@
     kl:   L_teacher = max(1, t)^2 mean over i of KL(softmax over j of T_ij / t || softmax over j of S_ij / t)
     mse:  L_teacher = mean over i, j of (S_ij - T_ij)^2
 
-S are the model's similarities of queries and all documents, T those of the teacher's vectors, and t is
-distillation_temperature.
-Every cell counts: the teacher judges copies and false negatives itself. Both matrices are made tile by tile. Of a strip
-of rows, which one rank has whole, the first sweep finds both softmaxes' sums and the second the slopes.
+S are the model's similarities of queries and all documents, T those of the teacher's vectors, t is
+distillation_temperature. Every cell counts: the teacher judges copies and false negatives itself. The factor keeps
+gradients of temperatures over 1 as large as those of 1.
+
+Both matrices are made tile by tile. One rank has all columns of its rows, so that the sums of both softmaxes are
+complete after the tiles of a row block, which are then computed again for the slopes (softmax(S / t) - softmax(T / t)).
 
 Source: Hinton et al., 2015, "Distilling the Knowledge in a Neural Network".
 Shape legend: Q queries of this rank, D documents of all, R x C cells of a tile, K prefixes, T dims of the teacher.
@@ -19,35 +21,29 @@ from typing import TYPE_CHECKING, Literal, Self
 
 import torch
 
-from vembed.losses.base import to_device
+from vembed.losses.base import query_shares, to_device
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.prefixes import Prefixes, weighted_similarities
-from vembed.losses.statistics import LogSumExp
-from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients
+from vembed.losses.streamed import CellLoss, LogSumExp, Sweep
 from vembed.losses.sum import SumLoss
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
-from vembed.losses.weights import query_shares
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes, weighted_similarities
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
-    from vembed.losses.facts.distillation import DistillationKeys
-    from vembed.losses.statistics import Statistics
-    from vembed.losses.streamed import StreamedBatch
-    from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
-
-Kind = Literal["kl", "mse"]
+    from vembed.losses.keys import DistillationKeys
+    from vembed.losses.streamed import Statistics, StreamedBatch, TileLogits
+    from vembed.losses.tiles import SimilarityTiles
 
 
-class TeacherLoss(StreamedLoss):
-    """How far the similarities of the batch are from a teacher's."""
+class TeacherLoss(CellLoss):
+    """Distance of the similarities of the batch from a teacher's."""
 
     def __init__(
         self,
         *,
-        kind: Kind = "kl",
+        kind: Literal["kl", "mse"] = "kl",
         temperature: float = 0.05,
         prefixes: Prefixes | None = None,
         tile_size: int = DEFAULT_TILE_SIZE,
@@ -55,15 +51,11 @@ class TeacherLoss(StreamedLoss):
         super().__init__(mask_false_negatives=False, prefixes=prefixes, tile_size=tile_size)
         self.kind = kind
         self.divisor = temperature if kind == "kl" else 1.0
-
-    @property
-    def factor(self) -> float:
-        """What keeps gradients of temperatures over 1 as large as those of 1."""
-        return max(1.0, self.divisor) ** 2
+        self.factor = max(1.0, self.divisor) ** 2
 
     def forward(self, q_QE: Tensor, d_DE: Tensor, structure: BatchStructure) -> Tensor:
         """Return the loss over the whole matrices."""
-        teacher_QT, teacher_DT = (each.to(q_QE.dtype) for each in _teacher(structure))
+        teacher_QT, teacher_DT = (side.to(q_QE.dtype) for side in _teacher(structure))
         teacher_QD = teacher_QT @ teacher_DT.T / self.divisor
         shares_Q, losses = query_shares(structure).to(q_QE.dtype), []
         for weight, similarity_QD in weighted_similarities(q_QE, d_DE, self.prefixes):
@@ -76,68 +68,83 @@ class TeacherLoss(StreamedLoss):
             losses.append(weight * (shares_Q * terms_Q).sum())
         return torch.stack(losses).sum()
 
-    @torch.no_grad()
-    def gradients(
-        self,
-        batch: StreamedBatch,
-        statistics: Statistics | None = None,  # noqa: ARG002
-        into: tuple[Tensor, Tensor] | None = None,
-    ) -> LossGradients:
-        """Return loss and gradients of this rank's queries."""
+    def sweep(self, batch: StreamedBatch) -> Sweep:
+        """Begin the sums of a batch."""
         tiles = self.tiles(batch, scale=1 / self.divisor)
-        out, loss = empty_gradients(tiles, batch, into), tiles.zeros()
-        teacher = tuple(to_device(each, tiles.device) for each in _teacher(batch.structure))
-        sides = teacher[0][batch.queries.start : batch.queries.stop], teacher[1]
-        weights_KQ = self.query_weights(batch, tiles, self.factor)
-        for strip in tiles.strips():
-            loss += self._strip(list(strip), tiles, sides, weights_KQ, out)
-        tiles.finish(out)
-        return LossGradients(loss, out.dq_QE, out.dd_DE, {})
+        kind = KLSweep if self.kind == "kl" else SquaredErrorSweep
+        return kind(tiles, batch, self.query_weights(batch, tiles, self.factor), self.divisor)
 
-    def _strip(
-        self,
-        strip: list[Tile],
-        tiles: SimilarityTiles,
-        sides: tuple[Tensor, Tensor],
-        weights_KQ: Tensor,
-        out: EmbeddingGradients,
-    ) -> Tensor:
-        """Add what the tiles of some rows give the gradients, and return their loss."""
-        loss, rows = tiles.zeros(), strip[0].rows
-        sums = LogSumExp.empty(1 + tiles.num_prefixes, rows.stop - rows.start, like=tiles.zeros(), bounded=False)
-        for tile in strip if self.kind == "kl" else ():
-            scratch_RC, targets_RC = tiles.room("scratch", tile.shape), self._targets(tile, tiles, sides)
-            sums.add_logits((0, slice(None)), targets_RC, dim=1, scratch_RC=scratch_RC)
-            for prefix, logits_RC in enumerate(tiles.logits(tile)):
-                sums.add_logits((1 + prefix, slice(None)), logits_RC, dim=1, scratch_RC=scratch_RC)
-        totals = sums.value() if self.kind == "kl" else sums.sum
-        for tile in strip:
 
-            def differentiate(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
-                targets_RC, weights_R1 = self._targets(tile, tiles, sides), weights_KQ[prefix, rows, None]
-                if self.kind == "kl":
-                    targets_RC.sub_(totals[0, :, None])
-                    logits_RC.sub_(totals[1 + prefix, :, None])
-                    excess_RC = torch.sub(targets_RC, logits_RC, out=tiles.room("scratch", tile.shape))
-                    loss.add_((excess_RC.mul_(targets_RC.exp_()).mul_(weights_R1)).sum())
-                    logits_RC.exp_().sub_(targets_RC).mul_(weights_R1)
-                    return
-                logits_RC.sub_(targets_RC)
-                each_R1 = weights_R1 / tiles.cells.num_columns
-                loss.add_((logits_RC.square() * each_R1).sum())
-                logits_RC.mul_(2 * each_R1)
+class SquaredErrorSweep(Sweep):
+    """Squared differences from a teacher's similarities, cell by cell."""
 
-            tiles.backward(tile, differentiate, out)
-        return loss
+    every_cell = True
 
-    def _targets(self, tile: Tile, tiles: SimilarityTiles, sides: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the teacher's similarities of a tile over the temperature (R, C), in room of their own."""
-        rows_RT, columns_CT = sides[0][tile.rows].to(tiles.dtype), sides[1][tile.columns].to(tiles.dtype)
-        return torch.mm(rows_RT, columns_CT.T, out=tiles.room("teacher", tile.shape)).div_(self.divisor)
+    def __init__(self, tiles: SimilarityTiles, batch: StreamedBatch, weights_KQ: Tensor, divisor: float) -> None:
+        super().__init__(tiles)
+        teacher_Q, self.teacher_DT = (to_device(side, tiles.device) for side in _teacher(batch.structure))
+        self.teacher_QT = teacher_Q[batch.rows]
+        self.weights_KQ, self.divisor = weights_KQ, divisor
+
+    def targets(self, tile: Tile) -> Tensor:
+        """Return the teacher's similarities of a tile over the temperature (R, C), in memory of their own."""
+        dtype = self.tiles.dtype
+        rows_RT, columns_CT = self.teacher_QT[tile.rows].to(dtype), self.teacher_DT[tile.columns].to(dtype)
+        return torch.mm(rows_RT, columns_CT.T, out=self.tiles.scratch("teacher", tile.shape)).div_(self.divisor)
+
+    def slopes(self, part: TileLogits) -> None:
+        """Add (S - T)^2 of a tile, and turn its logits into 2 (S - T), times the weight of a cell."""
+        errors_RC = part.logits_RC.sub_(self.targets(part.tile))
+        weights_R1 = self.weights_KQ[part.prefix, part.tile.rows, None] / self.tiles.cells.num_columns
+        self.loss += (errors_RC.square() * weights_R1).sum()
+        errors_RC.mul_(2 * weights_R1)
+
+
+class KLSweep(SquaredErrorSweep):
+    """Divergence of the softmax of a row from the teacher's."""
+
+    reach = "row"
+
+    def __init__(self, tiles: SimilarityTiles, batch: StreamedBatch, weights_KQ: Tensor, divisor: float) -> None:
+        super().__init__(tiles, batch, weights_KQ, divisor)
+        count, like = tiles.cells.num_rows, tiles.zeros()
+        self.teacher_rows = LogSumExp.empty(1, count, like=like, bounded=False)
+        self.rows = LogSumExp.empty(tiles.num_prefixes, count, like=like, bounded=False)
+        self.teacher_totals_Q, self.totals_KQ = tiles.zeros(count), tiles.zeros(tiles.num_prefixes, count)
+
+    def collect(self, part: TileLogits) -> None:
+        """Add a tile of both matrices to the sums of their rows."""
+        tile, scratch_RC = part.tile, self.tiles.scratch("scratch", part.tile.shape)
+        if part.prefix == 0:  # the teacher is the same for all prefixes
+            self.teacher_rows.add_logits((0, tile.rows), self.targets(tile), dim=1, scratch_RC=scratch_RC)
+        self.rows.add_logits((part.prefix, tile.rows), part.logits_RC, dim=1, scratch_RC=scratch_RC)
+
+    def complete(self, rows: slice, merged: Statistics | None = None) -> None:  # noqa: ARG002
+        """Take the logarithm of the sums of some rows."""
+        self.teacher_totals_Q[rows] = self.teacher_rows[0, rows].value()
+        self.totals_KQ[:, rows] = self.rows[:, rows].value()
+
+    def slopes(self, part: TileLogits) -> None:
+        """Add t (log t - log s) of a tile, and turn its logits into s - t, times the weight of the row."""
+        log_s_RC, tile = part.logits_RC, part.tile
+        weights_R1 = self.weights_KQ[part.prefix, tile.rows, None]
+        log_t_RC = self.targets(tile).sub_(self.teacher_totals_Q[tile.rows, None])
+        log_s_RC.sub_(self.totals_KQ[part.prefix, tile.rows, None])
+        terms_RC = torch.sub(log_t_RC, log_s_RC, out=self.tiles.scratch("scratch", tile.shape))
+        t_RC = log_t_RC.exp_()
+        self.loss += terms_RC.mul_(t_RC).mul_(weights_R1).sum()
+        log_s_RC.exp_().sub_(t_RC).mul_(weights_R1)
 
 
 class DistillationLoss(SumLoss):
-    """InfoNCE and a teacher's similarities, each with its share."""
+    """InfoNCE, and similarities of the batch as those of teacher_model_name."""
+
+    citation = """@article{hinton2015distilling,
+  title   = {Distilling the Knowledge in a Neural Network},
+  author  = {Hinton, Geoffrey and Vinyals, Oriol and Dean, Jeff},
+  journal = {arXiv preprint arXiv:1503.02531},
+  year    = {2015}
+}"""
 
     @classmethod
     def from_keys(cls, keys: DistillationKeys, common: LossCommon) -> Self:
@@ -154,7 +161,7 @@ class DistillationLoss(SumLoss):
 
 
 def _teacher(structure: BatchStructure) -> tuple[Tensor, Tensor]:
-    """Return the teacher's vectors.
+    """Return the teacher's vectors of queries and documents.
 
     Raises:
         ValueError: The batch has none.

@@ -21,16 +21,16 @@ from typing import TYPE_CHECKING, Literal, Self
 import torch
 
 from vembed.losses.base import to_device
-from vembed.losses.prefixes import pair_similarity
+from vembed.losses.tiles import pair_similarity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
-    from vembed.config.keys.loss import FilterKeys
     from vembed.losses.base import BatchStructure
     from vembed.losses.cells import Tile
+    from vembed.losses.keys import FilterKeys
     from vembed.losses.streamed import StreamedBatch
     from vembed.losses.tiles import SimilarityTiles
 
@@ -84,19 +84,19 @@ class TileFilter:
         sides, factor = (batch.q_QE, batch.d_DE), tiles.scale
         if rule.by == "teacher":
             teacher_Q, teacher_D = (to_device(each, tiles.device) for each in _teacher(batch.structure))
-            sides = self._teacher = teacher_Q[batch.queries.start : batch.queries.stop], teacher_D
+            sides = self._teacher = teacher_Q[batch.rows], teacher_D
             dims, factor = (None,) * len(dims), 1.0
         self._limits_KQ = torch.stack([factor * rule.limits(_best(tiles, sides, dim)) for dim in dims])
 
     def leave_out(self, prefix: int, tile: Tile, tiles: SimilarityTiles, logits_RC: Tensor) -> None:
         """Put -inf into the logits of a tile that are false negatives; of a tile the prefixes come in order."""
-        found_RC = tiles.room("false negatives", tile.shape, torch.bool)
+        found_RC = tiles.scratch("false negatives", tile.shape, torch.bool)
         limits_R1 = self._limits_KQ[prefix, tile.rows, None]
         if self._teacher is None:
             torch.gt(logits_RC, limits_R1, out=found_RC)
         elif prefix == 0:
             rows_RT, columns_CT = self._teacher[0][tile.rows], self._teacher[1][tile.columns]
-            similarity_RC = tiles.room("teacher", tile.shape, rows_RT.dtype)
+            similarity_RC = tiles.scratch("teacher", tile.shape, rows_RT.dtype)
             torch.gt(torch.mm(rows_RT, columns_CT.T, out=similarity_RC), limits_R1, out=found_RC)
         logits_RC.masked_fill_(found_RC, -math.inf)
 

@@ -23,20 +23,23 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from vembed.losses.infonce import InfoNCE, softmax_options
-from vembed.losses.statistics import Hardest, LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, empty_gradients
+from vembed.losses.infonce import InfoNCE, InfoNCESweep, softmax_options
+from vembed.losses.streamed import Hardest, LogSumExp, LossGradients, Statistics, collect_rows, empty_gradients
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from vembed.losses.base import LossCommon
-    from vembed.losses.facts.in_batch_hard import InBatchHardKeys
-    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.infonce import SoftmaxSweep
+    from vembed.losses.keys import InBatchHardKeys
+    from vembed.losses.streamed import StreamedBatch, TileLogits
+    from vembed.losses.tiles import SimilarityTiles
 
 
 class InBatchHard(InfoNCE):
-    """InfoNCE over the hardest negatives.
+    """InfoNCE over the hard_topk negatives that are most similar to the query.
 
     Args:
         hard_topk: How many of each query; None takes all, which is InfoNCE.
@@ -61,61 +64,82 @@ class InBatchHard(InfoNCE):
             logits_RC = logits_RC.masked_fill(~counts_RC, -math.inf)
         return super()._direction(logits_RC, positive_RC, shares_R)
 
-    @torch.no_grad()
-    def statistics(self, batch: StreamedBatch) -> Statistics:
-        """Sweep the tiles once for the largest negatives of rows, and of columns when bidirectional."""
+    def sweep(self, batch: StreamedBatch) -> InfoNCESweep:
+        """Begin the lists of the largest negatives of rows, and of columns when bidirectional."""
         if self.hard_topk is None:
-            return super().statistics(batch)
-        tiles = self._tiles(batch)
-        cells, documents = tiles.cells, tiles.cells.num_columns if self.bidirectional else 0
-        rows, columns = (
-            Hardest.empty(tiles.num_prefixes, count, self.hard_topk, like=tiles.zeros())
-            for count in (cells.num_rows, documents)
-        )
-        positives_KP = tiles.zeros(tiles.num_prefixes, len(cells.pair_rows))
-        for strip in tiles.strips():
-            for tile in strip:
-                for prefix, logits_RC in enumerate(tiles.logits(tile)):
-                    positives_KP[prefix, tile.pairs] = logits_RC.view(-1)[tile.pair_cells]
-                    tiles.exclude(prefix, tile, logits_RC)
-                    rows.add_logits((prefix, tile.rows), logits_RC, tile.columns.start)
-                    if self.bidirectional:
-                        first = batch.first_query + tile.rows.start
-                        columns.add_logits((prefix, tile.columns), logits_RC.T, first)
-        if not self.bidirectional:
-            return Statistics(_sums(rows), None, positives_KP, tiles, rows)
-        wanted = LogSumExp.of_groups(positives_KP, cells.pair_columns, cells.num_columns)
-        return Statistics(_sums(rows), LogSumExp.stack([_sums(columns), wanted]), positives_KP, tiles, rows, columns)
+            return super().sweep(batch)
+        return HardestSweep(self, batch, self.scaled_tiles(batch), self.hard_topk)
+
+    def shared(self, sweep: SoftmaxSweep) -> Statistics:
+        """Return the sums over the positives of each document, and the largest negatives of each."""
+        if not isinstance(sweep, HardestSweep):
+            return super().shared(sweep)
+        cells = sweep.tiles.cells
+        positives = LogSumExp.of_groups(sweep.positives_KP, cells.pair_columns, cells.num_columns)
+        return Statistics(sweep, positives, sweep.column_hardest)
 
     @torch.no_grad()
     def gradients(
         self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
     ) -> LossGradients:
-        """Return loss and gradients, from the chosen cells alone."""
+        """Return loss and gradients, from the chosen cells alone: no second sweep."""
         if self.hard_topk is None or (statistics is None and self.needs_statistics):
             return super().gradients(batch, statistics, into)
-        known = self.statistics(batch) if statistics is None else statistics
-        tiles, hardest, by_column = known.tiles, known.row_hardest, known.column_hardest
-        assert hardest is not None, "these are statistics of another loss"
-        if by_column is not None and known.columns is not None:  # of all ranks' sums, those of the largest remain
-            known = replace(known, columns=LogSumExp.stack([_sums(by_column), known.columns[1]]))
+        sweep: Any = self.sweep(batch) if statistics is None else statistics.sweep  # a HardestSweep
+        tiles = sweep.tiles
+        for rows in tiles.row_blocks() if statistics is None else ():
+            collect_rows(sweep, rows)
+        sweep.complete(slice(0, tiles.cells.num_rows), statistics)
         out = empty_gradients(tiles, batch, into)
-        loss, rows, columns, pair_gradients_KP = self._both_terms(tiles, batch, known)
         for prefix in range(tiles.num_prefixes):
-            tiles.backward_cells(
-                prefix, (tiles.cells.pair_rows, tiles.cells.pair_columns), pair_gradients_KP[prefix], out
-            )
-            slopes_Qk = (hardest.logits[prefix] + rows.shifts_KG[prefix, :, None]).exp_()
-            tiles.backward_cells(prefix, (_groups(slopes_Qk), hardest.places[prefix].view(-1)), slopes_Qk.view(-1), out)
-            if columns is not None and by_column is not None:
-                slopes_Dk = (by_column.logits[prefix] + columns.shifts_KG[prefix, :, None]).exp_().view(-1)
-                # Of all ranks' queries, this one's have a gradient here. Selecting them would wait for the device.
-                places = by_column.places[prefix].view(-1) - batch.first_query
-                slopes_Dk.masked_fill_((places < 0) | (places >= tiles.cells.num_rows), 0.0)
-                if tiles.cells.num_rows:
-                    inside = places.clamp_(0, tiles.cells.num_rows - 1)
-                    tiles.backward_cells(prefix, (inside, _groups(by_column.places[prefix])), slopes_Dk, out)
-        return LossGradients(loss, out.dq_QE, out.dd_DE, {"log_scale": tiles.finish(out).to(self.log_scale.dtype)})
+            pairs = tiles.cells.pair_rows, tiles.cells.pair_columns
+            tiles.backward_cells(prefix, pairs, sweep.pair_slopes_KP[prefix], out)
+            for cells, slopes_N in sweep.hardest_cells(prefix, batch.first_query):
+                tiles.backward_cells(prefix, cells, slopes_N, out)
+        return LossGradients(sweep.loss, out.dq_QE, out.dd_DE, self.own_gradients(sweep, tiles.finish(out)))
+
+
+class HardestSweep(InfoNCESweep):
+    """The k largest negatives of each row, and column, and their softmax terms."""
+
+    def __init__(self, loss: InBatchHard, batch: StreamedBatch, tiles: SimilarityTiles, hard_topk: int) -> None:
+        super().__init__(loss, batch, tiles)
+        self.first_query = batch.first_query
+        like, num_prefixes = tiles.zeros(), tiles.num_prefixes
+        self.row_hardest = Hardest.empty(num_prefixes, tiles.cells.num_rows, hard_topk, like=like)
+        self.column_hardest: Hardest | None = None
+        if loss.bidirectional:
+            self.column_hardest = Hardest.empty(num_prefixes, tiles.cells.num_columns, hard_topk, like=like)
+
+    def collect(self, part: TileLogits) -> None:
+        """Add a tile to the lists."""
+        prefix, tile, logits_RC = part.prefix, part.tile, part.logits_RC
+        self.positives_KP[prefix, tile.pairs] = part.positives_P
+        self.row_hardest.add_logits((prefix, tile.rows), logits_RC, tile.columns.start)
+        if self.column_hardest is not None:
+            self.column_hardest.add_logits((prefix, tile.columns), logits_RC.T, self.first_query + tile.rows.start)
+
+    def complete(self, rows: slice, merged: Statistics | None = None) -> None:
+        """Take the sums over the lists, those of columns over all ranks'."""
+        self.rows = _sums(self.row_hardest)
+        if merged is not None and merged.columns is not None and merged.column_hardest is not None:
+            self.column_hardest = merged.column_hardest
+            sums = LogSumExp.stack([_sums(merged.column_hardest), merged.columns])
+            merged = replace(merged, columns=sums)
+        super().complete(rows, merged)
+
+    def hardest_cells(self, prefix: int, first_query: int) -> Iterator[tuple[tuple[Tensor, Tensor], Tensor]]:
+        """Yield row and column of the listed cells of both directions, and their slopes."""
+        slopes_Qk = (self.row_hardest.logits[prefix] + self.row_shifts_KQ[prefix, :, None]).exp_()
+        yield (_groups(slopes_Qk), self.row_hardest.places[prefix].view(-1)), slopes_Qk.view(-1)
+        if self.column_hardest is None or self.column_shifts_KD is None or not self.tiles.cells.num_rows:
+            return
+        places_Dk = self.column_hardest.places[prefix]
+        slopes_Dk = (self.column_hardest.logits[prefix] + self.column_shifts_KD[prefix, :, None]).exp_().view(-1)
+        # Of all ranks' queries, this one's have a gradient here. Selecting them would wait for the device.
+        rows = places_Dk.view(-1) - first_query
+        slopes_Dk.masked_fill_((rows < 0) | (rows >= self.tiles.cells.num_rows), 0.0)
+        yield (rows.clamp_(0, self.tiles.cells.num_rows - 1), _groups(places_Dk)), slopes_Dk
 
 
 def _sums(hardest: Hardest) -> LogSumExp:

@@ -5,67 +5,264 @@ Query to document, for each query i with positives P(i) and the documents N(i) t
     L_i = -log( sum over j in P(i) of exp(s S_ij)  /  sum over j in P(i) and N(i) of exp(s S_ij) )
 
 S is the matrix of similarities, s the logit scale (1 / temperature). Hard negatives are documents like any other: they
-are added to the in-batch negatives of every query. Document to query is the same over the columns of those documents
-that are some query's positive; bidirectional training averages both.
+join the in-batch negatives of every query. Document to query is the same over the columns of the documents that are
+some query's positive; bidirectional training averages both. `supcon` gives each positive of a query a loss of its own
+and averages them.
 
-Streamed over tiles: with the log-sum-exps p_i over positives and n_i over negatives, L_i = softplus(n_i - p_i) and
+Streamed, with the log-sum-exps p_i over positives and n_i over negatives, L_i = softplus(n_i - p_i) and
 
     dL_i/d(s S_ij) = exp(s S_ij - log(e^p_i + e^n_i))                    for a negative,
                    = -exp(s S_ij - p_i) sigmoid(n_i - p_i)               for a positive,
 
-which keeps its digits where p_i is far above n_i. Both directions come from the same tiles, 4 products of Q x D x E.
-One direction alone keeps the tiles of a strip of rows, whose sums are complete, and saves the fourth product.
+which keeps its digits where p_i is far above n_i: 1 - softmax would cancel. Both directions come from the same tiles
+in two sweeps, 4 products of Q x D x E. In one direction the rows of a block are complete after its last tile, so that
+its logits are kept and the fourth product is saved (streamed.py, reach "row").
 
 Source: van den Oord et al., 2018, "Representation Learning with Contrastive Predictive Coding"; the two directions as
-in Radford et al., 2021 (CLIP); a sum over positives inside the logarithm as in Miech et al., 2020 (MIL-NCE); sums
-merged online as in Milakov & Gimelshein, 2018, "Online normalizer calculation for softmax".
+in Radford et al., 2021 (CLIP); a sum over positives inside the logarithm as in Miech et al., 2020 (MIL-NCE); each
+positive by itself as in Khosla et al., 2020, "Supervised Contrastive Learning".
+Shape legend: Q queries of this rank, D documents of all ranks, K prefixes, R x C cells of a tile, P positive pairs,
+G groups (rows or columns).
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, Unpack, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
-from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
-from vembed.losses.base import to_device
-from vembed.losses.cells import CellMap
-from vembed.losses.masks import positive_mask
-from vembed.losses.prefixes import weighted_similarities
-from vembed.losses.softmax import Hardness, Slopes, Sums, terms
-from vembed.losses.statistics import LogSumExp
-from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, streamed_options
-from vembed.losses.tiles import BOUNDED_LOGIT, longest_row, read_numbers
-from vembed.losses.weights import document_shares, positive_counts, query_shares, share_of
+from vembed.losses.base import document_shares, positive_counts, query_shares, share_of, to_device
+from vembed.losses.cells import CellMap, named_mask, positive_mask
+from vembed.losses.keys import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
+from vembed.losses.streamed import CellLoss, LogSumExp, Statistics, Sweep, streamed_options
+from vembed.losses.tiles import longest_row, read_numbers, weighted_similarities
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import Tile
-    from vembed.losses.facts.infonce import InfoNCEKeys, SoftmaxKeys
-    from vembed.losses.softmax import Terms
-    from vembed.losses.statistics import Statistics
-    from vembed.losses.streamed import StreamedBatch, StreamedOptions
-    from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
+    from vembed.losses.keys import InfoNCEKeys, SoftmaxKeys
+    from vembed.losses.streamed import StreamedBatch, StreamedOptions, TileLogits
+    from vembed.losses.tiles import SimilarityTiles
 
-STRIP_TILES = 10
-"""Most logits of a strip of rows that are kept to save a product, in whole tiles: 40 MiB for tiles of 4."""
-
-LEAST_STRIP_ROWS = 32
-"""Under this, products with so few rows cost more than the one that is saved."""
+BOUNDED_LOGIT = 40.0
+"""Largest |logit| at which exp(logit) and sums of 2^31 of them stay within float32, so that no maximum is needed."""
 
 
-class SoftmaxLoss(StreamedLoss):
+# Sums and slopes of tiles ---------------------------------------------------------------------------------------------
+
+
+class Hardness(NamedTuple):
+    """Factor exp(strength S) on some of a query's negatives; it isn't differentiated."""
+
+    mode: Literal["in_batch_negatives", "hard_negatives", "all_negatives"]  # hard negatives: those of the query's row
+    strength: float
+
+    def penalties(self, similarity_QD: Tensor, structure: BatchStructure) -> Tensor:
+        """Return what is added to the logits (Q, D) of a whole batch, positives aside: the definition."""
+        named_QD = named_mask(structure)
+        counts_QD = {
+            "in_batch_negatives": ~named_QD,
+            "hard_negatives": named_QD,
+            "all_negatives": torch.ones_like(named_QD),
+        }[self.mode]
+        return self.strength * similarity_QD.detach() * counts_QD
+
+    def raise_(self, logits_RC: Tensor, tile: Tile, scale: float) -> None:
+        """Add strength S to the logits s S of a tile's negatives, in place."""
+        factor, cells = 1.0 + self.strength / scale, logits_RC.view(-1)
+        named_N = cells[tile.named]
+        if self.mode == "hard_negatives":
+            cells[tile.named] = named_N * factor
+            return
+        logits_RC.mul_(factor)
+        if self.mode == "in_batch_negatives":
+            cells[tile.named] = named_N
+
+
+class SoftmaxSweep(Sweep):
+    """Sums of exponentials over rows, and columns, and the slopes exp(logit + shift of the row, or column).
+
+    The shifts and the slopes of the positive pairs are set by whoever completes the sums.
+    """
+
+    takes_kept_logits = True
+
+    def __init__(self, tiles: SimilarityTiles, *, columns: bool, hardness: Hardness | None = None) -> None:
+        super().__init__(tiles)
+        self.reach = "batch" if columns else "row"
+        self.hardness = hardness
+        self.is_bounded = tiles.largest_logit <= BOUNDED_LOGIT and hardness is None
+        like, num_prefixes, cells = tiles.zeros(), tiles.num_prefixes, tiles.cells
+        self.rows = LogSumExp.empty(num_prefixes, cells.num_rows, like=like, bounded=self.is_bounded)
+        self.columns: LogSumExp | None = None
+        if columns:
+            self.columns = LogSumExp.empty(num_prefixes, cells.num_columns, like=like, bounded=self.is_bounded)
+        self.positives_KP = tiles.zeros(num_prefixes, len(cells.pair_rows))
+        self.row_shifts_KQ = tiles.zeros(num_prefixes, cells.num_rows)
+        self.column_shifts_KD: Tensor | None = None
+        self.pair_slopes_KP = torch.zeros_like(self.positives_KP)
+
+    def collect(self, part: TileLogits) -> None:
+        """Add a tile to the sums. The matrix becomes its exponentials, or the raised logits where they may overflow."""
+        matrix_RC, tile, prefix = part.logits_RC, part.tile, part.prefix
+        self.positives_KP[prefix, tile.pairs] = part.positives_P
+        if self.is_bounded:  # one exponential per cell serves rows, columns and, where it is kept, the slopes
+            matrix_RC.exp_()
+            self.rows.sum[prefix, tile.rows] += matrix_RC.sum(1)
+            if self.columns is not None:
+                self.columns.sum[prefix, tile.columns] += matrix_RC.sum(0)
+            return
+        scratch_RC = self.tiles.scratch("scratch", tile.shape)
+        if self.columns is not None:
+            self.columns.add_logits((prefix, tile.columns), matrix_RC, dim=0, scratch_RC=scratch_RC)
+        if self.hardness is not None:  # the negatives of a query weigh more, those of a document don't
+            self.hardness.raise_(matrix_RC, tile, self.tiles.scale)
+        self.rows.add_logits((prefix, tile.rows), matrix_RC, dim=1, scratch_RC=scratch_RC)
+
+    def slopes(self, part: TileLogits) -> Tensor:
+        """Turn logits into exp(logit + shift), summed over both directions; -inf becomes 0."""
+        matrix_RC, tile, prefix = part.logits_RC, part.tile, part.prefix
+        rows_R1 = self.row_shifts_KQ[prefix, tile.rows, None]
+        columns_C = None if self.column_shifts_KD is None else self.column_shifts_KD[prefix, tile.columns]
+        if self.is_bounded:  # exp(l + r) + exp(l + c) = exp(l) (exp(r) + exp(c)): no further exponential of a matrix
+            if not part.is_collected:
+                matrix_RC.exp_()
+            if columns_C is None:
+                matrix_RC.mul_(rows_R1.exp())
+            else:
+                factors_RC = self.tiles.scratch("scratch", tile.shape)
+                matrix_RC.mul_(torch.add(rows_R1.exp(), columns_C.exp(), out=factors_RC))
+            return self.pair_slopes_KP[prefix, tile.pairs]
+        by_column_RC = None
+        if columns_C is not None:
+            by_column_RC = torch.add(matrix_RC, columns_C, out=self.tiles.scratch("scratch", tile.shape)).exp_()
+        if self.hardness is not None and not part.is_collected:
+            self.hardness.raise_(matrix_RC, tile, self.tiles.scale)
+        matrix_RC.add_(rows_R1).exp_()
+        if by_column_RC is not None:
+            matrix_RC.add_(by_column_RC)
+        return self.pair_slopes_KP[prefix, tile.pairs]
+
+
+class Terms(NamedTuple):
+    """Softmax terms of one direction: loss, shifts of the groups, slopes of the positive pairs."""
+
+    loss: Tensor  # weighted sum over the groups, without `pair_loss`
+    pair_loss: Tensor  # what this rank's positive pairs add to it, where each positive has a loss of its own
+    shifts_KG: Tensor  # added to a negative's logit, its exponential is the slope; -inf where a group doesn't count
+    pair_slopes_KP: Tensor  # dL/dlogit of each positive pair
+
+
+def softmax_terms(
+    negatives: LogSumExp,
+    logits_KP: Tensor,
+    groups_P: Tensor,
+    weights_KG: Tensor,
+    *,
+    positives: LogSumExp | None = None,
+    focal_gamma: float = 0.0,
+    counts_G: Tensor | None = None,
+) -> Terms:
+    """Return the terms of one direction.
+
+    Args:
+        negatives: Sums over the negatives of each group, (K, G).
+        logits_KP: Logits of this rank's positive pairs.
+        groups_P: Their groups.
+        weights_KG: Weight of each group in the loss.
+        positives: Sums over the positives of each group on all ranks, (K, G); None: these pairs are all there are. A
+            group without any doesn't count.
+        focal_gamma: Exponent of the negatives' share of a group, by which the group is weighed; not differentiated.
+        counts_G: Positives of each group on all ranks, for the mean of their losses; None takes them together.
+    """
+    if positives is None:
+        positives = LogSumExp.of_groups(logits_KP, groups_P, weights_KG.shape[1])
+    n_KG, p_KG = negatives.value(), positives.value()
+    counts_KG = p_KG != -math.inf  # NaN counts, so that it reaches the loss
+    gap_KG = torch.where(counts_KG, n_KG - p_KG, -math.inf)
+    if focal_gamma:
+        weights_KG = weights_KG * gap_KG.sigmoid().pow(focal_gamma)
+    total_KG, weights_KP = torch.logaddexp(n_KG, p_KG), weights_KG[:, groups_P]
+    shifts_KG = torch.where(counts_KG, weights_KG.log() - total_KG, -math.inf)
+    if counts_G is None:
+        loss = (-logsigmoid(-gap_KG) * weights_KG).sum()
+        shares_KP = (logits_KP - p_KG[:, groups_P]).exp()  # of each positive in the sum over its group's positives
+        return Terms(loss, loss.new_zeros(()), shifts_KG, -weights_KP * shares_KP * gap_KG[:, groups_P].sigmoid())
+    each_KP = weights_KP / counts_G[groups_P]
+    return Terms(
+        loss=torch.where(counts_KG, total_KG * weights_KG, 0.0).sum(),
+        pair_loss=-(each_KP * logits_KP).sum(),
+        shifts_KG=shifts_KG,
+        pair_slopes_KP=weights_KP * (logits_KP - total_KG[:, groups_P]).exp() - each_KP,
+    )
+
+
+class InfoNCESweep(SoftmaxSweep):
+    """InfoNCE of one batch in one direction or both."""
+
+    def __init__(self, loss: SoftmaxLoss, batch: StreamedBatch, tiles: SimilarityTiles) -> None:
+        super().__init__(tiles, columns=loss.bidirectional, hardness=loss.hardness)
+        structure = batch.structure
+        direction_share = 0.5 if loss.bidirectional else 1.0
+        self.focal_gamma = loss.focal_gamma
+        self.row_weights_KQ = loss.query_weights(batch, tiles, direction_share)
+        self.counts_Q: Tensor | None = None  # positives of each query, where each has a loss
+        self.counts_D: Tensor | None = None
+        if loss.positives_apart:
+            counts_Q, counts_D = (to_device(side.to(tiles.dtype), tiles.device) for side in positive_counts(structure))
+            self.counts_Q, self.counts_D = counts_Q[batch.rows], counts_D
+        if loss.bidirectional:
+            self.column_weights_KD = loss.weights_of(direction_share * document_shares(structure), tiles)
+            self.rank_share = share_of(structure, batch.queries)
+
+    def complete(self, rows: slice, merged: Statistics | None = None) -> None:
+        """Turn the sums of some rows, and those of all columns, into loss, shifts and the slopes of the positives."""
+        cells = self.tiles.cells
+        pairs = cells.pairs_of(rows)
+        by_row = softmax_terms(
+            self.rows[:, rows],
+            self.positives_KP[:, pairs],
+            cells.pair_rows[pairs] - rows.start,
+            self.row_weights_KQ[:, rows],
+            focal_gamma=self.focal_gamma,
+            counts_G=None if self.counts_Q is None else self.counts_Q[rows],
+        )
+        self.loss += by_row.loss + by_row.pair_loss
+        self.row_shifts_KQ[:, rows] = by_row.shifts_KG
+        self.pair_slopes_KP[:, pairs] = by_row.pair_slopes_KP
+        if merged is None or merged.columns is None:
+            return
+        by_column = softmax_terms(
+            merged.columns[0],
+            self.positives_KP,
+            cells.pair_columns,
+            self.column_weights_KD,
+            positives=merged.columns[1],
+            focal_gamma=self.focal_gamma,
+            counts_G=self.counts_D,
+        )
+        self.loss += by_column.loss * self.rank_share + by_column.pair_loss  # every rank has all of the columns' loss
+        self.column_shifts_KD = by_column.shifts_KG
+        self.pair_slopes_KP += by_column.pair_slopes_KP
+
+
+# Losses ---------------------------------------------------------------------------------------------------------------
+
+
+class SoftmaxLoss(CellLoss):
     """InfoNCE over similarities of any kind, with a fixed or learned temperature.
 
     Args:
-        learn_temperature: Whether the logit scale is a parameter; it is then kept within [1, 100].
+        learn_temperature: Whether the logit scale is a parameter, kept within [1, 100].
+        bidirectional: Whether the loss of document to query counts as much as that of query to document.
         dtype: Type of the learned logit scale.
-        hardness: Which negatives count more for a query, and how much.
-        focal_gamma: Power of what a query doesn't give its positives that weighs its loss, without a gradient.
+        hardness: Negatives that count more, the more similar they are.
+        focal_gamma: Exponent of the negatives' share of a query, by which its loss is weighed.
     """
 
     positives_apart: ClassVar[bool] = False
@@ -85,7 +282,7 @@ class SoftmaxLoss(StreamedLoss):
         super().__init__(**options)
         log_scale = torch.tensor(math.log(1.0 / temperature), dtype=torch.promote_types(dtype, torch.float32))
         self.log_scale: Tensor
-        self._fixed = None if learn_temperature else temperature
+        self._fixed_temperature = None if learn_temperature else temperature
         if learn_temperature:
             self.log_scale = nn.Parameter(log_scale)
         else:
@@ -93,7 +290,7 @@ class SoftmaxLoss(StreamedLoss):
         self.bidirectional, self.hardness, self.focal_gamma = bidirectional, hardness, focal_gamma
 
     def of_similarities(self, weighted: Iterable[tuple[float, Tensor]], structure: BatchStructure) -> Tensor:
-        """Return the mean loss over queries (averaged with that over positive documents when bidirectional).
+        """Return the mean loss over queries, averaged with that over positive documents when bidirectional.
 
         Args:
             weighted: Whole matrices of similarities (Q, D), each with its weight.
@@ -115,159 +312,52 @@ class SoftmaxLoss(StreamedLoss):
         return torch.stack(losses).sum()
 
     def _direction(self, logits_RC: Tensor, positive_RC: Tensor, shares_R: Tensor) -> Tensor:
-        """Return the mean over rows R of log-sum-exp over all columns C minus that over the positive ones.
+        """Return the mean over rows of log-sum-exp over all columns minus that over the positive ones.
 
         A row without positives counts 0.
         """
         counted_R = positive_RC.any(dim=1)
         logits, positive = logits_RC[counted_R], positive_RC[counted_R]
-        wanted = logits.masked_fill(~positive, -math.inf).logsumexp(dim=1)
+        of_positives = logits.masked_fill(~positive, -math.inf).logsumexp(dim=1)
         if self.positives_apart:
-            wanted = logits.masked_fill(~positive, 0.0).sum(dim=1) / positive.sum(dim=1)
-        losses = logits.logsumexp(dim=1) - wanted
+            of_positives = logits.masked_fill(~positive, 0.0).sum(dim=1) / positive.sum(dim=1)
+        losses = logits.logsumexp(dim=1) - of_positives
         if self.focal_gamma:
             losses = losses * (-torch.expm1(-losses.detach())).pow(self.focal_gamma)
         return (losses * shares_R[counted_R].to(losses.dtype)).sum()
 
     @property
     def needs_statistics(self) -> bool:
-        """Columns need the sums of all queries, rows only those of their own strip."""
+        """Columns need the sums of all ranks' queries, rows only those of their block."""
         return self.bidirectional
 
-    @torch.no_grad()
-    def statistics(self, batch: StreamedBatch) -> Statistics:
-        """Sweep the tiles once for the log-sum-exps of rows, and of columns when bidirectional."""
-        return self._swept(self._tiles(batch))
+    def sweep(self, batch: StreamedBatch) -> InfoNCESweep:
+        """Begin the sums of a batch."""
+        return InfoNCESweep(self, batch, self.scaled_tiles(batch))
 
-    def _swept(self, tiles: SimilarityTiles) -> Statistics:
-        sums = Sums(tiles, columns=self.bidirectional, hardness=self.hardness)
-        for strip in tiles.strips():
-            for tile in strip:
-                for prefix, logits_RC in enumerate(tiles.logits(tile)):
-                    sums.add(prefix, tile, logits_RC)
-        return sums.finished()
+    def shared(self, sweep: SoftmaxSweep) -> Statistics:
+        """Return the sums over each document's negatives and over its positives, (2, K, D)."""
+        assert sweep.columns is not None
+        cells = sweep.tiles.cells
+        positives = LogSumExp.of_groups(sweep.positives_KP, cells.pair_columns, cells.num_columns)
+        return Statistics(sweep, LogSumExp.stack([sweep.columns.without_idle_maxima(), positives]))
 
-    @torch.no_grad()
-    def gradients(
-        self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
-    ) -> LossGradients:
-        """Return loss and gradients from statistics, or in one sweep where the rows alone decide."""
-        if statistics is None and self.needs_statistics:
-            raise ValueError("two directions need the statistics of all ranks first")
-        tiles = self._tiles(batch) if statistics is None else statistics.tiles
-        cells = tiles.cells
-        out = empty_gradients(tiles, batch, into)
-        height = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // cells.num_columns)  # in vectors
-        enough = min(LEAST_STRIP_ROWS, tiles.tile_size, cells.num_rows)
-        if statistics is None and self.prefixes is None and height >= enough:
-            loss = self._one_sweep(tiles, batch, out, max(1, height // tiles.row_vectors))
-        else:
-            known = self._swept(tiles) if statistics is None else statistics
-            loss = self._second_sweep(tiles, batch, known, out)
-        return LossGradients(loss, out.dq_QE, out.dd_DE, {"log_scale": tiles.finish(out).to(self.log_scale.dtype)})
-
-    def _one_sweep(self, tiles: SimilarityTiles, batch: StreamedBatch, out: EmbeddingGradients, height: int) -> Tensor:
-        """Keep the logits of a strip until its rows are complete; return the loss."""
-        cells, sums, loss = tiles.cells, Sums(tiles, columns=False, hardness=self.hardness), tiles.zeros()
-        weights_KQ, (counts_Q, _) = self.query_weights(batch, tiles), self._counts(batch, tiles)
-        for strip in tiles.strips(height):
-            kept: list[tuple[Tile, Tensor]] = []
-            for tile in strip:
-                logits_RC = tiles.plain_logits(tile, f"kept {len(kept)}")
-                sums.add(0, tile, logits_RC)
-                kept.append((tile, logits_RC))
-            rows = kept[0][0].rows
-            pairs = cells.pairs_of(rows)
-            logits_KP, groups_P = sums.positive_logits_KP[:, pairs], cells.pair_rows[pairs] - rows.start
-            positives = LogSumExp.of_groups(logits_KP, groups_P, rows.stop - rows.start)
-            of_rows = terms(
-                sums.rows[:, rows],
-                positives,
-                (logits_KP, groups_P),
-                weights_KQ[:, rows],
-                focal_gamma=self.focal_gamma,
-                counts_G=None if counts_Q is None else counts_Q[rows],
-            )
-            loss += of_rows.loss + of_rows.own_loss
-            for place, (tile, matrix_RC) in enumerate(kept):
-                slopes = Slopes(of_rows.shifts_KG[0], None, of_rows.pair_gradients_KP[0, tile.pairs - pairs.start])
-                slopes.apply(tiles, tile, matrix_RC, exponentials=sums.bounded)
-                tiles.backward_plain(tile, matrix_RC, out, f"kept {place}")
-        return loss
-
-    def _second_sweep(
-        self, tiles: SimilarityTiles, batch: StreamedBatch, known: Statistics, out: EmbeddingGradients
-    ) -> Tensor:
-        """Compute every tile again, now that its rows and columns are complete; return the loss."""
-        loss, rows, columns, pair_gradients_KP = self._both_terms(tiles, batch, known)
-        exponentials = tiles.largest_logit <= BOUNDED_LOGIT and self.hardness is None
-        for strip in tiles.strips():
-            for tile in strip:
-
-                def differentiate(prefix: int, matrix_RC: Tensor, tile: Tile = tile) -> None:
-                    tiles.exclude(prefix, tile, matrix_RC)
-                    slopes = Slopes(
-                        rows.shifts_KG[prefix, tile.rows],
-                        None if columns is None else columns.shifts_KG[prefix, tile.columns],
-                        pair_gradients_KP[prefix, tile.pairs],
-                        self.hardness,
-                    )
-                    if exponentials:
-                        matrix_RC.exp_()
-                    slopes.apply(tiles, tile, matrix_RC, exponentials=exponentials)
-
-                tiles.backward(tile, differentiate, out)
-        return loss
-
-    def _both_terms(
-        self, tiles: SimilarityTiles, batch: StreamedBatch, known: Statistics
-    ) -> tuple[Tensor, Terms, Terms | None, Tensor]:
-        """Return the loss, the terms of rows and columns, and the gradients of the positive pairs' logits."""
-        cells, logits_KP = tiles.cells, known.positive_logits_KP
-        share = 1.0 if known.columns is None else 0.5
-        positives = LogSumExp.of_groups(logits_KP, cells.pair_rows, cells.num_rows)
-        counts_Q, counts_D = self._counts(batch, tiles)
-        rows = terms(
-            known.rows,
-            positives,
-            (logits_KP, cells.pair_rows),
-            self.query_weights(batch, tiles, share),
-            focal_gamma=self.focal_gamma,
-            counts_G=counts_Q,
-        )
-        loss, pair_gradients_KP, columns = rows.loss + rows.own_loss, rows.pair_gradients_KP, None
-        if known.columns is not None:
-            columns = terms(
-                known.columns[0],
-                known.columns[1],
-                (logits_KP, cells.pair_columns),
-                self.weights_of(share * document_shares(batch.structure), tiles),
-                focal_gamma=self.focal_gamma,
-                counts_G=counts_D,
-            )
-            of_rank = share_of(batch.structure, batch.queries)  # every rank has all of the columns' loss
-            loss = loss + columns.loss * of_rank + columns.own_loss
-            pair_gradients_KP = pair_gradients_KP + columns.pair_gradients_KP
-        return loss, rows, columns, pair_gradients_KP
-
-    def _counts(self, batch: StreamedBatch, tiles: SimilarityTiles) -> tuple[Tensor | None, Tensor | None]:
-        """Return the positives of this rank's queries (Q,) and of all documents (D,), where each has a loss."""
-        if not self.positives_apart:
-            return None, None
-        counts_Q, counts_D = positive_counts(batch.structure)
-        own = slice(batch.queries.start, batch.queries.stop)
-        of_queries, of_documents = (to_device(each.to(tiles.dtype), tiles.device) for each in (counts_Q[own], counts_D))
-        return of_queries, of_documents
+    def own_gradients(self, sweep: Sweep, scale_gradient: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the gradient of the log scale."""
+        return {"log_scale": scale_gradient.to(self.log_scale.dtype)}
 
     def cells(self, batch: StreamedBatch) -> CellMap:
-        """Return which cells of this rank's queries are positives, no negatives, and negatives of their own row."""
-        if self.hardness is None:
-            return super().cells(batch)
-        masks, device = self.mask_false_negatives, batch.q_QE.device
-        return CellMap(batch.structure, batch.queries, mask_false_negatives=masks, device=device, with_named=True)
+        """Return the positives, excluded cells and, with hardness, the negatives of the queries' rows."""
+        return CellMap(
+            batch.structure,
+            batch.queries,
+            mask_false_negatives=self.mask_false_negatives,
+            device=batch.q_QE.device,
+            with_named=self.hardness is not None,
+        )
 
-    def _tiles(self, batch: StreamedBatch) -> SimilarityTiles:
-        """Return the tiles of a batch; the scale and how large a logit can be are read together."""
+    def scaled_tiles(self, batch: StreamedBatch) -> SimilarityTiles:
+        """Return the tiles of a batch; the scale and the bound of a logit are read from the device together."""
         rows = () if self.prefixes is not None else (longest_row(batch.q_QE), longest_row(batch.d_DE))
         scale, *norms = read_numbers(self.log_scale.exp(), *rows)
         return self.tiles(batch, scale=scale, longest=math.prod(norms))
@@ -281,11 +371,11 @@ class SoftmaxLoss(StreamedLoss):
     @property
     def temperature(self) -> float:
         """1 / logit scale; a learned one is read from its device."""
-        return math.exp(-self.log_scale.item()) if self._fixed is None else self._fixed
+        return math.exp(-self.log_scale.item()) if self._fixed_temperature is None else self._fixed_temperature
 
 
 def softmax_options(keys: SoftmaxKeys, common: LossCommon) -> dict[str, Any]:
-    """Return what the keys say of InfoNCE over any negatives."""
+    """Return the arguments of InfoNCE over any negatives from the keys of a run."""
     return {
         "temperature": keys.temperature,
         "learn_temperature": keys.learn_temperature,
@@ -296,7 +386,14 @@ def softmax_options(keys: SoftmaxKeys, common: LossCommon) -> dict[str, Any]:
 
 
 class InfoNCE(SoftmaxLoss):
-    """InfoNCE over inner products of rows with one vector each."""
+    """InfoNCE over the documents of the batch."""
+
+    citation = """@article{oord2018representation,
+  title   = {Representation Learning with Contrastive Predictive Coding},
+  author  = {van den Oord, A{\\"a}ron and Li, Yazhe and Vinyals, Oriol},
+  journal = {arXiv preprint arXiv:1807.03748},
+  year    = {2018}
+}"""
 
     @classmethod
     def from_keys(cls, keys: InfoNCEKeys, common: LossCommon) -> Self:
@@ -317,9 +414,16 @@ class InfoNCE(SoftmaxLoss):
 
 
 class SupCon(InfoNCE):
-    """InfoNCE in which each positive of a query has a loss of its own, and their mean counts."""
+    """InfoNCE of each positive by itself, for rows of one class."""
 
     positives_apart = True
+    citation = """@inproceedings{khosla2020supervised,
+  title     = {Supervised Contrastive Learning},
+  author    = {Khosla, Prannay and Teterwak, Piotr and Wang, Chen and Sarna, Aaron and Tian, Yonglong and
+               Isola, Phillip and Maschinot, Aaron and Liu, Ce and Krishnan, Dilip},
+  booktitle = {Advances in Neural Information Processing Systems},
+  year      = {2020}
+}"""
 
     @classmethod
     def from_keys(cls, keys: SoftmaxKeys, common: LossCommon) -> Self:

@@ -32,17 +32,19 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from vembed.losses.base import to_device
-from vembed.losses.cells import CellMap
-from vembed.losses.infonce import InfoNCE
-from vembed.losses.masks import positive_mask
-from vembed.losses.prefixes import weighted_similarities
+from vembed.losses.base import query_shares, to_device
+from vembed.losses.cells import CellMap, positive_mask
+from vembed.losses.infonce import InfoNCE, SoftmaxSweep
 from vembed.losses.relatives import among_documents, among_queries
-from vembed.losses.softmax import Slopes, Sums
-from vembed.losses.statistics import LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, empty_gradients
-from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles
-from vembed.losses.weights import query_shares
+from vembed.losses.streamed import (
+    LogSumExp,
+    LossGradients,
+    Statistics,
+    collect_rows,
+    differentiate,
+    empty_gradients,
+)
+from vembed.losses.tiles import EmbeddingGradients, SimilarityTiles, weighted_similarities
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,8 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure
-    from vembed.losses.cells import Tile
-    from vembed.losses.facts.infonce import Direction
+    from vembed.losses.keys import Direction
     from vembed.losses.streamed import StreamedBatch
 
 
@@ -127,30 +128,28 @@ class JointInfoNCE(InfoNCE):
     @torch.no_grad()
     def statistics(self, batch: StreamedBatch) -> Statistics:
         """Return sums (K, Q + Q + D): over each query's negatives and positives, and over each document's."""
-        tiles = self._tiles(batch)
-        sums = Sums(tiles, columns=self.columns_too, hardness=self.hardness)
-        _sweep(tiles, sums)
-        known = sums.finished()
-        rows = known.rows
+        tiles = self.scaled_tiles(batch)
+        sweep = SoftmaxSweep(tiles, columns=self.columns_too, hardness=self.hardness)
+        rows = _swept(sweep)
         if self.queries_too:
-            rows = rows.merge(_swept(self._of_queries(batch, tiles)))
+            rows = rows.merge(_swept(SoftmaxSweep(self._of_queries(batch, tiles), columns=False)))
         cells, like, shape = tiles.cells, tiles.zeros(), (tiles.num_prefixes,)
-        positives = LogSumExp.of_groups(known.positive_logits_KP, cells.pair_rows, cells.num_rows)
+        positives = LogSumExp.of_groups(sweep.positives_KP, cells.pair_rows, cells.num_rows)
         of_queries = [LogSumExp.empty(*shape, batch.structure.num_queries, like=like, bounded=False) for _ in range(2)]
-        own = slice(batch.queries.start, batch.queries.stop)
+        own = batch.rows
         for whole, part in zip(of_queries, (rows, positives), strict=True):
             part = part.without_idle_maxima()
             whole.max[:, own], whole.sum[:, own] = part.max, part.sum
         documents = LogSumExp.empty(*shape, cells.num_columns, like=like, bounded=False)
-        if known.columns is not None:
-            documents = known.columns[0]
+        if sweep.columns is not None:
+            documents = sweep.columns.without_idle_maxima()
         if (rows_of := self._of_documents(batch, tiles)) is not None:
             places, block = rows_of
-            both = documents[:, places].merge(_swept(block).without_idle_maxima())
+            both = documents[:, places].merge(_swept(SoftmaxSweep(block, columns=False)).without_idle_maxima())
             documents.max[:, places], documents.sum[:, places] = both.max, both.sum
         parts = (*of_queries, documents)
         columns = LogSumExp(torch.cat([each.max for each in parts], 1), torch.cat([each.sum for each in parts], 1))
-        return Statistics(rows, columns, known.positive_logits_KP, tiles)
+        return Statistics(sweep, columns)
 
     @torch.no_grad()
     def gradients(
@@ -159,22 +158,23 @@ class JointInfoNCE(InfoNCE):
         """Return loss and gradients from the sums of all ranks."""
         if statistics is None or statistics.columns is None:
             raise ValueError("one softmax over several directions needs the statistics of all ranks first")
-        tiles = statistics.tiles
+        sweep = statistics.sweep
+        tiles = sweep.tiles
         out = empty_gradients(tiles, batch, into)
-        loss, shifts_KQ, shifts_KD, pair_gradients_KP = self._terms(batch, statistics, statistics.columns)
-        own_KQ = shifts_KQ[:, batch.queries.start : batch.queries.stop]
-        _back(tiles, own_KQ, shifts_KD if self.columns_too else None, out, pair_gradients_KP, self)
+        loss, shifts_KQ, shifts_KD, sweep.pair_slopes_KP = self._terms(batch, sweep, statistics.columns)
+        own_KQ = shifts_KQ[:, batch.rows]
+        _back(sweep, own_KQ, shifts_KD if self.columns_too else None, out)
         scale_gradient = tiles.finish(out)
         if self.queries_too:
             block = self._of_queries(batch, tiles)
             into_rows = EmbeddingGradients(out.dq_QE, out.dd_DE[:0], *_moments(block))
-            _back(block, own_KQ, shifts_KQ, into_rows)
+            _back(SoftmaxSweep(block, columns=True), own_KQ, shifts_KQ, into_rows)
             scale_gradient = scale_gradient + block.finish(into_rows) / 2  # each pair of queries is seen from both
         if (rows_of := self._of_documents(batch, tiles)) is not None:
             places, block = rows_of
             rows_NE = tiles.zeros(len(places), batch.d_DE.shape[1])
             into_both = EmbeddingGradients(rows_NE, out.dd_DE, *_moments(block))
-            _back(block, shifts_KD[:, places], None, into_both)
+            _back(SoftmaxSweep(block, columns=False), shifts_KD[:, places], None, into_both)
             scale_gradient = scale_gradient + block.finish(into_both)
             out.dd_DE.index_add_(0, places, rows_NE)
         if self.prefixes is None:  # each logit is s <a, b>, and both sides have its gradient
@@ -183,10 +183,10 @@ class JointInfoNCE(InfoNCE):
         return LossGradients(loss, out.dq_QE, out.dd_DE, {"log_scale": scale_gradient.to(self.log_scale.dtype)})
 
     def _terms(
-        self, batch: StreamedBatch, known: Statistics, columns: LogSumExp
+        self, batch: StreamedBatch, sweep: SoftmaxSweep, columns: LogSumExp
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return this rank's loss, the shifts of all queries and documents, and its positive pairs' gradients."""
-        tiles, num_queries = known.tiles, batch.structure.num_queries
+        tiles, num_queries = sweep.tiles, batch.structure.num_queries
         rows_KQ, p_KQ, documents_KD = columns.value().split([num_queries, num_queries, tiles.cells.num_columns], dim=1)
         pairs = np.unique(batch.structure.positives_P2.cpu().numpy(), axis=0).T.copy()
         queries_P, documents_P = (to_device(torch.from_numpy(each), tiles.device) for each in pairs)
@@ -199,11 +199,11 @@ class JointInfoNCE(InfoNCE):
         weights_KQ = self.weights_of(query_shares(batch.structure), tiles)
         if self.focal_gamma:
             weights_KQ = weights_KQ * gap_KQ.sigmoid().pow(self.focal_gamma)
-        own = slice(batch.queries.start, batch.queries.stop)
+        own = batch.rows
         loss = (-logsigmoid(-gap_KQ) * weights_KQ)[:, own].sum()
         shifts_KQ = torch.where(counts_KQ, weights_KQ.log() - torch.logaddexp(n_KQ, p_KQ), -math.inf)
         shifts_KD = LogSumExp.of_groups(shifts_KQ[:, queries_P], documents_P, tiles.cells.num_columns).value()
-        logits_KP, rows_P = known.positive_logits_KP, tiles.cells.pair_rows + own.start
+        logits_KP, rows_P = sweep.positives_KP, tiles.cells.pair_rows + own.start
         falls_KP = (logits_KP - p_KQ[:, rows_P]).exp() * gap_KQ[:, rows_P].sigmoid() * weights_KQ[:, rows_P]
         rises_KP = (logits_KP + shifts_KQ[:, rows_P]).exp() if self.columns_too else torch.zeros_like(falls_KP)
         return loss, shifts_KQ, shifts_KD, rises_KP - falls_KP
@@ -240,46 +240,18 @@ def _of_positives(values_D: Tensor, positive_QD: Tensor) -> Tensor:
     return values_D.expand_as(positive_QD).masked_fill(~positive_QD, -math.inf).logsumexp(dim=1)
 
 
-def _sweep(tiles: SimilarityTiles, sums: Sums) -> None:
-    for strip in tiles.strips():
-        for tile in strip:
-            for prefix, logits_RC in enumerate(tiles.logits(tile)):
-                sums.add(prefix, tile, logits_RC)
+def _swept(sweep: SoftmaxSweep) -> LogSumExp:
+    """Collect all tiles and return the sums over the rows of a block, (K, rows)."""
+    for rows in sweep.tiles.row_blocks():
+        collect_rows(sweep, rows)
+    return sweep.rows
 
 
-def _swept(tiles: SimilarityTiles) -> LogSumExp:
-    """Return the sums over the rows of a block, (K, rows)."""
-    sums = Sums(tiles, columns=False)
-    _sweep(tiles, sums)
-    return sums.rows
-
-
-def _back(
-    tiles: SimilarityTiles,
-    rows_KQ: Tensor,
-    columns_KD: Tensor | None,
-    out: EmbeddingGradients,
-    pair_gradients_KP: Tensor | None = None,
-    loss: JointInfoNCE | None = None,
-) -> None:
-    """Sweep a block again and add its gradients; without gradients of pairs, what belongs together has none."""
-    for strip in tiles.strips():
-        for tile in strip:
-
-            def differentiate(prefix: int, matrix_RC: Tensor, tile: Tile = tile) -> None:
-                tiles.exclude(prefix, tile, matrix_RC)
-                of_pairs = tiles.zeros(len(tile.pairs))
-                if pair_gradients_KP is not None:
-                    of_pairs = pair_gradients_KP[prefix, tile.pairs]
-                slopes = Slopes(
-                    rows_KQ[prefix, tile.rows],
-                    None if columns_KD is None else columns_KD[prefix, tile.columns],
-                    of_pairs,
-                    None if loss is None else loss.hardness,
-                )
-                slopes.apply(tiles, tile, matrix_RC, exponentials=False)
-
-            tiles.backward(tile, differentiate, out)
+def _back(sweep: SoftmaxSweep, rows_KQ: Tensor, columns_KD: Tensor | None, out: EmbeddingGradients) -> None:
+    """Add the gradients of a block from the shifts of its rows and columns."""
+    sweep.row_shifts_KQ, sweep.column_shifts_KD = rows_KQ, columns_KD
+    sweep.reach = "batch"  # the shifts are known: nothing is left to collect
+    differentiate(sweep, out)
 
 
 def _moments(tiles: SimilarityTiles) -> tuple[Tensor, Tensor]:

@@ -19,15 +19,14 @@ import torch
 
 from vembed.losses.base import to_device
 from vembed.losses.listed import ListedLoss, ListedPairs, scores_of, shares
-from vembed.losses.prefixes import Prefixes
-from vembed.losses.statistics import LogSumExp
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.streamed import LogSumExp
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.facts.kl import KlKeys
+    from vembed.losses.keys import KlKeys
 
 
 class KlLoss(ListedLoss):

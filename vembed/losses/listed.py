@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from vembed.losses.base import to_device
-from vembed.losses.prefixes import pair_similarity
 from vembed.losses.streamed import LossGradients, StreamedLoss, zero_gradients
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, pair_similarity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure
-    from vembed.losses.prefixes import Prefixes
-    from vembed.losses.statistics import Statistics
-    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.streamed import Statistics, StreamedBatch
+    from vembed.losses.tiles import Prefixes
 
     Similarity = Callable[[Tensor, Tensor, int | None], Tensor]
     """From the queries (N, E) and documents (N, E) of pairs, and the length of a prefix, to (N,)."""

@@ -20,15 +20,14 @@ import torch
 from vembed.batch import ranges
 from vembed.losses.base import to_device
 from vembed.losses.listed import ListedLoss, ListedPairs, scores_of, shares
-from vembed.losses.prefixes import Prefixes
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, Prefixes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.facts.margin_mse import MarginMseKeys
+    from vembed.losses.keys import MarginMseKeys
 
 
 class MarginMseLoss(ListedLoss):

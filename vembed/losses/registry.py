@@ -1,4 +1,4 @@
-"""What losses say of themselves, and `register_loss`. No torch here: a configuration is checked from these facts."""
+"""Facts of losses, and `register_loss`. No torch here: a configuration is checked from these facts."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
-from vembed.config.fields import Section
-from vembed.config.keys.loss import filters_by_teacher
 from vembed.errors import ConfigError
 from vembed.plan.memory import LOSS_STRIP_TILES
 from vembed.registry import LOSSES
+from vembed.section import Section
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
     from vembed.data.columns import ExtraColumn
     from vembed.losses.base import BatchLoss, LossCommon
+    from vembed.losses.keys import LossSection
 
 Supervision = Literal["positives", "classes", "pairs", "lists"]
 """What a loss learns from: positives among the documents of the batch, classes, listed pairs with scores, or several
@@ -32,7 +33,15 @@ vectors of rows with several, or the products of all dims with each other."""
 ANY_SCORE = (-math.inf, math.inf)
 """Bounds of the scores of pairs where a loss takes any."""
 
+Hints: TypeAlias = "Mapping[str, str | Callable[[Any], str]]"
+"""Key of another loss -> advice for a user who set it here, or a function from its value to that."""
+
 AnyLoss = TypeVar("AnyLoss", bound="type[BatchLoss]")
+
+
+def filters_by_teacher(keys: object) -> bool:
+    """Return whether a teacher tells a loss of these keys its false negatives."""
+    return getattr(keys, "false_negative_filter", None) == "teacher"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,25 +204,57 @@ def _facts_of(loss: type[BatchLoss]) -> LossFacts:
         if not set([given] if isinstance(given, str) else given) <= set(allowed):
             raise ConfigError(f"{where}: {fact} must be of {', '.join(allowed)}, got {given!r}")
     if not (isinstance(loss.keys, type) and issubclass(loss.keys, Section)):
-        raise ConfigError(f"{where}: keys must be a Section, a class of keys (vembed.config.fields)")
+        raise ConfigError(f"{where}: keys must be a Section, a class of keys (vembed.section)")
     for name, info in loss.keys.model_fields.items():
         if info.is_required():
             raise ConfigError(f"{where}: key {name} has no default; runs with other losses need one")
         if not isinstance(info.json_schema_extra, dict) or not info.description:
             raise ConfigError(f"{where}: key {name} is not made by key(default, meaning)")
+    summary = loss.summary or (inspect.getdoc(loss) or "").partition("\n")[0].rstrip(".")
+    title = loss.title or f"the {loss.name} loss"
+    return _facts(loss, loss.name, loss, loss.keys, title, summary)
+
+
+def declare(section: type[LossSection]) -> LossFacts:
+    """Return the facts of one of our own losses, from its section of keys."""
+    return _facts(section, section.name, section.loss, section, section.title, section.summary)
+
+
+def _facts(
+    owner: type[LossSection | BatchLoss],
+    name: str,
+    loss: str | type[BatchLoss],
+    keys: type[Section],
+    title: str,
+    summary: str,
+) -> LossFacts:
+    """Return facts from class attributes, and from the properties of the keys where values decide them."""
+
+    def property_of(config: Any, attribute: str, default: Any) -> Any:
+        section = config
+        if not isinstance(config, keys):  # the keys among all others of a configuration
+            section = keys.model_validate({field: getattr(config, field) for field in keys.model_fields})
+        return getattr(section, attribute, default)
+
+    always_reads_teacher = owner.reads_teacher
     return LossFacts(
-        name=loss.name,
+        name=name,
         loss=loss,
-        keys=loss.keys,
-        title=f"the {loss.name} loss",
-        summary=(inspect.getdoc(loss) or "").partition("\n")[0].rstrip("."),
-        columns=tuple(loss.columns),
-        takes=tuple(loss.takes),
-        score_bounds=loss.score_bounds,
-        memory=loss.memory,
-        reads_teacher=lambda keys: loss.reads_teacher or filters_by_teacher(keys),
-        multi_vector=loss.multi_vector,
-        formula=loss.formula,
-        source=loss.source,
-        citation=loss.citation,
+        keys=keys,
+        title=title,
+        summary=summary,
+        columns=tuple(owner.columns),
+        takes=tuple(owner.takes),
+        score_bounds=owner.score_bounds,
+        memory=owner.memory,
+        multi_vector=owner.multi_vector,
+        formula=owner.formula,
+        source=owner.source,
+        citation=owner.citation,
+        blocks=lambda config: property_of(config, "tile_blocks", (2, LOSS_STRIP_TILES)),
+        listed=lambda config: property_of(config, "numbers_kept", (0, 0)),
+        copies=lambda config: property_of(config, "query_copies", 0),
+        reads_negatives=lambda config: property_of(config, "row_negatives", ""),
+        reads_teacher=lambda config: always_reads_teacher or filters_by_teacher(config),
+        hints=getattr(keys, "hints", {}),
     )

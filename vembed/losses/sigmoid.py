@@ -1,6 +1,6 @@
 """The pairwise sigmoid loss of SigLIP, with a learned logit scale and bias.
 
-Each cell of the matrix is a question of its own, is this document a positive of this query:
+Each cell of the matrix is a question of its own: is this document a positive of this query?
 
     L = 1/Q sum over i, j of softplus(-y_ij (s S_ij + b)),   y_ij = 1 for positives, -1 for negatives
 
@@ -10,6 +10,7 @@ without the masked cells. There is nothing to normalise, so that one sweep over 
     dL/d(s S_ij) = (sigmoid(s S_ij + b) - [y_ij = 1]) / Q
 
 Source: Zhai et al., 2023, "Sigmoid Loss for Language Image Pre-Training".
+Shape legend: Q queries of this rank, D documents of all ranks, K prefixes, R x C cells of a tile, P positive pairs.
 """
 
 from __future__ import annotations
@@ -21,31 +22,54 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from vembed.config.keys.loss import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
-from vembed.losses.masks import positive_mask
-from vembed.losses.prefixes import weighted_similarities
-from vembed.losses.streamed import LossGradients, StreamedLoss, empty_gradients, streamed_options
-from vembed.losses.tiles import read_numbers
-from vembed.losses.weights import query_shares
+from vembed.losses.base import query_shares
+from vembed.losses.cells import positive_mask
+from vembed.losses.keys import MAX_LOGIT_SCALE, MIN_LOGIT_SCALE
+from vembed.losses.streamed import CellLoss, Sweep, streamed_options
+from vembed.losses.tiles import read_numbers, weighted_similarities
 
 if TYPE_CHECKING:
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.cells import Tile
-    from vembed.losses.facts.sigmoid import SigmoidKeys
-    from vembed.losses.statistics import Statistics
-    from vembed.losses.streamed import StreamedBatch, StreamedOptions
+    from vembed.losses.keys import SigmoidKeys
+    from vembed.losses.streamed import StreamedBatch, StreamedOptions, TileLogits
+    from vembed.losses.tiles import SimilarityTiles
 
 EXACT_THRESHOLD = 40.0
 """Above this, log(1 + e^x) is x in every type; torch's own threshold of 20 would cost digits in float64."""
 
 
-class SigmoidLoss(StreamedLoss):
-    """The sigmoid loss over all pairs of a batch.
+class SigmoidSweep(Sweep):
+    """Sigmoid terms of one batch: every cell by itself."""
 
-    Args:
-        init_logit_scale: Starting log of the logit scale; the scale is kept within [1, 100].
-        init_logit_bias: Starting bias. Far below 0, as nearly all pairs are negatives.
-    """
+    reach = "cell"
+
+    def __init__(self, tiles: SimilarityTiles, weights_KQ: Tensor, bias: float) -> None:
+        super().__init__(tiles)
+        self.weights_KQ, self.bias = weights_KQ, bias
+        self.bias_gradient = tiles.zeros()
+
+    def slopes(self, part: TileLogits) -> Tensor:
+        """Add the terms of a tile, and turn it into sigmoid(logit + bias) times the weight of the query."""
+        logits_RC, positives_P = part.logits_RC.add_(self.bias), part.positives_P + self.bias
+        weights_Q = self.weights_KQ[part.prefix]
+        weights_R, weights_P = weights_Q[part.tile.rows], weights_Q[self.tiles.cells.pair_rows[part.tile.pairs]]
+        self.loss += softplus(logits_RC, threshold=EXACT_THRESHOLD).sum(dim=1) @ weights_R
+        self.loss += softplus(-positives_P, threshold=EXACT_THRESHOLD) @ weights_P
+        logits_RC.sigmoid_().mul_(weights_R[:, None])
+        slopes_P = -weights_P * (-positives_P).sigmoid()
+        self.bias_gradient += logits_RC.sum() + slopes_P.sum()
+        return slopes_P
+
+
+class SigmoidLoss(CellLoss):
+    """Sigmoid loss over the documents of the batch, of rows with one vector each."""
+
+    citation = """@inproceedings{zhai2023sigmoid,
+  title     = {Sigmoid Loss for Language Image Pre-Training},
+  author    = {Zhai, Xiaohua and Mustafa, Basil and Kolesnikov, Alexander and Beyer, Lucas},
+  booktitle = {Proceedings of the IEEE/CVF International Conference on Computer Vision},
+  year      = {2023}
+}"""
 
     def __init__(
         self,
@@ -56,9 +80,9 @@ class SigmoidLoss(StreamedLoss):
         **options: Unpack[StreamedOptions],
     ) -> None:
         super().__init__(**options)
-        own = torch.promote_types(dtype, torch.float32)
-        self.log_scale = nn.Parameter(torch.tensor(init_logit_scale, dtype=own))
-        self.bias = nn.Parameter(torch.tensor(init_logit_bias, dtype=own))
+        at_least_float32 = torch.promote_types(dtype, torch.float32)
+        self.log_scale = nn.Parameter(torch.tensor(init_logit_scale, dtype=at_least_float32))
+        self.bias = nn.Parameter(torch.tensor(init_logit_bias, dtype=at_least_float32))
 
     @classmethod
     def from_keys(cls, keys: SigmoidKeys, common: LossCommon) -> Self:
@@ -83,37 +107,15 @@ class SigmoidLoss(StreamedLoss):
             losses.append(weight * (pairs_QD * shares_Q1).sum())
         return torch.stack(losses).sum()
 
-    @torch.no_grad()
-    def gradients(
-        self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
-    ) -> LossGradients:
-        """Return loss and gradients in one sweep; statistics have no part in it."""
-        assert statistics is None
+    def sweep(self, batch: StreamedBatch) -> SigmoidSweep:
+        """Begin the sums of a batch."""
         scale, bias = read_numbers(self.log_scale.exp(), self.bias)
         tiles = self.tiles(batch, scale=scale)
-        out = empty_gradients(tiles, batch, into)
-        weights_KQ = self.query_weights(batch, tiles)
-        loss, bias_gradient = tiles.zeros(), tiles.zeros()
-        for strip in tiles.strips():
-            for tile in strip:
+        return SigmoidSweep(tiles, self.query_weights(batch, tiles), bias)
 
-                def differentiate(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
-                    weights_R, cells = weights_KQ[prefix, tile.rows], logits_RC.view(-1)
-                    positives_P, rows_P = cells[tile.pair_cells] + bias, tiles.cells.pair_rows[tile.pairs]
-                    weights_P = weights_KQ[prefix, rows_P]
-                    tiles.exclude(prefix, tile, logits_RC)
-                    logits_RC.add_(bias)
-                    loss.add_(softplus(logits_RC, threshold=EXACT_THRESHOLD).sum(dim=1) @ weights_R)
-                    loss.add_(softplus(-positives_P, threshold=EXACT_THRESHOLD) @ weights_P)
-                    logits_RC.sigmoid_().mul_(weights_R[:, None])
-                    cells[tile.pair_cells] = -weights_P * (-positives_P).sigmoid()
-                    bias_gradient.add_(logits_RC.sum())
-
-                tiles.backward(tile, differentiate, out)
-        own = {"log_scale": tiles.finish(out), "bias": bias_gradient}
-        return LossGradients(
-            loss, out.dq_QE, out.dd_DE, {name: value.to(self.bias.dtype) for name, value in own.items()}
-        )
+    def own_gradients(self, sweep: SigmoidSweep, scale_gradient: Tensor) -> dict[str, Tensor]:
+        """Return the gradients of log scale and bias."""
+        return {"log_scale": scale_gradient.to(self.bias.dtype), "bias": sweep.bias_gradient.to(self.bias.dtype)}
 
     @torch.no_grad()
     def constrain(self) -> None:

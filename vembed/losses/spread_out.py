@@ -24,10 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 import torch
 from torch.nn.functional import normalize
 
-from vembed.losses.prefixes import NORM_EPSILON, Prefixes
-from vembed.losses.statistics import LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, StreamedLoss, zero_gradients
-from vembed.losses.tiles import DEFAULT_TILE_SIZE
+from vembed.losses.streamed import LossGradients, Statistics, StreamedLoss, zero_gradients
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, NORM_EPSILON, Prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.facts.spread_out import SpreadOutKeys
+    from vembed.losses.keys import SpreadOutKeys
     from vembed.losses.streamed import StreamedBatch
 
 
@@ -115,8 +113,7 @@ class SpreadOutLoss(StreamedLoss):
                 for prefix, dim in enumerate(self.prefix_dims):
                     packed_F = _Sums.of(_cut(z_NE[block].to(tiles.dtype), dim)).packed()
                     sums_2KF[side, prefix, : len(packed_F)] += packed_F
-        nothing = LogSumExp.empty(0, like=sums_2KF, bounded=True)
-        return Statistics(nothing, None, nothing.sum, tiles, sums=sums_2KF)
+        return Statistics(sums=sums_2KF)
 
     @torch.no_grad()
     def gradients(

@@ -1,46 +1,62 @@
-"""Losses that stream over tiles: statistics first, where one is needed, then the gradients.
+"""Losses that stream: gradients of all embeddings in the memory of a few tiles, without autograd.
 
-`forward` of such a loss is its definition in plain autograd, whole matrix and all. `statistics` and `gradients` compute
-the same in the memory of a tile; together they read numbers from the device once, whatever the tiles. Neither knows of
-ranks: a rank passes its queries and the documents of all, merges the columns of the statistics over ranks, and adds up
-losses and document gradients.
+`forward` of a loss is its definition over the whole matrix, in plain autograd; tests hold the rest to it. A loss over
+the cells of the matrix (`CellLoss`) streams by a `Sweep`, which adds up tiles and then turns them into their slopes.
+The loops over tiles are here, once:
+
+    reach "cell"     for each tile: slopes                                               1 product forth, 2 back
+    reach "row"      for each row block: collect its tiles, complete, slopes             the logits are kept: 1 and 2
+    reach "batch"    collect all tiles | ranks merge | complete, slopes of all tiles     2 products forth, 2 back
+
+No loss knows of ranks: a rank passes its queries and the documents of all ranks, the loss stage merges `Statistics`
+between the sweeps and adds up losses and document gradients after them (gradcache/loss_stage.py). Numbers are read
+from the device once, whatever the tiles.
+
+Shape legend: Q queries of this rank, D documents of all ranks, K prefixes, R x C cells of a tile, P positive pairs.
+Source: Milakov & Gimelshein, 2018, "Online normalizer calculation for softmax" (sums merged as max and sum).
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from typing import TYPE_CHECKING, NamedTuple, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypedDict
 
 import torch
 
-from vembed.losses.base import BatchLoss, to_device
-from vembed.losses.cells import CellMap
+from vembed.losses.base import BatchLoss, query_shares, to_device
+from vembed.losses.cells import CellMap, false_negative_mask
 from vembed.losses.filters import FalseNegativeFilter, TileFilter
-from vembed.losses.masks import false_negative_mask
-from vembed.losses.prefixes import Prefixes
-from vembed.losses.tiles import DEFAULT_TILE_SIZE, EmbeddingGradients, SimilarityTiles
-from vembed.losses.weights import query_shares
+from vembed.losses.tiles import DEFAULT_TILE_SIZE, EmbeddingGradients, Prefixes, SimilarityTiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.config.keys.loss import CellKeys
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.statistics import Statistics
+    from vembed.losses.cells import Tile
+    from vembed.losses.keys import CellKeys
+
+STRIP_TILES = 10
+"""Most logits of a row block that are kept to save a product, in whole tiles: 40 MiB for tiles of 4."""
+
+LEAST_STRIP_ROWS = 32
+"""Below this, products with so few rows cost more than the one that is saved."""
+
+
+# The contract with the loss stage -------------------------------------------------------------------------------------
 
 
 class StreamedBatch(NamedTuple):
-    """What a streamed loss sees."""
+    """Embeddings of one rank's queries and of the documents of all ranks."""
 
     q_QE: Tensor  # embeddings of this rank's queries (Q, E)
     d_DE: Tensor  # embeddings of the documents of all ranks (D, E)
-    # Positives and identities of the whole batch, all ranks; best on the CPU, where they are read
-    structure: BatchStructure
+    structure: BatchStructure  # of the whole batch, all ranks; best on the CPU, where it is read
     first_query: int = 0  # number of this rank's first query in `structure`
     # Vectors of each of these queries and documents, which stand row after row above; None: one each
     counts: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
@@ -48,9 +64,14 @@ class StreamedBatch(NamedTuple):
 
     @property
     def queries(self) -> range:
-        """Which queries of `structure` are this rank's."""
+        """Numbers of this rank's queries in `structure`."""
         count = len(self.q_QE) if self.counts is None else len(self.counts[0])
         return range(self.first_query, self.first_query + count)
+
+    @property
+    def rows(self) -> slice:
+        """The same, to take this rank's part of something that has a row for each query of the batch."""
+        return slice(self.queries.start, self.queries.stop)
 
 
 class LossGradients(NamedTuple):
@@ -62,8 +83,19 @@ class LossGradients(NamedTuple):
     own: dict[str, Tensor]  # gradients of the loss's own parameters, by name
 
 
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Sums over the tiles of one rank, which ranks merge before any of them differentiates."""
+
+    sweep: Any = None  # goes on from them, with the numbers that are this rank's alone
+    columns: LogSumExp | None = None  # merged as (max, sum), any shape
+    column_hardest: Hardest | None = None  # merged: the largest of all ranks remain
+    sums: Tensor | None = None  # added up, any shape
+    parts: tuple[Statistics | None, ...] = ()  # of a sum of losses: those of each part, merged one by one
+
+
 class StreamedOptions(TypedDict, total=False):
-    """What every loss over the cells of the matrix is told."""
+    """Arguments of every loss over the cells of the matrix."""
 
     mask_false_negatives: bool
     prefixes: Prefixes | None
@@ -72,7 +104,7 @@ class StreamedOptions(TypedDict, total=False):
 
 
 def streamed_options(keys: CellKeys, common: LossCommon) -> StreamedOptions:
-    """Return what the keys of a run say of them."""
+    """Return those arguments from the keys of a run."""
     return {
         "mask_false_negatives": keys.mask_false_negatives,
         "prefixes": Prefixes.of_keys(keys),
@@ -82,7 +114,7 @@ def streamed_options(keys: CellKeys, common: LossCommon) -> StreamedOptions:
 
 
 class StreamedLoss(BatchLoss):
-    """A loss over the similarity matrix that never holds it, of rows with one vector or several."""
+    """A loss that computes its gradients itself, for rows with one vector or several."""
 
     memory = "tiles"
 
@@ -107,7 +139,7 @@ class StreamedLoss(BatchLoss):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether `gradients` must be told the statistics of all ranks."""
+        """Whether `gradients` takes the statistics of all ranks."""
         return False
 
     def statistics(self, batch: StreamedBatch) -> Statistics:
@@ -121,8 +153,8 @@ class StreamedLoss(BatchLoss):
         """Return loss and gradients, computed without autograd.
 
         Args:
-            statistics: What `statistics` returned, its columns merged over ranks; None where the loss needs none.
-            into: Where to write dq (Q, E) and dd (D, E), of the type of the gradients; None makes them.
+            statistics: Those of `statistics`, merged over ranks; None where the loss needs none.
+            into: Where to write dq (Q, E) and dd (D, E), of the type of the gradients; None allocates them.
         """
 
     def tiles(self, batch: StreamedBatch, *, scale: float, longest: float = math.inf) -> SimilarityTiles:
@@ -144,6 +176,11 @@ class StreamedLoss(BatchLoss):
             tiles.filter = TileFilter(self.negative_filter, batch, tiles, self.prefix_dims)
         return tiles
 
+    def cells(self, batch: StreamedBatch) -> CellMap:
+        """Return the positives and the excluded cells of this rank's queries."""
+        masks, device = self.mask_false_negatives, batch.q_QE.device
+        return CellMap(batch.structure, batch.queries, mask_false_negatives=masks, device=device)
+
     def masked(self, structure: BatchStructure, similarity_QD: Tensor, positive_QD: Tensor) -> Tensor:
         """Return which cells are neither positive nor negative, bool (Q, D), for the definition of a loss."""
         masked_QD = torch.zeros_like(positive_QD)
@@ -153,15 +190,9 @@ class StreamedLoss(BatchLoss):
             masked_QD = masked_QD | self.negative_filter.found(structure, similarity_QD, positive_QD)
         return masked_QD
 
-    def cells(self, batch: StreamedBatch) -> CellMap:
-        """Return which cells of this rank's queries are positives, and which are no negatives."""
-        masks, device = self.mask_false_negatives, batch.q_QE.device
-        return CellMap(batch.structure, batch.queries, mask_false_negatives=masks, device=device)
-
     def query_weights(self, batch: StreamedBatch, tiles: SimilarityTiles, share: float = 1.0) -> Tensor:
-        """Return what each of this rank's queries counts in each prefix, (K, Q), all ranks' adding up to `share`."""
-        own = slice(batch.queries.start, batch.queries.stop)
-        return self.weights_of(share * query_shares(batch.structure)[own], tiles)
+        """Return the weight of each of this rank's queries in each prefix, (K, Q); over all ranks they sum to share."""
+        return self.weights_of(share * query_shares(batch.structure)[batch.rows], tiles)
 
     def weights_of(self, shares_G: Tensor, tiles: SimilarityTiles) -> Tensor:
         """Return the weight of each prefix times some shares, (K, G), on the device of the tiles."""
@@ -177,6 +208,165 @@ class StreamedLoss(BatchLoss):
     def prefix_dims(self) -> tuple[int | None, ...]:
         """Length of each prefix; None is the embedding as it is."""
         return (None,) if self.prefixes is None else self.prefixes.dims
+
+
+# Losses over the cells of the matrix ----------------------------------------------------------------------------------
+
+
+Reach = Literal["cell", "row", "batch"]
+
+
+class TileLogits(NamedTuple):
+    """The logits of one tile for one prefix."""
+
+    logits_RC: Tensor  # scale x similarity; -inf where the document is masked or a positive
+    positives_P: Tensor  # logits of the positives in the tile, in the order of `tile.pairs`
+    tile: Tile
+    prefix: int
+    is_collected: bool = False  # whether the matrix is as `collect` left it
+
+
+class Sweep:
+    """Sums of one batch over its tiles, and the slopes that follow from them.
+
+    Attributes:
+        tiles: The tiles that are swept.
+        loss: This rank's share of the loss, complete after the last tile.
+    """
+
+    reach: Reach = "cell"
+    """Cells that the slope of a cell depends on: itself alone, all of its row, or all of the batch."""
+    takes_kept_logits: ClassVar[bool] = False
+    """With reach "row": whether `slopes` goes on from the matrix that `collect` left, which saves a product."""
+    every_cell: ClassVar[bool] = False
+    """Whether positives and masked cells are cells like any other; then `positives_P` is empty."""
+
+    def __init__(self, tiles: SimilarityTiles) -> None:
+        self.tiles = tiles
+        self.loss = tiles.zeros()
+
+    def collect(self, part: TileLogits) -> None:
+        """Add a tile to the sums; the matrix is scratch afterwards. Reach "cell" has none."""
+
+    def complete(self, rows: slice, merged: Statistics | None = None) -> None:
+        """Find the loss of some rows and what their slopes need: all their tiles are collected.
+
+        Args:
+            merged: With reach "batch", the statistics of all ranks.
+        """
+
+    def slopes(self, part: TileLogits) -> Tensor | None:
+        """Turn the logits of a tile into dL/dlogits, in place, and return those of its positives (P,).
+
+        None where the matrix has them already. A sweep that only collects, for cells that are differentiated one by
+        one, has no slopes.
+        """
+        raise NotImplementedError(f"{type(self).__name__} only collects")
+
+
+class CellLoss(StreamedLoss):
+    """A loss over the cells of the similarity matrix that streams by a `Sweep`."""
+
+    @abstractmethod
+    def sweep(self, batch: StreamedBatch) -> Sweep:
+        """Begin the sums of a batch."""
+
+    def own_gradients(self, sweep: Any, scale_gradient: Tensor) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the gradients of the loss's own parameters after the last tile, by name."""
+        return {}
+
+    def shared(self, sweep: Any) -> Statistics:
+        """Return what ranks merge after the first sweep, for reach "batch"."""
+        return Statistics(sweep)
+
+    @torch.no_grad()
+    def statistics(self, batch: StreamedBatch) -> Statistics:
+        """Sweep the tiles once, for losses whose slopes need the sums of all ranks."""
+        if not self.needs_statistics:
+            return super().statistics(batch)
+        sweep = self.sweep(batch)
+        for rows in sweep.tiles.row_blocks():
+            collect_rows(sweep, rows)
+        return self.shared(sweep)
+
+    @torch.no_grad()
+    def gradients(
+        self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
+    ) -> LossGradients:
+        """Return loss and gradients, from the statistics of all ranks where the loss needs them."""
+        if statistics is None and self.needs_statistics:
+            raise ValueError(f"{type(self).__name__} needs the statistics of all ranks first")
+        sweep: Sweep = self.sweep(batch) if statistics is None else statistics.sweep
+        if statistics is not None:
+            sweep.loss = sweep.tiles.zeros()  # the same statistics may be differentiated again
+            sweep.complete(slice(0, sweep.tiles.cells.num_rows), statistics)
+        out = empty_gradients(sweep.tiles, batch, into)
+        differentiate(sweep, out)
+        own = self.own_gradients(sweep, sweep.tiles.finish(out))
+        return LossGradients(sweep.loss, out.dq_QE, out.dd_DE, own)
+
+
+def collect_rows(sweep: Sweep, rows: slice, *, keeps: bool = False) -> list[TileLogits]:
+    """Collect the tiles of a row block; return them where their logits are kept, each in memory of its own."""
+    kept: list[TileLogits] = []
+    for tile in sweep.tiles.of_rows(rows):
+        name = f"kept {len(kept)}" if keeps else "logits"
+        for prefix, logits_RC in enumerate(sweep.tiles.logits(tile, name)):
+            part = _excluded(sweep, tile, prefix, logits_RC)
+            sweep.collect(part)
+            if keeps:
+                kept.append(part._replace(is_collected=True))
+    return kept
+
+
+def differentiate(sweep: Sweep, out: EmbeddingGradients) -> None:
+    """Add the slopes of all tiles to the gradients of the embeddings."""
+    tiles = sweep.tiles
+    height = _kept_height(tiles) if sweep.reach == "row" and sweep.takes_kept_logits else None
+    for rows in tiles.row_blocks(height):
+        kept: list[TileLogits] = []
+        if sweep.reach == "row":
+            kept = collect_rows(sweep, rows, keeps=height is not None)
+            sweep.complete(rows)
+        if kept:
+            for number, part in enumerate(kept):
+                _replace_by_slopes(sweep, part)
+                tiles.backward_plain(part.tile, part.logits_RC, out, f"kept {number}")
+            continue
+        for tile in tiles.of_rows(rows):
+
+            def replace(prefix: int, logits_RC: Tensor, tile: Tile = tile) -> None:
+                _replace_by_slopes(sweep, _excluded(sweep, tile, prefix, logits_RC))
+
+            tiles.backward(tile, replace, out)
+
+
+def _replace_by_slopes(sweep: Sweep, part: TileLogits) -> None:
+    """Turn the logits of a tile into dL/dlogits, those of its positives included."""
+    slopes_P = sweep.slopes(part)
+    if slopes_P is not None:
+        part.logits_RC.view(-1)[part.tile.pair_cells] = slopes_P
+
+
+def _kept_height(tiles: SimilarityTiles) -> int | None:
+    """Return the height of row blocks whose logits fit STRIP_TILES tiles; None where computing them again is better.
+
+    Prefixes share a product on the way forth, so that keeping the logits of each would save little of it.
+    """
+    num_vectors = min(tiles.tile_size, STRIP_TILES * tiles.tile_size**2 // tiles.cells.num_columns)
+    enough = min(LEAST_STRIP_ROWS, tiles.tile_size, tiles.cells.num_rows)
+    if tiles.has_prefixes or num_vectors < enough:
+        return None
+    return max(1, num_vectors // tiles.row_vectors)
+
+
+def _excluded(sweep: Sweep, tile: Tile, prefix: int, logits_RC: Tensor) -> TileLogits:
+    """Take the positives out of fresh logits, and leave -inf there and where the document is masked."""
+    if sweep.every_cell:
+        return TileLogits(logits_RC, logits_RC.new_empty(0), tile, prefix)
+    positives_P = logits_RC.view(-1)[tile.pair_cells]
+    sweep.tiles.exclude(prefix, tile, logits_RC)
+    return TileLogits(logits_RC, positives_P, tile, prefix)
 
 
 def zero_gradients(batch: StreamedBatch, into: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
@@ -202,7 +392,7 @@ def differentiated(
     batch: StreamedBatch,
     into: tuple[Tensor, Tensor] | None,
 ) -> LossGradients:
-    """Return a function of some rows of the embeddings and its gradients, by autograd.
+    """Return a function of a few rows of the embeddings and its gradients, by autograd.
 
     Args:
         value: Returns a scalar from queries (Q, E) and documents (D, E), in the type of the gradients.
@@ -215,3 +405,117 @@ def differentiated(
     out.dq_QE.copy_(dq_QE)
     out.dd_DE.copy_(dd_DE)
     return LossGradients(loss.detach(), out.dq_QE, out.dd_DE, {})
+
+
+# Sums that tiles and ranks merge in any order -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LogSumExp:
+    """Sums of exponentials, each as (max, sum): the sum is exp(max) * sum, an empty one (-inf, 0).
+
+    `max` need not be the largest logit, only near it: any value works while neither the exponentials nor their sum
+    leave the range of the type.
+    """
+
+    max: Tensor  # subtracted from the logits, any shape
+    sum: Tensor  # sum of exp(logit - max), same shape
+
+    @classmethod
+    def empty(cls, *shape: int, like: Tensor, bounded: bool) -> LogSumExp:
+        """Return sums of nothing; bounded logits are so small that exp() can't overflow, and their max stays 0."""
+        top = like.new_zeros(shape) if bounded else like.new_full(shape, -math.inf)
+        return cls(top, like.new_zeros(shape))
+
+    @classmethod
+    def of_groups(cls, logits_KP: Tensor, groups_P: Tensor, count: int) -> LogSumExp:
+        """Return the sums over each of `count` groups of logits, (K, count); a group without logits is empty.
+
+        Args:
+            groups_P: Group of each of the P logits, int64.
+        """
+        groups_KP = groups_P.expand(logits_KP.shape)
+        top = logits_KP.new_full((len(logits_KP), count), -math.inf)
+        top.scatter_reduce_(1, groups_KP, logits_KP, "amax")
+        terms = (logits_KP - _finite(top).gather(1, groups_KP)).exp_()
+        return cls(top, torch.zeros_like(top).index_add_(1, groups_P, terms))
+
+    @classmethod
+    def stack(cls, parts: Sequence[LogSumExp]) -> LogSumExp:
+        """Return several of one shape as one, with a new first dim."""
+        return cls(torch.stack([part.max for part in parts]), torch.stack([part.sum for part in parts]))
+
+    def __getitem__(self, index: int | slice | tuple[int | slice | Tensor, ...]) -> LogSumExp:
+        return LogSumExp(self.max[index], self.sum[index])
+
+    def value(self) -> Tensor:
+        """Return the log-sum-exps; -inf where empty."""
+        return self.max + self.sum.log()
+
+    def without_idle_maxima(self) -> LogSumExp:
+        """Return the same with empty sums as (-inf, 0): a maximum of nothing must not outweigh another rank's."""
+        return LogSumExp(self.max.masked_fill(self.sum == 0, -math.inf), self.sum)
+
+    def rescaled(self, top: Tensor) -> Tensor:
+        """Return `sum` for another `max`, at least as large: ranks add these up once they agree on the maximum."""
+        return self.sum * (self.max - _finite(top)).exp_()
+
+    def merge(self, other: LogSumExp) -> LogSumExp:
+        """Return the sums over both."""
+        top = torch.maximum(self.max, other.max)
+        return LogSumExp(top, self.rescaled(top) + other.rescaled(top))
+
+    def add_logits(self, index: tuple[int, slice], logits_RC: Tensor, *, dim: int, scratch_RC: Tensor) -> None:
+        """Add a tile to some of the sums, in place: over columns with dim 1, over rows with dim 0."""
+        top = torch.maximum(self.max[index], logits_RC.amax(dim))
+        shift = _finite(top)
+        terms = torch.sub(logits_RC, shift.unsqueeze(dim), out=scratch_RC).exp_()
+        self.sum[index].mul_((self.max[index] - shift).exp_()).add_(terms.sum(dim))
+        self.max[index] = top
+
+
+def _finite(top: Tensor) -> Tensor:
+    """Return maxima that can be subtracted: 0 for those of nothing, where -inf - -inf would be NaN."""
+    return top.masked_fill(top == -math.inf, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardest:
+    """The k largest logits of each group and where they stand; of equal logits, those at the lowest places count."""
+
+    logits: Tensor  # (..., k), descending; -inf where a group has fewer
+    places: Tensor  # (..., k), int32
+
+    @classmethod
+    def empty(cls, *shape: int, like: Tensor) -> Hardest:
+        """Return a list without entries; the shape ends with k."""
+        return cls(like.new_full(shape, -math.inf), like.new_zeros(shape, dtype=torch.int32))
+
+    @classmethod
+    def merged(cls, parts: Sequence[Hardest]) -> Hardest:
+        """Return the largest of several lists of one shape."""
+        whole = cls(torch.cat([part.logits for part in parts], -1), torch.cat([part.places for part in parts], -1))
+        return whole._largest(parts[0].logits.shape[-1])
+
+    def add_logits(self, index: tuple[int, slice], logits_RC: Tensor, first: int) -> None:
+        """Add a tile to some of the groups, in place.
+
+        Args:
+            first: Place of the tile's first column.
+        """
+        places_C = torch.arange(first, first + logits_RC.shape[1], dtype=torch.int32, device=logits_RC.device)
+        count = self.logits.shape[-1]
+        tile = Hardest(logits_RC, places_C.expand_as(logits_RC))._largest(count)
+        largest = Hardest.merged([Hardest(self.logits[index], self.places[index]), tile])
+        self.logits[index], self.places[index] = largest.logits, largest.places
+
+    def _largest(self, most: int) -> Hardest:
+        """Return the largest `most`. Which of equal logits `topk` takes is left open, so the least ones are redone."""
+        count = min(most, self.logits.shape[-1])
+        logits, columns = self.logits.topk(count)
+        least = logits[..., -1:]
+        others = (self.logits < least).logical_or_(self.logits > least)  # NaN counts as equal: its place must be real
+        equal = self.places.neg().masked_fill_(others, torch.iinfo(torch.int32).min).topk(count).values.neg_()
+        nth = torch.arange(count, device=least.device) - (logits > least).sum(-1, keepdim=True)
+        places = torch.where(nth < 0, self.places.gather(-1, columns), equal.gather(-1, nth.clamp_min(0)))
+        return Hardest(logits, places)

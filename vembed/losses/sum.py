@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure
-    from vembed.losses.statistics import Statistics
-    from vembed.losses.streamed import StreamedBatch
+    from vembed.losses.streamed import Statistics, StreamedBatch
 
 
 class SumLoss(StreamedLoss):

@@ -28,13 +28,18 @@ import numpy as np
 import torch
 
 from vembed.batch import ranges
-from vembed.losses.base import to_device
-from vembed.losses.cells import CellMap
-from vembed.losses.masks import named_mask, positive_mask
-from vembed.losses.prefixes import pair_similarity, weighted_similarities
-from vembed.losses.statistics import LogSumExp, Statistics
-from vembed.losses.streamed import LossGradients, StreamedLoss, differentiated, empty_gradients, streamed_options
-from vembed.losses.weights import relative_weights
+from vembed.losses.base import relative_weights, to_device
+from vembed.losses.cells import CellMap, named_mask, positive_mask
+from vembed.losses.streamed import (
+    CellLoss,
+    LossGradients,
+    Statistics,
+    Sweep,
+    collect_rows,
+    differentiated,
+    streamed_options,
+)
+from vembed.losses.tiles import pair_similarity, weighted_similarities
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +47,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.losses.base import BatchStructure, LossCommon
-    from vembed.losses.cells import Tile
-    from vembed.losses.facts.triplet import TripletKeys
-    from vembed.losses.streamed import StreamedBatch, StreamedOptions
+    from vembed.losses.keys import TripletKeys
+    from vembed.losses.streamed import StreamedBatch, StreamedOptions, TileLogits
     from vembed.losses.tiles import SimilarityTiles
 
 Negatives = Literal["all", "hardest", "listed"]
@@ -59,7 +63,7 @@ class _Triplets(NamedTuple):
     weights_T: Tensor  # how much each counts; together, on all ranks, 1 or less
 
 
-class TripletLoss(StreamedLoss):
+class TripletLoss(CellLoss):
     """The triplet loss with all negatives of the batch, the most similar one, or those of the row."""
 
     def __init__(
@@ -111,69 +115,26 @@ class TripletLoss(StreamedLoss):
         """The mean is over triplets that exceed 0, on all ranks."""
         return self.negatives == "all"
 
-    @torch.no_grad()
-    def statistics(self, batch: StreamedBatch) -> Statistics:
-        """Count the triplets that exceed 0: of each pair as `rows` (K, P), and of this rank as `columns` (K,)."""
+    def sweep(self, batch: StreamedBatch) -> TripletSweep:
+        """Begin the counts of the triplets that exceed 0."""
         tiles = self.tiles(batch, scale=1.0)
         cells = tiles.cells
         q_PE, d_PE = batch.q_QE[cells.pair_rows].to(tiles.dtype), batch.d_DE[cells.pair_columns].to(tiles.dtype)
-        positive_KP = torch.stack([pair_similarity(q_PE, d_PE, dim) for dim in self.prefix_dims])
-        counts_KP = torch.zeros_like(positive_KP)
-        for strip in tiles.strips():
-            for tile in strip:
-                for prefix, similarity_RC in enumerate(tiles.logits(tile)):
-                    tiles.exclude(prefix, tile, similarity_RC)
-                    for some, _, excess_PC in self._excess(tiles, tile, similarity_RC, positive_KP[prefix]):
-                        counts_KP[prefix, some] += (excess_PC > 0).sum(dim=1)
-        number_K = (counts_KP * self._own_weights(batch, tiles)[cells.pair_rows]).sum(dim=1)
-        of_pairs, of_rank = (LogSumExp(torch.zeros_like(each), each) for each in (counts_KP, number_K))
-        return Statistics(of_pairs, of_rank, positive_KP, tiles)
+        positives_KP = torch.stack([pair_similarity(q_PE, d_PE, dim) for dim in self.prefix_dims])
+        weights_K = torch.tensor(self.prefix_weights, dtype=tiles.dtype, device=tiles.device)
+        return TripletSweep(tiles, self.margin, positives_KP, self._own_weights(batch, tiles), weights_K)
 
-    def _excess(
-        self, tiles: SimilarityTiles, tile: Tile, similarity_RC: Tensor, positive_P: Tensor
-    ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Return margin - S_ip + S_ij of the pairs in a tile's rows, some at a time, with their rows in it.
-
-        Args:
-            similarity_RC: Of a tile, -inf where it is excluded.
-        """
-        inside, height = tiles.cells.pairs_of(tile.rows), tile.shape[0]
-        for start in range(inside.start, inside.stop, height):
-            some = slice(start, min(start + height, inside.stop))
-            rows_P = tiles.cells.pair_rows[some] - tile.rows.start
-            yield some, rows_P, similarity_RC[rows_P].add_((self.margin - positive_P[some])[:, None])
+    def shared(self, sweep: TripletSweep) -> Statistics:
+        """Return the number of this rank's triplets that exceed 0, by weight, (K,)."""
+        weights_P = sweep.weights_Q[sweep.tiles.cells.pair_rows]
+        return Statistics(sweep, sums=(sweep.counts_KP * weights_P).sum(dim=1))
 
     @torch.no_grad()
     def gradients(
         self, batch: StreamedBatch, statistics: Statistics | None = None, into: tuple[Tensor, Tensor] | None = None
     ) -> LossGradients:
         """Return loss and gradients: from the counts of all ranks, or from triplets of rows."""
-        if not self.needs_statistics:
-            return self._of_triplets(batch, into)
-        if statistics is None or statistics.columns is None:
-            raise ValueError("the mean over triplets that exceed 0 needs the statistics of all ranks first")
-        tiles, counts_KP = statistics.tiles, statistics.rows.sum
-        number_K = _or_one(statistics.columns.rescaled(tiles.zeros(tiles.num_prefixes)))
-        shares_K = torch.stack([weight / each for weight, each in zip(self.prefix_weights, number_K, strict=True)])
-        weights_KQ = shares_K[:, None] * self._own_weights(batch, tiles)
-        out, loss = empty_gradients(tiles, batch, into), tiles.zeros()
-        for strip in tiles.strips():
-            for tile in strip:
-
-                def differentiate(prefix: int, similarity_RC: Tensor, tile: Tile = tile) -> None:
-                    weights_R, positive_P = weights_KQ[prefix, tile.rows], statistics.positive_logits_KP[prefix]
-                    violations_RC = tiles.room("violations", tile.shape).zero_()
-                    tiles.exclude(prefix, tile, similarity_RC)
-                    for _, rows_P, excess_PC in self._excess(tiles, tile, similarity_RC, positive_P):
-                        loss.add_(excess_PC.relu_().sum(dim=1) @ weights_R[rows_P])
-                        violations_RC.index_add_(0, rows_P, excess_PC.sign_())
-                    torch.mul(violations_RC, weights_R[:, None], out=similarity_RC)
-                    weights_P = weights_KQ[prefix, tiles.cells.pair_rows[tile.pairs]]
-                    similarity_RC.view(-1)[tile.pair_cells] = -weights_P * counts_KP[prefix, tile.pairs]
-
-                tiles.backward(tile, differentiate, out)
-        tiles.finish(out)
-        return LossGradients(loss, out.dq_QE, out.dd_DE, {})
+        return super().gradients(batch, statistics, into) if self.needs_statistics else self._of_triplets(batch, into)
 
     def _of_triplets(self, batch: StreamedBatch, into: tuple[Tensor, Tensor] | None) -> LossGradients:
         """Differentiate triplets (query, positive, negative), as many as pairs or as hard negatives."""
@@ -192,23 +153,14 @@ class TripletLoss(StreamedLoss):
 
     def _own_weights(self, batch: StreamedBatch, tiles: SimilarityTiles) -> Tensor:
         """Return the weights of this rank's queries over the mean of all, (Q,)."""
-        own = slice(batch.queries.start, batch.queries.stop)
-        return to_device(relative_weights(batch.structure)[own].to(tiles.dtype), tiles.device)
+        return to_device(relative_weights(batch.structure)[batch.rows].to(tiles.dtype), tiles.device)
 
     def _hardest(self, batch: StreamedBatch, tiles: SimilarityTiles) -> list[_Triplets]:
         """Return this rank's pairs with the query's most similar negative, by prefix."""
-        cells = tiles.cells
-        best_KQ = tiles.zeros(tiles.num_prefixes, cells.num_rows).fill_(-math.inf)
-        columns_KQ = torch.zeros_like(best_KQ, dtype=torch.int64)
-        for strip in tiles.strips():
-            for tile in strip:
-                for prefix, similarity_RC in enumerate(tiles.logits(tile)):
-                    tiles.exclude(prefix, tile, similarity_RC)
-                    found_R, places_R = similarity_RC.max(dim=1)
-                    best_R, columns_R = best_KQ[prefix, tile.rows], columns_KQ[prefix, tile.rows]
-                    better_R = (found_R > best_R) | found_R.isnan()
-                    best_R.copy_(torch.where(better_R, found_R, best_R))
-                    columns_R.copy_(torch.where(better_R, places_R + tile.columns.start, columns_R))
+        cells, hardest = tiles.cells, MostSimilarSweep(tiles)
+        for rows in tiles.row_blocks():
+            collect_rows(hardest, rows)
+        best_KQ, columns_KQ = hardest.best_KQ, hardest.columns_KQ
         queries_P = torch.unique(batch.structure.positives_P2, dim=0)[:, 0]
         number = relative_weights(batch.structure)[queries_P].sum().item()
         weights_KQ = self._own_weights(batch, tiles) / (number or 1.0) * (best_KQ != -math.inf)
@@ -237,6 +189,71 @@ class TripletLoss(StreamedLoss):
         queries, positives, negatives = (to_device(torch.from_numpy(each[first:stop]), device) for each in columns)
         own = _Triplets(queries, positives, negatives, to_device(weights_T, device))
         return [own] * len(self.prefix_dims)
+
+
+class TripletSweep(Sweep):
+    """Counts of the triplets that exceed 0, and the slopes that follow from their number in the whole batch."""
+
+    reach = "batch"
+
+    def __init__(
+        self, tiles: SimilarityTiles, margin: float, positives_KP: Tensor, weights_Q: Tensor, weights_K: Tensor
+    ) -> None:
+        super().__init__(tiles)
+        self.margin, self.positives_KP, self.weights_Q, self.weights_K = margin, positives_KP, weights_Q, weights_K
+        self.counts_KP = torch.zeros_like(positives_KP)
+
+    def collect(self, part: TileLogits) -> None:
+        """Count the negatives of a tile that come too close to each positive."""
+        for pairs, _, excess_PC in self._excess(part):
+            self.counts_KP[part.prefix, pairs] += (excess_PC > 0).sum(dim=1)
+
+    def complete(self, rows: slice, merged: Statistics | None = None) -> None:  # noqa: ARG002
+        """Divide the weights by the number of triplets that exceed 0 on all ranks."""
+        assert merged is not None
+        assert merged.sums is not None
+        self.weights_KQ = (self.weights_K / _or_one(merged.sums))[:, None] * self.weights_Q
+
+    def slopes(self, part: TileLogits) -> Tensor:
+        """Add the excess of a tile, and turn a cell into the number of positives that it comes too close to."""
+        similarity_RC, tile, weights_Q = part.logits_RC, part.tile, self.weights_KQ[part.prefix]
+        violations_RC = self.tiles.scratch("violations", tile.shape).zero_()
+        for _, rows_P, excess_PC in self._excess(part):
+            self.loss += excess_PC.relu_().sum(dim=1) @ weights_Q[tile.rows][rows_P]
+            violations_RC.index_add_(0, rows_P, excess_PC.sign_())
+        torch.mul(violations_RC, weights_Q[tile.rows, None], out=similarity_RC)
+        return -weights_Q[self.tiles.cells.pair_rows[tile.pairs]] * self.counts_KP[part.prefix, tile.pairs]
+
+    def _excess(self, part: TileLogits) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield margin - S_ip + S_ij of the pairs in a tile's rows, at most a tile of them at a time.
+
+        Each comes with the numbers of its pairs and their rows in the tile.
+        """
+        tile, cells = part.tile, self.tiles.cells
+        inside, height = cells.pairs_of(tile.rows), tile.shape[0]
+        for start in range(inside.start, inside.stop, height):
+            pairs = slice(start, min(start + height, inside.stop))
+            rows_P = cells.pair_rows[pairs] - tile.rows.start
+            margins_P1 = (self.margin - self.positives_KP[part.prefix, pairs])[:, None]
+            yield pairs, rows_P, part.logits_RC[rows_P].add_(margins_P1)
+
+
+class MostSimilarSweep(Sweep):
+    """The most similar negative of each query; it is only collected."""
+
+    def __init__(self, tiles: SimilarityTiles) -> None:
+        super().__init__(tiles)
+        self.best_KQ = tiles.zeros(tiles.num_prefixes, tiles.cells.num_rows).fill_(-math.inf)
+        self.columns_KQ = torch.zeros_like(self.best_KQ, dtype=torch.int64)
+
+    def collect(self, part: TileLogits) -> None:
+        """Compare the largest cell of each row with the largest so far; NaN wins."""
+        largest_R, places_R = part.logits_RC.max(dim=1)
+        best_R = self.best_KQ[part.prefix, part.tile.rows]
+        columns_R = self.columns_KQ[part.prefix, part.tile.rows]
+        better_R = (largest_R > best_R) | largest_R.isnan()
+        best_R.copy_(torch.where(better_R, largest_R, best_R))
+        columns_R.copy_(torch.where(better_R, places_R + part.tile.columns.start, columns_R))
 
 
 def _or_one(number: Tensor) -> Tensor:

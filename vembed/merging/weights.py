@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from vembed.errors import ConfigError
-from vembed.models.export.samples import TEXTS
+from vembed.models.exportable import TEXTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

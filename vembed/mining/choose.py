@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vembed.config.keys.mining import MiningKeys
+    from vembed.vectors.keys import MiningKeys
 
 RULES = ("relative margin", "absolute margin", "lowest score", "highest score")
 """What may leave a candidate out, in the order in which it is asked."""

@@ -1,12 +1,12 @@
 """Mine: vectors, then candidates of each query, then the choice; block by block on disk, so that a kill costs little.
 
-1. Queries and documents are encoded in blocks (`vectors.py`), by all ranks together.
+1. All ranks together encode queries and documents into a `VectorStore`.
 2. For each block of queries its rank finds the nearest documents, drops the known ones, asks a teacher where there is
    one, chooses (`choose.py`), and writes what it chose as one file. The name of a file tells what it was made of.
 3. All ranks read all files.
 
 Each file is a pure function of vectors and settings: whoever is killed and starts again gets the same. Memory: the
-items, one block of documents at a time (an index other than Flat holds all of them), and 16 bytes for each negative.
+items, an index other than Flat, and 16 bytes per negative; the vectors are mapped from disk.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import numpy as np
 
 from vembed.errors import ConfigError, MachineError
 from vembed.evaluation.encode import refuse_several_vectors
-from vembed.evaluation.index import build_index, new_index, search, search_index
-from vembed.evaluation.provenance import digest
+from vembed.evaluation.index import ExactIndex, build_index, new_index, search_index
+from vembed.evaluation.provenance import SAMPLE_TEXTS, digest, model_key, vectors_key
 from vembed.files import disk_error, new_file
 from vembed.mining.choose import RULES, choose, priorities, without_excluded
-from vembed.mining.vectors import BLOCK_ROWS, shared_model_key, stored_vectors
+from vembed.vectors.store import VectorStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,18 +35,22 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.config.keys.mining import MiningKeys
+    from vembed.batch import Side
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
-    from vembed.mining.task import DistinctItems, MiningTask
-    from vembed.mining.vectors import StoredVectors
+    from vembed.mining.task import MiningTask
     from vembed.models.encoder import Encoder
+    from vembed.vectors.items import DistinctItems
+    from vembed.vectors.keys import MiningKeys
 
 FORMAT = 2
 """Raised when the files change their meaning, or the choice its rules; files of other formats are made again."""
 
 BLOCK_QUERIES = 4096
 """Queries of a file: what a kill costs is the search for them."""
+
+PAIRS_BLOCK = 65_536
+"""Pairs whose vectors are in memory at a time."""
 
 SAMPLED_QUERIES = 4096
 """About so many queries keep the scores of their whole window, for the report."""
@@ -128,6 +132,36 @@ def refuse_impossible(keys: MiningKeys, documents: DistinctItems, encoder: Encod
     new_index(keys.mine_index, encoder.dimension)
 
 
+def side_vectors(
+    items: DistinctItems, side: Side, encode: ItemEncoder, model: Key, folder: Path
+) -> tuple[NDArray[np.float32], Key]:
+    """Return the vectors of one side, (N, E), and what they are made of, the items among it."""
+    sample = items.take(np.arange(0, len(items), max(1, len(items) // SAMPLE_TEXTS))[:SAMPLE_TEXTS])
+    key = vectors_key(encode.encoder, model, sample, side, autocast_dtype=encode.autocast_dtype)
+    store = VectorStore(folder, side, key, f"{side} vectors", "choose another output")
+    vectors_NE = store.get(items, lambda lists: encode.stream(lists, side), encode.ranks)
+    return vectors_NE, {**key, "items": items.digest}
+
+
+def pair_scores(
+    queries_UE: NDArray[np.float32],
+    documents_DE: NDArray[np.float32],
+    queries_P: NDArray[np.int64],
+    documents_P: NDArray[np.int64],
+) -> NDArray[np.float32]:
+    """Return the inner product of each pair of rows, (P,); mapped vectors are read `PAIRS_BLOCK` pairs at a time."""
+    scores_P = np.empty(len(queries_P), dtype=np.float32)
+    for start in range(0, len(scores_P), PAIRS_BLOCK):
+        pairs = slice(start, start + PAIRS_BLOCK)
+        np.einsum("pe,pe->p", queries_UE[queries_P[pairs]], documents_DE[documents_P[pairs]], out=scores_P[pairs])
+    return scores_P
+
+
+def shared_model_key(encode: ItemEncoder) -> Key:
+    """Return what the encoder is, as the first rank sees it: where weights were received, configurations may differ."""
+    return encode.ranks.gather_objects(model_key(encode.encoder))[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Miner:
     """Mines hard negatives with one encoder."""
@@ -154,18 +188,15 @@ class Miner:
             self.folder.mkdir(parents=True, exist_ok=True)
         model = shared_model_key(self.encode)
         with self.seconds.part("encode documents"):
-            documents = stored_vectors(task.documents, "document", self.encode, model, self.folder)
+            documents_DE, documents_key = side_vectors(task.documents, "document", self.encode, model, self.folder)
         with self.seconds.part("encode queries"):
-            queries = stored_vectors(task.queries, "query", self.encode, model, self.folder)
-        return self._mine(task, queries, documents)
-
-    def _mine(self, task: MiningTask, queries: StoredVectors, documents: StoredVectors) -> Mined:
+            queries_UE, queries_key = side_vectors(task.queries, "query", self.encode, model, self.folder)
+        index = self._index(documents_DE, documents_key)
         ranks = self.encode.ranks
-        index = self._index(documents)
         key = {
             "format": FORMAT,
-            "queries": queries.key,
-            "documents": documents.key,
+            "queries": queries_key,
+            "documents": documents_key,
             "task": task.digest,
             "settings": self.keys.mining(),
             "seed": self.seed,
@@ -176,13 +207,13 @@ class Miner:
         missing = ranks.from_first(lambda: [number for number, path in enumerate(paths) if _read(path) is None])
         if 0 < len(missing) < len(paths):
             _log.info("%d of %d blocks of queries were mined before", len(paths) - len(missing), len(paths))
-        search_ = _Search(task, queries, documents, index, self)
+        search = _Search(task, queries_UE, documents_DE, index, self)
         last_line = started = time.perf_counter()
         for lap in range(0, len(missing), ranks.world_size):
             self.encode.poll()
             if lap + ranks.rank < len(missing):
                 number = missing[lap + ranks.rank]
-                _write(paths[number], search_.block(number * BLOCK_QUERIES))
+                _write(paths[number], search.block(number * BLOCK_QUERIES))
             if time.perf_counter() - last_line > SECONDS_BETWEEN_LINES:
                 last_line = time.perf_counter()
                 done = min(lap + ranks.world_size, len(missing)) * BLOCK_QUERIES
@@ -197,16 +228,16 @@ class Miner:
             )
         return Mined.joined(found)
 
-    def _index(self, documents: StoredVectors) -> Any:
-        """Return the index, built once and kept, so that a rerun searches the same; None for Flat."""
+    def _index(self, documents_DE: NDArray[np.float32], key: Key) -> Any:
+        """Return the index, built once and kept, so that a rerun searches the same."""
         if self.keys.mine_index == "Flat":
-            return None
-        path = self.folder / f"index-{digest([documents.key, self.keys.mine_index])[:16]}.faiss"
+            return ExactIndex(documents_DE)
+        path = self.folder / f"index-{digest([key, self.keys.mine_index])[:16]}.faiss"
 
         def build() -> None:
             if path.exists():
                 return
-            index = build_index(documents.blocks, self.keys.mine_index)
+            index = build_index(documents_DE, self.keys.mine_index)
             with _writing(self.folder), new_file(path) as temporary:
                 faiss.write_index(index, str(temporary))
 
@@ -224,9 +255,9 @@ class _Search:
     """Finds and chooses for one block of queries."""
 
     task: MiningTask
-    queries: StoredVectors
-    documents: StoredVectors
-    index: Any  # None searches all vectors
+    queries_UE: NDArray[np.float32]
+    documents_DE: NDArray[np.float32]
+    index: Any
     miner: Miner
 
     def block(self, start: int) -> Mined:
@@ -234,16 +265,16 @@ class _Search:
         task, keys, seconds = self.task, self.miner.keys, self.miner.seconds
         own = np.arange(start, min(start + BLOCK_QUERIES, len(task.queries)))
         excluded, positives = task.excluded.take(own), task.positives.take(own)
-        vectors_BE = self.queries.take(own)
+        vectors_BE = np.asarray(self.queries_UE[own])
         most = int(excluded.lengths.max(initial=0))
         with seconds.part("search"):
-            scores, rows = self._nearest(vectors_BE, keys.mine_range_max + most)
+            scores, rows = search_index(self.index, vectors_BE, k=keys.mine_range_max + most)
             scores, rows = without_excluded(scores, rows, self._is_excluded(rows, excluded), depth=keys.mine_range_max)
             scores, rows = scores[:, keys.mine_range_min :], rows[:, keys.mine_range_min :]
             has_none = positives.lengths == 0  # and so nothing that a negative could be below
             scores[has_none], rows[has_none] = -np.inf, -1
             of_positive, positive_P = np.repeat(np.arange(len(own)), positives.lengths), positives.values
-            positive_scores_P = np.einsum("pe,pe->p", vectors_BE[of_positive], self.documents.take(positive_P))
+            positive_scores_P = np.einsum("pe,pe->p", vectors_BE[of_positive], self.documents_DE[positive_P])
         judged, judged_positives_P = scores, positive_scores_P
         if self.miner.teacher is not None:
             with seconds.part("teacher"):
@@ -263,7 +294,7 @@ class _Search:
         has_any = np.diff(offsets) > 0
         best = np.full(len(own), -np.inf, dtype=np.float32)
         np.maximum.at(best, np.repeat(np.arange(len(own)), np.diff(offsets)), positive_scores_P)
-        order = priorities(task.queries.ids_U[own], task.documents.ids_U[rows], self.miner.seed)
+        order = priorities(task.queries.ids[own], task.documents.ids[rows], self.miner.seed)
         choice = choose(judged, best, order, keys)
         places, is_there = np.maximum(choice.places_Bn, 0), choice.places_Bn >= 0
 
@@ -289,20 +320,6 @@ class _Search:
             sample_scores_SK=judged[sampled],
             sample_chosen_SK=is_chosen[sampled],
         )
-
-    def _nearest(self, vectors_BE: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-        """Return scores and rows of the k nearest documents of each query, best first; row -1 is none."""
-        if self.index is not None:
-            return search_index(self.index, vectors_BE, k=k)
-        found = []
-        for number, block in enumerate(self.documents.blocks):
-            scores, rows = search(block, vectors_BE, k=min(k, len(block)))
-            found.append((scores, rows + number * BLOCK_ROWS))
-            if number:  # two lists at a time: equal scores stay in the order of the documents
-                scores, rows = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))
-                order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
-                found = [(np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1))]
-        return found[0]
 
     def _is_excluded(self, rows_BK: NDArray[np.int64], excluded: Any) -> NDArray[np.bool_]:
         """Return which candidates the query must not get."""

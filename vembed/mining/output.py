@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.records import Record, RecordTable
+    from vembed.data.table import Record, RecordTable
     from vembed.mining.mine import Mined
     from vembed.mining.task import MiningTask
 

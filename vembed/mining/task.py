@@ -14,94 +14,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.batch import MODALITY_WORDS, Ragged, modality_of, modality_words
-from vembed.data.item_table import ItemWriter
+from vembed.batch import Ragged, modality_of
+from vembed.data.table_writer import ItemWriter
 from vembed.errors import DataError
+from vembed.vectors.items import DistinctItems
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
     from vembed.batch import Item
-    from vembed.data.item_table import ItemTable
-    from vembed.data.records import RecordTable
+    from vembed.data.table import ItemTable, RecordTable
     from vembed.models.cross_encoder import CrossEncoder
     from vembed.models.encoder import Encoder
 
 BLOCK_ITEMS = 8192
 """Documents of a corpus that are Python objects at a time."""
-
-
-@dataclass(frozen=True, eq=False)
-class DistinctItems:
-    """Items of different content, by row."""
-
-    ids_U: NDArray[np.int64]  # content of each
-    numbers_U: NDArray[np.int64]  # of each in its table; of the second table behind those of the first
-    tables: tuple[ItemTable, ...]
-
-    @classmethod
-    def of(cls, parts: Sequence[tuple[ItemTable, NDArray[np.int64]]]) -> DistinctItems:
-        """Return the items of some numbers of one table or two, each content once, in the order of the tables."""
-        start, numbers, ids = 0, [], []
-        for table, own in parts:
-            used = np.unique(own)
-            numbers.append(used + start)
-            ids.append(table.ids[used])
-            start += len(table.columns)
-        every_id = np.concatenate(ids)
-        _, first = np.unique(every_id, return_index=True)
-        first.sort()
-        return cls(every_id[first], np.concatenate(numbers)[first], tuple(table for table, _ in parts))
-
-    def __len__(self) -> int:
-        return len(self.ids_U)
-
-    def take(self, rows: NDArray[np.int64]) -> list[Item]:
-        """Return the items of some rows."""
-        numbers, start = self.numbers_U[rows], 0
-        found: list[Item] = [""] * len(rows)
-        for table in self.tables:
-            own = np.flatnonzero((numbers >= start) & (numbers < start + len(table.columns)))
-            for place, item in zip(own.tolist(), table.at(numbers[own] - start), strict=True):
-                found[place] = item
-            start += len(table.columns)
-        return found
-
-    def rows_of(self, ids_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the row of each content, -1 where it isn't here."""
-        order, ids_U = self._sorted
-        places = np.minimum(np.searchsorted(ids_U, ids_N), len(ids_U) - 1)
-        return np.where(ids_U[places] == ids_N, order[places], -1)
-
-    def require(self, encoder: Encoder | CrossEncoder) -> None:
-        """Refuse items that a model has no tower for.
-
-        Raises:
-            DataError: With what they are.
-        """
-        start = 0
-        for table in self.tables:
-            own = self.numbers_U[(self.numbers_U >= start) & (self.numbers_U < start + len(table.columns))] - start
-            for place in np.unique(table.modalities[own]).tolist():
-                modality = tuple(MODALITY_WORDS)[place]
-                if modality not in encoder.modalities:
-                    raise DataError(
-                        f"{encoder.name} takes {modality_words(encoder.modalities)}, and the data hold "
-                        f"{MODALITY_WORDS[modality][1]}: choose a model for them"
-                    )
-            start += len(table.columns)
-
-    @cached_property
-    def _sorted(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        order = np.argsort(self.ids_U)
-        return order, self.ids_U[order]
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 (hex) over all contents in order."""
-        return hashlib.sha256(self.ids_U.astype("<i8").tobytes()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +65,7 @@ class MiningTask:
             at, numbers = column
             return np.stack([query_of_record[at], documents.rows_of(items.ids[numbers])])
 
-        itself = np.stack([np.arange(len(queries)), documents.rows_of(queries.ids_U)])
+        itself = np.stack([np.arange(len(queries)), documents.rows_of(queries.ids)])
         known = np.concatenate([pairs(positives), pairs(negatives), itself[:, itself[1] >= 0]], axis=1)
         return cls(
             queries,
@@ -179,7 +108,7 @@ def documents_to_mine(records: RecordTable, corpus: ItemTable | None) -> Distinc
         )
     parts = [(records.items, np.concatenate([records.numbers("positives")[1], records.numbers("negatives")[1]]))]
     if corpus is not None:
-        parts.append((corpus, np.arange(len(corpus.columns))))
+        parts.append((corpus, np.arange(len(corpus))))
     return DistinctItems.of(parts)
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from vembed.batch import texts_of
 from vembed.errors import MachineError
-from vembed.mining.vectors import StoredVectors, shared_model_key, stored_vectors
+from vembed.evaluation.encode import refuse_several_vectors
+from vembed.mining.mine import pair_scores, shared_model_key, side_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from vembed.mining.task import MiningTask
     from vembed.models.cross_encoder import CrossEncoder
 
-PAIRS_BLOCK = 65_536
-"""Pairs whose vectors are in memory at a time."""
-
 TEXTS_BLOCK = 4096
 """Pairs of texts that a cross-encoder scores before it looks whether it is to stop."""
 
@@ -34,22 +32,19 @@ TEXTS_BLOCK = 4096
 class EncoderTeacher:
     """Scores of a model with one vector for each item: their inner product."""
 
-    queries: StoredVectors
-    documents: StoredVectors
+    queries_UE: NDArray[np.float32]
+    documents_DE: NDArray[np.float32]
+    key: Key  # what its scores are made of
 
     @classmethod
     def of(cls, encode: ItemEncoder, task: MiningTask, folder: Path) -> EncoderTeacher:
         """Encode everything with the teacher, or read what was encoded before; all ranks must call it."""
         task.require(encode.encoder)
+        refuse_several_vectors(encode.encoder)
         model = shared_model_key(encode)
-        folder.mkdir(parents=True, exist_ok=True)
-        documents = stored_vectors(task.documents, "document", encode, model, folder)
-        return cls(stored_vectors(task.queries, "query", encode, model, folder), documents)
-
-    @property
-    def key(self) -> Key:
-        """What its scores are made of."""
-        return {"queries": self.queries.key, "documents": self.documents.key}
+        documents_DE, documents_key = side_vectors(task.documents, "document", encode, model, folder)
+        queries_UE, queries_key = side_vectors(task.queries, "query", encode, model, folder)
+        return cls(queries_UE, documents_DE, {"queries": queries_key, "documents": documents_key})
 
     def scores(
         self,
@@ -58,12 +53,7 @@ class EncoderTeacher:
         documents_P: NDArray[np.int64],
     ) -> NDArray[np.float32]:
         """Return a score for each pair of rows."""
-        found = np.empty(len(queries_P), dtype=np.float32)
-        for start in range(0, len(found), PAIRS_BLOCK):
-            own = slice(start, start + PAIRS_BLOCK)
-            pairs = self.queries.take(queries_P[own]), self.documents.take(documents_P[own])
-            np.einsum("pe,pe->p", *pairs, out=found[own])
-        return found
+        return pair_scores(self.queries_UE, self.documents_DE, queries_P, documents_P)
 
 
 @dataclass(frozen=True, eq=False)

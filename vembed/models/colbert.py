@@ -32,27 +32,26 @@ from vembed.models.colbert_format import (
     turn_to_pylate,
     write_late,
 )
-from vembed.models.encoder import About
-from vembed.models.families import checked_config, family_of
+from vembed.models.encoder import NO_PROMPTS, About
 from vembed.models.late import make_head, refuse_pooling
-from vembed.models.probe import TowerInputs, token_inputs
+from vembed.models.plannable import TowerInputs, token_inputs
 from vembed.models.text import TextEncoder
-from vembed.models.text_spec import decide_spec, position_limit
+from vembed.models.text_spec import checked_config, decide_spec, family_of, position_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Item, Side
-    from vembed.config.keys.model import ModelKeys
     from vembed.models.colbert_format import LateFolder
-    from vembed.models.encoder import Form, Recipe
+    from vembed.models.exportable import Form, Recipe
     from vembed.models.files import ModelFiles
+    from vembed.models.formats import TextSpec
+    from vembed.models.keys import ModelKeys
     from vembed.models.late import TokenHead
-    from vembed.models.text_spec import TextSpec
 
 SEEN = "seen_tokens"
 """What features hold of each row beside it: its first tokens that the others see."""
@@ -88,12 +87,15 @@ class ColbertEncoder(TextEncoder):
         spec: TextSpec,
         late: LateSpec,
         head: TokenHead,
+        prompts: Mapping[Side, str] = NO_PROMPTS,
     ) -> None:
         reads_padding = late.expand_to > 0 and not late.attends
-        super().__init__(name, backbone=backbone, tokenizer=tokenizer, spec=spec, reads_padding=reads_padding)
+        super().__init__(
+            name, backbone=backbone, tokenizer=tokenizer, spec=spec, prompts=prompts, reads_padding=reads_padding
+        )
         self.late = late
         self.head = head
-        self.beside_adapters = ("head",) if head.is_new else ()
+        self.new_modules = ("head",) if head.is_new else ()
         self.dimension = head.dimension
         self.max_length = max(spec.max_length, late.query_length)
         self._filling_id = _filling_id(tokenizer, late)
@@ -118,7 +120,8 @@ class ColbertEncoder(TextEncoder):
         config = checked_config(files, subfolder)
         tokenizer = files.tokenizer(subfolder)
         limit = position_limit(config)
-        spec, late = _decide(keys, found, decide_spec(keys, found.text, config, tokenizer, known=False), limit)
+        spec, prompts = decide_spec(keys, found.text, config, tokenizer, known_by_name=False)
+        spec, prompts, late = _decide(keys, found, spec, prompts, limit)
         _refuse_flash(keys, late)
         backbone = files.backbone(subfolder, config, family_of(config).auto_class)
         if late.markers and not files.shape:
@@ -131,7 +134,9 @@ class ColbertEncoder(TextEncoder):
             pool_factor=late.pool_factor,
             protected=late.protected,
         )
-        return ColbertEncoder(files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, late=late, head=head)
+        return ColbertEncoder(
+            files.name, backbone=backbone, tokenizer=tokenizer, spec=spec, prompts=prompts, late=late, head=head
+        )
 
     def longest_text(self, side: Side) -> int:
         """Return the tokens that texts of a side are cut to."""
@@ -175,7 +180,7 @@ class ColbertEncoder(TextEncoder):
         """Write a folder that sentence-transformers' MultiVectorEncoder, transformers and vembed load."""
         write_late(self, folder)
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return what becomes of queries and documents."""
         late = self.late
         filled = "" if not late.expand_to else f", filled up to {late.expand_to}"
@@ -183,7 +188,7 @@ class ColbertEncoder(TextEncoder):
         fewer = [f"the {late.topk_tokens} longest"] if late.topk_tokens is not None else []
         fewer += [f"one for {late.pool_factor:g} of a document"] if late.pool_factor != 1.0 else []
         skipped = f"{len(self._skipped_ids)} tokens of documents give none"
-        return super().describe() | {
+        return super().facts() | {
             "pooling": f"none: a vector of {self.dimension} values for each token",
             "max_seq_length": f"{self.spec.max_length} of documents, {late.query_length} of queries{filled}{seen}",
             "similarity": "MaxSim: the largest cosine for each vector of the query, added up",
@@ -194,17 +199,13 @@ class ColbertEncoder(TextEncoder):
         """Return rows of token ids with a mask, each of which gives a vector."""
         return (self.head.measured(token_inputs(self.max_length, masked=True)),)
 
-    def export_forms(self) -> tuple[Form, ...]:
-        """Return sentence-transformers, unless it has no place for what decides the vectors, and PyLate likewise."""
+    def forms(self) -> Mapping[Form, str]:
+        """Return sentence-transformers and PyLate, where they have a place for what decides the vectors."""
         if self.late.topk_tokens is not None:
-            return ("vembed",)
-        return ("sentence-transformers", "pylate") if fits_pylate(self) else ("sentence-transformers",)
-
-    def why_not(self, form: Form) -> str:
-        """Say which library takes several vectors for each text."""
-        if form == "pylate":
-            return f"PyLate's files have no place for what {self.name} does to its texts or vectors"
-        return f"{self.name} gives several vectors for each text: it is a model of sentence-transformers"
+            return {"vembed": ""}
+        lost = f"PyLate's files have no place for what {self.name} does to its texts or vectors"
+        several = f"{self.name} gives several vectors for each text: it is a model of sentence-transformers"
+        return {"sentence-transformers": "", "pylate": "" if fits_pylate(self) else lost, "transformers": several}
 
     def write_form(self, form: Form, folder: Path) -> None:
         """Write a folder of sentence-transformers, or turn it into one of PyLate."""
@@ -212,22 +213,23 @@ class ColbertEncoder(TextEncoder):
         if form == "pylate":
             turn_to_pylate(self, folder)
 
-    def usage(self) -> Recipe | None:
+    def recipe(self) -> Recipe | None:
         """Return None: what transformers alone would need is more than a few lines."""
         return None
 
 
-def _decide(keys: ModelKeys, found: LateFolder, spec: TextSpec, limit: int | None) -> tuple[TextSpec, LateSpec]:
+def _decide(
+    keys: ModelKeys, found: LateFolder, spec: TextSpec, prompts: Mapping[Side, str], limit: int | None
+) -> tuple[TextSpec, dict[Side, str], LateSpec]:
     """Decide markers, lengths and the choice of vectors: the user's word, else the model's files."""
     late = found.spec
     origin = {name: file for name, file in spec.origin.items() if name == "max_seq_length"}
     # A prompt that doesn't begin with its side's marker comes behind it.
-    prompts = {
+    marked = {
         side: marker + prompt.removeprefix(marker)
-        for side, prompt in spec.prompts.items()
+        for side, prompt in prompts.items()
         for marker in [late.markers.get(side, "")]
     }
-    spec = replace(spec, prompts=prompts)
     if found.is_new and keys.max_seq_length == "auto" and spec.max_length > DOCUMENT_LENGTH:
         spec = replace(spec, max_length=DOCUMENT_LENGTH)
         origin["max_seq_length"] = "usual in late interaction"
@@ -246,7 +248,7 @@ def _decide(keys: ModelKeys, found: LateFolder, spec: TextSpec, limit: int | Non
         late = replace(late, topk_tokens=keys.topk_tokens)
     if keys.pool_factor != "auto":
         late = replace(late, pool_factor=keys.pool_factor)
-    return replace(spec, origin=origin), late
+    return replace(spec, origin=origin), marked, late
 
 
 def _refuse_flash(keys: ModelKeys, late: LateSpec) -> None:

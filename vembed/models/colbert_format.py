@@ -23,20 +23,22 @@ import torch
 
 from vembed.errors import ConfigError
 from vembed.models.files import WEIGHTS_FILE
-from vembed.models.late import new_layer
-from vembed.models.older_readers import add_older_names
-from vembed.models.sentence_transformers_format import (
+from vembed.models.formats import (
     MODULES_FILE,
     Dense,
-    SentenceTransformersFolder,
+    TextFolder,
+    TextSpec,
     load_dense,
     module_paths,
     read_prompts,
-    read_sentence_transformers,
+    read_text_folder,
     read_transformer,
+    write_backbone,
     write_dense,
     write_json,
+    write_module_list,
 )
+from vembed.models.late import new_layer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -77,7 +79,7 @@ class LateSpec:
 class LateFolder:
     """What a folder says."""
 
-    text: SentenceTransformersFolder | None  # transformer, prompts and lengths; None: the transformer's own files
+    text: TextFolder | None  # transformer, prompts and lengths; None: the transformer's own files
     spec: LateSpec
     dense_paths: tuple[str, ...] = ()  # subfolders of the layers
     is_new: bool = False  # whether it was no model of late interaction
@@ -105,7 +107,7 @@ def read_late(files: ModelFiles) -> LateFolder:
         return _read_pylate(files, general)
     if "HF_ColBERT" in (files.read_json("config.json").get("architectures") or []):
         return _read_stanford(files)
-    return LateFolder(read_sentence_transformers(files), LateSpec(markers=MARKERS), is_new=True)
+    return LateFolder(read_text_folder(files), LateSpec(markers=MARKERS), is_new=True)
 
 
 def _read_modules(files: ModelFiles, general: dict[str, Any]) -> LateFolder:
@@ -209,17 +211,9 @@ def _prefix(paths: Mapping[str, list[str]]) -> str:
 
 def _text(
     paths: Mapping[str, list[str]], transformer: dict[str, Any], prompts: Mapping[Side, str], length: int | None
-) -> SentenceTransformersFolder:
-    return SentenceTransformersFolder(
-        transformer_path=paths["Transformer"][0],
-        pooling=("mean",),
-        include_prompt=True,
-        dense_paths=(),
-        normalize=True,
-        prompts=dict(prompts),
-        max_length=length,
-        lower_case=bool(transformer.get("do_lower_case", False)),
-    )
+) -> TextFolder:
+    spec = TextSpec(("mean",), max_length=length or 0, lower_case=bool(transformer.get("do_lower_case", False)))
+    return TextFolder(spec, transformer_path=paths["Transformer"][0], prompts=prompts)
 
 
 def load_layers(files: ModelFiles, folder: LateFolder) -> list[Dense]:
@@ -246,10 +240,8 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
     """Write an encoder as sentence-transformers' MultiVectorEncoder loads it, which transformers loads too."""
     folder.mkdir(parents=True, exist_ok=True)
     late, spec = encoder.late, encoder.spec
-    encoder.backbone.save_pretrained(folder)
     encoder.tokenizer.padding_side = "right"  # what fills a query up stands behind it, whatever its family does
-    encoder.tokenizer.save_pretrained(folder)
-    add_older_names(folder)
+    write_backbone(encoder, folder)
     settings: dict[str, object] = {"do_lower_case": spec.lower_case, "document_length": spec.max_length}
     if late.expand_to != late.query_length:
         settings["query_length"] = late.query_length
@@ -264,7 +256,7 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
     write_json(folder / "sentence_bert_config.json", settings)
     general: dict[str, object] = {
         "model_type": "MultiVectorEncoder",
-        "prompts": dict(spec.prompts),
+        "prompts": dict(encoder.prompts),
         "default_prompt_name": None,
         "similarity_fn_name": "maxsim",
     }
@@ -292,20 +284,14 @@ def write_late(encoder: ColbertEncoder, folder: Path) -> None:
         pooling = {"pool_factor": late.pool_factor, "num_protected_tokens": late.protected, "tasks": ["document"]}
         kind = "multi_vector_encoder.modules.token_pooling.HierarchicalTokenPooling"
         add(kind, {**pooling, "normalize_embeddings": True})
-    write_json(
-        folder / MODULES_FILE,
-        [
-            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.{kind}"}
-            for index, (kind, path) in enumerate(modules)
-        ],
-    )
+    write_module_list(folder, [(f"sentence_transformers.{kind}", path) for kind, path in modules])
 
 
 def fits_pylate(encoder: ColbertEncoder) -> bool:
     """Return whether PyLate's files say all that decides the vectors of an encoder."""
     late = encoder.late
     fills_all = late.expand_to in (0, late.query_length) and late.filling is None
-    return fills_all and late.pool_factor == 1.0 and bool(late.markers) and dict(encoder.spec.prompts) == late.markers
+    return fills_all and late.pool_factor == 1.0 and bool(late.markers) and dict(encoder.prompts) == late.markers
 
 
 def turn_to_pylate(encoder: ColbertEncoder, folder: Path) -> None:

@@ -19,23 +19,24 @@ from __future__ import annotations
 
 import json
 import math
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
 from vembed.batch import Features
-from vembed.config.keys.model import PAIR_SIGN, renamed
 from vembed.errors import ConfigError
 from vembed.models.composed import TwoTowers
 from vembed.models.encoder import About
 from vembed.models.files import save_background, save_weights
+from vembed.models.keys import PAIR_SIGN, ModelKeys, renamed
+from vembed.models.load import class_of, default_of, in_words, load_from, unread_keys
+from vembed.models.plannable import Tower
 from vembed.models.pooling import unit
-from vembed.models.registry import SOME_READ, class_of, default_of, idle_keys, load_from
-from vembed.models.towers import Tower
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from vembed.data.images import Background, ImageLimits
     from vembed.models.encoder import Encoder
     from vembed.models.files import ModelFiles
-    from vembed.models.probe import TowerInputs
+    from vembed.models.plannable import TowerInputs
 
 CONFIG_FILE = "vembed_composed.json"
 PROJECTIONS_FILE = "projections.safetensors"
@@ -77,9 +78,8 @@ class ComposedTowers(TwoTowers):
     )
     marker = CONFIG_FILE
     modes = MappingProxyType({"composed": frozenset()})
-    reads = frozenset({*SOME_READ, "load_in_4bit"} - {"model_revision"})
-    reads_by_parts = True
-    beside_adapters = (f"projections.{TEXT}", f"projections.{IMAGE}")
+    reads = frozenset({*ModelKeys.model_fields, "load_in_4bit"} - {"model_revision"})
+    new_modules = (f"projections.{TEXT}", f"projections.{IMAGE}")
 
     def __init__(
         self,
@@ -106,6 +106,7 @@ class ComposedTowers(TwoTowers):
         )
         self.max_length = text.max_length  # type: ignore[assignment]  # an encoder of texts may have no limit
         self.normalisation = image.normalisation
+        self.prompts = text.prompts
 
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
@@ -167,14 +168,12 @@ class ComposedTowers(TwoTowers):
     def image_background(self, background: Background) -> None:
         self.image.image_background = background
 
-    @property
-    def prompts(self) -> dict[Side, str]:
-        """Text that is put before each side's texts."""
-        return self.text.prompts
-
-    def _replace_prompts(self, prompts: dict[Side, str]) -> bool:
-        self._modules = {**self._modules, "text": self.text.with_prompts(prompts)}
-        return True
+    def with_prompts(self, prompts: Mapping[Side, str]) -> Self:
+        """Return the encoder with other prompts in its text tower."""
+        twin = copy(self)
+        twin._modules = {**self._modules, "text": self.text.with_prompts(prompts)}
+        twin.prompts = twin.text.prompts
+        return twin
 
     def featurize_texts(self, texts: list[str], side: Side) -> Features:
         """Tokenize texts as the text tower does."""
@@ -238,15 +237,14 @@ class ComposedTowers(TwoTowers):
         }
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return what both towers are, and how they are joined."""
         layers = f"{self.projection_layers} layers with GELU" if self.projection_layers > 1 else "linear"
         facts = {"towers": f"{self.names[0]} (texts){PAIR_SIGN}{self.names[1]} (pictures)"}
         for part, encoder in self.parts().items():
-            own = {key: value for key, value in encoder.describe().items() if key not in encoder.training_facts()}
-            facts |= {f"{part} {key}": value for key, value in own.items() if key != "similarity"}
+            facts |= {f"{part} {key}": value for key, value in encoder.facts().items() if key != "similarity"}
         sizes = f"{self.text.dimension} (texts) and {self.image.dimension} (pictures) to {self.dimension} dims"
-        return {**facts, "projections": f"{layers}, {sizes}", "similarity": "cosine", **self.training_facts()}
+        return {**facts, "projections": f"{layers}, {sizes}", "similarity": "cosine"}
 
     def towers(self) -> tuple[Tower, ...]:
         """Return the tower of each part, its projection added behind it."""
@@ -303,12 +301,12 @@ def _refuse_idle_keys(files: ModelFiles, parts: Iterable[ModelFiles]) -> None:
     idle = []
     for part in parts:
         own = class_of(part)
-        idle.append(set(idle_keys(own, part.keys)))
+        idle.append(set(unread_keys(own, part.keys)))
         part.load_in_4bit = part.load_in_4bit and "load_in_4bit" in own.reads
         part.keys = part.keys.model_copy(update={key: default_of(key) for key in idle[-1]})
     unread = sorted(set.intersection(*idle))
     if unread:
-        raise ConfigError(f"{files.name} has no use for {SOME_READ[unread[0]]}; leave it out")
+        raise ConfigError(f"{files.name} has no use for {in_words(unread[0])}; leave it out")
 
 
 def _load_part(key: str, files: ModelFiles, texts: Iterable[str]) -> Encoder:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.batch import Modality
-    from vembed.config.keys.model import ModelKeys
+    from vembed.models.keys import ModelKeys
 
 PAIRS_AT_ONCE = 32
 """Of one call: the library's default."""

@@ -18,7 +18,9 @@ from transformers import AutoModel
 
 from vembed.batch import Features, Ragged
 from vembed.models.composed import TwoTowers
-from vembed.models.encoder import About, Recipe
+from vembed.models.encoder import About
+from vembed.models.exportable import Recipe
+from vembed.models.formats import Pipeline, model_type_of
 from vembed.models.pictures import (
     blank_picture,
     last_step,
@@ -28,16 +30,10 @@ from vembed.models.pictures import (
     process_pictures,
     run_processor,
 )
+from vembed.models.plannable import find_tower, layer_values, picture_inputs, token_inputs
 from vembed.models.pooling import unit
-from vembed.models.probe import picture_inputs, token_inputs
-from vembed.models.sentence_transformers_pictures import (
-    Pipeline,
-    TransformersPictures,
-    model_type_of,
-    refuse_other_pipeline,
-)
 from vembed.models.text import count_truncated
-from vembed.models.towers import find_tower, layer_values, transformer_depth, transformer_period
+from vembed.models.vision import TransformersPictures
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,8 +44,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Image, Side
     from vembed.models.files import ModelFiles
-    from vembed.models.probe import TowerInputs
-    from vembed.models.towers import Tower, TowerName
+    from vembed.models.plannable import Tower, TowerInputs, TowerName
 
 TEMPERATURE_PARAMETERS = ("logit_scale", "logit_bias")
 """Parameters of the model file that belong to the loss that it was trained with; here the loss has its own."""
@@ -107,7 +102,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
         """Load both towers."""
         model = files.backbone("", files.config(), AutoModel)
         encoder = cls(files.name, model=model, tokenizer=files.tokenizer(), image_processor=files.image_processor())
-        refuse_other_pipeline(encoder.pipeline(), files)
+        encoder.pipeline().refuse_other(files)
         return encoder
 
     @property
@@ -157,7 +152,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
         self.tokenizer.save_pretrained(folder)
         self.image_processor.save_pretrained(folder)
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return how texts and pictures are read, and what the model file says of its own temperature."""
         scale = getattr(self.model, "logit_scale", None)
         facts = {
@@ -167,7 +162,6 @@ class DualEncoder(TwoTowers, TransformersPictures):
             "pictures": f"{type(self.image_processor).__name__} (preprocessor_config.json)",
             "similarity": "cosine",
             "attention": str(self.model.config._attn_implementation),
-            **self.training_facts(),
         }
         if scale is not None:
             facts["logit_scale of the model file"] = f"{math.exp(scale.item()):.4g}, not used: the loss has its own"
@@ -186,8 +180,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
                 name,
                 parts=(f"model.{name}_model", projection),
                 projection=(projection, f"model.{name}_model.head"),  # CLIP's linear one; SigLIP's pooling heads
-                depth=transformer_depth(own),
-                period=transformer_period(own),
+                config=own,
             )
             for name, projection, own in towers
         )
@@ -234,7 +227,7 @@ class DualEncoder(TwoTowers, TransformersPictures):
             max_length=self.max_length,
         )
 
-    def usage(self) -> Recipe:
+    def recipe(self) -> Recipe:
         """Return how transformers alone gives the vectors."""
         padding: dict[str, object] = {"padding": True, "padding_side": "right"}
         if self.pads_texts:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from vembed.config.keys.model import ModelKeys
     from vembed.models.encoder import Encoder
+    from vembed.models.keys import ModelKeys
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights by the names of the configuration."""

@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, ranges
 from vembed.errors import ConfigError
+from vembed.models.formats import Dense
+from vembed.models.plannable import ROWS
 from vembed.models.pooling import unit
-from vembed.models.probe import ROWS
-from vembed.models.sentence_transformers_format import Dense
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.models.files import ModelFiles
-    from vembed.models.probe import TowerInputs
+    from vembed.models.plannable import TowerInputs
 
 NEW_DIMENSION = 128
 """Of the vectors of a model that is new to late interaction."""

@@ -7,9 +7,9 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from vembed.config.keys.model import PAIR_SIGN
 from vembed.errors import ConfigError
 from vembed.files import home_path, is_file, is_folder
+from vembed.models.keys import PAIR_SIGN
 
 if TYPE_CHECKING:
     from pathlib import Path

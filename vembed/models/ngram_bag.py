@@ -25,9 +25,8 @@ from torch import Tensor, nn
 from vembed.batch import Features, Ragged, texts_of
 from vembed.models.encoder import About, Encoder
 from vembed.models.files import save_weights
+from vembed.models.plannable import ROWS, Tower, TowerInputs
 from vembed.models.pooling import unit
-from vembed.models.probe import ROWS, TowerInputs
-from vembed.models.towers import Tower
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -148,14 +147,13 @@ class NgramBag(Encoder):
         (folder / CONFIG_FILE).write_text(json.dumps(asdict(self.config), indent=2) + "\n", "utf-8")
         save_weights(self, folder)
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return its shape."""
         return {
             "buckets": str(self.config.buckets),
             "max_words": str(self.config.max_words),
             "character n-grams": f"{self.config.shortest} to {self.config.longest}",
             "similarity": "cosine",
-            **self.training_facts(),
         }
 
     def towers(self) -> tuple[Tower, ...]:

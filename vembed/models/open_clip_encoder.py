@@ -38,21 +38,20 @@ from vembed.models.open_clip_files import (
     quiet_about_weights,
 )
 from vembed.models.pictures import ASSUMED_PATCH_SIZE, blank_picture, normalised, process_pictures, until_bytes
+from vembed.models.plannable import Tower, find_layers, find_tower, layer_values, picture_inputs, token_inputs
 from vembed.models.pooling import unit
-from vembed.models.probe import picture_inputs, token_inputs
-from vembed.models.towers import Tower, find_layers, find_tower, layer_values
 from vembed.text import first_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     import PIL.Image
     from numpy.typing import NDArray
 
     from vembed.batch import Image, Side
-    from vembed.models.encoder import Form
+    from vembed.models.exportable import Form
     from vembed.models.files import ModelFiles
-    from vembed.models.probe import TowerInputs
+    from vembed.models.plannable import TowerInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +272,7 @@ class OpenClipEncoder(TwoTowers):
         if hasattr(self.tokenizer, "save_pretrained"):  # CLIP's own comes with open_clip
             self.tokenizer.save_pretrained(folder)
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return where it is from and how it reads its items."""
         scale = self._parts.logit_scale.exp().item()
         return {
@@ -283,7 +282,6 @@ class OpenClipEncoder(TwoTowers):
             "pictures": f"{self._parts.visual.image_size} pixels, open_clip's own preprocessing for evaluation",
             "logit_scale of the model file": f"{scale:.4g}, not used: the loss has its own",
             "similarity": "cosine",
-            **self.training_facts(),
         }
 
     def towers(self) -> tuple[Tower, ...]:
@@ -329,13 +327,9 @@ class OpenClipEncoder(TwoTowers):
             layer_values(layers, width, heads, self.picture_tokens),
         )
 
-    def export_forms(self) -> tuple[Form, ...]:
+    def forms(self) -> Mapping[Form, str]:
         """Return open_clip, which alone runs its layers."""
-        return ("open_clip",)
-
-    def why_not(self, form: Form) -> str:
-        """Say whose layers it has."""
-        return f"{self.name} has the layers of open_clip, which {form} doesn't run"
+        return {"open_clip": ""}
 
 
 def _not_loaded(files: ModelFiles, error: Exception) -> MachineError:

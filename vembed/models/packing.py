@@ -75,7 +75,7 @@ class PackedRows:
 
     starts_S1: Tensor  # where segments begin, and the end of the last, int32
     segment_T: Tensor  # which segment a token is of
-    place_T: Tensor  # of a token in its row, counted from 0; 0 throughout the filling
+    position_T: Tensor  # of a token in its row, counted from 0; 0 throughout the filling
     num_rows: int  # R
     longest: int  # at least the tokens of the longest segment
 
@@ -87,8 +87,8 @@ class PackedRows:
         starts_S1 = F.pad(lengths_S.cumsum(0), (1, 0)).int()
         segments_S = torch.arange(len(lengths_S), device=device)
         segment_T = segments_S.repeat_interleave(lengths_S, output_size=num_tokens)
-        place_T = torch.arange(num_tokens, device=device) - starts_S1[segment_T]
-        return cls(starts_S1, segment_T, place_T.masked_fill(segment_T >= num_rows, 0), num_rows, longest)
+        position_T = torch.arange(num_tokens, device=device) - starts_S1[segment_T]
+        return cls(starts_S1, segment_T, position_T.masked_fill(segment_T >= num_rows, 0), num_rows, longest)
 
     def positions(self, ids_1T: Tensor, padding_id: int | None) -> Tensor:
         """Return the position of each token, (1, T).
@@ -98,7 +98,7 @@ class PackedRows:
             padding_id: Of a model whose positions begin behind that of its padding; None: they begin at 0.
         """
         if padding_id is None:
-            return self.place_T[None]
+            return self.position_T[None]
         counts_T = (ids_1T[0] != padding_id).long()
         passed_T = counts_T.cumsum(0)
         before_S = F.pad(passed_T, (1, 0))[self.starts_S1[:-1]]

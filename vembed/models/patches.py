@@ -16,14 +16,13 @@ from transformers import AutoModel
 
 from vembed.batch import Ragged
 from vembed.models.encoder import About
+from vembed.models.formats import Dense, load_dense, model_type_of, write_dense, write_json
 from vembed.models.late import TokenHead, make_head, refuse_pooling
-from vembed.models.probe import picture_inputs
-from vembed.models.sentence_transformers_format import Dense, load_dense, write_dense, write_json
-from vembed.models.sentence_transformers_pictures import model_type_of
+from vembed.models.plannable import picture_inputs
 from vembed.models.vision import VisionEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -31,9 +30,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from vembed.batch import Features, Item, Side
-    from vembed.models.encoder import Form
+    from vembed.models.exportable import Form
     from vembed.models.files import ModelFiles
-    from vembed.models.probe import TowerInputs
+    from vembed.models.plannable import TowerInputs
 
 FIRST_TOKENS = {
     **dict.fromkeys(("vit", "vit_mae", "dinov2", "dinov2_with_registers", "dinov3_vit", "clip_vision_model"), 1),
@@ -69,7 +68,7 @@ class PatchEncoder(VisionEncoder):
         super().__init__(name, backbone=backbone, image_processor=image_processor, pooling=("mean", ""))
         config: Any = backbone.config
         self.head = head
-        self.beside_adapters = ("head",) if head.is_new else ()
+        self.new_modules = ("head",) if head.is_new else ()
         self.dimension = head.dimension
         self._before_patches = FIRST_TOKENS[config.model_type] + getattr(config, "num_register_tokens", 0)
 
@@ -134,10 +133,10 @@ class PatchEncoder(VisionEncoder):
         write_dense(layer, folder / HEAD_FOLDER)
         write_json(folder / SETTINGS_FILE, {"topk_tokens": self.head.topk_tokens, "pool_factor": self.head.pool_factor})
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return how pictures are read and how many vectors they have."""
         tokens = self._tokens(self.picture_tokens)
-        return super().describe() | {
+        return super().facts() | {
             "pooling": f"none: a vector of {self.dimension} values for each of {tokens} tokens",
             "similarity": "MaxSim: the largest cosine for each vector of the query, added up",
             "vectors": self.head.index_size(tokens),
@@ -148,13 +147,13 @@ class PatchEncoder(VisionEncoder):
         pictures = picture_inputs(self)
         return (replace(pictures, make=lambda: {name: each.to("meta") for name, each in pictures.make().items()}),)
 
-    def export_forms(self) -> tuple[Form, ...]:
+    def forms(self) -> Mapping[Form, str]:
         """Return vembed's own: sentence-transformers' models of several vectors need a mask that pictures lack."""
-        return ("vembed",)
+        return {"vembed": ""}
 
     def write_form(self, form: Form, folder: Path) -> None:  # noqa: ARG002
         """Write the one folder that there is."""
         self.save(folder)
 
-    def usage(self) -> None:
+    def recipe(self) -> None:
         """Return None: what transformers alone would need is more than a few lines."""

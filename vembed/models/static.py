@@ -19,22 +19,21 @@ from torch import Tensor, nn
 
 from vembed.batch import Features, Ragged, texts_of
 from vembed.errors import ConfigError
-from vembed.models.encoder import About, Encoder
+from vembed.models.encoder import NO_PROMPTS, About, Encoder
 from vembed.models.files import WEIGHTS_FILE
-from vembed.models.probe import ROWS, TowerInputs
-from vembed.models.registry import is_builtin
-from vembed.models.sentence_transformers_format import (
+from vembed.models.formats import (
     MODULES_FILE,
     Dense,
-    first_module,
     is_cosine,
     load_dense,
+    module_kinds,
     module_paths,
     read_prompts,
     write_modules,
 )
+from vembed.models.load import is_builtin
+from vembed.models.plannable import ROWS, Tower, TowerInputs
 from vembed.models.tiny_transformer import train_bpe
-from vembed.models.towers import Tower
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.models.encoder import Form, Similarity
+    from vembed.models.exportable import Form
     from vembed.models.files import ModelFiles
 
 KIND = "StaticEmbedding"
@@ -97,7 +96,8 @@ class StaticEncoder(Encoder):
         self.table = nn.Embedding.from_pretrained(table, freeze=False)
         self.dense = nn.ModuleList(dense)
         self.normalize = normalize
-        self._prompts: dict[Side, str] = {"query": "", "document": "", **(prompts or {})}
+        self.prompts = {**NO_PROMPTS, **(prompts or {})}
+        self.similarity = "cosine" if normalize else "dot"
         self.dimension = int(dense[-1].linear.out_features if dense else table.shape[1])
         truncation = None if tokenizer is None else tokenizer.truncation
         self.max_length = None if truncation is None else int(truncation["max_length"])
@@ -105,7 +105,7 @@ class StaticEncoder(Encoder):
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:
         """Return whether the first module of a sentence-transformers model is a table of tokens."""
-        return first_module(files) == KIND
+        return module_kinds(files)[:1] == (KIND,)
 
     @classmethod
     def load(cls, files: ModelFiles, texts: Iterable[str] = ()) -> StaticEncoder:
@@ -121,24 +121,10 @@ class StaticEncoder(Encoder):
                 tokenizer.enable_truncation(keys.max_seq_length)
         return cls(files.name, prompts=prompts, **parts)
 
-    @property
-    def similarity(self) -> Similarity:
-        """The dot product where nothing normalises, else the cosine."""
-        return "cosine" if self.normalize else "dot"
-
-    @property
-    def prompts(self) -> dict[Side, str]:
-        """Text that is put before each side's items; its tokens are averaged like all others."""
-        return dict(self._prompts)
-
-    def _replace_prompts(self, prompts: dict[Side, str]) -> bool:
-        self._prompts = prompts
-        return True
-
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Tokenize texts behind their side's prompt; a text without any token has the zero vector."""
         assert self.tokenizer is not None
-        texts = [self._prompts[side] + text.strip() for text in texts_of(items)]
+        texts = [self.prompts[side] + text.strip() for text in texts_of(items)]
         encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         ids = Ragged.from_rows([encoding.ids for encoding in encodings])
         num_truncated = sum(bool(encoding.overflowing) for encoding in encodings)
@@ -165,19 +151,18 @@ class StaticEncoder(Encoder):
         weights = {"embedding.weight": self.table.weight.detach().cpu().contiguous()}
         safetensors.torch.save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         self.tokenizer.save(str(folder / TOKENIZER_FILE))
-        write_modules(folder, [(KIND, "")], self.dense, prompts=self._prompts, normalize=self.normalize)
+        write_modules(folder, [(KIND, "")], self.dense, prompts=self.prompts, normalize=self.normalize)
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return its shape and how texts are read."""
         vocabulary, width = self.table.weight.shape
         return {
             "pooling": "mean of a table of token vectors",
             "table": f"{vocabulary:,} tokens x {width}",
             "max_seq_length": "none" if self.max_length is None else str(self.max_length),
-            "query_prompt": repr(self._prompts["query"]),
-            "document_prompt": repr(self._prompts["document"]),
+            "query_prompt": repr(self.prompts["query"]),
+            "document_prompt": repr(self.prompts["document"]),
             "similarity": "cosine" if self.normalize else "dot product",
-            **self.training_facts(),
         }
 
     def towers(self) -> tuple[Tower, ...]:
@@ -198,9 +183,9 @@ class StaticEncoder(Encoder):
         """Return what a token keeps in values of 4 bytes: its id and its row, of 8 bytes each."""
         return 4.0
 
-    def export_forms(self) -> tuple[Form, ...]:
+    def forms(self) -> Mapping[Form, str]:
         """Return sentence-transformers, which has the same module."""
-        return ("sentence-transformers",)
+        return {"sentence-transformers": ""}
 
 
 def _from_scratch(files: ModelFiles, texts: Iterable[str]) -> dict[str, Any]:

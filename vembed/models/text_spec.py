@@ -1,98 +1,145 @@
-"""How texts go through a transformer: by the user's word, else sentence-transformers' files, else the family."""
+"""The decisions about a text model: attention, pooling, longest text and prompts.
+
+Each is the user's word, else what sentence-transformers' files say, else that of the model's family. A family follows
+from what config.json says of the attention, never from a name: tokenizer, padding and pooling must fit it. A causal
+model pooled at its first token would give the same vector for every text.
+
+Prompts are another matter. Many publishers ask for them on a page and put them in no file, so they are known here by
+name and type together, and only count where neither the user nor a file says which.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import copy
+import re
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from transformers import AutoModelForTextEncoding
+import torch
+from transformers import AutoModel, AutoModelForTextEncoding
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES,
+)
 
 from vembed.errors import ConfigError
-from vembed.models.families import family_of, known_prompts
+from vembed.models.formats import GENERAL_FILE, TRANSFORMER_FILE, TextSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from vembed.batch import Side
-    from vembed.config.keys.model import ModelKeys
+    from vembed.models.files import ModelFiles
+    from vembed.models.formats import TextFolder
+    from vembed.models.keys import ModelKeys
     from vembed.models.pooling import PoolingMode
-    from vembed.models.sentence_transformers_format import Dense, SentenceTransformersFolder
 
 FALLBACK_MAX_LENGTH = 512
-"""Where neither the tokenizer nor the config of a model names a longest input."""
+"""Tokens of the longest text where neither the tokenizer nor the config names it."""
+
+FLOAT32_ONLY = {"xlnet": "XLNet makes the weights of its attention in float32, whatever type is asked for"}
+"""model_type -> why such a model computes in no other dtype."""
+
+BIDIRECTIONAL_TYPES = frozenset(
+    {"gemma3_text", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "smollm3"}
+)
+"""Decoders whose tokens see both sides where their config says so (tests/models/test_bidirectional.py)."""
+
+ROBERTA_LIKE = frozenset(
+    {"roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod", "mpnet", "longformer"}
+    | {"data2vec-text", "ibert", "luke"}
+)
+"""Models whose positions begin behind the padding id: they lose that many."""
+
+
+# --- Attention and pooling --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class TextSpec:
-    """How texts go through a transformer."""
+class TextFamily:
+    """Models of one kind of attention."""
 
-    pooling: tuple[PoolingMode, ...]  # several are concatenated
-    max_length: int  # in tokens, special ones included
-    prompts: Mapping[Side, str] = field(default_factory=lambda: {"query": "", "document": ""})
-    include_prompt: bool = True  # whether the tokens of the prompt are pooled too
-    normalize: bool = True
-    lower_case: bool = False
-    origin: Mapping[str, str] = field(default_factory=dict)  # decision -> file or key that it was read from
+    name: str  # for the plan
+    auto_class: type  # class of transformers that loads the encoder part alone
+    pooling: PoolingMode
+    reason: str  # for the plan
 
 
-def check_dense(dense: list[Dense], backbone: PreTrainedModel, spec: TextSpec, name: str) -> None:
-    """Refuse dense layers that don't take what comes before them: pooling_method may have been overridden."""
-    width = int(backbone.config.get_text_config().hidden_size) * len(spec.pooling)
-    for layer in dense:
-        if layer.linear.in_features != width:
-            raise ConfigError(
-                f"{name}: a Dense layer takes {layer.linear.in_features} values, pooling {' + '.join(spec.pooling)} "
-                f"leaves {width}; leave pooling_method out"
-            )
-        width = layer.linear.out_features
+ENCODER_HALF = TextFamily(
+    "encoder half",
+    AutoModelForTextEncoding,
+    "mean",
+    "an encoder-decoder: its encoder sees both sides of each token, so all tokens are averaged",
+)
+DECODER = TextFamily(
+    "decoder", AutoModel, "lasttoken", "attention is causal: only the last token has seen the whole text"
+)
+ENCODER = TextFamily("encoder", AutoModel, "mean", "attention is bidirectional: all tokens are averaged")
 
 
-def decide_spec(
-    keys: ModelKeys,
-    described: SentenceTransformersFolder | None,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    known: bool = True,
-) -> TextSpec:
-    """Decide pooling, length and prompts: the user's word, else sentence-transformers' files, else the family.
+def family_of(config: PreTrainedConfig) -> TextFamily:
+    """Return the family of a model by its config."""
+    # Not by is_encoder_decoder: the half on its own is saved with false there, under the same model_type.
+    if MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES.get(config.model_type, "").endswith("EncoderModel"):
+        return ENCODER_HALF
+    return DECODER if is_causal(config) else ENCODER
 
-    Args:
-        known: Whether prompts that a model is known by are put before texts.
+
+def is_decoder_type(config: PreTrainedConfig) -> bool:
+    """Return whether models of this type are decoders, whatever the attention of this one."""
+    kind = config.model_type
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def is_causal(config: PreTrainedConfig) -> bool:
+    """Return whether a token sees none behind it."""
+    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", None) is False:
+        return False
+    return bool(getattr(config, "is_decoder", False)) or is_decoder_type(config)
+
+
+def checked_config(files: ModelFiles, subfolder: str) -> PreTrainedConfig:
+    """Return the config of a transformer for texts; that of a decoder made bidirectional where the user wants it.
+
+    Raises:
+        ConfigError: It can't be made so, or the model can't compute in the wanted dtype.
     """
-    if described is not None:
-        spec = TextSpec(
-            pooling=described.pooling,
-            max_length=0,
-            include_prompt=described.include_prompt,
-            normalize=described.normalize,
-            lower_case=described.lower_case,
-            origin={"pooling": "modules.json", "similarity": "modules.json"},
+    config = files.config(subfolder)
+    reason = FLOAT32_ONLY.get(config.model_type)
+    if reason and files.dtype != torch.float32:
+        wanted = str(files.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{files.name}: {reason}, so it can't compute with torch_dtype {wanted}; set torch_dtype: float32"
         )
-    else:
-        family = family_of(config)
-        if getattr(config, "is_encoder_decoder", False) and family.auto_class is not AutoModelForTextEncoding:
-            raise ConfigError(
-                f"{keys.model_name} is an encoder-decoder ({config.model_type}) whose encoder half transformers "
-                f"doesn't load alone; its output would be the decoder's. Take an encoder, a decoder or a T5-like model"
-            )
-        spec = TextSpec(pooling=(family.pooling,), max_length=0, origin={"pooling": f"{family.name}: {family.reason}"})
-    max_length, length_origin = _max_length(keys, described, config, tokenizer)
-    by_name = known_prompts(keys.model_name, config, keys.encoder_mode) if known else ("", {})
-    prompts, prompt_origin = _prompts(keys, described, *by_name)
-    origin = {**spec.origin, "max_seq_length": length_origin, **prompt_origin}
-    spec = replace(spec, max_length=max_length, prompts=prompts)
-    wanted = asked_pooling(keys)
-    if wanted is not None:
-        spec = replace(spec, pooling=(wanted,))
-        origin["pooling"] = "pooling_method"
-    return replace(spec, origin=origin)
+    return made_bidirectional(files.name, config) if files.keys.bidirectional else config
+
+
+def made_bidirectional(name: str, config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of a decoder whose tokens see those behind them too.
+
+    Raises:
+        ConfigError: It is no decoder, or of a type for which that isn't tested.
+    """
+    kind = config.model_type
+    if not is_decoder_type(config):
+        raise ConfigError(f"{name}: bidirectional is for decoders, and {kind} models are none; leave it out")
+    if kind not in BIDIRECTIONAL_TYPES:
+        known = ", ".join(sorted(BIDIRECTIONAL_TYPES))
+        raise ConfigError(f"{name}: bidirectional isn't tested for {kind} models; leave it out, or take one of {known}")
+    if not is_causal(config):
+        return config
+    if kind == "gemma3_text":  # built anew: the config halves its window, to reach as far on each side
+        return type(config).from_dict({**config.to_dict(), "use_bidirectional_attention": True})
+    bidirectional = copy.deepcopy(config)
+    bidirectional.is_causal = False
+    return bidirectional
 
 
 def asked_pooling(keys: ModelKeys) -> PoolingMode | None:
-    """Return the pooling that the user wants for tokens; None where the model decides, or where nothing is pooled.
+    """Return the pooling of tokens that the user wants, None where the model decides or nothing is pooled.
 
     Raises:
         ConfigError: It is one of picture encoders alone.
@@ -105,31 +152,70 @@ def asked_pooling(keys: ModelKeys) -> PoolingMode | None:
     return "lasttoken" if method == "last_token" else method
 
 
-def _prompts(
-    keys: ModelKeys, described: SentenceTransformersFolder | None, family: str, known: Mapping[Side, str]
-) -> tuple[dict[Side, str], dict[str, str]]:
-    """Return each side's prompt, and where those that the user didn't give were found."""
-    in_files = {} if described is None else described.prompts
-    given: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
-    prompts: dict[Side, str] = {}
-    origin = {}
-    for side, wanted in given.items():
-        prompts[side] = in_files.get(side, known.get(side, "")) if wanted is None else wanted
-        if wanted is None and prompts[side]:
-            by_name = f"known for {family}; {side}_prompt: '' turns it off"
-            origin[f"{side}_prompt"] = "config_sentence_transformers.json" if side in in_files else by_name
-    return prompts, origin
+# --- The whole decision -----------------------------------------------------------------------------------------------
 
 
-def _max_length(
+def decide_spec(
     keys: ModelKeys,
-    described: SentenceTransformersFolder | None,
+    folder: TextFolder | None,
     config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
+    *,
+    known_by_name: bool = True,
+) -> tuple[TextSpec, dict[Side, str]]:
+    """Decide how texts go through a transformer, and which prompts stand before them.
+
+    Args:
+        folder: sentence-transformers' description of the model, None without one.
+        known_by_name: Prompts of PROMPT_FAMILIES count.
+    """
+    if folder is not None:
+        spec = folder.spec
+    else:
+        family = family_of(config)
+        if getattr(config, "is_encoder_decoder", False) and family is not ENCODER_HALF:
+            raise ConfigError(
+                f"{keys.model_name} is an encoder-decoder ({config.model_type}) whose encoder half transformers "
+                f"doesn't load alone; its output would be the decoder's. Take an encoder, a decoder or a T5-like model"
+            )
+        spec = TextSpec(pooling=(family.pooling,), origin={"pooling": f"{family.name}: {family.reason}"})
+    max_length, origin_of_length = _decide_length(keys, spec.max_length, config, tokenizer)
+    prompts, origin_of_prompts = _decide_prompts(keys, folder, config, known_by_name=known_by_name)
+    origin = {**spec.origin, "max_seq_length": origin_of_length, **origin_of_prompts}
+    pooling = asked_pooling(keys)
+    if pooling is not None:
+        spec, origin["pooling"] = replace(spec, pooling=(pooling,)), "pooling_method"
+    return replace(spec, max_length=max_length, origin=origin), prompts
+
+
+# --- The longest text -------------------------------------------------------------------------------------------------
+
+
+def _decide_length(
+    keys: ModelKeys, described: int, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, str]:
-    """Return the longest input and where it was read: no longer than what a text's neighbours don't change."""
-    length, origin = _named_length(keys, described, config, tokenizer)
-    steady = _steady_length(config)
+    """Return the tokens of the longest text, and the key or the file that names them.
+
+    Args:
+        described: What sentence-transformers' files say, 0 where they leave it to the tokenizer.
+    """
+    limit, steady = position_limit(config), _steady_length(config)
+    if keys.max_seq_length != "auto":
+        length, origin = keys.max_seq_length, "max_seq_length"
+        if limit is not None and length > limit:
+            raise ConfigError(
+                f"max_seq_length {length} is over the {limit} positions that {keys.model_name} was built with"
+            )
+    elif described:
+        length, origin = described, TRANSFORMER_FILE
+        if limit is not None and position_offset(config) and length > limit:
+            length, origin = limit, "config.json"  # the file forgot the positions that this family loses
+    else:
+        candidates = {"tokenizer_config.json": tokenizer.model_max_length, "config.json": limit}
+        # transformers writes 1e30 for "no limit".
+        named = {file: length for file, length in candidates.items() if length is not None and length < 1_000_000}
+        origin = min(named, key=lambda file: named[file], default="no file names one")
+        length = named.get(origin, FALLBACK_MAX_LENGTH)
     if steady is None or length <= steady:
         return length, origin
     if origin == "max_seq_length":
@@ -140,60 +226,114 @@ def _max_length(
     return steady, "config.json: above it a text's vector would change with its neighbours"
 
 
-def _steady_length(config: PreTrainedConfig) -> int | None:
-    """Return the tokens above which the longest text of a call changes the rotary positions of all; None: never."""
-    text_config = config.get_text_config()
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    of_layers = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
-    limits = []
-    for each in of_layers:
-        if each.get("rope_type") == "dynamic":
-            limits.append(int(text_config.max_position_embeddings))
-        elif each.get("rope_type") == "longrope":
-            limits.append(int(each["original_max_position_embeddings"]))
-    return min(limits, default=None)
-
-
-def _named_length(
-    keys: ModelKeys,
-    described: SentenceTransformersFolder | None,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[int, str]:
-    """Return the longest input that a key or a file names, and where it was read."""
-    offset, limit = position_offset(config), position_limit(config)
-    if keys.max_seq_length != "auto":
-        if limit is not None and keys.max_seq_length > limit:
-            raise ConfigError(
-                f"max_seq_length {keys.max_seq_length} is over the {limit} positions that {keys.model_name} was built "
-                f"with"
-            )
-        return keys.max_seq_length, "max_seq_length"
-    if described is not None and described.max_length is not None:
-        if limit is not None and offset and described.max_length > limit:
-            return limit, "config.json"  # the file forgot the positions that this family loses
-        return described.max_length, "sentence_bert_config.json"
-    candidates = {"tokenizer_config.json": tokenizer.model_max_length, "config.json": limit}
-    known = {file: length for file, length in candidates.items() if length is not None and length < 1_000_000}
-    if not known:
-        return FALLBACK_MAX_LENGTH, "no file names one"
-    file = min(known, key=lambda name: known[name])
-    return known[file], file
-
-
 def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the tokens of the longest text that a model has positions for; None where it doesn't say."""
+    """Return the tokens that a model has positions for, None where it doesn't say."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return None if positions is None or positions < 1 else positions - position_offset(config)
 
 
 def position_offset(config: PreTrainedConfig) -> int:
-    """Return how many positions RoBERTa-like models lose: theirs start behind the padding id."""
-    roberta_like = {
-        *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "camembert", "xmod"),
-        *("mpnet", "longformer", "data2vec-text", "ibert", "luke"),
-    }
-    if config.model_type not in roberta_like:
+    """Return how many positions a model loses to its padding id: 0 for most, pad + 1 for RoBERTa-like ones."""
+    if config.model_type not in ROBERTA_LIKE:
         return 0
     pad = getattr(config, "pad_token_id", None)
     return (pad if isinstance(pad, int) else 1) + 1
+
+
+def _steady_length(config: PreTrainedConfig) -> int | None:
+    """Return the tokens above which the longest text of a call changes the rotary positions of all; None: never."""
+    text_config = config.get_text_config()
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    by_kind = [kind for kind in parameters.values() if isinstance(kind, dict)]  # of each kind of layer
+    limits = []
+    for rope in by_kind or [parameters]:
+        if rope.get("rope_type") == "dynamic":
+            limits.append(int(text_config.max_position_embeddings))
+        elif rope.get("rope_type") == "longrope":
+            limits.append(int(rope["original_max_position_embeddings"]))
+    return min(limits, default=None)
+
+
+# --- Prompts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFamily:
+    """Models whose publisher asks for prompts."""
+
+    name: str  # for the plan
+    models: str  # their names without the owner, in lower case: a regular expression
+    types: frozenset[str]  # model_types of their configs
+    query: str
+    document: str = ""
+    mode: str = ""  # `encoder_mode` that stands for the name
+
+
+_WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
+_BGE = "Represent this sentence for searching relevant passages: "
+
+PROMPT_FAMILIES: tuple[PromptFamily, ...] = (
+    PromptFamily(
+        "E5",
+        r"(multilingual-)?e5-(small|base|large)(-v2|-unsupervised)?",
+        frozenset({"bert", "xlm-roberta"}),
+        "query: ",
+        "passage: ",
+        mode="e5",
+    ),
+    PromptFamily(
+        "E5-instruct",
+        r"multilingual-e5-large-instruct|e5-mistral-7b-instruct",
+        frozenset({"xlm-roberta", "mistral"}),
+        f"{_WEB_SEARCH} ",
+    ),
+    PromptFamily("English BGE", r"bge-(small|base|large)-en(-v1\.5)?", frozenset({"bert"}), _BGE, mode="bge"),
+    PromptFamily(
+        "Nomic",
+        r"nomic-embed-text-v[0-9.]+(-moe|-unsupervised)?|modernbert-embed-(base|large)",
+        frozenset({"nomic_bert", "modernbert"}),
+        "search_query: ",
+        "search_document: ",
+    ),
+    PromptFamily("Qwen3-Embedding", r"qwen3-embedding-[0-9.]+b", frozenset({"qwen3"}), _WEB_SEARCH),
+    PromptFamily(
+        "EmbeddingGemma",
+        r"embeddinggemma-[0-9]+m",
+        frozenset({"gemma3_text"}),
+        "task: search result | query: ",
+        "title: none | text: ",
+    ),
+)
+"""Prompts for retrieval as the publishers' pages give them."""
+
+
+def known_prompts(name: str, config: PreTrainedConfig, mode: str = "auto") -> tuple[str, dict[Side, str]]:
+    """Return the family and the prompts that a model is known by; "" and none where it isn't.
+
+    Args:
+        name: Hub id or folder; the last part counts.
+        mode: `encoder_mode`. It stands for the name unless that holds its word: bge-base-zh takes no English prompt.
+    """
+    last = name.rstrip("/").rpartition("/")[2].lower()
+    for family in PROMPT_FAMILIES:
+        named = re.fullmatch(family.models, last) or (mode == family.mode and mode not in last)
+        if config.model_type in family.types and named:
+            return family.name, {"query": family.query, "document": family.document}
+    return "", {}
+
+
+def _decide_prompts(
+    keys: ModelKeys, folder: TextFolder | None, config: PreTrainedConfig, *, known_by_name: bool
+) -> tuple[dict[Side, str], dict[str, str]]:
+    """Return each side's prompt, and the origin of those that the user didn't set."""
+    family, known = known_prompts(keys.model_name, config, keys.encoder_mode) if known_by_name else ("", {})
+    in_files: Mapping[Side, str] = {} if folder is None else folder.prompts
+    asked: dict[Side, str | None] = {"query": keys.query_prompt, "document": keys.document_prompt}
+    prompts: dict[Side, str] = {}
+    origin: dict[str, str] = {}
+    for side, prompt in asked.items():
+        prompts[side] = in_files.get(side, known.get(side, "")) if prompt is None else prompt
+        if prompt is None and prompts[side]:
+            by_name = f"known for {family}; {side}_prompt: '' turns it off"
+            origin[f"{side}_prompt"] = GENERAL_FILE if side in in_files else by_name
+    return prompts, origin

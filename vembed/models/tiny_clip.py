@@ -28,9 +28,8 @@ from vembed.models.encoder import About
 from vembed.models.files import save_weights
 from vembed.models.ngram_bag import SAMPLE_GRAMS, NgramBag, NgramBagConfig, grams_without_values
 from vembed.models.pictures import process_pictures, rows_of
+from vembed.models.plannable import Tower, TowerInputs, picture_inputs
 from vembed.models.pooling import unit
-from vembed.models.probe import TowerInputs, picture_inputs
-from vembed.models.towers import Tower
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -192,7 +191,7 @@ class TinyClip(TwoTowers):
         (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n", "utf-8")
         save_weights(self, folder)
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return its shape."""
         return {
             "pictures": f"{self.config.image_size} x {self.config.image_size} pixels",
@@ -200,7 +199,6 @@ class TinyClip(TwoTowers):
             "buckets": str(self.config.buckets),
             "max_words": str(self.config.max_words),
             "similarity": "cosine",
-            **self.training_facts(),
         }
 
     def towers(self) -> tuple[Tower, ...]:

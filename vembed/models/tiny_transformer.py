@@ -15,8 +15,8 @@ from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from vembed.models.encoder import About
 from vembed.models.files import prepare_backbone, tokenizer_facts
+from vembed.models.formats import TextSpec
 from vembed.models.text import TextEncoder
-from vembed.models.text_spec import TextSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -8,6 +8,7 @@ Shape legend: R rows of a chunk, T tokens of a picture, E embedding dim.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,7 +19,9 @@ from transformers import AutoModel
 
 from vembed.batch import Features
 from vembed.errors import ConfigError
-from vembed.models.encoder import About, Recipe
+from vembed.models.encoder import About, Encoder
+from vembed.models.exportable import Recipe
+from vembed.models.formats import MODULES_FILE, Pipeline, model_type_of
 from vembed.models.pictures import (
     ASSUMED_PATCH_SIZE,
     blank_picture,
@@ -30,18 +33,11 @@ from vembed.models.pictures import (
     rows_of,
     run_processor,
 )
+from vembed.models.plannable import find_tower, layer_values
 from vembed.models.pooling import unit
-from vembed.models.sentence_transformers_format import MODULES_FILE
-from vembed.models.sentence_transformers_pictures import (
-    Pipeline,
-    TransformersPictures,
-    model_type_of,
-    refuse_other_pipeline,
-)
-from vembed.models.towers import find_tower, layer_values, transformer_depth, transformer_period
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
     from typing import Literal
 
@@ -50,8 +46,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from vembed.batch import Item, Modality, Side
+    from vembed.models.exportable import Form
     from vembed.models.files import ModelFiles
-    from vembed.models.towers import Tower
+    from vembed.models.plannable import Tower
 
     VisionPooling = Literal["cls", "head", "mean"]
 
@@ -73,6 +70,27 @@ VISION_FAMILIES: dict[str, tuple[tuple[VisionPooling, ...], str]] = {
 
 The mean is one over all tokens, as sentence-transformers has it: the first one and registers included.
 """
+
+
+class TransformersPictures(Encoder):
+    """A model of transformers with an image tower, which sentence-transformers (5.4 and later) runs too."""
+
+    marker = "config.json"
+    reads = frozenset({"attn_implementation", "model_revision", "load_in_4bit", "image_background"})
+
+    @abstractmethod
+    def pipeline(self) -> Pipeline:
+        """Return the steps by which sentence-transformers gives the encoder's vectors."""
+
+    def forms(self) -> Mapping[Form, str]:
+        """Return transformers and sentence-transformers."""
+        return {"transformers": "", "sentence-transformers": ""}
+
+    def write_form(self, form: Form, folder: Path) -> None:
+        """Write a folder of transformers, with sentence-transformers' description where it is for that."""
+        self.save(folder)
+        if form == "sentence-transformers":
+            self.pipeline().write(folder, dimension=self.dimension, prompts=self.prompts)
 
 
 class VisionEncoder(TransformersPictures):
@@ -190,9 +208,9 @@ class VisionEncoder(TransformersPictures):
         if self.backbone.config.model_type != "timm_wrapper":  # its preprocessing stands in config.json
             self.image_processor.save_pretrained(folder)
         if self.pooling != _own_pooling(self.backbone.config)[0]:
-            self.describe_pipeline(folder)
+            self.pipeline().write(folder, dimension=self.dimension, prompts=self.prompts)
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return how pictures are read and summed up."""
         return {
             "family": f"{self.backbone.config.model_type} (config.json)",
@@ -200,16 +218,12 @@ class VisionEncoder(TransformersPictures):
             "pictures": f"{type(self.image_processor).__name__} (preprocessor_config.json)",
             "similarity": "cosine",
             "attention": str(self.backbone.config._attn_implementation),
-            **self.training_facts(),
         }
 
     def towers(self) -> tuple[Tower, ...]:
         """Return the one tower."""
-        config = self.backbone.config
-        depth = transformer_depth(config)
-        period = 0 if depth is None else transformer_period(config)  # blocks of convolutions grow from stage to stage
-        parts, projection = ("backbone", *self.projections), self.projections
-        return (find_tower(self, "vision", parts=parts, projection=projection, depth=depth, period=period),)
+        parts = ("backbone", *self.projections)
+        return (find_tower(self, "vision", parts=parts, projection=self.projections, config=self.backbone.config),)
 
     def adapter_host(self) -> nn.Module:
         """Return the transformer."""
@@ -223,7 +237,7 @@ class VisionEncoder(TransformersPictures):
     def activation_values(self) -> float:
         """Estimate by the number and the width of the layers."""
         config = self.backbone.config
-        if transformer_depth(config) is None:
+        if getattr(config, "num_hidden_layers", None) is None:
             return super().activation_values()
         return layer_values(
             config.num_hidden_layers, config.hidden_size, config.num_attention_heads, self.picture_tokens
@@ -233,7 +247,7 @@ class VisionEncoder(TransformersPictures):
         """Return what sentence-transformers does: the tokens pooled, or what the model's head makes of them."""
         return _pipeline(self.pooling)
 
-    def usage(self) -> Recipe | None:
+    def recipe(self) -> Recipe | None:
         """Return how transformers alone gives the vectors."""
         return Recipe("vision", "AutoModel", self.pooling)
 
@@ -254,7 +268,7 @@ def _decide_pooling(files: ModelFiles, config: Any) -> tuple[VisionPooling, str]
     """
     own, reason = _own_pooling(config)
     described = _described_pooling(files)
-    refuse_other_pipeline(_pipeline(described or own), files)
+    _pipeline(described or own).refuse_other(files)
     wanted: str = own
     if files.keys.pooling_method != "auto":
         wanted, reason = files.keys.pooling_method, "pooling_method"

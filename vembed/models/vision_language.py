@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -32,11 +31,10 @@ from vembed.data.images import ImageError
 from vembed.errors import DataError
 from vembed.models import attention
 from vembed.models.encoder import About, Encoder
+from vembed.models.formats import model_type_of
 from vembed.models.pictures import DECODED_AT_ONCE, Normalisation, last_step, normalised, process_pictures
+from vembed.models.plannable import ROWS, TowerInputs, find_tower, is_within, layer_period, text_inputs, token_inputs
 from vembed.models.pooling import pool
-from vembed.models.probe import ROWS, TowerInputs, text_inputs, token_inputs
-from vembed.models.sentence_transformers_pictures import model_type_of
-from vembed.models.towers import find_tower, is_within, transformer_depth, transformer_period
 from vembed.models.vision_language_families import FAMILIES, UNTRAINED, refuse_untrained
 from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
 
@@ -50,9 +48,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from vembed.batch import Item, Modality, Side
-    from vembed.models.encoder import Form
+    from vembed.models.exportable import Form
     from vembed.models.files import ModelFiles
-    from vembed.models.towers import Tower, TowerName
+    from vembed.models.plannable import Tower, TowerName
     from vembed.models.vision_language_family import VisionLanguageFamily
     from vembed.models.vision_language_spec import VisionLanguageSpec
 
@@ -116,6 +114,7 @@ class VisionLanguageEncoder(Encoder):
         self.family = family
         self.spec = spec
         self.max_length = spec.max_length
+        self.prompts = spec.instructions
         self.dimension = int(backbone.config.get_text_config().hidden_size)
         self._has_processor = hasattr(processor.image_processor, "do_rescale")  # the shape of a model has none
         of_bytes = Normalisation((127.5,) * 3, (127.5,) * 3)
@@ -149,15 +148,6 @@ class VisionLanguageEncoder(Encoder):
         processor, spec = load_processor(files, config, family)
         backbone = files.backbone("", config, AutoModel)
         return cls(files.name, backbone=backbone, processor=processor, family=family, spec=spec)
-
-    @property
-    def prompts(self) -> dict[Side, str]:
-        """The instruction of each side's items."""
-        return dict(self.spec.instructions)
-
-    def _replace_prompts(self, prompts: dict[Side, str]) -> bool:
-        self.spec = replace(self.spec, instructions=prompts)
-        return True
 
     def featurize(self, items: Sequence[Item], side: Side) -> Features:
         """Put items into words, and decode and resize their pictures."""
@@ -209,7 +199,7 @@ class VisionLanguageEncoder(Encoder):
         for each in self._placeholders:  # a user's own would be taken for a picture
             text = text.replace(each, f"{each[0]} {each[1:]}")
         text = text or ("" if num_pictures else EMPTY)
-        said = (self.family.wording or _conversation)(self.processor, self.spec.instructions[side], num_pictures, text)
+        said = (self.family.wording or _conversation)(self.processor, self.prompts[side], num_pictures, text)
         if not num_pictures:
             return said
         pieces = said.split(self.processor.image_token)
@@ -277,24 +267,23 @@ class VisionLanguageEncoder(Encoder):
         """Return how items are read, for the file of ours in the folder."""
         spec = self.spec
         return {
-            "instructions": dict(spec.instructions),
+            "instructions": dict(self.prompts),
             "max_seq_length": spec.max_length,
             "image_tokens": spec.image_tokens,
             "pooling": spec.pooling,
         }
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return how items are read and summed up."""
         return {
             "family": f"{self.family.name} (config.json)",
             "pooling": self.spec.pooling,
             "max_seq_length": str(self.max_length),
             "pictures": f"at most {self.spec.image_tokens} tokens each",
-            "query instruction": repr(self.spec.instructions["query"]),
-            "document instruction": repr(self.spec.instructions["document"]),
+            "query instruction": repr(self.prompts["query"]),
+            "document instruction": repr(self.prompts["document"]),
             "similarity": "cosine",
             "attention": attention.attention_name(self.backbone),
-            **self.training_facts(),
         }
 
     def towers(self) -> tuple[Tower, ...]:
@@ -313,8 +302,8 @@ class VisionLanguageEncoder(Encoder):
                 name,
                 parts=parts,
                 projection=projection,
-                depth=transformer_depth(own),
-                period=max(taps, transformer_period(own)),  # the plan runs no fewer layers than have taps
+                config=own,
+                period=max(taps, layer_period(own)),  # the plan runs no fewer layers than have taps
             )
             for name, parts, projection, own in stacks
         )
@@ -377,9 +366,9 @@ class VisionLanguageEncoder(Encoder):
         """Return the network of both stacks."""
         return self.backbone
 
-    def export_forms(self) -> tuple[Form, ...]:
+    def forms(self) -> Mapping[Form, str]:
         """Return transformers: the folder is one of its own, with a file of ours beside it."""
-        return ("transformers",)
+        return {"transformers": ""}
 
 
 def pictures_and_text(item: Item) -> tuple[tuple[Image, ...], str]:

@@ -24,9 +24,8 @@ from transformers import AutoModel, AutoModelForPreTraining
 
 from vembed.batch import Ragged
 from vembed.models.encoder import About
+from vembed.models.formats import Dense, load_dense, model_type_of, write_dense
 from vembed.models.late import TokenHead, make_head, refuse_pooling
-from vembed.models.sentence_transformers_format import Dense, load_dense, write_dense
-from vembed.models.sentence_transformers_pictures import model_type_of
 from vembed.models.vision_language import VisionLanguageEncoder
 from vembed.models.vision_language_families import FAMILIES
 from vembed.models.vision_language_spec import SETTINGS_FILE, load_processor
@@ -39,9 +38,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from vembed.batch import Features, Item, Modality, Side
-    from vembed.models.encoder import Form
+    from vembed.models.exportable import Form
     from vembed.models.files import ModelFiles
-    from vembed.models.probe import TowerInputs
+    from vembed.models.plannable import TowerInputs
     from vembed.models.vision_language_family import VisionLanguageFamily
 
 HEAD_FOLDER = "1_Dense"
@@ -96,7 +95,7 @@ class VisionLateEncoder(VisionLanguageEncoder):
     def __init__(self, name: str, *, head: TokenHead, whole: PreTrainedConfig | None = None, **parts: Any) -> None:
         super().__init__(name, **parts)
         self.head = head
-        self.beside_adapters = ("head",) if head.is_new else ()
+        self.new_modules = ("head",) if head.is_new else ()
         self.whole = whole
         self.dimension = head.dimension
         if whole is not None:
@@ -193,21 +192,21 @@ class VisionLateEncoder(VisionLanguageEncoder):
             del settings["image_tokens"]  # the image processor's own files say it
         return settings | {OWN: {"topk_tokens": self.head.topk_tokens, "pool_factor": self.head.pool_factor}}
 
-    def describe(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return what becomes of items."""
         head = self.head
         fewer = [f"at most {head.topk_tokens} an item"] if head.topk_tokens is not None else []
         fewer += [f"one for {head.pool_factor:g} of a document"] if head.pool_factor != 1.0 else []
-        return super().describe() | {
+        return super().facts() | {
             "pooling": f"none: a vector of {self.dimension} values for each token",
             "similarity": "MaxSim: the largest cosine for each vector of the query, added up",
             "vectors": ", ".join(fewer) or "all",
         }
 
-    def export_forms(self) -> tuple[Form, ...]:
+    def forms(self) -> Mapping[Form, str]:
         """Return transformers where it has a class of the network with its head, and no token is left out."""
         whole = self.whole is not None and self.head.topk_tokens is None and self.head.pool_factor == 1.0
-        return ("transformers",) if whole else ("vembed",)
+        return {"transformers": ""} if whole else {"vembed": ""}
 
 
 def _with_weights_of(linear: nn.Linear) -> Dense:

@@ -10,10 +10,9 @@ from vembed.plan.loading import ROW_BYTES
 from vembed.text import show_bytes
 
 if TYPE_CHECKING:
-    from vembed.config.keys.batch import BatchKeys
-    from vembed.config.keys.evaluation import EvaluationKeys
-    from vembed.config.keys.optimisation import OptimisationKeys
+    from vembed.evaluation.keys import EvaluationKeys
     from vembed.plan.devices import Devices
+    from vembed.plan.keys import BatchKeys, OptimisationKeys
     from vembed.plan.memory import ModelSize
     from vembed.plan.problem import DataSize
 

@@ -10,7 +10,7 @@ from vembed.plan.hardware import cpu_memory_bytes
 from vembed.text import show_bytes
 
 if TYPE_CHECKING:
-    from vembed.config.keys.data import DataKeys
+    from vembed.data.keys import DataKeys
     from vembed.plan.hardware import Machine
     from vembed.plan.problem import DataSize
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from vembed.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vembed.config.keys.batch import BatchKeys
     from vembed.plan.hardware import Machine
+    from vembed.plan.keys import BatchKeys
     from vembed.plan.memory import ModelSize
 
 

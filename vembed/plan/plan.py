@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from vembed.config.plugins import plugin_lines
 from vembed.plan.advice import Advice, advise
 from vembed.plan.batching import BatchPlan, Steps, plan_batch, plan_steps
 from vembed.plan.compiling import plan_compiling
@@ -22,17 +21,17 @@ from vembed.plan.problem import FIT_FACTOR, FIT_SHARE, DataSize, PlanningProblem
 from vembed.plan.reserve import reserve_notes
 from vembed.plan.strategy import choose
 from vembed.redact import redact_value
+from vembed.registry import plugin_lines
 from vembed.text import show_bytes, show_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from vembed.config.keys.distributed import DistributedKeys
-    from vembed.config.keys.optimisation import OptimisationKeys
     from vembed.config.schema import Config
     from vembed.plan.chunks import ChunkPlan
     from vembed.plan.cost_model import Candidate
     from vembed.plan.hardware import Machine
+    from vembed.plan.keys import DistributedKeys, OptimisationKeys
 
 CPU_TILE_SIZE = 1024
 """Side of a block of the similarity matrix: 4 MiB of float32, so that a few of them stay in a core's caches."""

@@ -35,8 +35,8 @@ from vembed.evaluation.encode import SLICE_ROWS, values_of
 from vembed.evaluation.index import new_index, trained_clusters
 from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
-from vembed.evaluation.text import bytes_text
 from vembed.files import disk_error, new_folder
+from vembed.pages.text import bytes_text
 from vembed.search.documents import Written, read_slices, write_documents
 from vembed.search.format import (
     DOCUMENTS_FILE,
@@ -246,7 +246,7 @@ def _write_vectors(
         spans = slice_spans(folder / DOCUMENTS_FILE, SLICE_ROWS)[num_done:]
         found = options.job.stream(folder / DOCUMENTS_FILE, spans, encode, side)
     with closing(found):
-        for vectors in found:
+        for vectors, _ in found:
             documents = next(slices) if options.job else under_way.popleft()
             if journal is not None:
                 _refuse_nonfinite(vectors, documents)

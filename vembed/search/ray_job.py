@@ -28,7 +28,7 @@ import numpy as np
 from vembed.batch import Ragged
 from vembed.distributed.failures import host_name
 from vembed.errors import ConfigError, DataError, MachineError, VembedError
-from vembed.evaluation.encode import values_of
+from vembed.evaluation.encode import Encoded, values_of
 from vembed.extras import import_extra
 from vembed.text import first_line
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Side
-    from vembed.evaluation.encode import ItemEncoder, Vectors
+    from vembed.evaluation.encode import ItemEncoder
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RayJob:
 
     def stream(
         self, documents: Path, spans: list[tuple[int, int]], encode: ItemEncoder, side: Side
-    ) -> Generator[Vectors]:
+    ) -> Generator[Encoded]:
         """Yield the vectors of one slice after the other.
 
         Args:
@@ -95,9 +95,9 @@ class RayJob:
                     **resources,
                 )
             for row in _arriving(found.iter_rows, encode.poll):
-                encode.num_truncated[side] += int(row["num_truncated"])
-                offsets, vectors_VE = row["offsets"], row["vectors"]
-                yield Ragged(vectors_VE, offsets) if len(offsets) else vectors_VE
+                num_truncated, offsets, vectors_VE = int(row["num_truncated"]), row["offsets"], row["vectors"]
+                encode.num_truncated[side] += num_truncated
+                yield Encoded(Ragged(vectors_VE, offsets) if len(offsets) else vectors_VE, num_truncated)
 
 
 def slice_spans(path: Path, num_rows: int) -> list[tuple[int, int]]:

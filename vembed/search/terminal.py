@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.text import columns_of, one_line
+from vembed.pages.text import columns_of, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vembed.config.settings import parse_overrides
-from vembed.config.synonyms import targets
+from vembed.config.load import read_overrides
+from vembed.config.names import targets
 from vembed.errors import ExitCode, PreemptedError, VembedError
 from vembed.json_text import fit, read_object
 from vembed.output_lock import FolderInUseError, hold_output
@@ -192,7 +192,7 @@ def _own(folder: Path) -> dict[str, str]:
 
 def _keys(overrides: Sequence[str]) -> set[str]:
     """Return the keys that overrides set, a part of a mapping as `key.part`."""
-    entries = parse_overrides(overrides).entries or ()
+    entries = read_overrides(overrides).settings
     names = [(name, entry.part) for entry in entries for name in targets(entry.name)]
     return {name if part is None else f"{name}.{part}" for name, part in names}
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib.ticker import NullLocator
 
-from vembed.evaluation.pages import Cell, Table, write_report
-from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, LINE, SERIES, chart_axes, inline_svg
-from vembed.evaluation.text import metric_text, signed_text
+from vembed.evaluation.pages import write_report
+from vembed.pages.charts import BETTER, CURVE_INCHES, LINE, SERIES, chart_axes, inline_svg
+from vembed.pages.page import Cell, Table
+from vembed.pages.text import metric_text, signed_text
 from vembed.sweeping.ranking import chosen_lines
 from vembed.sweeping.space import LOG_RATIO
 from vembed.sweeping.trials import dev_value

@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from vembed.config.dump import plain_values
-from vembed.config.resume import resume_differences
+from vembed.config.record import plain_values, resume_differences
 from vembed.errors import ConfigError, MachineError
 from vembed.files import replace_text
 from vembed.json_text import fit, read_object

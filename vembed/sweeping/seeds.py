@@ -9,15 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.config.dump import dump_config
+from vembed.config.record import dump_config
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.evaluation.pages import Cell, Table, write_report
+from vembed.evaluation.pages import write_report
 from vembed.evaluation.seeds import seeds_verdict
 from vembed.evaluation.significance import verdict
 from vembed.evaluation.store import read_evaluation
-from vembed.evaluation.text import metric_text, signed_text
 from vembed.files import new_folder, replace_text
 from vembed.models.names import MODEL_FOLDER
+from vembed.pages.page import Cell, Table
+from vembed.pages.text import metric_text, signed_text
 from vembed.redact import redact
 from vembed.sweeping.request import Request
 from vembed.sweeping.trials import Trial, Trials, best_of, dev_metric, dev_value, run_report
@@ -248,7 +249,7 @@ def _shared(report: SeedsReport) -> dict[str, Any]:
 
 def _draw(report: SeedsReport) -> Markup:
     """Draw each seed before and after training, and the mean gain with its interval beside them."""
-    from vembed.evaluation.report.charts import BETTER, CURVE_INCHES, INK, SERIES, chart_axes, inline_svg
+    from vembed.pages.charts import BETTER, CURVE_INCHES, INK, SERIES, chart_axes, inline_svg
 
     found = report.whole
     comparison = found.verdict.comparison

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from vembed.config.messages import unknown_key
+from vembed.config.names import targets
 from vembed.config.schema import Config, fields
-from vembed.config.synonyms import targets
 from vembed.errors import ConfigError
 from vembed.redact import shown
 

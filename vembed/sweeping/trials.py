@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from vembed.config.synonyms import targets
+from vembed.config.names import targets
 from vembed.errors import DataError, MachineError, VembedError
 from vembed.evaluation.significance import query_values
 from vembed.evaluation.store import read_evaluation

@@ -1,55 +1,69 @@
-"""The batch of a step, as the engine takes it: pools of tokenized rows and the structure of the batch.
+"""The batch of a step: rows of the training records as pools of tokenized rows, and the structure that the loss reads.
 
-It is made in two parts. `BatchSource.features` does all that costs time, on the CPU: it deals the rows to the ranks,
-counts, decodes and tokenizes. It is a function of (seed, epoch, step) and the rank, so it may run ahead in another
-process. `BatchSource.prepared` does what must happen in this one: the encoder comes in.
+1. `open_batches` computes what batches carry beside their rows (embeddings of frozen towers, a teacher's answers) and
+   decides who makes them: this process, or workers that run ahead (loading.py).
+2. `BatchSource.features` does all that costs time, on the CPU: it assigns the rows to the ranks, decodes and
+   tokenizes. It is a function of (seed, epoch, step) and the rank, so it may run ahead in another process.
+3. `BatchSource.prepared` does the rest in this process, as it needs the encoder: features become the engine's pools.
 
-Every rank knows the whole batch and tokenizes its own rows of it. A rank that has no row of a modality which the batch
-holds gets a spare one (slot -1): all ranks then call all towers, and what comes of it is thrown away.
+Every rank knows the whole batch and tokenizes only its own rows. A rank without rows of a modality that the batch holds
+encodes a spare one (slot -1), whose embedding is dropped: then all ranks call all towers, which sharded weights need.
+
+Shape legend: Q queries, D documents, N = Q + D items of a batch, queries first; a slot is a row of those N.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from vembed.batch import Composed, Features, Image, modality_of
+from vembed.data.augment import Augmenter
 from vembed.data.collate import collate
+from vembed.gradcache.calls import Passes
 from vembed.gradcache.engine import Pool
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
-from vembed.training.frozen import is_stored, stored_features, stored_pool
+from vembed.plan.devices import Devices
+from vembed.training.epochs import EpochBatches
+from vembed.training.frozen import FrozenItems, find_frozen, is_stored, stored_features, stored_pool
+from vembed.training.loading import BatchLoader
+from vembed.training.teacher import Asking, TeacherUse, find_teacher
+from vembed.training.wiring.data import image_limits, prompted
+from vembed.training.wiring.hard_batches import HardBatchWork
+from vembed.training.wiring.mining import MiningWork
+from vembed.training.wiring.model import teacher_keys
+from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     import torch
     from numpy.typing import NDArray
 
     from vembed.batch import ContrastiveBatch, Item, Side
-    from vembed.data.augment import Augmenter
-    from vembed.data.records import RecordTable
     from vembed.data.sampler import GlobalSampler
+    from vembed.data.table import RecordTable
     from vembed.models.encoder import Encoder
-    from vembed.training.stored import StoredVectors
-    from vembed.training.teacher import Answers
-
+    from vembed.training.epochs import EpochWork
+    from vembed.training.run import Run
+    from vembed.training.teacher import Answers, Teacher
+    from vembed.vectors.items import ItemVectors
 
 CHARACTERS_PER_TOKEN = 4
-"""Of English texts. Only the proportion between rows counts, and where a text is cut."""
+"""Of English texts. Only the proportion between rows counts, and where a long text is cut."""
 
 PICTURE_CHARACTERS = 1024
-"""What a further picture of an item costs beside the texts: some hundred tokens."""
+"""Cost of each further picture of an item, in characters of text: some hundred tokens."""
 
 
 class Batches(Protocol):
-    """Where the loop gets its batches from."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the encoder is."""
+    """Source of the batches that the loop trains on."""
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.
@@ -61,45 +75,41 @@ class Batches(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FeaturedBatch:
-    """A batch as features, without an encoder and without a device.
+    """A batch as features, without encoder and device: the form in which it comes from a worker."""
 
-    `parts` are this rank's rows of one modality each, and where those belong in [queries; documents], int64; -1 for a
-    spare row.
-    """
-
-    record_ids: tuple[int, ...]  # rows of the training records, all ranks'
+    record_ids: tuple[int, ...]  # rows of the training records, of all ranks
     structure: BatchStructure  # on the CPU: losses that stream list cells there, and read nothing back
-    num_masked: int | None  # pairs that are no negatives as they are copies; None where the loss masks none
-    assignment: RowAssignment  # which rows are whose
-    parts: tuple[tuple[Features, NDArray[np.int64]], ...]
+    num_masked: int | None  # pairs masked as copies; None where the loss masks none
+    assignment: RowAssignment  # which slots are on which rank
+    parts: tuple[tuple[Features, NDArray[np.int64]], ...]  # this rank's rows of each modality, and their slots
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedBatch:
-    """Everything that a step needs."""
+    """A batch as the engine takes it."""
 
-    featured: FeaturedBatch  # the rows of all ranks
-    pools: tuple[Pool, ...]  # this rank's; what goes through one tower shares a pool, so that it packs tighter
+    featured: FeaturedBatch
+    pools: tuple[Pool, ...]  # of this rank, one per modality
 
     @property
     def structure(self) -> BatchStructure:
-        """What the loss knows of the batch."""
+        """Positives and identities of the whole batch, for the loss."""
         return self.featured.structure
 
     @property
     def assignment(self) -> RowAssignment:
-        """Which rows are whose."""
+        """Which slots are on which rank."""
         return self.featured.assignment
 
     @property
     def num_truncated(self) -> int:
-        """Over-long texts of this rank that were cut; spare rows are another rank's to count."""
+        """Texts of this rank that were cut; a spare row is counted by the rank that owns it."""
         return sum(pool.features.num_truncated for pool in self.pools if (pool.slots >= 0).all())
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSource:
-    """Makes the batch of any step from nothing but the step's number."""
+    """Makes the batch of any step from nothing but the number of the step."""
 
     records: RecordTable
     sampler: GlobalSampler  # which records make up which step
@@ -108,11 +118,11 @@ class BatchSource:
     augmenter: Augmenter
     rank: int = 0  # this process among those that share a batch
     world_size: int = 1
-    stored: StoredVectors | None = None  # embeddings of what a frozen tower would encode, or None
-    answers: Answers | None = None  # what a teacher says of the records, or None
+    stored: ItemVectors | None = None  # embeddings of items that a frozen tower would encode
+    answers: Answers | None = None  # of a teacher, about the records
     counts_masked: bool = False  # whether the loss masks copies
-    prompted: tuple[Encoder, ...] = ()  # for the texts of each source, where sources have prompts of their own
-    tells_source: bool = False  # whether each batch is of one of several sources
+    prompted: tuple[Encoder, ...] = ()  # the encoder with the prompts of each source; empty where all prompt alike
+    tells_source: bool = False  # whether each batch comes from one of several sources
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.
@@ -123,11 +133,12 @@ class BatchSource:
         return self.prepared(self.features(step))
 
     def features(self, step: int) -> FeaturedBatch:
-        """Deal the rows of a step to the ranks, and decode and tokenize those of this rank.
+        """Assign the rows of a step to the ranks, and decode and tokenize those of this rank.
 
         Raises:
             DataError: A picture can't be read any more.
         """
+        # The records of the step. Augmentation depends on (seed, epoch, row), so that every rank sees the same picture.
         rows = self.sampler.rows(step).tolist()
         epoch = step // self.sampler.steps_per_epoch
         records = [
@@ -135,24 +146,37 @@ class BatchSource:
             for record, row in zip(self.records.take(rows), rows, strict=True)
         ]
         batch = collate(records, rows)
+        num_documents_Q = np.array([len(each.positives) + len(each.negatives) for each in records], dtype=np.int64)
         if self.answers is not None:
-            own_documents = [len(record.positives) + len(record.negatives) for record in records]
-            batch = self.answers.fill(batch, np.array(own_documents, dtype=np.int64))
+            batch = self.answers.fill(batch, num_documents_Q)
+
+        # Which rank encodes which row. All ranks compute the same from the batch alone; nothing is exchanged.
         items = (*batch.queries, *batch.documents)
-        groups = [places for _, places in self.encoder.by_modality(items)]
+        groups = [slots for _, slots in self.encoder.by_modality(items)]
         assignment = assign_rows(groups, estimated_costs(items, self.encoder.max_length), self.world_size)
-        sources_N = np.zeros(len(items), dtype=np.int64)
-        if self.prompted:
-            sources_Q = self.records.sources[rows]
-            num_documents_Q = [len(record.positives) + len(record.negatives) for record in records]
-            sources_N = np.concatenate([sources_Q, np.repeat(sources_Q, num_documents_Q)])
-        own = [self._own_part(batch, group, assignment, sources_N) for group in groups]
-        num_masked = count_masked(batch) if self.counts_masked else None
-        structure = BatchStructure.of(batch, source=int(self.records.sources[rows[0]]) if self.tells_source else None)
-        return FeaturedBatch(batch.record_ids, structure, num_masked, assignment, tuple(own))
+
+        # The features of this rank's rows. Queries and documents of a modality share a pool: they go through one tower
+        # and pack tighter together.
+        sources_Q = self.records.sources[rows]
+        sources_N = np.concatenate([sources_Q, np.repeat(sources_Q, num_documents_Q)])
+        parts: list[tuple[Features, NDArray[np.int64]]] = []
+        for group in groups:
+            slots = group[np.isin(group, assignment.slots[self.rank], assume_unique=True)]
+            if len(slots):
+                parts.append((self._features(batch, slots, sources_N), slots))
+            else:
+                parts.append((self._features(batch, group[:1], sources_N), np.full(1, -1, dtype=np.int64)))
+
+        return FeaturedBatch(
+            batch.record_ids,
+            BatchStructure.of(batch, source=int(sources_Q[0]) if self.tells_source else None),
+            count_masked(batch) if self.counts_masked else None,
+            assignment,
+            tuple(parts),
+        )
 
     def prepared(self, featured: FeaturedBatch) -> PreparedBatch:
-        """Give features to the encoder."""
+        """Turn features into pools: rows that the engine cuts into calls of the encoder."""
         encoder = self.encoder
         pools = tuple(
             stored_pool(features, slots)
@@ -162,115 +186,202 @@ class BatchSource:
         )
         return PreparedBatch(featured, pools)
 
-    def _own_part(
-        self,
-        batch: ContrastiveBatch,
-        group: NDArray[np.int64],
-        assignment: RowAssignment,
-        sources_N: NDArray[np.int64],
-    ) -> tuple[Features, NDArray[np.int64]]:
-        """Return this rank's rows of one modality: what shares a tower is packed together, queries and documents alike.
-
-        Args:
-            group: Places of the items of the modality in [queries; documents].
-            sources_N: Source of each of those.
-        """
-        slots = group[np.isin(group, assignment.slots[self.rank], assume_unique=True)]
-        if not len(slots):
-            return self._features(batch, group[:1], sources_N), np.full(1, -1, dtype=np.int64)
-        return self._features(batch, slots, sources_N), slots
-
-    def _features(self, batch: ContrastiveBatch, places: NDArray[np.int64], sources_N: NDArray[np.int64]) -> Features:
-        """Return the features of items of one modality, or their embeddings where those are stored."""
-        num_queries, items = len(batch.queries), (*batch.queries, *batch.documents)
-        ids_N = np.concatenate([batch.query_ids_Q, batch.document_ids_D])
-        modality = modality_of(items[places[0]])
-        sides: list[tuple[Side, NDArray[np.int64]]] = [
-            ("query", places[places < num_queries]),
-            ("document", places[places >= num_queries]),
+    def _features(self, batch: ContrastiveBatch, slots: NDArray[np.int64], sources_N: NDArray[np.int64]) -> Features:
+        """Return the features of items of one modality in the order of their slots, which ascend."""
+        items, num_queries = (*batch.queries, *batch.documents), len(batch.queries)
+        modality = modality_of(items[slots[0]])
+        both: list[tuple[Side, NDArray[np.int64]]] = [
+            ("query", slots[slots < num_queries]),
+            ("document", slots[slots >= num_queries]),
         ]
-        if self.stored is not None and self.stored.holds(modality):
-            found = [(self.stored.tables[modality, side], ids_N[own]) for side, own in sides if len(own)]
-            return stored_features(np.concatenate([table.take(ids) for table, ids in found]))
+        sides = [(side, side_slots) for side, side_slots in both if len(side_slots)]
+
+        if self.stored is not None and self.stored.holds(modality):  # embeddings are read, nothing is tokenized
+            ids_N = np.concatenate([batch.query_ids_Q, batch.document_ids_D])
+            vectors = [self.stored.of_kind(modality, side, ids_N[side_slots]) for side, side_slots in sides]
+            return stored_features(np.concatenate(vectors))
         if not self.prompted:
-            parts = [self.encoder.featurize([items[place] for place in own], side) for side, own in sides if len(own)]
-            return Features.concat(parts)
-        alike = [
-            (self.prompted[source], side, own[sources_N[own] == source])
-            for side, own in sides
-            for source in np.unique(sources_N[own]).tolist()
-        ]
-        features = Features.concat(
-            [encoder.featurize([items[place] for place in own], side) for encoder, side, own in alike]
-        )
-        order = np.argsort(np.concatenate([own for _, _, own in alike]))  # as they stand in the batch
-        return replace(features.take(order), num_truncated=features.num_truncated)
+            return Features.concat(
+                [self.encoder.featurize([items[slot] for slot in side_slots], side) for side, side_slots in sides]
+            )
+
+        # The texts of each source get its own prompts, source by source; then the rows go back to the order of slots.
+        parts, slots_of_parts = [], []
+        for side, side_slots in sides:
+            for source in np.unique(sources_N[side_slots]).tolist():
+                source_slots = side_slots[sources_N[side_slots] == source]
+                parts.append(self.prompted[source].featurize([items[slot] for slot in source_slots], side))
+                slots_of_parts.append(source_slots)
+        features = Features.concat(parts)
+        in_order = features.take(np.argsort(np.concatenate(slots_of_parts)))
+        return replace(in_order, num_truncated=features.num_truncated)  # `take` doesn't know which rows were cut
+
+
+def open_batches(run: Run) -> AbstractContextManager[Batches]:
+    """Compute what batches carry beside their rows, and start what makes them: this process, or workers that run ahead.
+
+    Mining and refreshed hard batches change the batches before some epochs. Each is a level around the next one: before
+    it computes with the model, the workers inside it end; afterwards they start anew, up to its next epoch.
+    """
+    config, data, output, plan = run.config, run.data, run.output, run.plan
+    encode = run.evaluations.encode
+    stored = None if run.frozen is None else run.frozen.stored(encode)
+    if run.teacher is not None:
+        run.words.doing = "asking the teacher"
+    source = replace(batch_source(run, ask(run, run.teacher)), stored=stored)
+    run.words.doing = "training"
+
+    works: list[tuple[EpochWork, Path]] = []
+    if config.mine != "never":
+        works.append((MiningWork(config, data, encode, output.mining), output.mining))
+    if run.hard is not None and config.hard_refresh != "once":
+        folder, size = output.hard_vectors, plan.batch.total
+        work = HardBatchWork(config, data.records, data.fingerprint, encode, plan.dtype, folder, size)
+        works.append((work, folder))
+    num_batches = plan.steps.total * plan.batch.accumulated
+
+    def open_level(source: BatchSource, end: int, level: int = 0) -> AbstractContextManager[Batches]:
+        end = min(end, num_batches)
+        if level < len(works):
+            work, folder = works[level]
+
+            def open_inner(changed: BatchSource, inner_end: int) -> AbstractContextManager[Batches]:
+                return open_level(changed, min(end, inner_end), level + 1)
+
+            return EpochBatches(work, source, open_inner, folder, run.ranks)
+        if source.records is not data.records:  # mined negatives: the teacher may not have been asked about them
+            teacher = teacher_of(run, source.records)
+            source = replace(source, answers=ask(run, teacher))
+        if not plan.loading.num_workers:
+            return nullcontext(source)
+        return BatchLoader(source, plan.loading, num_batches=end, pin_memory=config.dataloader_pin_memory)
+
+    return open_level(source, num_batches)
+
+
+def batch_source(run: Run, answers: Answers | None) -> BatchSource:
+    """Return what makes the batches of a run in this process, with a teacher's answers where it has one."""
+    config, ranks = run.config, run.ranks
+    masks = any("mask_false_negatives" in facts.keys.model_fields for facts in config.loss_facts().alone)
+    return BatchSource(
+        run.data.records,
+        run.sampler,
+        run.encoder,
+        run.device,
+        Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        answers=answers,
+        counts_masked=config.mask_false_negatives and masks,
+        prompted=prompted(config, run.encoder),
+        tells_source=config.source_batches == "single" and len(config.data or ()) > 1,
+    )
+
+
+def frozen_items(run: Run) -> FrozenItems | None:
+    """Find the training items whose tower is frozen, so that they are encoded once; None where the search is off."""
+    config, plan = run.config, run.plan
+    is_only_planned = plan.way.mode is not None and run.sharded is None  # such a model may not fit the device
+    if config.embedding_cache == "never" or (is_only_planned and run.device.type != "cpu"):
+        return None
+    is_shared = config.embedding_cache != "auto"  # the user named a folder
+    reason = ""
+    if prompted(config, run.encoder):
+        reason = "sources of data have prompts of their own"
+    elif config.mine_corpus is not None:
+        reason = "mine_corpus brings further documents"
+    if reason:
+        return FrozenItems((), (f"embedding_cache has no effect: {reason}",) if is_shared else ())
+    return find_frozen(
+        run.encoder,
+        run.data.records,
+        Path(config.embedding_cache) if is_shared else run.output.frozen_embeddings,
+        is_shared=is_shared,
+        epochs=plan.steps.total / plan.steps.per_epoch,
+        augments=Augmenter(config.image_augmentation, flip=config.image_flip, seed=config.seed).acts,
+        precision=plan.dtype,
+        passes=Passes(run.device, run.autocast_dtype),
+        sharded=run.sharded,
+    )
+
+
+def teacher_of(run: Run, records: RecordTable, folder: Path | None = None) -> Teacher | None:
+    """Return the teacher, not asked yet, for some records; its answers go to `folder` or to the run's own."""
+    config = run.config
+    if config.teacher_model_name is None:
+        return None
+    facts = config.loss_facts()
+    return find_teacher(
+        teacher_keys(config, config.teacher_model_name, config.teacher_revision),
+        records,
+        TeacherUse(facts.reads_teacher(config), teacher_gives_scores(config), facts.score_bounds),
+        folder or (run.output.teacher if config.teacher_cache == "auto" else Path(config.teacher_cache)),
+        limits=image_limits(config),
+        devices=Devices.of(run.runtime.machine, run.plan.world_size),
+    )
+
+
+def ask(run: Run, teacher: Teacher | None) -> Answers | None:
+    """Return the teacher's answers, from disk where they are still true."""
+    if teacher is None:
+        return None
+    return teacher.answers(Asking(run.device, run.ranks, run.autocast_dtype, run.stop.poll))
 
 
 def estimated_costs(items: Sequence[Item], max_length: int | None) -> NDArray[np.int64]:
-    """Return what items of one modality cost beside each other, before anything is tokenized or decoded.
+    """Estimate the relative costs of items before anything is tokenized or decoded; comparable within a modality only.
 
     Args:
         max_length: Longest text in tokens; None where there is no limit.
 
     Returns:
-        (n,): characters of a text as far as it is read, and more for each further picture; pictures cost alike.
+        (N,): characters of a text as far as the encoder reads it, plus a constant for each picture after the first.
     """
     longest = np.iinfo(np.int64).max if max_length is None else max_length * CHARACTERS_PER_TOKEN
-    lengths = [len(_text(item)) for item in items]
-    further = [len(item.images) - 1 if isinstance(item, Composed) else 0 for item in items]
-    costs: NDArray[np.int64] = np.minimum(np.array(lengths, dtype=np.int64), longest)
-    return costs + PICTURE_CHARACTERS * np.array(further, dtype=np.int64)
+    texts = [item.text if isinstance(item, Composed) else "" if isinstance(item, Image) else item for item in items]
+    lengths_N = np.array([len(text) for text in texts], dtype=np.int64)
+    further_N = [len(item.images) - 1 if isinstance(item, Composed) else 0 for item in items]
+    costs_N: NDArray[np.int64] = np.minimum(lengths_N, longest)
+    return costs_N + PICTURE_CHARACTERS * np.array(further_N, dtype=np.int64)
 
 
 def assign_rows(groups: Sequence[NDArray[np.int64]], costs_N: NDArray[np.int64], world_size: int) -> RowAssignment:
-    """Give every rank rows of equal cost, from nothing but the batch itself.
+    """Give every rank rows of about equal cost, from nothing but the batch itself.
 
-    The loss runs over the whole batch, so that queries and their documents need not stay together. Every rank holds the
-    records and assigns alike; nothing is exchanged.
-
-    1. The rows of each modality are assigned apart: they cost differently, and sharded models need like calls on all
-       ranks.
-    2. Sorted by estimated cost, they go out in laps of a row for each rank; in each lap the longest one goes to the
-       rank that has least so far.
-    3. What is left over for the last lap of one modality goes to the ranks that the one before left out.
+    A query and its documents need not stay together, since the loss runs over the whole batch.
 
     Args:
-        groups: Rows of each modality; together every row once.
-        costs_N: Estimated cost of each row, compared within a group only.
+        groups: Slots of each modality; together every slot once.
+        costs_N: Estimated cost of each slot, compared within a group only.
 
     Returns:
-        Counts differ by at most one in every group and over all.
+        Numbers of rows that differ between ranks by at most one, in every group and over all.
     """
     if world_size == 1:
         return RowAssignment.alone(len(costs_N))
     owners_N = np.empty(len(costs_N), dtype=np.int64)
-    first = 0
-    for rows in groups:
-        order = rows[np.argsort(-costs_N[rows], kind="stable")]
+    first_rank = 0
+    for slots in groups:  # apart: modalities cost differently, and sharded models need like calls on all ranks
+        # By falling cost, in laps of one row per rank: the costliest row of a lap goes to the least loaded rank.
+        order = slots[np.argsort(-costs_N[slots], kind="stable")]
         num_left = len(order) % world_size
         loads = np.zeros(world_size, dtype=np.int64)
         for lap in order[: len(order) - num_left].reshape(-1, world_size):
             ranks = np.argsort(loads, kind="stable")
             owners_N[lap] = ranks
             loads[ranks] += costs_N[lap]
-        owners_N[order[len(order) - num_left :]] = (first + np.arange(num_left)) % world_size
-        first = (first + num_left) % world_size
+        # The rest of a group goes to the ranks that the rest of the group before left out.
+        owners_N[order[len(order) - num_left :]] = (first_rank + np.arange(num_left)) % world_size
+        first_rank = (first_rank + num_left) % world_size
     return RowAssignment(tuple(np.flatnonzero(owners_N == rank) for rank in range(world_size)))
 
 
-def _text(item: Item) -> str:
-    if isinstance(item, Composed):
-        return item.text
-    return "" if isinstance(item, Image) else item
-
-
 def count_masked(batch: ContrastiveBatch) -> int:
-    """Return how many (query, document) pairs of a batch the loss masks as copies; what a filter finds isn't counted.
+    """Count the (query, document) pairs of a batch that the loss masks as copies, in O(P log P) for P positive pairs.
 
-    A document is masked for a query when it repeats the content of a positive of that query, or of an equal one, or the
-    query itself; explicit positives aren't counted. Pairs are counted by content, times how often each content stands
-    in the batch: what `false_negative_mask` marks, in O(P log P) for P positive pairs.
+    A document is masked for a query if its content is that of the query, or of a positive of a query with the same
+    content. Explicit positives aren't counted. The result is the number of cells that `false_negative_mask` marks,
+    without the Q x D matrix: pairs of contents, each times how often both contents stand in the batch.
     """
     query_ids, query_rows, query_counts = _contents(batch.query_ids_Q)
     document_ids, document_rows, document_counts = _contents(batch.document_ids_D)
@@ -283,6 +394,6 @@ def count_masked(batch: ContrastiveBatch) -> int:
 
 
 def _contents(ids_N: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return the distinct contents, which of them each row has, and how many rows have each."""
+    """Return the distinct ids (U,), the index of each row's id among them (N,), and how many rows have each (U,)."""
     contents, rows_N, counts = np.unique(ids_N, return_inverse=True, return_counts=True)
     return contents, rows_N.reshape(-1), counts

@@ -10,6 +10,7 @@ from vembed.evaluation.card.facts import CardFacts, model_facts, written_with
 from vembed.evaluation.card.gather import gather_run, read_report
 from vembed.evaluation.card.render import CARD_FILE, render_card
 from vembed.files import replace_text, share_permissions
+from vembed.models.exportable import writable_forms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -43,7 +44,7 @@ def write_model_card(
             data_facts=reported[0] or data_facts,
             environment=reported[1] or environment,
         )
-        model = model_facts(encoder, encoder.export_forms()[0])
+        model = model_facts(encoder, writable_forms(encoder)[0])
         facts = CardFacts(title=run.name, folder=output.model.name, model=model, run=run, versions=written_with())
         replace_text(output.model / CARD_FILE, render_card(facts))
         share_permissions(output.model)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from vembed.distributed.devices import PACKAGE, can_measure_utilisation
-from vembed.evaluation.report.data import Finding
-from vembed.evaluation.report.time_split import percent_text, rate, seconds_text, settled_rows, split_time
-from vembed.evaluation.text import bytes_text
+from vembed.evaluation.report.run_report import Finding
+from vembed.evaluation.report.speed import percent_text, rate, seconds_text, settled_rows, split_time
 from vembed.gradcache.engine import DRIFT_TOLERANCE
+from vembed.pages.text import bytes_text
 from vembed.text import plural
 
 if TYPE_CHECKING:

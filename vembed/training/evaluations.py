@@ -11,7 +11,7 @@ from vembed.errors import MachineError, NonFiniteError
 from vembed.evaluation.bm25 import evaluate_bm25, why_no_bm25
 from vembed.evaluation.directions import Directions, encode_directions, search_directions
 from vembed.evaluation.evaluator import EvaluationOptions
-from vembed.evaluation.report.geometry import build_geometry
+from vembed.evaluation.report.vectors import build_geometry
 from vembed.evaluation.sets import SetOutcome
 from vembed.evaluation.store import read_evaluation, write_evaluation
 from vembed.redact import redact

@@ -5,8 +5,8 @@ isn't changed at random.
 
 1. `find_frozen` looks which kinds of items go through such a tower: it encodes one of each, and sees whether the result
    needs a gradient and whether a random number was drawn.
-2. `FrozenItems.stored` encodes every distinct item of the training records, before the first step
-   (stored.py); what a run before has left is read.
+2. `FrozenItems.stored` encodes every distinct item of the training records before the first step (vectors/store.py);
+   what an earlier run has left is read.
 3. `stored_features` is a batch's view of the files. A stored row costs no tokens, and neither tokenizer, image decoder
    nor tower is called for it.
 
@@ -24,12 +24,12 @@ import numpy as np
 import torch
 
 from vembed.batch import MODALITY_WORDS, Features
-from vembed.evaluation.array_file import FREE_SHARE
 from vembed.evaluation.provenance import model_key
 from vembed.gradcache.calls import Pool, Retention, plan_calls
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.replay import RngState
-from vembed.training.stored import StoredSide, StoredVectors, StorePlace, distinct_items
+from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
+from vembed.vectors.store import FREE_SHARE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from vembed.data.records import RecordTable
+    from vembed.data.table import RecordTable
     from vembed.distributed.fsdp import ShardedEncoder
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
     from vembed.gradcache.calls import Passes
     from vembed.models.encoder import Encoder
-    from vembed.training.stored import DistinctItems
+    from vembed.vectors.items import SideItems
 
 STORED = "stored"
 """Name of the features that are embeddings already."""
@@ -82,7 +82,7 @@ class FrozenItems:
     sides: tuple[StoredSide, ...]  # the items; none where nothing is
     notes: tuple[str, ...]  # why, one plain sentence each
 
-    def stored(self, encode: ItemEncoder) -> StoredVectors | None:
+    def stored(self, encode: ItemEncoder) -> ItemVectors | None:
         """Return the embeddings, from disk where they are still true, else encoded now; None where nothing is frozen.
 
         Args:
@@ -95,9 +95,7 @@ class FrozenItems:
         """
         if not self.sides:
             return None
-        return StoredVectors(
-            {(side.items.modality, side.items.side): side.encoded(lambda: encode, encode.ranks) for side in self.sides}
-        )
+        return ItemVectors.get(self.sides, lambda: encode, encode.ranks)
 
 
 def find_frozen(
@@ -127,7 +125,7 @@ def find_frozen(
     if reasons:
         return FrozenItems((), reasons if is_shared else ())
     items = distinct_items(records)
-    place = StorePlace(folder, "embeddings of a frozen tower", "set embedding_cache to never")
+    words = {"what": "embeddings of a frozen tower", "advice": "set embedding_cache to never"}
     sides: list[StoredSide] = []
     notes: list[str] = []
     model: Key = {}
@@ -145,7 +143,7 @@ def find_frozen(
             continue
         model = model or model_key(encoder, frozen_only=True)
         key = {**model, "precision": precision}
-        sides += [StoredSide.of(each, encoder, key, place) for each in own]
+        sides += [StoredSide.of(part, encoder, key, folder, **words) for part in own]
     if not sides and not notes and is_shared:
         notes.append("embedding_cache has no effect: every tower of the model trains")
     sides, room = _with_room(sides, folder, is_shared=is_shared)
@@ -168,7 +166,7 @@ def _unfit(encoder: Encoder) -> tuple[str, ...]:
     return ()
 
 
-def _probe(encoder: Encoder, items: Sequence[DistinctItems], passes: Passes) -> tuple[bool, bool]:
+def _probe(encoder: Encoder, items: Sequence[SideItems], passes: Passes) -> tuple[bool, bool]:
     """Encode an item of each side as training would; return whether all need no gradient, and if one is random."""
     was_training, alone = encoder.training, np.zeros(1, dtype=np.int64)
     before = RngState.capture(passes.device)
@@ -187,13 +185,13 @@ def _probe(encoder: Encoder, items: Sequence[DistinctItems], passes: Passes) -> 
     return all(are_frozen), not before.equals(after)
 
 
-def _why_not(items: Sequence[DistinctItems], *, is_random: bool, augments: bool, epochs: float, is_shared: bool) -> str:
+def _why_not(items: Sequence[SideItems], *, is_random: bool, augments: bool, epochs: float, is_shared: bool) -> str:
     """Say why items of a frozen tower are encoded in every step nevertheless; empty where they aren't."""
     if is_random:
         return "their tower draws random numbers (dropout): they are encoded in every step"
     if augments and items[0].modality != "text":
         return "image_augmentation or image_flip changes the pictures: they are encoded in every step"
-    uses, distinct = epochs * sum(each.num_uses for each in items), sum(len(each.ids_U) for each in items)
+    uses, distinct = epochs * sum(each.num_uses for each in items), sum(len(each) for each in items)
     if uses <= distinct and not is_shared:
         return f"this run sees each of the {distinct} only once: they are encoded as they come"
     return ""

@@ -16,18 +16,16 @@ from vembed.data.clusters import BLOCK_ROWS, TINY, whole_numbers
 from vembed.errors import ConfigError
 from vembed.evaluation.provenance import model_key
 from vembed.text import every
-from vembed.training.stored import StoredSide, StorePlace, distinct_items
+from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Modality, Side
-    from vembed.data.records import ItemColumn, RecordTable
+    from vembed.batch import Side
+    from vembed.data.table import ItemColumn, RecordTable
     from vembed.evaluation.encode import ItemEncoder
-    from vembed.evaluation.vector_store import VectorTable
     from vembed.models.encoder import Encoder
 
 COLUMNS: tuple[tuple[Side, ItemColumn], ...] = (("query", "query"), ("document", "positives"))
@@ -53,9 +51,9 @@ class HardVectors:
                 f"batch_sampling to random or no_duplicates"
             )
         items = distinct_items(records, [column for _, column in COLUMNS])
-        place = StorePlace(folder, "vectors that hard batches are chosen by", "set batch_sampling to random")
+        words = {"what": "vectors that hard batches are chosen by", "advice": "set batch_sampling to random"}
         key = {**model_key(encoder), "precision": precision}
-        return cls(tuple(StoredSide.of(each, encoder, key, place) for each in items), records)
+        return cls(tuple(StoredSide.of(part, encoder, key, folder, **words) for part in items), records)
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +67,7 @@ class HardVectors:
 
     def note(self, refresh: int | str) -> str:
         """Say what is encoded, and when: "once", or every so many epochs."""
-        count = sum(len(side.items.ids_U) for side in self.sides)
+        count = sum(len(side.items) for side in self.sides)
         when = "before step 1 the starting model"
         if isinstance(refresh, int):
             when = f"before epoch 1 and {every(refresh, 'epoch')} the model as it then is"
@@ -86,9 +84,7 @@ class HardVectors:
             MachineError: The vectors can't be written.
             NonFiniteError: A vector holds NaN or infinity.
         """
-        tables = {
-            (side.items.modality, side.items.side): side.encoded(lambda: encode, encode.ranks) for side in self.sides
-        }
+        stored = ItemVectors.get(self.sides, lambda: encode, encode.ranks)
         rows_NE = np.zeros((len(self.records), encode.encoder.dimension), dtype=np.int16)
         numbers = {side: _first_items(self.records, column) for side, column in COLUMNS}
         for start in range(0, len(rows_NE), BLOCK_ROWS):
@@ -96,7 +92,7 @@ class HardVectors:
             for side, _ in COLUMNS:
                 rows, items = numbers[side]
                 first, last = np.searchsorted(rows, [start, start + BLOCK_ROWS])
-                self._add(sums, rows[first:last] - start, items[first:last], side, tables)
+                self._add(sums, rows[first:last] - start, items[first:last], side, stored)
             rows_NE[start : start + BLOCK_ROWS] = whole_numbers(sums)
         return rows_NE
 
@@ -106,14 +102,14 @@ class HardVectors:
         rows: NDArray[np.int64],
         items: NDArray[np.int64],
         side: Side,
-        tables: Mapping[tuple[Modality, Side], VectorTable],
+        stored: ItemVectors,
     ) -> None:
         """Add the vectors of items of one side to those of their rows, by kind."""
         modalities = self.records.items.modalities[items]
         for number, modality in enumerate(MODALITY_WORDS):
             own = modalities == number
             if own.any():
-                vectors = tables[modality, side].take(self.records.items.ids[items[own]])
+                vectors = stored.of_kind(modality, side, self.records.items.ids[items[own]])
                 lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
                 sums[rows[own]] += vectors / np.maximum(lengths, TINY)
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, get_args
 import numpy as np
 
 from vembed.batch import MODALITY_WORDS, Composed, Image, content_id
-from vembed.config.keys.data import listed
 from vembed.data.description import describe
 from vembed.data.hold_out import held_out_task, hold_out, resolution_notes
-from vembed.data.records import ItemColumn, LoadedRecords, RecordTable
+from vembed.data.keys import listed
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
+from vembed.data.table import ItemColumn, LoadedRecords, RecordTable
 from vembed.errors import DataError
 from vembed.evaluation.sets import FurtherSet
 from vembed.redact import redact
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.batch import Item, Side
-    from vembed.config.keys.data import DataKeys
     from vembed.data.columns import LossNeeds
     from vembed.data.images import ImageLimits
-    from vembed.data.item_table import ItemTable
+    from vembed.data.keys import DataKeys
     from vembed.data.retrieval import RetrievalData
+    from vembed.data.table import ItemTable
 
 
 SUGGESTED_SET = "builtin:stdlib-code"
@@ -78,7 +78,7 @@ class RunData:
             each = np.bincount(self.records.sources, minlength=len(self.sources))
             facts[1:1] = [(f"of {path}", str(count)) for path, count in zip(self.sources, each.tolist(), strict=True)]
         if self.corpus is not None:
-            facts.append(("further documents to mine from", str(len(self.corpus.columns))))
+            facts.append(("further documents to mine from", str(len(self.corpus))))
         if counts.items.has_pictures:
             facts += [
                 ("training direction", counts.items.direction),

@@ -39,7 +39,6 @@ from torch.utils.data._utils import signal_handling
 
 from vembed.distributed.shards import is_shared
 from vembed.errors import MachineError, VembedError
-from vembed.training.batches import BatchSource, FeaturedBatch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.plan.loading import Loading
-    from vembed.training.batches import PreparedBatch
+    from vembed.training.batches import BatchSource, FeaturedBatch, PreparedBatch
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where torch puts shared tensors; only its free space is looked at
 
@@ -212,8 +211,9 @@ class _Parcel:
         """Return what was packed; the block is seen, not copied."""
         block = np.asarray(self.block).data
         # It was pickled by this program, in a process of its own.
-        featured = pickle.loads(self.rest, buffers=[block[start:stop] for start, stop in self.places])  # noqa: S301
-        assert isinstance(featured, FeaturedBatch)
+        featured: FeaturedBatch = pickle.loads(  # noqa: S301
+            self.rest, buffers=[block[start:stop] for start, stop in self.places]
+        )
         return featured
 
 

@@ -6,8 +6,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.config.keys.data import listed
 from vembed.data.corpus_files import CORPUS_FILES
+from vembed.data.keys import listed
 from vembed.data.presets import preset_path
 from vembed.data.sources import BUILTIN_PREFIX
 from vembed.models.names import is_run

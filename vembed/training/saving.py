@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vembed.distributed.ranks import Ranks
     from vembed.losses.base import BatchLoss
     from vembed.models.encoder import Encoder
-    from vembed.training.optimizer import Updater
+    from vembed.training.optimizer import Optimizer
 
 PARTS = ("model", "loss", "optimizer")
 
@@ -122,11 +122,11 @@ def gather_encoder(encoder: Encoder, ranks: Ranks, fresh: Callable[[], Encoder])
     return whole
 
 
-def _same_base(fresh: Encoder, trained: Encoder) -> Encoder:
+def _same_base(fresh: Encoder, encoder: Encoder) -> Encoder:
     """Return an encoder that was read again, once it is the one whose frozen weights the trained one has."""
-    if fresh.base != trained.base:
+    if fresh.trained.base != encoder.trained.base:
         raise ConfigError(
-            f"{trained.name} is no longer the model that training began with, and model/ would mix the two; put it "
+            f"{encoder.name} is no longer the model that training began with, and model/ would mix the two; put it "
             f"back, and the same command writes model/ from the last checkpoint"
         )
     return fresh
@@ -188,7 +188,7 @@ class RunCheckpoints:
     manager: CheckpointManager
     encoder: Encoder
     loss: BatchLoss
-    updater: Updater
+    optimizer: Optimizer
     stamp: Mapping[str, JSON]  # all that a checkpoint says of its run
     words: LastWords = field(default_factory=LastWords)  # hears of what was saved
 
@@ -201,7 +201,7 @@ class RunCheckpoints:
         Returns:
             The checkpoint's folder; None where the disk refused it.
         """
-        tensors, packed = self.updater.state()
+        tensors, packed = self.optimizer.state()
         parts = {"model": module_tensors(self.encoder), "loss": module_tensors(self.loss), "optimizer": tensors}
         content: dict[str, Any] = {"run": state.to_json(), "updater": packed}
         reserved = int(MODEL_MARGIN * model_bytes(self.encoder)) if is_last else None
@@ -229,7 +229,7 @@ class RunCheckpoints:
         run = checkpoint.state["run"]
         assert isinstance(packed, dict)
         assert isinstance(run, dict)
-        self.updater.restore(checkpoint.tensors["optimizer"], packed)
+        self.optimizer.restore(checkpoint.tensors["optimizer"], packed)
         return RunState.from_json(run)
 
     def load_best(self) -> int | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from vembed.checkpoint.folder import DISK_MARGIN, free_disk_bytes, steps_in
 from vembed.checkpoint.format import step_name
 from vembed.errors import MachineError
-from vembed.models.registry import is_builtin
+from vembed.models.load import is_builtin
 from vembed.text import show_bytes
 from vembed.training.saving import bytes_of, model_bytes, module_tensors
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from vembed.config.keys.output import OutputKeys
+    from vembed.checkpoint.keys import OutputKeys
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.output import OutputFolder

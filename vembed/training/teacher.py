@@ -23,37 +23,38 @@ import torch
 from torch import nn
 
 from vembed.batch import modality_words, texts_of
-from vembed.data.records import ItemColumn
+from vembed.data.table import ItemColumn
 from vembed.errors import ConfigError
-from vembed.evaluation.encode import ItemEncoder, encoding_budget, refuse_several_vectors
-from vembed.evaluation.index import check_finite
+from vembed.evaluation.encode import Encoded, ItemEncoder, encoding_budget, refuse_several_vectors
 from vembed.evaluation.provenance import digest, model_key
-from vembed.evaluation.vector_store import VectorStore
 from vembed.models.cross_encoder import CrossEncoder
-from vembed.models.registry import load_encoder
+from vembed.models.load import load_encoder
 from vembed.plan.cost_model import PEAK_SHARE
 from vembed.text import show_bytes, show_count
-from vembed.training.stored import StoredSide, StoredVectors, StorePlace, distinct_items
+from vembed.vectors.items import ItemVectors, StoredSide, distinct_items
+from vembed.vectors.store import VectorStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Iterable, Sequence
     from pathlib import Path
 
     from numpy.typing import NDArray
 
     from vembed.batch import ContrastiveBatch
-    from vembed.config.keys.model import ModelKeys
     from vembed.data.images import ImageLimits
-    from vembed.data.records import RecordTable
+    from vembed.data.table import ItemTable, RecordTable
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.provenance import Key
-    from vembed.evaluation.vector_store import VectorTable
     from vembed.models.encoder import Encoder
+    from vembed.models.keys import ModelKeys
     from vembed.plan.devices import Devices
-    from vembed.training.stored import DistinctItems
+    from vembed.vectors.items import SideItems
 
 ROWS_AT_ONCE = 256
 """Most items of an encoder call."""
+
+PAIRS_AT_ONCE = 4096
+"""Pairs that a cross-encoder scores before it looks for a signal."""
 
 SAMPLE_ITEMS = 64
 """Items of each kind that are tokenized for the plan, to know how long they are."""
@@ -166,7 +167,7 @@ class EmbeddingTeacher:
         self._sides: list[StoredSide] = []  # once it is known what it is
         outline = load_encoder(keys, image_limits=limits, with_weights=False)
         _refuse_unfit(outline, self._items)
-        self.num_bytes = 4 * outline.dimension * sum(len(each.ids_U) for each in self._items)
+        self.num_bytes = 4 * outline.dimension * sum(map(len, self._items))
         self.note = self._cost(outline, devices)
 
     def answers(self, asking: Asking) -> Answers:
@@ -178,10 +179,9 @@ class EmbeddingTeacher:
             budget = encoding_budget(own, asking.device, ROWS_AT_ONCE)
             return ItemEncoder(own, budget, asking.device, asking.autocast_dtype, asking.poll, ranks)
 
-        sides = self._stored(ranks, asking.autocast_dtype)
-        tables = {(each.items.modality, each.items.side): each.encoded(encoder, ranks) for each in sides}
+        vectors = ItemVectors.get(self._stored(ranks, asking.autocast_dtype), encoder, ranks)
         self._load.cache_clear()
-        return VectorAnswers(StoredVectors(tables), self._use)
+        return VectorAnswers(vectors, self._use)
 
     def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
         """Return what its vectors depend on, without the side that an item is on."""
@@ -195,15 +195,15 @@ class EmbeddingTeacher:
             # The first rank needs the weights to know; the others load it if there is something to encode.
             key = ranks.from_first(lambda: model_key(self._load()))
             key["precision"] = str(autocast_dtype or self._keys.torch_dtype)
-            place = StorePlace(self._folder, "the teacher's vectors", "set teacher_cache to a folder on another disk")
+            words = {"what": "the teacher's vectors", "advice": "set teacher_cache to a folder on another disk"}
             outline = load_encoder(self._keys, image_limits=self._limits, with_weights=False)
-            self._sides = [StoredSide.of(each, outline, key, place) for each in self._items]
+            self._sides = [StoredSide.of(part, outline, key, self._folder, **words) for part in self._items]
         return self._sides
 
     def _cost(self, outline: Encoder, devices: Devices) -> str:
         num_tokens = 0.0
         for each in self._items:
-            num_tokens += len(each.ids_U) * outline.featurize(each.sample(SAMPLE_ITEMS), each.side).lengths.mean()
+            num_tokens += len(each) * outline.featurize(each.sample(SAMPLE_ITEMS), each.side).lengths.mean()
         layers = sum(layer.weight.numel() for layer in outline.modules() if isinstance(layer, nn.Linear))
         seconds = 2 * layers * num_tokens / (devices.count * PEAK_SHARE * devices.tflops * 1e12)
         parameters, items = list(outline.parameters()), " and ".join(each.counted for each in self._items)
@@ -215,7 +215,7 @@ class EmbeddingTeacher:
         )
 
 
-def _refuse_unfit(outline: Encoder, items: Sequence[DistinctItems]) -> None:
+def _refuse_unfit(outline: Encoder, items: Sequence[SideItems]) -> None:
     refuse_several_vectors(outline)
     strange = {each.modality for each in items} - outline.modalities
     if strange:
@@ -229,7 +229,7 @@ def _refuse_unfit(outline: Encoder, items: Sequence[DistinctItems]) -> None:
 class VectorAnswers:
     """Vectors of all items."""
 
-    stored: StoredVectors
+    stored: ItemVectors
     use: TeacherUse
 
     def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
@@ -249,41 +249,43 @@ class PairTeacher:
     """A cross-encoder as a teacher."""
 
     def __init__(self, keys: ModelKeys, records: RecordTable, folder: Path) -> None:
-        self._keys, self._items, self._folder = keys, records.items, folder
+        self._keys, self._folder = keys, folder
         self._load = cache(lambda: CrossEncoder(keys))
         self._key: Key = {}  # once it is known
         if {each.modality for each in distinct_items(records)} != {"text"}:
             raise ConfigError(
                 f"teacher_model_name: the cross-encoder {keys.model_name} reads texts, and the data hold more"
             )
-        self._ids_U, self._numbers_U2 = _record_pairs(records)
-        self.num_bytes = 4 * len(self._ids_U)
+        self._pairs = RecordPairs.of(records)
+        self.num_bytes = 4 * len(self._pairs.ids)
         self.note = (
-            f"the teacher {keys.model_name}, a cross-encoder, scores {len(self._ids_U):,} pairs of a query and one of "
-            f"its row's documents once, before step 1; {show_bytes(self.num_bytes)} of scores go to {folder}"
+            f"the teacher {keys.model_name}, a cross-encoder, scores {len(self._pairs.ids):,} pairs of a query and "
+            f"one of its row's documents once, before step 1; {show_bytes(self.num_bytes)} of scores go to {folder}"
         )
 
     def answers(self, asking: Asking) -> Answers:
         """Return the scores of each row's query with its own documents."""
         ranks, key = asking.ranks, self.identity(asking.ranks, asking.autocast_dtype)
 
-        def make(rows: NDArray[np.int64]) -> NDArray[np.float32]:
-            asking.poll()
-            queries, documents = self._numbers_U2[rows[ranks.rank :: ranks.world_size]].T
-            pairs = zip(*(texts_of(self._items.at(own)) for own in (queries, documents)), strict=True)
-            scores_N = self._load().to(asking.device).scores(list(pairs), asking.autocast_dtype)
-            shares = [np.arange(rank, len(rows), ranks.world_size) for rank in range(ranks.world_size)]
-            found = ranks.rows_at_first(scores_N[:, None], [len(share) for share in shares]).cpu().numpy()
-            scores_N1 = np.zeros((len(rows), 1), dtype=np.float32)
-            if ranks.is_first:
-                scores_N1[np.concatenate(shares)] = found
-                check_finite(scores_N1, "teacher")
-            return scores_N1
+        def score(lists: Iterable[Sequence[tuple[str, str]]]) -> Generator[Encoded]:
+            model = self._load().to(asking.device)
+            for pairs in lists:
+                scores_N1 = np.zeros((len(pairs), 1), dtype=np.float32)
+                # In pieces, so that a signal is seen soon. Every rank scores every n-th pair of a piece.
+                for start in range(0, len(pairs), PAIRS_AT_ONCE):
+                    asking.poll()
+                    piece = pairs[start : start + PAIRS_AT_ONCE]
+                    shares = [np.arange(rank, len(piece), ranks.world_size) for rank in range(ranks.world_size)]
+                    scores_P = model.scores([piece[row] for row in shares[ranks.rank].tolist()], asking.autocast_dtype)
+                    gathered = ranks.rows_at_first(scores_P[:, None], [len(share) for share in shares])
+                    if ranks.is_first:
+                        scores_N1[start + np.concatenate(shares)] = gathered.cpu().numpy()
+                yield Encoded(scores_N1, 0)
 
-        store = VectorStore(self._folder, "pairs", key, "the teacher's scores", "set teacher_cache to another disk")
-        table = store.table(self._ids_U, 1, make, ranks)
+        words = "the teacher's scores", "set teacher_cache to a folder on another disk"
+        scores_N1 = VectorStore(self._folder, "pairs", key, *words, shared=True).get(self._pairs, score, ranks)
         self._load.cache_clear()
-        return PairAnswers(table)
+        return PairAnswers(self._pairs.ids, scores_N1[:, 0])
 
     def identity(self, ranks: Ranks, autocast_dtype: torch.dtype | None) -> Key:
         """Return what its scores depend on."""
@@ -297,13 +299,16 @@ class PairTeacher:
 class PairAnswers:
     """Scores of each row's query with its own documents."""
 
-    table: VectorTable
+    ids_N: NDArray[np.int64]  # of all pairs, ascending
+    scores_N: NDArray[np.float32]
 
     def fill(self, batch: ContrastiveBatch, documents_Q: NDArray[np.int64]) -> ContrastiveBatch:
         """Give a batch the scores of each row's own documents."""
         pairs_P2 = _own_pairs(documents_Q)
         ids_P = _pair_ids(batch.query_ids_Q[pairs_P2[:, 0]], batch.document_ids_D[pairs_P2[:, 1]])
-        return replace(batch, listed_P2=pairs_P2, listed_scores_P=self.table.take(ids_P)[:, 0].astype(np.float64))
+        rows_P = np.searchsorted(self.ids_N, ids_P)
+        assert (self.ids_N[rows_P] == ids_P).all(), "all pairs of the training records were scored"
+        return replace(batch, listed_P2=pairs_P2, listed_scores_P=self.scores_N[rows_P].astype(np.float64))
 
 
 def _own_pairs(documents_Q: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -312,12 +317,26 @@ def _own_pairs(documents_Q: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.stack([rows, np.arange(len(rows))], axis=1)
 
 
-def _record_pairs(records: RecordTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the distinct pairs of a query and one of its row's documents: ids, ascending, and numbers in `items`."""
-    (_, queries), (rows, positives), (more, negatives) = map(records.numbers, get_args(ItemColumn))
-    numbers_N2 = np.stack([queries[np.concatenate([rows, more])], np.concatenate([positives, negatives])], axis=1)
-    ids_U, first_U = np.unique(_pair_ids(*records.items.ids[numbers_N2].T), return_index=True)
-    return ids_U, numbers_N2[first_U]
+@dataclass(frozen=True, slots=True)
+class RecordPairs:
+    """Distinct pairs of a query and one of its row's documents, ids ascending."""
+
+    ids: NDArray[np.int64]  # (N,)
+    numbers_N2: NDArray[np.int64]  # of query and document in the table of items
+    items: ItemTable
+
+    @classmethod
+    def of(cls, records: RecordTable) -> RecordPairs:
+        """Collect the pairs of all rows."""
+        (_, queries), (rows, positives), (more, negatives) = map(records.numbers, get_args(ItemColumn))
+        numbers = np.stack([queries[np.concatenate([rows, more])], np.concatenate([positives, negatives])], axis=1)
+        ids_N, first_N = np.unique(_pair_ids(*records.items.ids[numbers].T), return_index=True)
+        return cls(ids_N, numbers[first_N], records.items)
+
+    def take(self, rows: NDArray[np.int64]) -> list[tuple[str, str]]:
+        """Return the texts of some pairs."""
+        queries, documents = (texts_of(self.items.at(numbers)) for numbers in self.numbers_N2[rows].T)
+        return list(zip(queries, documents, strict=True))
 
 
 def _pair_ids(query_ids_P: NDArray[np.int64], document_ids_P: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vembed.data.images import ImageLimits
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.examples import choose_examples, pictures_of, text_of
-from vembed.evaluation.report.pictures import small_copy
 from vembed.evaluation.sets import headline
+from vembed.pages.pictures import small_copy
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.evaluation.report.examples import Group, Hit
-    from vembed.training.finish import FinishParts, RunResult
+    from vembed.training.finish import RunResult
+    from vembed.training.run import Run
     from vembed.training.trackers.base import Cell, Tracker
 
 FILES = ("report/report.html", "report/report.json", "config.yaml", "plan.json", "metrics.jsonl", "train.log")
@@ -47,31 +48,24 @@ def track_start(trackers: Sequence[Tracker], step: int, *, plan: str) -> None:
         tracker.log_text(step, "plan", redact(plan))
 
 
-def track_end(
-    trackers: Sequence[Tracker], result: RunResult, parts: FinishParts, *, step: int, log_model: bool
-) -> None:
-    """Tell the trackers what came of the run, and give them its files.
-
-    Args:
-        log_model: Whether they get the model too.
-    """
-    if not trackers:
+def track_end(run: Run, result: RunResult) -> None:
+    """Tell the trackers what came of the run, and give them its files, and the model where the user wants that."""
+    if not run.trackers:
         return
-    task = parts.evaluations.verdict_task
+    task, step = run.evaluations.verdict_task, run.state.step
     groups = () if task.grades else choose_examples(task, result.baseline, result.final, result.metric)
-    limits = ImageLimits(max_pixels=parts.max_image_pixels)
-    columns, rows = _examples_table(groups, result.metric, limits)
-    for tracker in trackers:
+    columns, rows = _examples_table(groups, result.metric, ImageLimits(max_pixels=run.config.max_image_pixels))
+    for tracker in run.trackers:
         tracker.log_text(step, "verdict", redact(headline(result.verdict, result.sets)))
         tracker.log_result(step, _values(result))
         tracker.log_table(step, "results", *_results_table(result))
         if rows:
             tracker.log_table(step, "examples", columns, rows)
-        for path in (parts.output.path / name for name in FILES):
+        for path in (run.output.path / name for name in FILES):
             if path.is_file():
                 tracker.log_file(path)
-        if log_model:
-            tracker.log_model(parts.output.model)
+        if run.config.log_model:
+            tracker.log_model(run.output.model)
 
 
 def _values(result: RunResult) -> dict[str, float]:

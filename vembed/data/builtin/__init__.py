@@ -15,9 +15,9 @@ from vembed.registry import DATASETS
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from vembed.data.records import LoadedRecords, Record
     from vembed.data.retrieval import RetrievalData
     from vembed.data.splits import Role
+    from vembed.data.table import LoadedRecords, Record
 
     Rows: TypeAlias = LoadedRecords | Iterable[Mapping[str, Any] | Record]
     MakeRows: TypeAlias = Callable[[Role], Rows]

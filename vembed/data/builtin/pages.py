@@ -21,9 +21,9 @@ import PIL.ImageFont
 
 from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet
-from vembed.data.record_writer import RecordWriter
-from vembed.data.records import LoadedRecords
 from vembed.data.splits import SPLIT_NAMES
+from vembed.data.table import LoadedRecords
+from vembed.data.table_writer import RecordWriter
 from vembed.text import plural
 
 if TYPE_CHECKING:

@@ -29,10 +29,10 @@ import PIL.ImageDraw
 from vembed.batch import Image
 from vembed.data.builtin import BuiltinSet
 from vembed.data.images import content_name
-from vembed.data.record_writer import RecordWriter
-from vembed.data.records import LoadedRecords
 from vembed.data.retrieval import RetrievalData
 from vembed.data.splits import SPLIT_NAMES
+from vembed.data.table import LoadedRecords
+from vembed.data.table_writer import RecordWriter
 from vembed.text import plural
 
 if TYPE_CHECKING:

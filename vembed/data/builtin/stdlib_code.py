@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.batch import content_id
 from vembed.data.builtin import BuiltinSet
-from vembed.data.record_writer import RecordWriter
-from vembed.data.records import LoadedRecords
 from vembed.data.splits import SPLIT_NAMES
+from vembed.data.table import LoadedRecords
+from vembed.data.table_writer import RecordWriter
 from vembed.errors import MachineError
 from vembed.text import plural
 

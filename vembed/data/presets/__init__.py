@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.data.problems import ProblemLog
-    from vembed.data.records import LoadedRecords
     from vembed.data.retrieval import RetrievalData
     from vembed.data.splits import SourceOptions
+    from vembed.data.table import LoadedRecords
 
 
 class Preset(NamedTuple):

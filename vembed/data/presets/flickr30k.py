@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vembed.data.files import json_object, text_rows
 from vembed.data.presets.common import find_parts
-from vembed.data.record_writer import RecordWriter
-from vembed.data.records import LoadedRecords
 from vembed.data.retrieval import RetrievalData
+from vembed.data.table import LoadedRecords
+from vembed.data.table_writer import RecordWriter
 from vembed.data.texts import encoding_fault, text_fault
 from vembed.errors import DataError
 

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vembed.data.files import text_rows
 from vembed.data.presets.common import find_parts
-from vembed.data.record_writer import RecordWriter
-from vembed.data.records import LoadedRecords
 from vembed.data.retrieval import RetrievalData
+from vembed.data.table import LoadedRecords
+from vembed.data.table_writer import RecordWriter
 from vembed.errors import DataError
 from vembed.text import plural
 

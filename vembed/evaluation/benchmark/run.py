@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from vembed.batch import Ragged
-from vembed.config.keys.data import DataKeys, LabelKind
+from vembed.data.keys import DataKeys, LabelKind
 from vembed.data.retrieval import REVERSED
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
@@ -35,7 +35,7 @@ from vembed.evaluation.benchmark.stored import (
     write_stored,
 )
 from vembed.evaluation.benchmark.variants import REFERENCE, check_model, check_sizes, size_note
-from vembed.evaluation.benchmark.vectors import SharedVectors, SideVectors
+from vembed.evaluation.benchmark.vectors import ItemList, SharedVectors, SideVectors
 from vembed.evaluation.bm25 import K1, B, evaluate_bm25, why_no_bm25
 from vembed.evaluation.bm25 import SYSTEM as BM25
 from vembed.evaluation.directions import asking_rows, sides_agree
@@ -44,7 +44,7 @@ from vembed.evaluation.evaluator import EXACT, add_hits, approximate_note
 from vembed.evaluation.metrics import DEFAULT_KS
 from vembed.evaluation.provenance import digest, model_key, task_key, vectors_key
 from vembed.evaluation.run import DEFAULT_DEPTH, RunBuilder
-from vembed.models.registry import load_encoder
+from vembed.models.load import load_encoder
 from vembed.redact import redact
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from vembed.batch import Item, Side
-    from vembed.config.keys.model import ModelKeys
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.benchmark.variants import Variant
-    from vembed.evaluation.benchmark.vectors import Facts
     from vembed.evaluation.encode import Vectors
     from vembed.evaluation.provenance import Key
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
+    from vembed.models.keys import ModelKeys
+    from vembed.vectors.store import Totals
 
 UNTRAINED_SEED = 0
 """Seed of models without trained weights, so that they too are the same at every run."""
@@ -279,7 +279,8 @@ class _SetRun:
     def _side(self, items: Sequence[Item], side: Side, folder: Path) -> SideVectors:
         run = self._run
         key = vectors_key(run.encode.encoder, run.key, items, side, autocast_dtype=run.options.autocast_dtype)
-        return SideVectors(run.encode, items, side, key, folder=folder / VECTORS_FOLDER, keep=run.options.keep_vectors)
+        kept = folder / VECTORS_FOLDER if run.options.keep_vectors else None
+        return SideVectors(self.title, run.encode, ItemList(items), side, key, kept)
 
     def key(self, variant: Variant) -> Key:
         """Return what the result of a variant is made of."""
@@ -302,8 +303,8 @@ class _SetRun:
 
     def stored(self, variant: Variant) -> Stored:
         """Search a variant, score what it finds, and time it."""
-        documents, document_facts = self._documents.get(self.title)
-        queries, query_facts = self._queries.get(self.title)
+        documents, document_facts = self._documents.get()
+        queries, query_facts = self._queries.get()
         builder, poll = self._builder(), self._run.options.poll
         started = time.perf_counter()
         searcher = build_searcher(documents, variant)
@@ -326,8 +327,8 @@ class _SetRun:
         )
         return Stored(result, cost)
 
-    def _truncated_notes(self, documents: Facts, queries: Facts) -> list[str]:
-        sides: tuple[tuple[Side, Facts], ...] = (("query", queries), ("document", documents))
+    def _truncated_notes(self, documents: Totals, queries: Totals) -> list[str]:
+        sides: tuple[tuple[Side, Totals], ...] = (("query", queries), ("document", documents))
         return [
             f"{facts.num_truncated} texts on the {side} side are longer than the model's "
             f"{self._run.encode.encoder.longest_text(side)} tokens and were cut."

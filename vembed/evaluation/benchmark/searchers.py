@@ -139,7 +139,7 @@ def build_searcher(document_vectors_DE: Vectors, variant: Variant) -> Any:
         index = quantized_index(documents_DE, variant.precision)
         size = float(index.code_size)
     else:
-        index = build_index((documents_DE,), variant.index)
+        index = build_index(documents_DE, variant.index)
         size = 4.0 * dim if variant.index == EXACT else _written_bytes(index) / len(documents_DE)
     return Searcher(index, shortened, size, variant.rescored, document_vectors_DE)
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from vembed.batch import Side
     from vembed.evaluation.card.names import PublicName
     from vembed.evaluation.significance import Comparison
-    from vembed.models.encoder import Encoder, Form, Recipe, Similarity
+    from vembed.models.encoder import Encoder, Similarity
+    from vembed.models.exportable import Form, Recipe
 
 
 # Where an encoder read what it says of itself: another file once it was written again.
@@ -121,7 +122,7 @@ def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
         num_parameters=sum(parameter.numel() for parameter in parameters),
         dtype=str(parameters[0].dtype).removeprefix("torch."),
         described=_described(encoder),
-        recipe=encoder.usage(),
+        recipe=encoder.recipe(),
         multi_vector=encoder.multi_vector,
         plugin=module if module in ENCODERS.plugins().values() else "",
     )
@@ -129,6 +130,4 @@ def model_facts(encoder: Encoder, form: Form) -> ModelFacts:
 
 def _described(encoder: Encoder) -> dict[str, str]:
     """Return what the encoder says of itself as a model, whatever of it was trained."""
-    of_training = encoder.training_facts()
-    described = {label: value for label, value in encoder.describe().items() if label not in of_training}
-    return {label: redact(_SOURCE.sub("", value)) for label, value in described.items()}
+    return {label: redact(_SOURCE.sub("", value)) for label, value in encoder.facts().items()}

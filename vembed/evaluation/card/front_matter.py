@@ -11,7 +11,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from vembed.errors import ConfigError
-from vembed.evaluation.text import one_line
+from vembed.pages.text import one_line
 
 if TYPE_CHECKING:
     from vembed.evaluation.card.facts import CardFacts, MetricFacts, ModelFacts, SetFacts

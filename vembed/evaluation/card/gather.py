@@ -13,8 +13,8 @@ from vembed.evaluation.card.names import PublicName, public_name, without_paths
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.significance import guard_verdict, mean_verdict, verdict
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
-from vembed.evaluation.text import value_text
 from vembed.losses.registry import loss_facts
+from vembed.pages.text import value_text
 from vembed.redact import redact
 from vembed.registry import LOSSES
 

@@ -9,8 +9,9 @@ from markupsafe import Markup
 from vembed.evaluation.card.citations import papers
 from vembed.evaluation.card.front_matter import front_matter, metric_name
 from vembed.evaluation.card.names import without_paths
-from vembed.evaluation.pages import Table, markdown_environment
-from vembed.evaluation.text import MINUS, clip, count_text, metric_text, signed_text
+from vembed.evaluation.pages import markdown_environment
+from vembed.pages.page import Table
+from vembed.pages.text import MINUS, clip, count_text, metric_text, signed_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from vembed.evaluation.leaderboard.content import frontier
-from vembed.evaluation.report.charts import OTHER_SERIES, SERIES, AxisTicks, chart_axes, inline_svg, tick_text
+from vembed.pages.charts import OTHER_SERIES, SERIES, axis_labels, chart_axes, inline_svg, tick_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def draw_cost(
         _cost_axis(axes, min(costs), max(costs))
         axes.set_xlabel(axis)
         axes.yaxis.set_major_locator(MaxNLocator(5))
-        axes.yaxis.set_major_formatter(AxisTicks())
+        axes.yaxis.set_major_formatter(axis_labels())
         axes.margins(x=0.08, y=0.12)
         return inline_svg(figure, name=name, label=label)
 
@@ -73,7 +73,7 @@ def _cost_axis(axes: Axes, low: float, high: float) -> None:
     """Make the axis of costs logarithmic where they span a decade, with ticks at 1, 2 and 5 below two of them."""
     if high / low < DECADE:
         axes.xaxis.set_major_locator(MaxNLocator(6))
-        axes.xaxis.set_major_formatter(AxisTicks())
+        axes.xaxis.set_major_formatter(axis_labels())
         return
     axes.set_xscale("log")
     few = high / low < DECADE**2

@@ -12,17 +12,16 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from vembed.evaluation.directions import RSUM_METRICS, recall_sum
 from vembed.evaluation.evaluator import approximate_note
 from vembed.evaluation.randomisation import randomisation_test
-from vembed.evaluation.significance import mean_interval
+from vembed.evaluation.significance import RSUM_METRICS, mean_interval, recall_sum
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.evaluation.benchmark.run import Entry, VariantResult
     from vembed.evaluation.benchmark.stored import Cost
-    from vembed.evaluation.directions import RecallSum
+    from vembed.evaluation.significance import RecallSum
 
 CONFIDENCE = 0.95
 RECALL = "recall@100"  # of each form of the vectors, beside the metric that systems are compared by

@@ -26,8 +26,8 @@ from vembed.evaluation.leaderboard.text import (
     stored_size,
     sum_cells,
 )
-from vembed.evaluation.pages import Cell, Table
-from vembed.evaluation.text import clip, count_text, metric_text, one_line
+from vembed.pages.page import Cell, Table
+from vembed.pages.text import clip, count_text, metric_text, one_line
 
 if TYPE_CHECKING:
     from vembed.evaluation.leaderboard.content import Board, Row, Standing

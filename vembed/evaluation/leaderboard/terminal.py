@@ -14,7 +14,7 @@ from vembed.evaluation.leaderboard.text import (
     stored_size,
     sum_cells,
 )
-from vembed.evaluation.text import clip, columns_of, metric_text
+from vembed.pages.text import clip, columns_of, metric_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

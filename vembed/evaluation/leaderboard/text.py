@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
-from vembed.evaluation.text import metric_text, number_text, one_line, signed_text
+from vembed.pages.text import metric_text, number_text, one_line, signed_text
 
 if TYPE_CHECKING:
     from vembed.evaluation.benchmark.stored import Cost

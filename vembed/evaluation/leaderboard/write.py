@@ -12,7 +12,7 @@ from vembed.evaluation.leaderboard.content import CONFIDENCE, LEVEL, settings
 from vembed.evaluation.leaderboard.tables import costs_table, means_table, sums_table, swatch, tests_table
 from vembed.evaluation.leaderboard.text import COST_NOTE, LEGEND, SUM_NOTE, headline
 from vembed.evaluation.pages import html_environment, markdown_environment, write_pages
-from vembed.evaluation.text import count_text, one_line, plain
+from vembed.pages.text import count_text, one_line, plain
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,15 +20,16 @@ from torch import nn
 from vembed.errors import ConfigError
 from vembed.models.adapters.quantized import forget_quantization, plain_layer, weight_dtype
 from vembed.models.adapters.trainable import counts, frozen_modules
-from vembed.models.towers import is_within
+from vembed.models.encoder import TrainedPart
+from vembed.models.plannable import is_within
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from vembed.config.keys.adapters import AdapterKeys
     from vembed.models.encoder import Encoder
-    from vembed.models.towers import Tower
+    from vembed.models.keys import AdapterKeys
+    from vembed.models.plannable import Tower
 
 ADAPTER = "default"
 """peft's name for the one adapter."""
@@ -66,7 +68,7 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
             inject_adapter_in_model(config, host.network, ADAPTER)
     inside = [part for tower in towers for part in tower.parts]
     # One head of late interaction stands behind all towers.
-    new = [part for part in encoder.beside_adapters if encoder.multi_vector or is_within(part, inside)]
+    new = [part for part in encoder.new_modules if encoder.multi_vector or is_within(part, inside)]
     for name, parameter in encoder.named_parameters():
         if is_within(name, new):
             parameter.requires_grad_(True)
@@ -75,16 +77,14 @@ def add_adapters(encoder: Encoder, keys: AdapterKeys) -> None:
             parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
     still = [part for tower in encoder.towers() if tower not in towers for part in tower.parts]
     frozen = set(frozen_modules(encoder))
-    encoder.eval_only = tuple(
-        module for name, module in encoder.named_modules() if module in frozen and is_within(name, still)
-    )
-    encoder.keeps_base = True
-    encoder.train(encoder.training)
+    eval_only = tuple(module for name, module in encoder.named_modules() if module in frozen and is_within(name, still))
     leaves = ", ".join(sorted({target.rpartition(".")[2] for target in targets}))
     words = f"rank {keys.lora_r}, scale {alpha / keys.lora_r:g}, on {leaves}"
     beside = f" and {', '.join(new)}" if new else ""
     left_out = f"; adapter/ holds the adapters alone, model/ {' and '.join(new)} too" if new else ""
-    encoder.trains = f"LoRA adapters ({words} of {_listed(towers, keys)}){beside}: {counts(encoder)}{left_out}"
+    words = f"LoRA adapters ({words} of {_listed(towers, keys)}){beside}: {counts(encoder)}{left_out}"
+    encoder.trained = TrainedPart(words, eval_only, keeps_base=True)
+    encoder.train(encoder.training)
 
 
 class _Host(NamedTuple):
@@ -266,8 +266,7 @@ def merge_adapters(encoder: Encoder) -> None:
     """
     for host in _hosts(encoder):
         _merge(host.network)
-    encoder.keeps_base = False
-    encoder.eval_only = ()
+    encoder.trained = replace(encoder.trained, keeps_base=False, eval_only=())
 
 
 def _merge(network: nn.Module) -> None:

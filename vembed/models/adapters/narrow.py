@@ -10,6 +10,7 @@ Only the copy in memory is rounded. What is written is built from the model's fi
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ def narrow_frozen(encoder: Encoder, autocast_dtype: torch.dtype | None) -> int:
         encoder: On any device, the meta device included; it is known what of it trains.
         autocast_dtype: Type of mixed precision, None without. With any other type nothing changes.
     """
-    if autocast_dtype is not torch.bfloat16 or not encoder.keeps_base:
+    if autocast_dtype is not torch.bfloat16 or not encoder.trained.keeps_base:
         return 0
     from transformers.pytorch_utils import Conv1D  # GPT-2's linear layer
 
@@ -40,7 +41,8 @@ def narrow_frozen(encoder: Encoder, autocast_dtype: torch.dtype | None) -> int:
                 if isinstance(module, nn.Linear | Conv1D) and _is_frozen(module.weight):
                     module.weight.data = module.weight.data.to(autocast_dtype)
                     count += module.weight.numel()
-    encoder.narrowed_bytes = count * (torch.float32.itemsize - autocast_dtype.itemsize)
+    narrowed_bytes = count * (torch.float32.itemsize - autocast_dtype.itemsize)
+    encoder.trained = replace(encoder.trained, narrowed_bytes=narrowed_bytes)
     return count
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vembed.errors import ConfigError
-from vembed.models.towers import is_within
+from vembed.models.encoder import TrainedPart
+from vembed.models.plannable import is_within
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vembed.models.encoder import Encoder
-    from vembed.models.towers import Tower
+    from vembed.models.plannable import Tower
 
 _HALVES = {torch.bfloat16, torch.float16}
 _LOST = "; updates smaller than 1/256 of a bfloat16 weight are lost (torch_dtype float32 or use_lora keeps them)"
@@ -40,14 +41,14 @@ def freeze(encoder: Encoder, trainable: str) -> None:
                 parameter.requires_grad_(False)
         if not any(parameter.requires_grad for parameter in encoder.parameters()):
             raise ConfigError(f"trainable {trainable}: nothing of it in {encoder.name} can be trained; set it to all")
-        encoder.eval_only = frozen_modules(encoder)
-        encoder.train(encoder.training)
     has_head = trainable == "all" or "projection" in trainable.partition("-")[0]
     beside = "" if has_head else "".join(f" and {part}" for part in _new_head(encoder))
     words = trainable.replace("_", " ") + beside
     half = any(each.requires_grad and each.dtype in _HALVES for each in encoder.parameters())
-    encoder.trains = f"{words}: {counts(encoder)}{_LOST if half else ''}"
-    encoder.keeps_base = trainable != "all"
+    words = f"{words}: {counts(encoder)}{_LOST if half else ''}"
+    eval_only = encoder.trained.eval_only if trainable == "all" else frozen_modules(encoder)
+    encoder.trained = TrainedPart(words, eval_only, keeps_base=trainable != "all")
+    encoder.train(encoder.training)
 
 
 def counts(encoder: nn.Module) -> str:
@@ -103,7 +104,7 @@ def _parts(encoder: Encoder, name: str) -> tuple[str, ...]:
 
 def _new_head(encoder: Encoder) -> tuple[str, ...]:
     """Return the untrained head of late interaction, which stands behind all towers and trains with any of them."""
-    return encoder.beside_adapters if encoder.multi_vector else ()
+    return encoder.new_modules if encoder.multi_vector else ()
 
 
 def _last_layers(encoder: Encoder, towers: tuple[Tower, ...], trainable: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from vembed.models.adapters.lora import has_adapters, merge_adapters, save_adapter
 from vembed.models.files import save_background
 from vembed.models.fingerprint import tensors_sha256
-from vembed.models.towers import is_within
+from vembed.models.plannable import is_within
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,9 +26,10 @@ def changing_names(module: nn.Module) -> frozenset[str] | None:
     Returns:
         Names of the parameters that train and of the buffers of modules that do, as in its state_dict.
     """
-    if not getattr(module, "keeps_base", False):
+    trained = getattr(module, "trained", None)
+    if trained is None or not trained.keeps_base:
         return None
-    eval_only = set(getattr(module, "eval_only", ()))
+    eval_only = set(trained.eval_only)
     still = [name for name, each in module.named_modules() if each in eval_only]
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     stored = module.state_dict(keep_vars=True)
@@ -38,7 +39,8 @@ def changing_names(module: nn.Module) -> frozenset[str] | None:
 
 def narrowed_bytes(module: nn.Module) -> int:
     """Return the bytes that frozen weights take less here than in a file."""
-    return int(getattr(module, "narrowed_bytes", 0))
+    trained = getattr(module, "trained", None)
+    return 0 if trained is None else int(trained.narrowed_bytes)
 
 
 def base_fingerprint(encoder: Encoder) -> str | None:

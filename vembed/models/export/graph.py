@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from vembed.errors import MachineError
-from vembed.models.export.samples import TEXTS
+from vembed.models.exportable import TEXTS
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -24,20 +24,20 @@ import PIL.Image
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError, MachineError, NonFiniteError
 from vembed.files import new_folder
 from vembed.models.export.graph import Graph, GraphRequest, write_graphs
-from vembed.models.export.samples import TEXTS, largest_difference, num_items, picture_bytes, sample_vectors
 from vembed.models.export.serve import SERVE_FILE, serve_page
+from vembed.models.exportable import TEXTS, largest_difference, sample_pngs, sample_vectors, writable_forms
 from vembed.models.files import DTYPES, ModelFiles, quiet_loading, save_background
-from vembed.models.registry import encoder_classes, load_encoder
+from vembed.models.keys import ModelKeys
+from vembed.models.load import encoder_classes, load_encoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from vembed.models.encoder import Encoder, Form
-    from vembed.models.export.samples import Vectors
+    from vembed.models.encoder import Encoder
+    from vembed.models.exportable import Form, Vectors
 
 TOLERANCE = 1e-5
 """Most by which a component of a unit vector may differ when a model is read back; float32 adds up to less."""
@@ -151,7 +151,8 @@ def write_encoder(
         graphs = () if request.graphs is None else write_graphs(stored, folder, request.graphs)
     readers = tuple(f"{reader} {version(reader)}" for reader in found)
     rounding = largest_difference(before, wanted)
-    return Exported(form, dtype, max(differences.values()), rounding, num_items(wanted), readers, graphs)
+    num_items = sum(len(vectors) for vectors in wanted.values())
+    return Exported(form, dtype, max(differences.values()), rounding, num_items, readers, graphs)
 
 
 def _plain_keys(keys: ModelKeys, folder: Path, computing: str) -> ModelKeys:
@@ -221,14 +222,15 @@ def choose_form(encoder: Encoder, wanted: Form | Literal["auto"]) -> Form:
     Raises:
         ConfigError: The encoder can't be written so; the message names the nearest form that it can.
     """
-    possible = encoder.export_forms()
+    possible = writable_forms(encoder)
     if wanted == "auto" or wanted in possible:
         return possible[0] if wanted == "auto" else wanted
     if possible[0] == "vembed":
         raise ConfigError(
             f"--format {wanted}: no library but vembed runs {encoder.name}; leave --format out for vembed's own form"
         )
-    raise ConfigError(f"--format {wanted}: {encoder.why_not(wanted)}; write --format {possible[0]}")
+    obstacle = encoder.forms().get(wanted) or f"{encoder.name} is a model of {possible[0]}"
+    raise ConfigError(f"--format {wanted}: {obstacle}; write --format {possible[0]}")
 
 
 def write_form(encoder: Encoder, form: Form, folder: Path) -> None:
@@ -331,4 +333,4 @@ def _by_sentence_transformers(folder: Path, wanted: Vectors, keys: ModelKeys, *,
 
 
 def _opened() -> list[PIL.Image.Image]:
-    return [PIL.Image.open(io.BytesIO(data)).convert("RGB") for data in picture_bytes()]
+    return [PIL.Image.open(io.BytesIO(data)).convert("RGB") for data in sample_pngs()]

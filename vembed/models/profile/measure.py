@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from vembed.models.probe import ROWS
+from vembed.models.plannable import ROWS
 from vembed.models.profile.live import LiveBytes, as_cost
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from vembed.models.encoder import Encoder
-    from vembed.models.probe import TowerInputs
+    from vembed.models.plannable import TowerInputs
     from vembed.plan.memory import CallCost
 
 

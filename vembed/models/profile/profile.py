@@ -23,18 +23,16 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import nn
 
-from vembed.config.keys.adapters import AdapterKeys
-from vembed.config.keys.model import ModelKeys
 from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters, takes_adapters
 from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.adapters.trainable import freeze
-from vembed.models.export.samples import sample_vectors
+from vembed.models.exportable import sample_vectors
 from vembed.models.files import DTYPES
-from vembed.models.probe import WORDS, one_picture
+from vembed.models.keys import AdapterKeys, ModelKeys
+from vembed.models.load import load_encoder, load_skeleton
+from vembed.models.plannable import WORDS, one_picture, parameters_within
 from vembed.models.profile.measure import CallCosts, ProfileTarget, measure_call
-from vembed.models.registry import load_encoder, load_skeleton
-from vembed.models.towers import parameters_within
 from vembed.plan.memory import CallCost, ModelSize, TowerSize
 from vembed.registry import ENCODERS
 
@@ -46,8 +44,7 @@ if TYPE_CHECKING:
 
     from vembed.batch import Side
     from vembed.models.encoder import Encoder
-    from vembed.models.probe import TowerInputs
-    from vembed.models.towers import Tower, TowerName
+    from vembed.models.plannable import Tower, TowerInputs, TowerName
 
 _log = logging.getLogger(__name__)
 

@@ -7,26 +7,26 @@ from typing import TYPE_CHECKING, get_args
 
 import numpy as np
 
-from vembed.config.keys.teacher import teacher_gives_scores
 from vembed.data.arrangements import ByClass, Contents, WithoutRepeats
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
 from vembed.data.mixture import Mixture
-from vembed.data.records import ItemColumn
 from vembed.data.sampler import GlobalSampler
+from vembed.data.table import ItemColumn
 from vembed.errors import DataError
 from vembed.files import home_path
 from vembed.mining.task import corpus_items
 from vembed.training.inputs import load_run_data
+from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.config.keys.sources import SourceKeys
     from vembed.config.schema import Config
     from vembed.data.arrangements import Arrangement
     from vembed.data.columns import LossNeeds
-    from vembed.data.records import RecordTable
+    from vembed.data.keys import SourceKeys
+    from vembed.data.table import RecordTable
     from vembed.losses.registry import LossFacts
     from vembed.models.encoder import Encoder
     from vembed.training.inputs import RunData

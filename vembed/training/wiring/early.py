@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from vembed.checkpoint.folder import refuse_other_folder, steps_in
 from vembed.checkpoint.format import FutureCheckpointError, InvalidCheckpointError, read_manifest, step_name
-from vembed.config.keys.model import model_names
-from vembed.config.resume import ResumeDifference, resume_differences
+from vembed.config.record import ResumeDifference, resume_differences
 from vembed.data.corpus import Corpus
 from vembed.data.sources import refuse_by_first_rows, refuse_missing
 from vembed.errors import ConfigError, VembedError
 from vembed.files import home_path, is_file, is_folder, listed_paths
+from vembed.models.keys import model_names
 from vembed.models.names import MODEL_FOLDER, locate
 from vembed.training.inputs import all_sources
 from vembed.training.output import OutputFolder

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vembed.config.schema import Config
-    from vembed.data.records import RecordTable
     from vembed.data.sampler import GlobalSampler
+    from vembed.data.table import RecordTable
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
     from vembed.training.batches import BatchSource

@@ -16,8 +16,8 @@ from vembed.mining.mine import Miner, refuse_impossible
 from vembed.mining.task import MiningTask, documents_to_mine
 from vembed.mining.teacher import CrossEncoderTeacher, EncoderTeacher
 from vembed.models.cross_encoder import CrossEncoder
+from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.profile.profile import CANNOT_RUN
-from vembed.models.registry import load_encoder, load_skeleton
 from vembed.redact import redact
 from vembed.text import every
 from vembed.training.teacher import ROWS_AT_ONCE
@@ -68,20 +68,21 @@ class MiningWork:
         miner = Miner(self.encode, config, work, config.seed + epoch, self._teacher(task))
         mined = miner.mine(task)
         if self.encode.ranks.is_first:
-            from vembed.mining.report import MiningReport, write_mining_report  # with matplotlib
+            from vembed.mining.report import MiningReport, mining_page  # with matplotlib
+            from vembed.pages.write import write_page
 
             source = {"model": f"{redact(config.model_name)} before epoch {epoch + 1}"}
             if config.mine_teacher is not None:
                 source["teacher"] = redact(config.mine_teacher)
             report = MiningReport(task, mined, config, source, (), miner.seconds.parts, "")
-            write_mining_report(self.folder / f"epoch-{epoch + 1:05}", report, image_limits(config))
+            write_page(self.folder / f"epoch-{epoch + 1:05}", mining_page(report, image_limits(config)))
             _log.info("before epoch %d: %s", epoch + 1, report.headline)
         self.encode.ranks.gather_objects(None)  # all have read the blocks
         if self.encode.ranks.is_first:
             shutil.rmtree(work, ignore_errors=True)
         rows_Nn = mined.rows_Un[task.query_of_record_N]
         counts = (rows_Nn >= 0).sum(axis=1)
-        return {"counts": counts, "items": task.documents.numbers_U[rows_Nn[rows_Nn >= 0]]}
+        return {"counts": counts, "items": task.documents.numbers_N[rows_Nn[rows_Nn >= 0]]}
 
     def applied(self, source: BatchSource, found: Mapping[str, NDArray[Any]]) -> BatchSource:
         """Return batches of the records with what was mined."""
@@ -156,7 +157,7 @@ def mining_notes(config: Config, data: RunData) -> list[str]:
 
 def _num_documents(data: RunData) -> int:
     """Return how many documents are mined from, repeated ones counted again."""
-    return data.counts.num_documents + (0 if data.corpus is None else len(data.corpus.columns))
+    return data.counts.num_documents + (0 if data.corpus is None else len(data.corpus))
 
 
 def mining_facts(folder: Path) -> list[tuple[str, str]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from vembed.config.keys.model import ModelKeys, renamed
-from vembed.config.keys.teacher import teacher_gives_scores
-from vembed.distributed.starting_weights import Outline
-from vembed.errors import ConfigError, MachineError, VembedError
+from vembed.distributed.starting_weights import Outline, receive
+from vembed.errors import ConfigError, MachineError, NonFiniteError, VembedError
 from vembed.files import new_folder
 from vembed.losses.base import LossCommon
 from vembed.models.adapters.lora import add_adapters
@@ -18,18 +17,22 @@ from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint
 from vembed.models.cross_encoder import CrossEncoder
 from vembed.models.files import DTYPES, save_background
+from vembed.models.keys import ModelKeys, renamed
+from vembed.models.load import is_from_scratch, load_encoder, load_skeleton
 from vembed.models.profile.profile import CANNOT_RUN
-from vembed.models.registry import is_from_scratch, load_encoder, load_skeleton
-from vembed.training.checks import refuse_nonfinite_weights
 from vembed.training.inputs import RunData, record_texts
 from vembed.training.wiring.data import image_limits
+from vembed.vectors.keys import teacher_gives_scores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from torch import Tensor
+
     from vembed.config.schema import Config
     from vembed.distributed.ranks import Ranks
+    from vembed.distributed.runtime import Runtime
     from vembed.losses.base import BatchLoss
     from vembed.losses.registry import LossFacts
     from vembed.models.encoder import Encoder
@@ -56,11 +59,12 @@ def build_alike(build: Callable[[bool], Encoder], ranks: Ranks) -> Encoder:
         encoder = build(True)
         refuse_nonfinite_weights(encoder)
         built.append(encoder)
-        return Outline.of(encoder), encoder.base, encoder.trains
+        return Outline.of(encoder), encoder.trained.base, encoder.trained.words
 
-    outline, base, trains = ranks.from_first(build_first)
+    outline, base, words = ranks.from_first(build_first)
     encoder, reason = (built[0], "") if built else _build_other(build, outline)
-    encoder.base, encoder.trains = base, trains  # counted before a head without weights was left out
+    # Counted by the first rank, before a head without weights was left out.
+    encoder.trained = replace(encoder.trained, base=base, words=words)
     reasons = {each for each in ranks.gather_objects(reason) if each}
     if reasons:
         _log.info("every process loads the weights by itself: %s", "; ".join(sorted(reasons)))
@@ -75,6 +79,50 @@ def _build_other(build: Callable[[bool], Encoder], outline: Outline) -> tuple[En
     except (*CANNOT_RUN, VembedError) as error:
         reason = str(error)
     return (build(True), reason) if reason else (encoder, "")
+
+
+def start_alike(encoder: Encoder, runtime: Runtime, *, with_buffers: bool) -> None:
+    """Bring an encoder to its device with the weights of the first rank.
+
+    Args:
+        with_buffers: Whether its buffers are the first rank's too; they are wherever a rank has none of its own.
+    """
+    is_empty = any(each.is_meta for each in (*encoder.parameters(), *encoder.buffers()))
+    if not is_empty:
+        encoder.to(runtime.device)  # which puts other tensors in the place of buffers
+    tensors: list[Tensor] = list(encoder.parameters())
+    if runtime.ranks.any(is_empty, runtime.device) or with_buffers:
+        tensors += encoder.buffers()
+    receive(tensors, runtime.ranks, runtime.device)
+
+
+def refuse_batch_norm(encoder: Encoder) -> None:
+    """Refuse statistics over a chunk, which no replay makes those of the batch.
+
+    Raises:
+        ConfigError: The encoder has batch normalisation.
+    """
+    if not encoder.mixes_rows():
+        return
+    if encoder.freeze_batch_norm:
+        way_in = "it has no statistics of its own that freeze_batch_norm could keep"
+    else:
+        way_in = "or freeze_batch_norm: true, which keeps the statistics of the model's files"
+    raise ConfigError(
+        f"{encoder.name} has batch normalisation, whose statistics depend on the chunk: gradient caching can't "
+        f"compute its gradients. Set use_gradient_cache: false, {way_in}; or use a model with another normalisation"
+    )
+
+
+def refuse_nonfinite_weights(encoder: Encoder) -> None:
+    """Refuse weights that are broken before training.
+
+    Raises:
+        NonFiniteError: A weight is NaN or infinite.
+    """
+    bad = [name for name, parameter in encoder.named_parameters() if not parameter.isfinite().all()]
+    if bad:
+        raise NonFiniteError(f"{encoder.name}: {len(bad)} weights are NaN or infinite as loaded, the first is {bad[0]}")
 
 
 def build_encoder(
@@ -101,7 +149,7 @@ def build_encoder(
     if plan.packing:
         encoder.pack()
     if with_weights:
-        encoder.base = base_fingerprint(encoder)
+        encoder.trained = replace(encoder.trained, base=base_fingerprint(encoder))
     return encoder
 
 

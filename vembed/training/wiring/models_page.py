@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import vembed
 from vembed.config.schema import Config
-from vembed.models.families import PROMPT_FAMILIES
+from vembed.models.text_spec import PROMPT_FAMILIES
 from vembed.models.vision_language_families import FAMILIES
 from vembed.plan.devices import parse_devices
 from vembed.registry import ENCODERS

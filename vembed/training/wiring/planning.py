@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from vembed.config.keys.model import model_names, renamed
 from vembed.config.schema import default_of
 from vembed.distributed.runtime import start_runtime
 from vembed.json_text import fit
 from vembed.models.files import DTYPES
+from vembed.models.keys import model_names, renamed
+from vembed.models.load import load_skeleton
 from vembed.models.names import locate
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.models.registry import load_skeleton
 from vembed.plan.devices import Devices
 from vembed.plan.hardware import cpu_cores
 from vembed.plan.plan import Plan, compute_dtype, make_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -9,13 +10,13 @@ from pydantic import ValidationError
 from vembed.checkpoint.folder import steps_in
 from vembed.checkpoint.format import InvalidCheckpointError, step_name
 from vembed.checkpoint.manager import CheckpointManager
-from vembed.config.keys.model import ModelKeys, renamed
 from vembed.config.schema import Config
 from vembed.errors import ConfigError
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trainable import freeze
 from vembed.models.adapters.trained import base_fingerprint, save_trained
-from vembed.models.registry import is_from_scratch
+from vembed.models.keys import ModelKeys, renamed
+from vembed.models.load import is_from_scratch
 from vembed.redact import MASK, lacks_secret
 from vembed.training.output import OutputFolder
 from vembed.training.saving import check_shape, load_module
@@ -53,7 +54,7 @@ def write_saved_model(run: Path, step: int, folder: Path) -> Path:
     except ValidationError as error:
         raise InvalidCheckpointError(f"{path}: its configuration is none of this version ({error})") from error
     encoder = _encoder(output, config, use_lora=bool(plan.get("use_lora")))
-    if loaded.stamp.get("base") != encoder.base:
+    if loaded.stamp.get("base") != encoder.trained.base:
         raise ConfigError(
             f"{path} holds only what was trained, and {encoder.name} is no longer the model that it was trained "
             f"beside; bring that one back, with its model_revision"
@@ -78,5 +79,5 @@ def _encoder(output: OutputFolder, config: Config, *, use_lora: bool) -> Encoder
         add_adapters(encoder, config)
     else:
         freeze(encoder, config.trainable)
-    encoder.base = base_fingerprint(encoder)
+    encoder.trained = replace(encoder.trained, base=base_fingerprint(encoder))
     return encoder

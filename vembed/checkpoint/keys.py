@@ -1,0 +1,92 @@
+"""Keys of what is written and how a run continues."""
+
+import os.path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from vembed.registry import TRACKERS
+from vembed.section import LARGEST_COUNT, Count, Name, Positive, Registered, Section, key
+
+
+def _are_trackers(value: str | list[str]) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return value in ("all", "none") or all(name in TRACKERS for name in names)
+
+
+def _tracker_schema() -> dict[str, Any]:
+    names = list(TRACKERS.names())
+    return {"anyOf": [{"type": "string", "enum": [*names, "all", "none"]}, {"type": "array", "items": {"enum": names}}]}
+
+
+TrackerNames = Annotated[str | list[str], Registered(_are_trackers, _tracker_schema)]
+
+BY_STRATEGY = {"save_strategy": ("steps", "epoch")}
+
+
+class OutputKeys(Section):
+    """What is written, how often, and what a run does when something is there or goes wrong."""
+
+    output_dir: Annotated[Name, AfterValidator(os.path.expanduser)] = key(
+        "outputs", "Folder of everything that the run writes.", on_resume="harmless"
+    )
+    overwrite_output_dir: bool = key(False, "With resume never: delete the run in output_dir.", on_resume="harmless")
+    save_strategy: Literal["steps", "epoch", "no"] = key(
+        "steps",
+        "When checkpoints are written beside the last one and, where evaluations choose it, the best. steps: by "
+        "save_steps and save_minutes; epoch: at the end of each epoch as well; no: never.",
+        on_resume="harmless",
+    )
+    save_steps: Count | None = key(
+        None,
+        "Steps from one checkpoint to the next; null and 0: none by steps.",
+        unit="steps",
+        on_resume="harmless",
+        acts_with=BY_STRATEGY,
+    )
+    save_minutes: Positive | None = key(
+        None,
+        "Minutes from one checkpoint to the next.",
+        unit="minutes",
+        on_resume="harmless",
+        acts_with=BY_STRATEGY,
+    )
+    save_total_limit: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = key(
+        2, "Newest checkpoints kept, beside the best one.", unit="checkpoints", on_resume="harmless"
+    )
+    resume: Name = key(
+        "auto",
+        "auto continues from the newest valid checkpoint; never starts over; a path names a checkpoint.",
+        on_resume="harmless",
+    )
+    resume_elastic: bool = key(
+        False,
+        "Continue from a checkpoint with another number of processes or another strategy: the same global batches, "
+        "equal to rounding and no longer bit for bit.",
+        on_resume="harmless",
+    )
+    embedding_cache: Name = key(
+        "auto",
+        "Embeddings of a frozen tower, each encoded once: auto keeps them in output_dir where this run would encode "
+        "them again, never keeps none, a path names a folder that runs share.",
+    )
+    logging_steps: Count = key(10, "Steps from one log line to the next.", unit="steps", on_resume="harmless")
+    report_to: TrackerNames = key(
+        "tensorboard",
+        "Trackers beside metrics.jsonl, which is always written; all is each whose package is installed.",
+        on_resume="harmless",
+    )
+    log_model: bool = key(
+        False,
+        "Give the trained model to the trackers that take one too (wandb, mlflow, trackio); it is as large as model/.",
+        on_resume="harmless",
+    )
+    nonfinite_policy: Literal["stop", "skip"] = key(
+        "stop", "At a loss or gradient that is NaN or infinite: stop the run, or skip the step and count it."
+    )
+    max_skipped_steps: Count = key(
+        10,
+        "With nonfinite_policy skip: more skipped steps than this stop the run.",
+        unit="steps",
+        acts_with={"nonfinite_policy": ("skip",)},
+    )

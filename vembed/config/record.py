@@ -1,0 +1,102 @@
+"""What a run keeps of its configuration: the file in its folder, a hash, and the differences when it is resumed."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from vembed.config.documents import write_mapping
+from vembed.config.schema import SECTIONS, Config, default_of, fields, key_names, section_keys
+from vembed.data.keys import loss_names
+from vembed.redact import redact_value
+from vembed.registry import LOSSES, adds_only_trackers
+from vembed.section import facts_of
+
+
+class ResumeDifference(NamedTuple):
+    """Key whose value isn't the one that the run began with."""
+
+    key: str
+    old: object  # in the checkpoint
+    new: object  # None where the key no longer exists
+    kind: Literal["harmless", "refused"]  # harmless: it touches neither the weights nor the order of the samples
+
+
+def plain_values(config: Config) -> dict[str, object]:
+    """Return every key with its value as YAML and JSON know it, redacted, in the order of the sections.
+
+    Keys of a plugin's losses are there only where one of these acts, so that installing a plugin changes no other run.
+    """
+    given = config.model_dump()
+    acting, of_plugins = {config.loss_type, *loss_names(config)}, LOSSES.plugins().keys()
+    values: dict[str, object] = {}
+    for name in key_names():
+        owners = _owners(name)
+        if name in given and not (owners and owners <= of_plugins and not owners & acting):
+            plain = redact_value(given[name])
+            values[name] = dict(sorted(plain.items())) if isinstance(plain, dict) else plain
+    return values
+
+
+def dump_config(config: Config) -> str:
+    """Write a configuration as the YAML that loads as an equal one.
+
+    `auto` stays `auto`. Equal configurations have equal bytes. A secret in a URL is written as `***`.
+    """
+    values = plain_values(config)
+    sections = [
+        f"# {title}\n{write_mapping({name: values[name] for name in section_keys(title) if name in values})}"
+        for title in SECTIONS
+    ]
+    return "\n".join(sections)
+
+
+def config_hash(config: Config) -> str:
+    """Return a SHA-256 of the keys that decide the result of a run, in hex."""
+    values = {name: value for name, value in plain_values(config).items() if name not in Config.NOT_HASHED}
+    canonical = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def hashed_values(config: Config) -> dict[str, str]:
+    """Return the keys that decide the result of a run, each with its value as JSON."""
+    values = plain_values(config)
+    return {name: json.dumps(value, sort_keys=True) for name, value in values.items() if name not in Config.NOT_HASHED}
+
+
+def on_resume(key: str) -> Literal["harmless", "refused"]:
+    """Return what a change of a key means for a resumed run, as its field says."""
+    return "harmless" if facts_of(fields()[key])["on_resume"] == "harmless" else "refused"
+
+
+def resume_differences(old: Mapping[str, object], new: Config) -> list[ResumeDifference]:
+    """Compare the configuration of a checkpoint, key -> value, with the present one.
+
+    A key that the checkpoint doesn't have had its default; one that no longer exists is refused. Keys of losses that
+    don't act are left out: they may have another default now.
+    """
+    differences = []
+    acting = set(loss_names(new))
+    for key, value in plain_values(new).items():
+        before = redact_value(old[key]) if key in old else default_of(key)
+        is_same = before == value and isinstance(before, bool) == isinstance(value, bool)  # True is not 1
+        owners = _owners(key)
+        if is_same or (owners and not owners & acting):
+            continue
+        kind = on_resume(key)
+        if key == "plugins" and _adds_only_trackers(before if isinstance(before, list) else [], new.plugins):
+            kind = "harmless"
+        differences.append(ResumeDifference(key, before, value, kind))
+    gone = [key for key in old if key not in fields()]
+    return differences + [ResumeDifference(key, redact_value(old[key]), None, "refused") for key in gone]
+
+
+def _owners(key: str) -> set[str]:
+    """Return the losses whose key it is; empty for a key of every run."""
+    return set(facts_of(fields()[key]).get("acts_with", {}).get("loss_type", ()))
+
+
+def _adds_only_trackers(before: list[str], now: list[str]) -> bool:
+    """Return whether plugins were only added, and those bring trackers alone."""
+    kept = [name for name in now if name in before]
+    return kept == before and all(adds_only_trackers(name) for name in now if name not in before)

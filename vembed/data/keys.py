@@ -1,0 +1,341 @@
+"""Keys of the data: where rows come from, what becomes of broken ones, and which of them share a batch."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from vembed.files import as_one_path
+from vembed.registry import LOSSES
+from vembed.section import ANY, LARGEST_COUNT, Auto, Count, Name, Positive, Rule, Section, Share, Text, key
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+
+ColumnName = Literal[
+    "query", "positive", "negatives", "query_image", "positive_image", "negative_images", "label", "title"
+]
+"""Columns that a row may have, under our names."""
+
+LabelKind = Literal["auto", "class", "pair", "grade"]
+"""Meaning of a label: the row's class, whether the pair belongs together (1 or 0), or how close it is."""
+
+Paths = Annotated[list[Name], Field(min_length=1)]
+
+
+def _negatives_one_by_one(mapping: object) -> object:
+    """Return a column mapping with a list of columns under `negatives` as one entry for each column."""
+    listed = mapping.get("negatives") if isinstance(mapping, Mapping) else None
+    if not isinstance(mapping, Mapping) or not isinstance(listed, list):
+        return mapping
+    if not listed or not all(isinstance(column, str) and column.strip() for column in listed):
+        return mapping  # the type of the key refuses it
+    others = {column: target for column, target in mapping.items() if column != "negatives"}
+    if twice := [column for column in listed if column in others]:
+        raise ValueError(f"names {twice[0]} twice: under negatives and by itself")
+    return others | dict.fromkeys(listed, "negatives")
+
+
+LISTED_NEGATIVES = BeforeValidator(_negatives_one_by_one)
+
+
+def _one_path(value: object) -> object:
+    """Return a list of paths as the one text that stands for them."""
+    is_list = isinstance(value, list) and value and all(isinstance(path, str) and path.strip() for path in value)
+    return as_one_path(value) if is_list and isinstance(value, list) else value
+
+
+def _one_dev_set(value: object) -> object:
+    if isinstance(value, list):
+        raise ValueError(
+            "one set chooses the best checkpoint; name the others in test_data_path, for a verdict on each, or in "
+            "guard_data, on which the model should lose nothing"
+        )
+    return value
+
+
+class Source(Section):
+    """One entry of `data`."""
+
+    path: Name = key(..., "As data_path.")
+    split: Name | None = key(None, "As data_split.")
+    weight: Positive = key(1.0, "How much more often its rows come.")
+    loss: Name | None = key(None, "Loss of the batches of these rows; null is loss_type, with added_losses.")
+    query_prompt: Text | None = key(None, "Text before each query of these rows in training; null is the run's.")
+    document_prompt: Text | None = key(None, "Text before each document of these rows in training; null is the run's.")
+    column_mapping: Annotated[Mapping[Name, Name | None] | None, LISTED_NEGATIVES] = key(
+        None, "As column_mapping; null is the run's."
+    )
+
+    @property
+    def prompts(self) -> dict[Literal["query", "document"], str]:
+        """Prompt of each side that has one of its own."""
+        given: dict[Literal["query", "document"], Any] = {"query": self.query_prompt, "document": self.document_prompt}
+        return {side: prompt for side, prompt in given.items() if prompt is not None}
+
+
+class SourceKeys(Section):
+    """Several sources that are trained on together."""
+
+    data: Annotated[list[Source], Field(min_length=1)] | None = key(
+        None,
+        "Several sources of training data, in place of data_path. Each entry has a path, and may have: split and "
+        "column_mapping, as data_split and column_mapping; weight, 1 by default, how much more often its rows come; "
+        "loss, with source_batches: single, the loss of its batches in place of loss_type; "
+        "query_prompt and document_prompt, put before its texts in training. An epoch has as many rows as all sources "
+        "have; rows of one that comes less often wait for the next epochs. Classes of different sources differ.",
+    )
+    source_batches: Literal["mixed", "single"] = key(
+        "mixed", "mixed: a batch holds rows of all sources. single: of one.", acts_with={"data": ANY}
+    )
+    source_temperature: Positive = key(
+        1.0,
+        "Sources share an epoch as weight x rows^(1 / source_temperature); above 1 small sources come more often.",
+        acts_with={"data": ANY},
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "A `loss` in `data` learns from rows, takes as many vectors of a row as `loss_type`, and needs single "
+            "batches.",
+            ("data", "loss_type", "source_batches"),
+            lambda config: _wrong_loss_of_source(config),
+        ),
+        Rule(
+            "`added_losses` has no effect where every source has a `loss` of its own.",
+            ("data", "added_losses"),
+            lambda config: config.added_losses and config.data and all(losses_of_sources(config)),
+            "added_losses has no effect: every source of data has a loss of its own; remove one of them",
+        ),
+        Rule(
+            "`data` must not stand beside a `data_path`.",
+            ("data", "data_path"),
+            lambda config: config.data is not None and config.data_path is not None,
+            "data lists the sources in place of data_path; remove one of them",
+        ),
+    )
+
+
+class DataKeys(SourceKeys):
+    """Where the rows come from and what happens to broken ones."""
+
+    data_path: Annotated[Name | None, BeforeValidator(_one_path)] = key(
+        None,
+        "Training data: file, folder, pattern or a list of those, [a.jsonl, b.jsonl]; hub id, `builtin:SET`, or a "
+        "published set as `flickr30k:FOLDER`.",
+    )
+    val_data_path: Annotated[Name | None, BeforeValidator(_one_dev_set)] = key(
+        None, "Data that chooses the best checkpoint; null holds out a part of the training data."
+    )
+    val_fraction: Auto | Annotated[float, Field(gt=0, le=0.5)] = key(
+        "auto",
+        "Share of the training rows that is held out to choose the best checkpoint, where val_data_path is null. auto: "
+        "5%, at least 100 rows where that is at most a fifth, at most 1,000. No text or picture is a query or a "
+        "positive on both sides; documents of training rows fill what the held-out queries search up to 1,000.",
+        acts_with={"val_data_path": (None,)},
+    )
+    test_data_path: Name | Paths | None = key(
+        None,
+        "Data of the verdict, never used to choose anything. Of several sets each gets a verdict, and so does their "
+        "mean, which is the run's; the report shows the first in detail.",
+    )
+    guard_data: Name | Paths | None = key(
+        None,
+        "Sets on which the model should lose nothing: evaluated before and after training, each with a line in the "
+        "verdict that says whether the model forgets. As test_data_path.",
+    )
+    data_split: Name | None = key(None, "Split of data_path; null is its training split.", acts_with={"data_path": ANY})
+    val_data_split: Name | None = key(
+        None, "Split of val_data_path; null is its validation split.", acts_with={"val_data_path": ANY}
+    )
+    test_data_split: Name | None = key(
+        None, "Split of test_data_path; null is its test split.", acts_with={"test_data_path": ANY}
+    )
+    guard_data_split: Name | None = key(
+        None, "Split of guard_data; null is its test split.", acts_with={"guard_data": ANY}
+    )
+    column_mapping: Annotated[Mapping[Name, ColumnName | None], LISTED_NEGATIVES] = key(
+        {},
+        "Column of the data -> our column (query, positive, negatives, query_image, positive_image, negative_images, "
+        "label, title), or null to ignore it. Several columns may be negatives: {negatives: [bad_1, bad_2]} says it of "
+        "all of them. A title is put before the text of the positive.",
+    )
+    label_kind: LabelKind = key(
+        "auto",
+        "What a number in the column label or score says. class: rows of one number are positives of each other. pair: "
+        "1, query and document belong together, or 0, they don't. grade: how close they are, higher is closer; or a "
+        "list, one number for each positive and then each negative of the row. The last two need a loss that takes "
+        "listed pairs. auto takes texts, and whole numbers beside a picture, as classes, and refuses numbers beside "
+        "two texts, be they written as texts or not.",
+    )
+    image_root: Name | None = key(
+        None, "Folder that paths of pictures in the data start from and stay in; null is the data file's own folder."
+    )
+    max_image_pixels: Count = key(
+        89_478_485, "A picture whose header says more is refused before it is decoded.", unit="pixels"
+    )
+    image_augmentation: Literal["none", "light", "strong"] = key(
+        "none",
+        "Change training pictures at random, anew in each epoch. light: a window of 80 to 100% of the area, up to "
+        "4% over the edge. strong: 60 to 120%, up to 8% over the edge, turned by up to 15 degrees; brightness and "
+        "contrast x 0.7 to 1.3, saturation x 0.5 to 1.5, hue turned by up to 18 degrees; 10% become grey and 20% are "
+        "blurred, by up to 1% of the side.",
+    )
+    image_flip: bool = key(
+        False,
+        "Mirror half of the training pictures, left to right, with any image_augmentation: for products and other "
+        "things that have no left and right; not where captions say left or right, nor where pictures show writing.",
+    )
+    retrieval_mode: Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"] = key(
+        "auto",
+        "What searches what, t for texts, i for pictures and m for pictures with a text (t2i: texts search pictures); "
+        "data of another kind are refused; auto takes what the data hold.",
+    )
+    num_workers: Auto | Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = key(
+        "auto",
+        "Data workers per process, which decode and tokenize the batches of coming steps; with 0 the training process "
+        "does it. auto: the cores that training leaves free, at most 8; none on a CPU that trains on texts alone. No "
+        "result depends on it.",
+        unit="processes",
+        on_resume="harmless",
+    )
+    prefetch_factor: Auto | Count = key(
+        "auto",
+        "Batches that each data worker makes ahead; auto: 2, or 1 where they would take much of the memory.",
+        unit="batches",
+        on_resume="harmless",
+    )
+    skip_invalid_records: bool = key(False, "Drop and count rows that can't be used, instead of stopping.")
+    max_invalid_records: Count = key(
+        100,
+        "With skip_invalid_records: more broken rows than this stop the run.",
+        unit="rows",
+        acts_with={"skip_invalid_records": (True,)},
+    )
+    drop_last: bool = key(False, "Drop the last, smaller batch of each epoch.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "`test_data_path` and `guard_data` must not name a set twice.",
+            ("test_data_path", "guard_data"),
+            lambda config: _set_named_twice(config),
+        ),
+        Rule(
+            "`label_kind: pair` and `grade` need a loss that takes listed pairs.",
+            ("label_kind", "loss_type", "added_losses", "data"),
+            lambda config: _scores_without_a_loss(config),
+        ),
+    )
+
+
+class SamplingKeys(Section):
+    """Which rows come together in a batch: a function of seed, epoch and step alone."""
+
+    batch_sampling: Literal["random", "no_duplicates", "classes", "hard"] = key(
+        "random",
+        "Which rows share a batch. random: any. no_duplicates: no query and no positive comes twice in a batch; a row "
+        "that fits in none is left out of the epoch. classes: as many rows of each of some classes. hard: "
+        "rows that a model finds alike, the starting one or (hard_refresh) that of the epoch, so that each is a hard "
+        "negative of the others.",
+    )
+    samples_per_class: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = key(
+        4, "Rows of each class in a batch.", unit="rows", acts_with={"batch_sampling": ("classes",)}
+    )
+    hard_max_similarity: Share = key(
+        0.95,
+        "Two rows share no batch where their vectors have a higher cosine similarity: they may say the same.",
+        acts_with={"batch_sampling": ("hard",)},
+    )
+    hard_refresh: Literal["once"] | Count = key(
+        "once",
+        "When hard batches are chosen: once, by the starting model, or before the first epoch and every so many "
+        "epochs, each time by the model as it then is.",
+        unit="epochs",
+        acts_with={"batch_sampling": ("hard",)},
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "With `batch_sampling: classes` the batch must hold `samples_per_class` rows of two or more classes each.",
+            ("samples_per_class", "batch_size", "global_batch_size", "batch_sampling"),
+            lambda config: config.batch_sampling == "classes" and _uneven_classes(config),
+        ),
+        Rule(
+            "`batch_sampling: classes` needs labels that are classes, not scores of pairs.",
+            ("batch_sampling", "label_kind"),
+            lambda config: config.batch_sampling == "classes" and config.label_kind in {"pair", "grade"},
+            "batch_sampling classes needs labels that are classes; label_kind is {label_kind}: set it to class",
+        ),
+    )
+
+
+def listed(paths: str | list[str] | None) -> list[str]:
+    """Return the value of a key that names one path, several or none."""
+    return [paths] if isinstance(paths, str) else list(paths or ())
+
+
+def losses_of_sources(config: "Config") -> tuple[str | None, ...]:
+    """Return the `loss` of each entry of `data`; None stands for `loss_type` with `added_losses`."""
+    return tuple(source.loss for source in config.data or ())
+
+
+def loss_names(config: "Config") -> tuple[str, ...]:
+    """Return every loss that acts in a run, known or not."""
+    of_sources = losses_of_sources(config)
+    shared = () if of_sources and all(of_sources) else (config.loss_type, *config.added_losses)
+    return tuple(dict.fromkeys((*shared, *(name for name in of_sources if name is not None))))
+
+
+def takes_pairs(*losses: str) -> bool:
+    """Return whether one of some losses takes listed pairs with scores."""
+    return any({"pairs", "lists"} & set(LOSSES.load(name).takes) for name in losses if name in LOSSES)
+
+
+def _wrong_loss_of_source(config: "Config") -> str:
+    for number, name in enumerate(losses_of_sources(config)):
+        if name is None:
+            continue
+        if name not in LOSSES or not LOSSES.load(name).takes:
+            taken = [loss for loss in LOSSES.names() if LOSSES.load(loss).takes]
+            reason = "learns nothing from the rows alone" if name in LOSSES else "is no loss"
+            return f"data[{number}].loss: {name!r} {reason}; name one of {', '.join(taken)}"
+        if LOSSES.load(name).multi_vector != LOSSES.load(config.loss_type).multi_vector:
+            return f"data[{number}].loss: {name} and {config.loss_type} differ: one takes several vectors a row"
+        if config.source_batches == "mixed" and len(config.data or ()) > 1:
+            return (
+                f"data[{number}].loss: a mixed batch holds rows of all sources and has one loss; set source_batches to "
+                "single, or leave the loss out"
+            )
+    return ""
+
+
+def _set_named_twice(config: "Config") -> str:
+    for name, paths in (("test_data_path", listed(config.test_data_path)), ("guard_data", listed(config.guard_data))):
+        for path in paths:
+            if paths.count(path) > 1:
+                return f"{name} lists {path} twice; name it once"
+    return ""
+
+
+def _scores_without_a_loss(config: "Config") -> str:
+    if config.label_kind not in {"pair", "grade"} or takes_pairs(*loss_names(config)):
+        return ""
+    taking = [name for name in LOSSES.names() if takes_pairs(name)]
+    return (
+        f"label_kind {config.label_kind} gives pairs a score, and loss_type {config.loss_type} doesn't take listed "
+        f"pairs; set loss_type to {' or '.join(taking)}, or leave the column out with label_kind: auto and "
+        "column_mapping: {label: null}"
+    )
+
+
+def _uneven_classes(config: "Config") -> str:
+    name = "batch_size" if config.global_batch_size is None else "global_batch_size"
+    size, rows = getattr(config, name), config.samples_per_class
+    if size == "auto":
+        if rows & (rows - 1) == 0:
+            return ""
+        return f"samples_per_class {rows}: batch_size auto is a power of two; set it to one, such as 4, or batch_size"
+    if size % rows == 0 and size >= 2 * rows:
+        return ""
+    fitting = max(2, round(size / rows)) * rows
+    return f"samples_per_class {rows} doesn't divide {name} {size} into two or more classes; set {name} to {fitting}"

@@ -1,0 +1,70 @@
+"""Keys of the evaluation."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from vembed.registry import METRICS
+from vembed.section import Auto, Count, Registered, Rule, Section, key
+
+_METRIC_DEPTHS = (1, 3, 5, 10, 100)
+
+
+def metrics_that_choose() -> tuple[str, ...]:
+    """Return the metrics that can choose a checkpoint, those of plugins included."""
+    return tuple(f"{name}@{depth}" for name in METRICS.names() for depth in _METRIC_DEPTHS)
+
+
+def _metric_schema() -> dict[str, Any]:
+    form = f"NAME@K (NAME: {', '.join(METRICS.names())}; K: {', '.join(map(str, _METRIC_DEPTHS))})"
+    return {"type": "string", "choices": list(metrics_that_choose()), "form": form}
+
+
+MetricName = Annotated[str, Registered(lambda name: name in metrics_that_choose(), _metric_schema)]
+
+
+class EvaluationKeys(Section):
+    """When retrieval is measured, and what chooses the best checkpoint."""
+
+    eval_strategy: Literal["epoch", "steps", "no"] = key(
+        "epoch", "When the validation data are evaluated during training."
+    )
+    eval_steps: Count | None = key(
+        None,
+        "Steps from one evaluation to the next, with eval_strategy steps.",
+        unit="steps",
+        acts_with={"eval_strategy": ("steps",)},
+    )
+    eval_batch_size: Auto | Count = key(
+        "auto",
+        "Most texts or pictures of one encoder call in evaluation; auto is 256 on a CPU, and on an accelerator as many "
+        "as keep it busy.",
+        unit="items",
+        on_resume="harmless",
+    )
+    metric_for_best_model: MetricName = key("ndcg@10", "Metric that chooses the best checkpoint; higher is better.")
+    early_stopping_patience: Count | None = key(
+        None,
+        "Stop after so many evaluations in a row without a better metric; null never does.",
+        unit="evaluations",
+        acts_with={"eval_strategy": ("epoch", "steps")},
+    )
+    eval_both_directions: Auto | bool = key(
+        "auto",
+        "Measure the verdict's set also with its documents searching its queries, before and after training; auto does "
+        "where texts search pictures or pictures search texts.",
+    )
+    bm25: bool = key(True, "Evaluate BM25 beside the model where the set is all texts.", on_resume="harmless")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "`eval_strategy: steps` needs `eval_steps`.",
+            ("eval_strategy", "eval_steps"),
+            lambda config: config.eval_strategy == "steps" and config.eval_steps is None,
+            "eval_strategy steps needs eval_steps; set eval_steps, such as 100, or eval_strategy to epoch",
+        ),
+        Rule(
+            "`seeds` beside `test_data_path` needs an `eval_strategy` other than `no`.",
+            ("seeds", "eval_strategy", "test_data_path"),
+            lambda config: config.seeds and config.test_data_path and config.eval_strategy == "no",
+            "seeds keeps the model that is best on the dev set, and eval_strategy no leaves it out; set it to epoch",
+        ),
+    )

@@ -1,0 +1,317 @@
+"""Keys of the model: which one, how an item becomes a vector, and which of its weights train."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field, model_validator
+
+from vembed.registry import BUILTIN_MODELS, ENCODERS
+from vembed.section import LARGEST_COUNT, Auto, Count, Name, Positive, Rule, Section, Text, key
+
+PAIR_SIGN = " + "
+"""Joins the names of two towers where both are called by one name."""
+
+MOST_PROJECTION_LAYERS = 8
+MOST_LAYERS = 256  # of last_N_layers: more than any encoder has
+
+PARTS = ("all", "projection", "vision", "text", "text+projection", "vision+projection")
+WITHOUT_PROJECTION = ("all-projection", "vision-projection", "text-projection")
+TRAINABLE = (*PARTS, *WITHOUT_PROJECTION, *(f"last_{n}_layers" for n in range(1, MOST_LAYERS + 1)))
+
+WITH_ADAPTERS = {"use_lora": (True, "auto")}
+
+
+class ModelKeys(Section):
+    """The model and how a text or a picture becomes a vector."""
+
+    model_name: Name = key(
+        ...,
+        "Hub id or local folder of the model, or `builtin:NAME` to train a tiny one from scratch. Left out where "
+        "text_model_name and image_model_name are set.",
+    )
+    text_model_name: Name | None = key(
+        None, "Model that reads texts, where another one reads pictures; both are projected to one space."
+    )
+    image_model_name: Name | None = key(
+        None,
+        "Model that reads pictures beside text_model_name: an image encoder, or a CLIP or SigLIP of Hugging Face, "
+        "whose image tower is taken.",
+    )
+    projection_layers: Annotated[int, Field(ge=1, le=MOST_PROJECTION_LAYERS)] = key(
+        1, "Linear layers of each projection of composed towers; between two stands a GELU."
+    )
+    encoder_mode: Literal[
+        "auto",
+        "clip",
+        "siglip",
+        "vit",
+        "dino",
+        "dinov2",
+        "dinov3",
+        "mae",
+        "bert",
+        "bge",
+        "e5",
+        "qwen",
+        "qwen-vl",
+        "llava",
+        "composed",
+    ] = key(
+        "auto",
+        "Family that the model must be of; one whose files say another family is refused. auto takes what they say. "
+        "bge (English) and e5 bring their prompts where neither the model's files nor its name do.",
+    )
+    model_revision: Name | None = key(None, "Branch, tag or commit of a hub model; null is the hub's default branch.")
+    trust_remote_code: bool = key(False, "Run Python code that the model's repository holds; needs a pinned commit.")
+    allow_pickle: bool = key(
+        False, "Read pickled weights (with `weights_only`) when the model has no safetensors file."
+    )
+    torch_dtype: Literal["float32", "float64", "bfloat16"] = key(
+        "float32",
+        "Dtype of the weights and of the optimizer state. Adapters are float32 at least; without them bfloat16 weights "
+        "lose small updates to rounding. Some models compute their norms in float32 even in float64 (Qwen3, Gemma3).",
+    )
+    attn_implementation: Literal["auto", "sdpa", "eager", "flash_attention_2"] = key("auto", "Attention kernel.")
+    pooling_method: Literal["auto", "mean", "cls", "last_token", "head", "none"] = key(
+        "auto",
+        "How token vectors become one vector; head is the pooling layer of a picture encoder; none keeps a vector of "
+        "each token (late interaction); auto is what the model's own files say.",
+    )
+    projection_dim: Auto | Count = key(
+        "auto",
+        "Dimension of the shared space (composed towers), or of each vector (late interaction). auto is that of the "
+        "model's own files; where they have none, late interaction takes 128, and composed towers that of the image "
+        "tower.",
+    )
+    topk_tokens: Auto | Count = key(
+        "auto",
+        "Most vectors that an item keeps in late interaction: those that are longest before they get unit length. auto "
+        "is what the model's own files say, else all.",
+    )
+    pool_factor: Auto | Annotated[float, Field(ge=1)] = key(
+        "auto",
+        "Late interaction merges the vectors of a document that are near each other, until one stands for so many. "
+        "auto is what the model's own files say, else 1, which merges none.",
+    )
+    query_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
+        "auto",
+        "Tokens of a query in late interaction on texts: longer ones are truncated and counted, shorter ones filled up "
+        "(query_expansion). auto is what the model's own files say, else 32.",
+        unit="tokens",
+    )
+    query_expansion: Auto | bool = key(
+        "auto",
+        "Fill queries up to query_length with mask tokens that give vectors too, as ColBERT does. auto is what the "
+        "model's own files say, else true.",
+    )
+    bidirectional: bool = key(
+        False,
+        "Let each token of a decoder see those behind it too. Its tokens are then averaged where neither its files nor "
+        "`pooling_method` name another pooling. false leaves attention as the model's files have it.",
+    )
+    max_seq_length: Auto | Annotated[int, Field(ge=4, le=LARGEST_COUNT)] = key(
+        "auto", "Longer texts are truncated and counted; auto is the model's own limit.", unit="tokens"
+    )
+    query_prompt: Text | None = key(
+        None,
+        "Text put before each query; '' is none. null is what the model's files say, else what its publisher asks for "
+        "where the name says enough (E5, English BGE, Nomic, Qwen3-Embedding, EmbeddingGemma); the plan says which.",
+    )
+    document_prompt: Text | None = key(None, "Text put before each document; null and '' are as for queries.")
+    pad_token: Name | None = key(None, "Padding token; null is the tokenizer's own.")
+    image_background: Literal["auto", "white", "black", "none"] = key(
+        "auto",
+        "What stands behind transparent parts of pictures. none gives pictures to the model's own library as they are, "
+        "which drops transparency and converts CMYK its own way. auto is what the model's folder says it was trained "
+        "with, else white.",
+    )
+    image_tokens: Auto | Count = key(
+        "auto",
+        "Most tokens of a picture of a vision-language model; larger pictures are shrunk in their shape, very flat "
+        "ones out of it. auto is what the model's publisher uses.",
+        unit="tokens",
+    )
+    max_image_size: Count | None = key(
+        None,
+        "A picture of a vision-language model that is larger than a square of this side is shrunk in its shape; null "
+        "leaves the limit to `image_tokens`.",
+        unit="pixels",
+    )
+    freeze_batch_norm: bool = key(
+        False,
+        "Keep the mean and variance of each batch normalisation as the model's files have them; its scale and shift "
+        "train like other weights. Such models need it for gradient caching.",
+    )
+    gradient_checkpointing: Auto | bool = key(
+        "auto",
+        "Recompute activations in the backward pass: less memory, more time; auto does where a step wouldn't fit "
+        "without.",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "`text_model_name` and `image_model_name` stand together; `model_name` may stand for one of them.",
+            ("text_model_name", "image_model_name", "model_name"),
+            lambda config: _wrong_towers(config.text_model_name, config.image_model_name, config.model_name),
+        ),
+        Rule(
+            "`model_revision` must be null with `text_model_name`.",
+            ("text_model_name", "model_revision"),
+            lambda config: config.text_model_name is not None and config.model_revision is not None,
+            "model_revision is of one model, and two are named; leave it out, or name local folders of those commits",
+        ),
+        Rule(
+            "`encoder_mode` must be auto or composed with `text_model_name`.",
+            ("encoder_mode", "text_model_name"),
+            lambda config: config.text_model_name is not None and config.encoder_mode not in ("auto", "composed"),
+            "encoder_mode {encoder_mode} is of one model, and two are named; leave encoder_mode out",
+        ),
+        Rule(
+            "`model_name: builtin:NAME` names a built-in model, or that of a plugin; so do the names of two towers.",
+            ("model_name", "text_model_name", "image_model_name"),
+            lambda config: _unknown_builtin(model_names(config)),
+        ),
+        Rule(
+            "`trust_remote_code: true` needs `model_revision` to be a commit of 40 hex digits.",
+            ("trust_remote_code", "model_revision"),
+            lambda config: config.trust_remote_code and not re.fullmatch(r"[0-9a-f]{40}", config.model_revision or ""),
+            "trust_remote_code runs the repository's code, so model_revision must pin it to a commit of 40 lower-case "
+            "hex digits; copy the commit that you have read from the model's page, or set trust_remote_code to false",
+        ),
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_pair(cls, values: Any) -> Any:
+        """Let `model_name` stand for the tower without a name, and call a pair by both names."""
+        if not isinstance(values, Mapping):
+            return values
+        text, image, name = (values.get(key) for key in ("text_model_name", "image_model_name", "model_name"))
+        if not any(isinstance(tower, str) for tower in (text, image)):
+            return values
+        text, image = (name if text is None else text), (name if image is None else image)
+        if not isinstance(text, str) or not isinstance(image, str):
+            # One tower is missing or no text: a rule says so, once model_name is there.
+            return {"model_name": text if isinstance(text, str) else image, **values}
+        names_a_pair = name in (None, text, image) or (isinstance(name, str) and PAIR_SIGN in name)
+        whole = f"{text}{PAIR_SIGN}{image}" if names_a_pair else name
+        return {**values, "model_name": whole, "text_model_name": text, "image_model_name": image}
+
+
+class AdapterKeys(Section):
+    """Which weights train: all, a part of them, or small adapters beside frozen ones."""
+
+    trainable: str = key(
+        "all",
+        "Part of the model that trains; the rest is frozen: no gradient, no optimizer state, no dropout. projection is "
+        "what maps a tower to the embedding, in vision-language models to the language model; last_4_layers the last 4 "
+        "layers of each tower and what is behind them. text+projection freezes the image tower alone, all-projection "
+        "the projections alone.",
+        choices=TRAINABLE,
+        form=f"{', '.join((*PARTS, *WITHOUT_PROJECTION))}, last_N_layers (N: 1 to {MOST_LAYERS})",
+    )
+    use_lora: Auto | bool = key(
+        "auto",
+        "Freeze the model and train low-rank adapters (LoRA); auto is off but for sharded models of 8B and over.",
+    )
+    lora_r: Count = key(16, "Rank of the adapters.", acts_with=WITH_ADAPTERS)
+    lora_alpha: Positive | None = key(
+        None,
+        "An adapter's output is multiplied by lora_alpha / lora_r; null is twice lora_r, so that a change of the rank "
+        "alone leaves the factor, and the learning rate that suits it, as they are.",
+        acts_with=WITH_ADAPTERS,
+    )
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = key(
+        0.0, "Dropout before each adapter.", acts_with=WITH_ADAPTERS
+    )
+    lora_target_modules: Auto | Annotated[list[Name], Field(min_length=1)] = key(
+        "auto",
+        "Names of the linear layers that get adapters, such as q_proj; auto is those of every transformer layer.",
+        acts_with=WITH_ADAPTERS,
+    )
+    lora_towers: str = key(
+        "all",
+        "Towers that get adapters, in their transformer layers; with projection the linear layers of it too, or alone. "
+        "The rest is frozen.",
+        choices=PARTS,
+        acts_with=WITH_ADAPTERS,
+    )
+    load_in_4bit: bool = key(
+        False, "Hold the frozen weights in 4 bits (QLoRA); needs use_lora, a CUDA device and bitsandbytes."
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "`trainable` must be all with `use_lora: true`.",
+            ("trainable", "use_lora"),
+            lambda config: _two_choices_of_what_trains(config.trainable, config.use_lora),
+        ),
+        Rule(
+            "`load_in_4bit: true` needs `use_lora: true`.",
+            ("load_in_4bit", "use_lora"),
+            lambda config: config.load_in_4bit and config.use_lora is not True,
+            "load_in_4bit freezes the model, as weights of 4 bits can't be trained; set use_lora to true",
+        ),
+        Rule(
+            "`load_in_4bit: true` must not stand with `torch_dtype: float64`.",
+            ("load_in_4bit", "torch_dtype"),
+            lambda config: config.load_in_4bit and config.torch_dtype == "float64",
+            "load_in_4bit would undo torch_dtype float64; set torch_dtype to bfloat16 or float32, or load_in_4bit to "
+            "false",
+        ),
+        Rule(
+            "`load_in_4bit: true` must not stand with `use_fsdp: true`.",
+            ("load_in_4bit", "use_fsdp"),
+            lambda config: config.load_in_4bit and config.use_fsdp is True,
+            "load_in_4bit keeps a whole copy of the model on each device; set use_fsdp to false, or load_in_4bit to "
+            "false",
+        ),
+    )
+
+
+Keys = TypeVar("Keys", bound=ModelKeys)
+
+
+def renamed(keys: Keys, name: str) -> Keys:
+    """Return keys with one model in place of all that they name."""
+    return keys.model_copy(update={"model_name": name, "text_model_name": None, "image_model_name": None})
+
+
+def model_names(keys: ModelKeys) -> tuple[str, ...]:
+    """Return the models that a configuration names: one, or the text tower and the image tower."""
+    if keys.text_model_name is None or keys.image_model_name is None:
+        return (keys.model_name,)
+    return keys.text_model_name, keys.image_model_name
+
+
+def _wrong_towers(text: str | None, image: str | None, name: str) -> str:
+    if text is None and image is None:
+        return ""
+    if text is None or image is None:
+        missing = "text_model_name" if text is None else "image_model_name"
+        return f"a model of two towers needs both names; set {missing}, or only model_name"
+    if name == f"{text}{PAIR_SIGN}{image}":
+        return ""
+    return f"model_name {name} is neither the text tower nor the image tower; leave model_name out"
+
+
+def _unknown_builtin(names: tuple[str, ...]) -> str:
+    for model in names:
+        kind, _, name = model.partition(":")
+        known = (*BUILTIN_MODELS, *(entry for entry in ENCODERS.plugins() if ENCODERS.load(entry).builtin == entry))
+        if kind == "builtin" and name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            return f"no built-in model {model!r}; did you mean builtin:{nearest}?"
+    return ""
+
+
+def _two_choices_of_what_trains(trainable: str, use_lora: bool | str) -> str:
+    if use_lora is not True or trainable == "all":
+        return ""
+    fix = f"set lora_towers to {trainable}" if trainable in PARTS else "set trainable to all"
+    return (
+        f"trainable {trainable} trains weights of the model, and use_lora true freezes them all and trains adapters; "
+        f"{fix}, or use_lora to false"
+    )

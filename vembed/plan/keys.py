@@ -1,0 +1,264 @@
+"""Keys that the plan decides from: the batch and its chunks, the devices, the optimizer and its precision."""
+
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from vembed.registry import LOSSES
+from vembed.section import LARGEST_COUNT, Auto, Count, Decay, NonNegative, Positive, Rule, Section, Share, key
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+
+IN_CHUNKS = {"use_gradient_cache": ("auto", True)}
+WITH_SHARDING = {"use_fsdp": (True, "auto"), "sharding_factor": ("auto", {"minimum": 2})}
+
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+
+class BatchKeys(Section):
+    """How many rows one step sees, and how many of them at a time."""
+
+    batch_size: Auto | Count = key(
+        64,
+        "Batch of one device; auto is the largest power of two that memory, the loss and the number of steps allow.",
+        unit="queries",
+    )
+    global_batch_size: Count | None = key(
+        None, "Batch of all devices together; wins over batch_size and is divided over the devices.", unit="queries"
+    )
+    gradient_accumulation_steps: Auto | Count = key(
+        "auto",
+        "Batches whose gradients are added up before an optimizer step, each with its own negatives; auto is 1, as "
+        "gradient caching takes the whole batch at once, with all its negatives, in the same memory.",
+        unit="batches",
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = key(
+        "none", "Multiply learning_rate by batch / lr_reference_batch, or by the root of that; none takes it as it is."
+    )
+    lr_reference_batch: Count = key(
+        256,
+        "With lr_scaling: the effective batch that learning_rate is meant for.",
+        unit="queries",
+        acts_with={"lr_scaling": ("linear", "sqrt")},
+    )
+    use_gradient_cache: Auto | bool = key(
+        "auto", "Encode the batch in chunks with its own gradients; false: in one call."
+    )
+    gradient_cache_chunk_size: Auto | Count = key(
+        "auto", "Most texts or pictures of one encoder call.", unit="items", acts_with=IN_CHUNKS
+    )
+    gradient_cache_chunk_tokens: Auto | Count = key(
+        "auto",
+        "Most padded tokens (items x width) of one encoder call; the smaller chunk wins.",
+        unit="tokens",
+        acts_with=IN_CHUNKS,
+    )
+    retain: Auto | Share = key(
+        "auto",
+        "Share of the batch that keeps its graphs from the first pass and isn't encoded again: memory for speed, the "
+        "same gradients; auto takes a part of the memory to spare.",
+        acts_with=IN_CHUNKS,
+    )
+    packing: Auto | bool = key(
+        "auto",
+        "Lay the rows of an encoder call end to end instead of padding them; attention stays in each row. auto does "
+        "where the device has a fast operator for it and the model's type is proven to compute the same. On a CPU true "
+        "is a slow reference: attention weighs all pairs of a call's tokens.",
+    )
+    oom_retry: bool = key(
+        True,
+        "Do a step that runs out of memory again without kept graphs, then in chunks of half the size, instead of "
+        "ending the run.",
+        on_resume="harmless",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "The global batch (`global_batch_size`, else `batch_size`) must be 2 or more.",
+            ("global_batch_size", "batch_size", "loss_type"),
+            lambda config: _batch_without_negatives(config),
+        ),
+        Rule(
+            "`batch_size: auto` must not stand beside a `global_batch_size`.",
+            ("batch_size", "global_batch_size"),
+            lambda config: config.batch_size == "auto" and config.global_batch_size is not None,
+            "batch_size auto asks the plan for a batch that global_batch_size already gives; remove one of them",
+        ),
+    )
+
+
+class DistributedKeys(Section):
+    """Several devices: their number, what is sharded over them, and how they talk."""
+
+    # The strategy, its mode and the number of processes stand in every checkpoint's stamp and are judged there.
+    num_processes: Auto | Count = key(
+        "auto",
+        "Training processes on this machine; auto is one for each accelerator, and one on a machine without.",
+        unit="processes",
+        on_resume="harmless",
+    )
+    use_fsdp: Auto | bool = key(
+        "auto",
+        "Shard the weights, gradients and optimizer state over the devices; auto does where a whole copy doesn't fit.",
+        on_resume="harmless",
+    )
+    sharding_factor: Auto | Count = key(
+        "auto",
+        "Devices that share one copy of the model: 1 replicates it, the number of all devices shards it fully, a "
+        "divisor between shards it in groups that replicate each other.",
+        unit="devices",
+        on_resume="harmless",
+    )
+    fsdp_mode: Auto | Literal["fast", "lean", "sharded"] = key(
+        "auto",
+        "What stays whole on each device during a step. fast: weights and gradients, only the optimizer is sharded; "
+        "lean: gradients; sharded: nothing.",
+        on_resume="harmless",
+        acts_with=WITH_SHARDING,
+    )
+    cpu_offload: Auto | bool = key(
+        "auto",
+        "With sharding: keep the shards of weights and optimizer state in the host's memory and update them there; "
+        "auto does where nothing else fits.",
+        on_resume="harmless",
+        acts_with=WITH_SHARDING,
+    )
+    nccl_timeout: Count = key(
+        600,
+        "A collective that waits longer than this ends the run and names who is missing; also with other backends.",
+        unit="seconds",
+        on_resume="harmless",
+    )
+    ddp_bucket_cap_mb: Count = key(128, "Gradients that one collective of a replicated run adds up.", unit="MiB")
+    ddp_broadcast_buffers: bool = key(
+        True, "Start every process of a replicated run with the buffers of the first, as with its weights."
+    )
+    ddp_find_unused_parameters: bool = key(
+        False,
+        "Known from other trainers and never needed: what a process didn't use counts as zero. true adds a line to the "
+        "plan.",
+        on_resume="harmless",
+    )
+    dataloader_pin_memory: bool = key(
+        True,
+        "Hold what data workers make in page-locked memory, from which an accelerator copies faster; nothing on a CPU.",
+        on_resume="harmless",
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "`sharding_factor` over 1 is refused with `use_fsdp: false`, and 1 with `use_fsdp: true`.",
+            ("sharding_factor", "use_fsdp"),
+            lambda config: _contradicting_sharding(config.sharding_factor, config.use_fsdp),
+        ),
+    )
+
+
+class OptimisationKeys(Section):
+    """AdamW, its schedule, precision, randomness and compilation."""
+
+    epochs: Count = key(1, "Passes over the training data.", unit="epochs")
+    max_steps: Count | None = key(None, "Optimizer steps of the whole run; wins over epochs.", unit="steps")
+    learning_rate: Positive = key(2e-5, "Peak, after the warmup.")
+    weight_decay: NonNegative = key(0.01, "Decoupled weight decay of AdamW.")
+    adam_beta1: Decay = key(0.9, "Decay of AdamW's first moment.")
+    adam_beta2: Decay = key(0.999, "Decay of AdamW's second moment.")
+    adam_epsilon: Positive = key(1e-8, "Added to AdamW's denominator.")
+    max_grad_norm: Positive | None = key(1.0, "Gradients are clipped to this global norm; null and 0 clip nothing.")
+    scheduler_type: Literal["cosine", "linear", "constant"] = key(
+        "cosine", "Course of the learning rate after the warmup."
+    )
+    warmup_ratio: Share = key(0.1, "Part of all steps in which the learning rate rises to its peak.")
+    warmup_steps: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] | None = key(
+        None, "The same in steps; wins over warmup_ratio.", unit="steps"
+    )
+    bf16: Auto | bool = key("auto", "Mixed precision in bfloat16; auto is on where the device is fast at it.")
+    fp16: bool = key(False, "Mixed precision in float16 with loss scaling.")
+    compile: Auto | bool = key(
+        "auto",
+        "Compile the repeated layers by TorchInductor, each kind of layer once for all layers and sizes of calls: less "
+        "time, the same function up to rounding. auto does on CUDA where the run is long enough to pay that back, and "
+        "computes as without where a layer can't be compiled; true ends the run there.",
+    )
+    seed: Seed = key(42, "Seed of the weights, of dropout and of the sample order.")
+    seeds: Annotated[list[Seed], Field(min_length=2)] | None = key(
+        None,
+        "Train once with each of these in place of seed, in output_dir/seed-N, and judge with an interval over seeds "
+        "and queries.",
+    )
+    deterministic: bool = key(False, "Use deterministic kernels only: bit-equal runs on a GPU, slower.")
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "`seeds` must name each seed once.",
+            ("seeds",),
+            lambda config: _repeated_seed(config.seeds or []),
+        ),
+        Rule(
+            "`warmup_steps` must be smaller than `max_steps`.",
+            ("warmup_steps", "max_steps"),
+            lambda config: _endless_warmup(config.warmup_steps, config.max_steps),
+        ),
+        Rule(
+            "`bf16` and `fp16` must not both be true.",
+            ("fp16", "bf16"),
+            lambda config: config.fp16 and config.bf16 is True,
+            "bf16 and fp16 are both true, but a run has one mixed precision; set fp16 to false",
+        ),
+        Rule(
+            "`bf16: true` needs `torch_dtype: float32`.",
+            ("bf16", "torch_dtype"),
+            lambda config: config.bf16 is True and config.torch_dtype == "float64",
+            "bf16 would undo torch_dtype float64; set bf16 to false or torch_dtype to float32",
+        ),
+        Rule(
+            "`fp16: true` needs `torch_dtype: float32`.",
+            ("fp16", "torch_dtype"),
+            lambda config: config.fp16 and config.torch_dtype == "float64",
+            "fp16 would undo torch_dtype float64; set fp16 to false or torch_dtype to float32",
+        ),
+        Rule(
+            "`bf16: false` must not stand with `torch_dtype: bfloat16`.",
+            ("bf16", "torch_dtype"),
+            lambda config: config.bf16 is False and config.torch_dtype == "bfloat16",
+            "weights of torch_dtype bfloat16 compute in bfloat16; set bf16 to auto or torch_dtype to float32",
+        ),
+        Rule(
+            "`fp16: true` must not stand with `torch_dtype: bfloat16`.",
+            ("fp16", "torch_dtype"),
+            lambda config: config.fp16 and config.torch_dtype == "bfloat16",
+            "fp16 has no use for weights of torch_dtype bfloat16; set fp16 to false or torch_dtype to float32",
+        ),
+    )
+
+
+def _batch_without_negatives(config: "Config") -> str:
+    name = "batch_size" if config.global_batch_size is None else "global_batch_size"
+    if getattr(config, name) != 1 or "positives" not in LOSSES.load(config.loss_type).takes:
+        return ""
+    return (
+        f"{name} 1 leaves no in-batch negatives, so the {config.loss_type} loss learns nothing; set {name} to 2 or more"
+    )
+
+
+def _contradicting_sharding(factor: int | str, sharded: bool | str) -> str:
+    if isinstance(factor, str) or isinstance(sharded, str) or (factor > 1) == sharded:
+        return ""
+    if sharded:
+        return "sharding_factor 1 replicates the model while use_fsdp is true; set sharding_factor to auto or 2 or more"
+    return f"sharding_factor {factor} shards the model while use_fsdp is false; set use_fsdp to auto or true"
+
+
+def _repeated_seed(seeds: list[int]) -> str:
+    twice = next((seed for seed in seeds if seeds.count(seed) > 1), None)
+    return "" if twice is None else f"seed {twice} is listed twice, and would train the same model; list it once"
+
+
+def _endless_warmup(warmup_steps: int | None, max_steps: int | None) -> str:
+    if warmup_steps is None or max_steps is None or warmup_steps < max_steps:
+        return ""
+    return (
+        f"warmup_steps {warmup_steps} is not smaller than max_steps {max_steps}, so the learning rate would never "
+        f"reach its peak; set warmup_steps to {max_steps - 1} or less"
+    )

@@ -1,0 +1,235 @@
+"""Sections of keys: how a room declares what a user may set, with type, bounds, meaning and rules in one place.
+
+    class AdapterKeys(Section):
+        '''Which weights train: all, a part of them, or small adapters beside frozen ones.'''
+
+        use_lora: Auto | bool = key("auto", "Freeze the model and train low-rank adapters (LoRA).")
+        lora_r: Count = key(16, "Rank of the adapters.", acts_with={"use_lora": (True, "auto")})
+        load_in_4bit: bool = key(False, "Hold the frozen weights in 4 bits (QLoRA).")
+
+        rules = (
+            Rule(
+                "`load_in_4bit: true` needs `use_lora: true`.",
+                ("load_in_4bit", "use_lora"),
+                lambda config: config.load_in_4bit and config.use_lora is not True,
+                "load_in_4bit freezes the model, as weights of 4 bits can't be trained; set use_lora to true",
+            ),
+        )
+
+Everything else is generated from such a class: the configuration and its messages, docs/configuration.md, the keyword
+arguments of `vembed.train`, and the options of a command. A section imports neither torch nor numpy.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+Auto = Literal["auto"]
+"""The plan decides."""
+
+LARGEST_COUNT = 2**31 - 1
+"""Upper bound of every count, so that no product of a few of them leaves 64 bits."""
+
+
+def _storable(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("must not hold a NUL character")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("must be valid Unicode; it holds half of a surrogate pair") from error
+    return text
+
+
+def _not_blank(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be blank")
+    return text
+
+
+Text = Annotated[str, AfterValidator(_storable)]
+Name = Annotated[str, AfterValidator(_storable), AfterValidator(_not_blank)]
+Count = Annotated[int, Field(ge=1, le=LARGEST_COUNT)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+ANY: tuple[object, ...] = ()
+"""In `acts_with`: any value but null."""
+
+
+class Registered:
+    """Mark of a key whose values are registered names: metrics, trackers. Plugins add some, so both are asked anew.
+
+    Args:
+        fits: Value -> whether it is one.
+        schema: The JSON schema of the values, for messages and the reference.
+    """
+
+    def __init__(self, fits: Callable[[Any], bool], schema: Callable[[], JsonSchemaValue]) -> None:
+        self.fits = fits
+        self.schema = schema
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return self.schema()
+
+    def _known(self, value: Any) -> Any:
+        if not self.fits(value):
+            raise PydanticCustomError("not_registered", "no such name")
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Combination of keys that can't be run.
+
+    `broken` gets the configuration. It returns whether the rule is broken, or the message itself where that needs
+    arithmetic. In `message`, `{key}` stands for the value of a key as a file would write it.
+    """
+
+    sentence: str  # for the reference
+    keys: tuple[str, ...]  # the keys that the rule reads, the one to blame first
+    broken: Callable[[Any], object]
+    message: str = ""  # what is wrong, and the fix
+
+    def violation(self, config: Any) -> str | None:
+        """Return the message for a configuration that breaks the rule, None for one that keeps it."""
+        broken = self.broken(config)
+        if not broken:
+            return None
+        if isinstance(broken, str):
+            return broken
+        shown = [name for name in self.keys if f"{{{name}}}" in self.message]
+        return self.message.format_map({name: written(getattr(config, name)) for name in shown})
+
+
+class Section(BaseModel):
+    """Group of keys: frozen, strictly typed (`True` is no integer, "3" no number), without unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        hide_input_in_errors=True,  # a path may hold a password
+        protected_namespaces=(),  # model_name is a key
+        defer_build=True,  # most sections are only bases of Config, and building a validator takes milliseconds
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+
+def rules_of(section: type[Section]) -> tuple[Rule, ...]:
+    """Return the rules of a section and of the sections that it is made of, in the order of the bases."""
+    return tuple(rule for part in section.__mro__ for rule in part.__dict__.get("rules", ()))
+
+
+def key(
+    default: Any,
+    meaning: str,
+    *,
+    unit: str | None = None,
+    on_resume: Literal["harmless", "refused"] = "refused",
+    choices: Sequence[str] = (),
+    form: str | None = None,
+    acts_with: Mapping[str, Sequence[object]] | None = None,
+) -> Any:
+    """Declare a key of a section.
+
+    Args:
+        default: The one default, or `...` for a required key.
+        unit: Unit of a number: "tokens", "seconds".
+        on_resume: Whether a run may be resumed with another value.
+        choices: The only texts allowed, where a Literal would be too long to read.
+        form: Short description of `choices` for messages and the reference.
+        acts_with: Other key -> its values with which this key has an effect, the one to advise first. {"minimum": 2}
+            stands for 2 and more.
+    """
+    facts: dict[str, Any] = {"on_resume": on_resume}
+    if unit is not None:
+        facts["unit"] = unit
+    if acts_with is not None:
+        facts["acts_with"] = {other: list(values) for other, values in acts_with.items()}
+    pattern = None
+    if choices:
+        facts |= {"choices": list(choices), "form": form or ", ".join(choices)}
+        pattern = f"^({'|'.join(choices)})$".replace("+", r"\+")
+    return Field(default, description=meaning, pattern=pattern, json_schema_extra=facts)
+
+
+def facts_of(info: FieldInfo) -> dict[str, Any]:
+    """Return what `key` says beside type, default and meaning."""
+    assert isinstance(info.json_schema_extra, dict)  # every field of a section is made by `key`
+    return info.json_schema_extra
+
+
+def idle_rules(
+    fields: Mapping[str, FieldInfo],
+    values_of: Callable[[Any, str], Sequence[object]],
+    hint: Callable[[Any, str, str], str],
+) -> Iterator[Rule]:
+    """Yield a rule for each key that has an effect only with some values of another key (`acts_with`).
+
+    A key at its default, false or null asks for nothing and is never refused; a key that is true by default gets no
+    rule.
+
+    Args:
+        values_of: Config, other key -> the values that the other key has; `loss_type` has those of all sources.
+        hint: Config, other key, idle key -> the end of the message, often empty.
+    """
+    for name, info in fields.items():
+        if info.default is True:
+            continue
+        for other, allowed in facts_of(info).get("acts_with", {}).items():
+            yield _idle_rule(name, info.get_default(), other, allowed, values_of, hint)
+
+
+def _idle_rule(
+    name: str,
+    default: object,
+    other: str,
+    allowed: Sequence[object],
+    values_of: Callable[[Any, str], Sequence[object]],
+    hint: Callable[[Any, str, str], str],
+) -> Rule:
+    choices = " or ".join(map(written, allowed))
+
+    def broken(config: Any) -> str | None:
+        value, present = getattr(config, name), getattr(config, other)
+        if value in (default, None) or value is False:
+            return None
+        if not allowed:
+            return None if present is not None else f"{name} has no effect without {other}; remove it or set {other}"
+        if any(_allows(choice, value) for value in values_of(config, other) for choice in allowed):
+            return None
+        return (
+            f"{name} has no effect with {other} {written(present)}; remove it or set {other} to {choices}"
+            f"{hint(config, other, name)}"
+        )
+
+    sentence = f"`{name}` has an effect only with `{f'{other}: {choices}' if allowed else other}`."
+    return Rule(sentence, (name, other, *(("added_losses", "data") if other == "loss_type" else ())), broken)
+
+
+def _allows(choice: object, value: object) -> bool:
+    if isinstance(choice, Mapping):  # {"minimum": 2}
+        return isinstance(value, int) and value >= choice["minimum"]
+    return value == choice
+
+
+def written(value: object) -> str:
+    """Return a scalar as a configuration file writes it: true, null, auto, 3."""
+    if isinstance(value, Mapping):
+        return f"{value['minimum']} or more"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

@@ -1,0 +1,169 @@
+"""Keys of a teacher, and of the mining of hard negatives."""
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from vembed.data.keys import loss_names, takes_pairs
+from vembed.losses.registry import filters_by_teacher
+from vembed.registry import LOSSES
+from vembed.section import ANY, LARGEST_COUNT, Count, Name, NonNegative, Rule, Section, Share, key
+
+if TYPE_CHECKING:
+    from vembed.config.schema import Config
+
+_MINES: dict[str, tuple[object, ...]] = {"mine": ("once", {"minimum": 1})}
+
+SOURCES = ("mine", "mine_corpus", "mine_teacher")
+"""Keys that say when a run mines and with what; `vembed mine` has options of its own for them."""
+
+
+class TeacherKeys(Section):
+    """A model that a loss learns from; it is asked once, before the first step."""
+
+    teacher_model_name: Name | None = key(
+        None,
+        "Model that a loss learns from, or that tells it false negatives: hub id or local folder of any encoder; for "
+        "scores of a row's own documents also a cross-encoder of sentence-transformers (vembed[st]).",
+    )
+    teacher_revision: Name | None = key(
+        None,
+        "Branch, tag or commit of a teacher of the hub; null is the hub's default branch.",
+        acts_with={"teacher_model_name": ANY},
+    )
+    teacher_cache: Name = key(
+        "auto",
+        "Folder of what the teacher makes of the training data, which runs may share; auto is OUTPUT_DIR/teacher.",
+        acts_with={"teacher_model_name": ANY},
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "`teacher_model_name` must be set where the loss reads a teacher, and only there.",
+            ("teacher_model_name", "loss_type", "added_losses", "data", "label_kind", "false_negative_filter"),
+            lambda config: _teacher_without_reader(config),
+        ),
+        Rule(
+            "`teacher_model_name` must not be a `builtin:` model, which knows nothing yet.",
+            ("teacher_model_name",),
+            lambda config: (config.teacher_model_name or "").startswith("builtin:"),
+            "{teacher_model_name} is untrained and has nothing to teach; name the folder of a trained model",
+        ),
+    )
+
+
+class MiningKeys(Section):
+    """Which of the documents that a model finds become hard negatives."""
+
+    mine: Literal["never", "once"] | Count = key(
+        "never",
+        "Mine hard negatives with the model as it is, among the documents of the training data: once, before the first "
+        "epoch, or every so many epochs.",
+        unit="epochs",
+    )
+    mine_corpus: Name | None = key(
+        None,
+        "More documents to mine negatives from: a file, folder or set, in the forms of vembed encode --data; null uses "
+        "only the documents of the training data.",
+        acts_with=_MINES,
+    )
+    mine_teacher: Name | None = key(
+        None,
+        "Better model, whose scores the margins and bounds use: hub id or folder of any encoder or cross-encoder of "
+        "sentence-transformers (vembed[st]); null uses the scores of the mining model.",
+        acts_with=_MINES,
+    )
+    mine_negatives: Count = key(
+        4, "Largest number of hard negatives mined for each row.", unit="documents", acts_with=_MINES
+    )
+    mine_range_min: Annotated[int, Field(ge=0, le=LARGEST_COUNT)] = key(
+        0,
+        "Number of nearest documents to skip: with 10, the 11th is the first candidate.",
+        unit="documents",
+        acts_with=_MINES,
+    )
+    mine_range_max: Count = key(
+        100,
+        "Rank of the last document that is considered; known positives aren't counted.",
+        unit="documents",
+        acts_with=_MINES,
+    )
+    mine_relative_margin: Share | None = key(
+        0.05,
+        "A candidate must score at most (1 - this) times the score of the query's best positive (0.05: 95%); null "
+        "turns this off.",
+        acts_with=_MINES,
+    )
+    mine_absolute_margin: NonNegative | None = key(
+        None,
+        "A candidate must score at least this much below the query's best positive; null turns this off.",
+        acts_with=_MINES,
+    )
+    mine_min_score: float | None = key(
+        None, "Candidates that score less are left out; null turns this off.", acts_with=_MINES
+    )
+    mine_max_score: float | None = key(
+        None, "Candidates that score more are left out; null turns this off.", acts_with=_MINES
+    )
+    mine_sampling: Literal["top", "random"] = key(
+        "top",
+        "Which candidates are taken: the nearest ones, or some at random (the same for the same seed).",
+        acts_with=_MINES,
+    )
+    mine_index: Name = key(
+        "Flat",
+        "FAISS index that is searched: Flat is exact; IVF4096,Flat:nprobe=32 suits millions of documents.",
+        acts_with=_MINES,
+    )
+    mine_replace: bool = key(
+        False, "Replace the negatives of the rows; otherwise the mined ones are added after them.", acts_with=_MINES
+    )
+
+    rules: ClassVar[tuple[Rule, ...]] = (
+        Rule(
+            "`mine_teacher` must not be a `builtin:` model, which knows nothing yet.",
+            ("mine_teacher",),
+            lambda config: (config.mine_teacher or "").startswith("builtin:"),
+            "{mine_teacher} is untrained and has nothing to teach; name the folder of a trained model",
+        ),
+        Rule(
+            "`mine` needs rows with positives, not scores of pairs.",
+            ("mine", "label_kind"),
+            lambda config: config.mine != "never" and config.label_kind in {"pair", "grade"},
+            "mine needs rows with positives, and label_kind {label_kind} gives pairs a score; leave one out",
+        ),
+    )
+
+    def mining(self) -> dict[str, Any]:
+        """Return the keys that decide which candidates are taken."""
+        return {name: getattr(self, name) for name in MiningKeys.model_fields if name not in SOURCES}
+
+
+def teacher_gives_scores(config: "Config") -> bool:
+    """Return whether a teacher's scores of a row's own documents replace those that data may list.
+
+    A loss that learns from positives as well keeps to them where the teacher is there for something else.
+    """
+    losses = [LOSSES.load(name) for name in loss_names(config) if name in LOSSES]
+    scored = [loss for loss in losses if {"pairs", "lists"} & set(loss.takes)]
+    if config.teacher_model_name is None or config.label_kind in ("pair", "grade") or not scored:
+        return False
+    needs_scores = any("positives" not in loss.takes for loss in scored)
+    return needs_scores or not any(loss.reads_teacher(config) for loss in losses)
+
+
+def _teacher_without_reader(config: "Config") -> str:
+    has_teacher = config.teacher_model_name is not None
+    names = [name for name in loss_names(config) if name in LOSSES]
+    is_read = any(LOSSES.load(name).reads_teacher(config) for name in names)
+    if has_teacher == (is_read or (has_teacher and teacher_gives_scores(config))):
+        return ""
+    if is_read:
+        reader = "false_negative_filter teacher" if filters_by_teacher(config) else f"loss_type {config.loss_type}"
+        return f"{reader} reads a teacher's vectors, and there is none; set teacher_model_name"
+    if takes_pairs(*names):
+        return f"label_kind {config.label_kind} gives the scores already; leave it out, or teacher_model_name"
+    return (
+        "nothing reads the teacher: set false_negative_filter to teacher or loss_type to distillation, or leave "
+        "teacher_model_name out"
+    )

@@ -48,7 +48,7 @@ def compare(whole: Path, other: Path) -> Comparison:
     last = _last_checkpoint(expected)
     divergences = [f"{name} is missing" for name in sorted(expected - found) if _must_be_there(name, last)]
     both = [name for name in sorted(expected & found) if not UNCOMPARED.fullmatch(Path(name).name)]
-    divergences += [f"{name}: {what}" for name in both if (what := _difference(whole, other, name))]
+    divergences += [f"{name}: {what}" for name in both if (what := difference(whole, other, name))]
     leftovers = [name for name in sorted(found - expected) if not _may_be_there(name)]
     return Comparison(tuple(divergences), tuple(leftovers))
 
@@ -76,8 +76,12 @@ def _may_be_there(name: str) -> bool:
     return bool(CHECKPOINT.fullmatch(name) or EVENTS.fullmatch(Path(name).name))
 
 
-def _difference(whole: Path, other: Path, name: str) -> str:
-    """Say how two files differ; an empty text when they don't."""
+def difference(whole: Path, other: Path, name: str, *, ignored: str = "") -> str:
+    """Say how two files differ; an empty text when they don't.
+
+    Args:
+        ignored: Regular expression of further keys of JSON that needn't agree.
+    """
     if name.endswith("/"):
         return ""
     contents = [(folder / name).read_bytes() for folder in (whole, other)]
@@ -89,7 +93,8 @@ def _difference(whole: Path, other: Path, name: str) -> str:
         one, two = (_parse(name, content) for content in contents)
     except ValueError as error:
         return f"no JSON ({error})"
-    return _json_difference(one, two, _ignored_keys(name, one, two))
+    keys = _ignored_keys(name, one, two)
+    return _json_difference(one, two, re.compile(f"{keys.pattern}|{ignored}") if ignored else keys)
 
 
 def _ignored_keys(name: str, one: Any, two: Any) -> re.Pattern[str]:

@@ -24,7 +24,7 @@ from vembed.entrypoints import (
     train,
 )
 from vembed.entrypoints.options import check, parse_words
-from vembed.losses.registry import loss_facts
+from vembed.losses.registry import loss_section
 from vembed.registry import COMMANDS, LOSSES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +96,7 @@ def test_the_document_of_losses_says_what_each_loss_says_of_itself() -> None:
     text = " ".join((ROOT / "docs" / "losses.md").read_text("utf-8").split())
     assert len(LOSSES.names()) > 1
     for name in LOSSES.names():
-        facts = loss_facts(name)
+        facts = loss_section(name)
         assert f"| `{name}` |" in text
         assert " ".join(facts.formula.split()) in text
         assert f"Source: {facts.source}." in text

@@ -91,22 +91,22 @@ class Registry:
 LOSSES = Registry(
     "loss",
     {
-        "infonce": "vembed.losses.keys:INFONCE",
-        "sigmoid": "vembed.losses.keys:SIGMOID",
-        "colbert": "vembed.losses.keys:COLBERT",
-        "triplet": "vembed.losses.keys:TRIPLET",
-        "cosent": "vembed.losses.keys:COSENT",
-        "in_batch_hard": "vembed.losses.keys:IN_BATCH_HARD",
-        "supcon": "vembed.losses.keys:SUPCON",
-        "angle": "vembed.losses.keys:ANGLE",
-        "cosine_mse": "vembed.losses.keys:COSINE_MSE",
-        "margin_mse": "vembed.losses.keys:MARGIN_MSE",
-        "kl": "vembed.losses.keys:KL",
-        "spread_out": "vembed.losses.keys:SPREAD_OUT",
-        "distillation": "vembed.losses.keys:DISTILLATION",
+        "infonce": "vembed.losses.keys:InfoNCEKeys",
+        "sigmoid": "vembed.losses.keys:SigmoidKeys",
+        "colbert": "vembed.losses.keys:ColbertKeys",
+        "triplet": "vembed.losses.keys:TripletKeys",
+        "cosent": "vembed.losses.keys:CosentKeys",
+        "in_batch_hard": "vembed.losses.keys:InBatchHardKeys",
+        "supcon": "vembed.losses.keys:SupConKeys",
+        "angle": "vembed.losses.keys:AngleKeys",
+        "cosine_mse": "vembed.losses.keys:CosineMseKeys",
+        "margin_mse": "vembed.losses.keys:MarginMseKeys",
+        "kl": "vembed.losses.keys:KlKeys",
+        "spread_out": "vembed.losses.keys:SpreadOutKeys",
+        "distillation": "vembed.losses.keys:DistillationKeys",
     },
 )
-"""`loss_type` -> a `LossFacts` (vembed/losses/registry.py)."""
+"""`loss_type` -> the `LossSection` with its keys and facts (vembed/losses/registry.py)."""
 
 METRICS = Registry(
     "metric",

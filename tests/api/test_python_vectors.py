@@ -140,11 +140,15 @@ def test_the_trainer_trains_with_a_loss_and_a_metric_of_this_session(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from vembed.losses.base import BatchStructure, ContrastiveLoss
+    from vembed.losses.registry import LossSection
+
+    class SoftmaxKeys(LossSection):
+        name = "session-softmax"
 
     class Softmax(ContrastiveLoss):
         """Cross entropy of each query's first positive."""
 
-        name = "session-softmax"
+        keys = SoftmaxKeys
 
         def forward(self, q_QE: torch.Tensor, d_DE: torch.Tensor, structure: BatchStructure) -> torch.Tensor:
             queries_P, documents_P = structure.positives_P2.unbind(dim=1)

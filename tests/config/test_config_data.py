@@ -7,17 +7,21 @@ import pytest
 from vembed.config.load import load_config
 from vembed.data.columns import ExtraColumn
 from vembed.errors import ConfigError
-from vembed.losses.registry import LossFacts
+from vembed.losses.registry import LossSection
 from vembed.registry import LOSSES
-from vembed.section import Section
 
 
 @pytest.fixture
 def toy_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register a loss that asks for a column and takes listed pairs."""
-    columns = (ExtraColumn("topic", "number of its topic"),)
-    facts = LossFacts("toy", "nowhere:Toy", Section, columns=columns, takes=("pairs", "positives"))
-    monkeypatch.setitem(LOSSES._entries, "toy", facts)
+
+    class ToyKeys(LossSection):
+        loss = "nowhere:Toy"
+        name = "toy"
+        columns = (ExtraColumn("topic", "number of its topic"),)
+        takes = ("pairs", "positives")
+
+    monkeypatch.setitem(LOSSES._entries, "toy", ToyKeys)
     monkeypatch.setitem(LOSSES._plugins, "toy", "nowhere")
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import pyarrow as pa
@@ -12,13 +11,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from vembed.data.collate import collate
-from vembed.data.columns import ExtraColumn
+from vembed.data.columns import ExtraColumn, LossNeeds
 from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, DataError
 from vembed.losses.base import BatchStructure
-from vembed.losses.registry import loss_facts
+from vembed.losses.registry import RunLoss
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,22 +27,18 @@ if TYPE_CHECKING:
     from vembed.data.splits import Role
 
 
-class Needs(NamedTuple):
-    """What a toy loss asks for."""
-
-    columns: tuple[ExtraColumn, ...]
-    name: str = "weighted"
-    takes: tuple[str, ...] = ("positives",)
-    score_bounds: tuple[float, float] = (-inf, inf)
+def asking(*columns: ExtraColumn, **facts: Any) -> LossNeeds:
+    """Return what a toy loss asks of rows."""
+    return LossNeeds("weighted", columns, **facts)
 
 
 WEIGHT = ExtraColumn("weight", "how much the row counts", least=0, most=10, aliases=("importance",))
 TOPIC = ExtraColumn("topic", "number of its topic", required=False, kind="int", default=-1)
-NEEDS = Needs((WEIGHT, TOPIC))
+NEEDS = asking(WEIGHT, TOPIC)
 ROWS = [{"query": f"q{n}", "positive": f"p{n}", "weight": n / 4, "topic": n % 3} for n in range(5)]
 
 
-def options(needs: Needs | None = NEEDS, role: Role = "train", **keys: Any) -> SourceOptions:
+def options(needs: LossNeeds | None = NEEDS, role: Role = "train", **keys: Any) -> SourceOptions:
     return SourceOptions(role, keys=DataKeys.model_construct(**keys), loss=needs)
 
 
@@ -51,7 +46,7 @@ def numbers(path: Path | str, **more: Any) -> list[dict[str, int | float]]:
     return [dict(record.columns) for record in load_records(str(path), options(**more)).table]
 
 
-def refusal(path: Path | str, needs: Needs = NEEDS, **keys: Any) -> str:
+def refusal(path: Path | str, needs: LossNeeds = NEEDS, **keys: Any) -> str:
     with pytest.raises(DataError) as caught:
         load_records(str(path), options(needs, **keys))
     return str(caught.value)
@@ -167,7 +162,7 @@ def test_sets_with_fixed_columns_get_defaults_or_are_refused() -> None:
         "builtin:pages is a built-in set and has no column 'weight'; loss_type weighted needs it: how much the "
         "row counts"
     )
-    optional = Needs((TOPIC, ExtraColumn("share", "a share", required=False, default=1)))
+    optional = asking(TOPIC, ExtraColumn("share", "a share", required=False, default=1))
     table = load_records("builtin:pages", options(optional)).table
     assert dict(table.subset([3])[0].columns) == {"topic": -1, "share": 1.0}
 
@@ -181,7 +176,7 @@ def test_other_sets_need_no_column_of_the_loss(write_jsonl: WriteJsonl, role: Ro
 
 def test_rows_have_weights_for_our_own_losses_and_those_of_one_weight_are_as_before(write_jsonl: WriteJsonl) -> None:
     rows = [{"query": "q0", "positive": "p0", "weight": 2.5}, {"query": "q1", "positive": "p1"}]
-    ours, nothing = loss_facts("infonce"), Needs(())
+    ours, nothing = RunLoss.chosen("infonce", {}).needs(), asking()
     table = load_records(str(write_jsonl(rows, "weighted.jsonl")), options(ours)).table
     weights_Q = BatchStructure.of(collate(list(table), [0, 1])).weights_Q
     assert weights_Q is not None
@@ -198,11 +193,11 @@ def test_a_weight_that_cannot_be_is_refused_with_the_way_to_leave_it_out(
 ) -> None:
     path = write_jsonl([{"query": "q", "positive": "p", "weight": weight}])
     with pytest.raises(DataError, match=r"how much the row counts.*column_mapping: \{weight: null\}"):
-        load_records(str(path), options(loss_facts("infonce")))
+        load_records(str(path), options(RunLoss.chosen("infonce", {}).needs()))
 
 
 def test_a_loss_may_take_an_alias_and_no_name_of_ours(write_jsonl: WriteJsonl) -> None:
-    needs = Needs((ExtraColumn("score", "the teacher's score"),))
+    needs = asking(ExtraColumn("score", "the teacher's score"))
     (record,) = load_records(
         str(write_jsonl([{"query": "q", "positive": "p", "score": 0.25, "label": "x"}])), options(needs)
     ).table
@@ -214,14 +209,14 @@ def test_a_loss_may_take_an_alias_and_no_name_of_ours(write_jsonl: WriteJsonl) -
 
 def test_rows_hold_what_the_loss_learns_from(write_jsonl: WriteJsonl) -> None:
     rows = [{"query": "q", "positive": "p", "label": "x"}, {"query": "r", "positive": "s"}]
-    classes, pairs, either = (Needs((), takes=takes) for takes in (("classes",), ("pairs",), ("classes", "positives")))
+    classes, pairs, either = (asking(takes=takes) for takes in (("classes",), ("pairs",), ("classes", "positives")))
     assert len(load_records(str(write_jsonl(rows)), options(either)).table) == 2
     words = "loss_type weighted learns nothing from this row: it needs label_kind: "
     assert f"train.jsonl:2: {words}class and a label" in refusal(write_jsonl(rows), classes)
     assert f"train.jsonl:1: {words}pair or grade, and a label or score" in refusal(write_jsonl(rows), pairs)
     truths = [{"query": "q", "positive": "p", "label": truth} for truth in (1, 0)]
     assert len(load_records(str(write_jsonl(truths)), options(pairs, label_kind="pair")).table) == 2
-    lists = Needs((), takes=("lists",))
+    lists = asking(takes=("lists",))
     with pytest.raises(DataError, match=r"train.jsonl:1: .* as label or score a list of numbers, one for each of its"):
         load_records(str(write_jsonl(truths)), options(lists, label_kind="grade"))
     listed = [{"query": "q", "positive": "p", "negatives": ["n"], "label": [1, 0.5]}]
@@ -240,7 +235,7 @@ def test_rows_hold_what_the_loss_learns_from(write_jsonl: WriteJsonl) -> None:
 def test_scores_that_the_loss_can_not_use_are_refused_by_line(
     write_jsonl: WriteJsonl, label: object, given: tuple[float, float] | None, words: str
 ) -> None:
-    needs = Needs((), takes=("positives",)) if given is None else Needs((), takes=("pairs",), score_bounds=given)
+    needs = asking(takes=("positives",)) if given is None else asking(takes=("pairs",), score_bounds=given)
     row = {"query": "q", "positive": "p", "label": label} | ({"negatives": ["n"]} if isinstance(label, list) else {})
     path = str(write_jsonl([row]))
     other = options(needs, "test", label_kind="grade")

@@ -9,7 +9,7 @@ from image_cases import png
 
 import vembed
 from vembed.batch import Image
-from vembed.data.columns import ExtraColumn
+from vembed.data.columns import ExtraColumn, LossNeeds
 from vembed.data.corpus import Corpus
 from vembed.data.keys import DataKeys
 from vembed.data.retrieval import RetrievalData
@@ -18,7 +18,6 @@ from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
 from vembed.data.table import Record
 from vembed.errors import ConfigError, DataError
-from vembed.losses.registry import LossFacts
 from vembed.registry import DATASETS
 
 if TYPE_CHECKING:
@@ -75,11 +74,11 @@ def test_records_are_kept_as_they_are(add: Callable[..., None]) -> None:
     add(lambda _: iter(records))
     assert [record.label for record in load_records("builtin:toy-set", TRAIN).table] == [7, None]
     optional = ExtraColumn("weight", "how much it counts", required=False)
-    facts = LossFacts("toy", "nowhere:Toy", DataKeys, columns=(optional,))
+    facts = LossNeeds("toy", (optional,))
     first, second = load_records("builtin:toy-set", SourceOptions("train", loss=facts)).table
     assert (first.scores, dict(first.columns), first.location) == ((1.0, 0.5), {"weight": 2.0}, "where:5")
     assert dict(second.columns) == {"weight": 0.0}
-    needed = LossFacts("toy", "nowhere:Toy", DataKeys, columns=(ExtraColumn("weight", "how much it counts"),))
+    needed = LossNeeds("toy", (ExtraColumn("weight", "how much it counts"),))
     with pytest.raises(DataError, match=r"^where:6: weight: missing; loss_type toy needs it: how much it counts$"):
         load_records("builtin:toy-set", SourceOptions("train", loss=needed))
 

@@ -22,7 +22,7 @@ from sentence_transformers import CrossEncoder
 from vembed.data.keys import DataKeys
 from vembed.data.sources import load_records
 from vembed.data.splits import SourceOptions
-from vembed.losses.registry import loss_facts
+from vembed.losses.registry import RunLoss
 from vembed.mining import output as output_module
 from vembed.vectors import store as store_module
 
@@ -87,9 +87,12 @@ def test_weights_labels_and_mapped_columns_come_out_as_they_went_in(
     assert "rows.jsonl:61: ask: empty text" in refused.err
     done = call("mine", bag, *words, "--label-kind", "pair", "--skip-invalid", "1")
     assert done.code == 0, done.err
-    options = {"label_kind": "pair", "skip_invalid_records": True}
+    options, needs = {"label_kind": "pair", "skip_invalid_records": True}, RunLoss.chosen("cosent", {}).needs()
     before, after = (
-        load_records(str(path), SourceOptions("train", keys=DataKeys(**options, **more), loss=loss_facts("cosent")))
+        load_records(
+            str(path),
+            SourceOptions("train", keys=DataKeys(**options, **more), loss=needs),
+        )
         for path, more in ((data, {"column_mapping": {"ask": "query"}}), (output, {}))
     )
     for one, other in zip(before.table, after.table, strict=True):

@@ -22,14 +22,21 @@ if TYPE_CHECKING:
 PLUGIN = '''
 import vembed
 from vembed.losses.base import ContrastiveLoss
+from vembed.losses.registry import LossSection
+
+
+class TaughtKeys(LossSection):
+    """Facts of the loss of a teacher's similarities."""
+
+    name = "taught"
+    reads_teacher = True
 
 
 @vembed.register_loss
 class Taught(ContrastiveLoss):
     """All similarities are to be the teacher's."""
 
-    name = "taught"
-    reads_teacher = True
+    keys = TaughtKeys
 
     def forward(self, q_QE, d_DE, structure):
         return (q_QE @ d_DE.T - structure.teacher_Q @ structure.teacher_D.T).square().mean()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vembed.config.schema import config_class
 from vembed.losses.base import LossCommon
-from vembed.losses.registry import LossFacts, loss_facts
+from vembed.losses.registry import RunLoss
 
 if TYPE_CHECKING:
     from vembed.losses.base import BatchLoss, BatchStructure
@@ -98,14 +100,8 @@ LATE: dict[str, tuple[str, dict[str, Any]]] = {
 def build(kind: str | tuple[str, dict[str, Any]], tile_size: int, dimension: int = 16) -> BatchLoss:
     """Make a loss as a run does, in float64: of a row by its name, or of a loss by name and keys."""
     name, values = (KINDS | LATE)[kind] if isinstance(kind, str) else kind
-    facts = loss_facts(name).with_added(values.get("added_losses", {}))
-    return facts.build(_keys(facts, values), LossCommon(torch.float64, dimension, tile_size))
-
-
-def _keys(facts: LossFacts, values: dict[str, Any]) -> Any:
-    if facts.several:
-        return tuple(_keys(each, values) for each in facts.several)
-    return facts.keys.model_validate({name: value for name, value in values.items() if name in facts.keys.model_fields})
+    keys = SimpleNamespace(**{key: info.get_default() for key, info in config_class().model_fields.items()} | values)
+    return RunLoss.chosen(name, keys.added_losses).build(keys, LossCommon(torch.float64, dimension, tile_size))
 
 
 def structure_for(kind: str, structure: BatchStructure) -> BatchStructure:

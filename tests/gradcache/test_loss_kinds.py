@@ -11,7 +11,7 @@ from engine_cases import random_batch
 from loss_kinds import KINDS, LATE, build, structure_for
 
 from vembed.losses.base import BatchStructure
-from vembed.losses.registry import loss_facts
+from vembed.losses.registry import loss_section
 from vembed.registry import LOSSES
 
 NEGATIVES = [0, 3, 1, 7, 0, 0, 2, 1, 1]
@@ -25,12 +25,12 @@ def choices(annotation: Any) -> set[Any]:
 
 
 def test_every_value_of_every_key_has_a_row() -> None:
-    ours = [name for name in LOSSES.names() if isinstance(loss_facts(name).loss, str)]  # a plugin's brings its class
+    ours = [name for name in LOSSES.names() if isinstance(loss_section(name).loss, str)]  # a plugin's brings its class
     assert len(ours) > 10
     for name in ours:
         rows = [values for loss, values in (KINDS | LATE).values() if loss == name]
         assert rows, f"{name}: no row"
-        for key, info in loss_facts(name).keys.model_fields.items():
+        for key, info in loss_section(name).model_fields.items():
             if key == "loss_tile_size":
                 continue
             given = [values.get(key, info.default) for values in rows]

@@ -16,7 +16,7 @@ from vembed.distributed.ranks import Ranks
 from vembed.gradcache.loss_stage import LossStage
 from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure, LossCommon
-from vembed.losses.registry import loss_facts
+from vembed.losses.registry import loss_section
 from vembed.losses.tiles import DEFAULT_TILE_SIZE
 from vembed.models.profile.live import LiveBytes
 from vembed.plan.devices import Devices
@@ -54,7 +54,7 @@ def peak_on(rank: int, kind: str, world_size: int, uneven: int) -> int:
         record_ids=tuple(range(PAIRS)),
     )
     config = load_config(None, overrides(kind)).config
-    loss = config.loss_facts().build(config.loss_keys(), LossCommon(torch.float32, DIMENSION, TILE))
+    loss = config.run_loss().build(config, LossCommon(torch.float32, DIMENSION, TILE))
     torch.manual_seed(rank)
     z_VE = torch.nn.functional.normalize(torch.randn(vectors * len(slots[rank]), DIMENSION // vectors), dim=-1)
     ranks = Ranks() if world_size == 1 else Ranks.of_this_process()
@@ -142,7 +142,7 @@ def test_one_process_holds_what_the_plan_counts(kind: str) -> None:
 
 def test_every_loss_over_the_matrix_has_a_kind() -> None:
     known = {load_config(None, overrides(kind)).config.loss_type for kind in KINDS}
-    own = [facts for facts in map(loss_facts, LOSSES.names()) if isinstance(facts.loss, str)]
+    own = [facts for facts in map(loss_section, LOSSES.names()) if isinstance(facts.loss, str)]
     assert len(own) > 10
     assert {facts.name for facts in own if facts.memory in ("matrix", "tiles")} <= known
 
@@ -166,7 +166,7 @@ def test_sixteen_thousand_pairs_add_under_200_mb(kind: str) -> None:
         teacher_D=teacher,
     )
     config = load_config(None, overrides(kind)).config
-    loss = config.loss_facts().build(config.loss_keys(), LossCommon(torch.float32, NUMBERS, DEFAULT_TILE_SIZE))
+    loss = config.run_loss().build(config, LossCommon(torch.float32, NUMBERS, DEFAULT_TILE_SIZE))
     z_VE = torch.nn.functional.normalize(torch.randn(2 * BATCH, NUMBERS), dim=-1)
     live = LiveBytes([z_VE])
     with live:

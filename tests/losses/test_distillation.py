@@ -14,7 +14,6 @@ from vembed.config.load import load_config
 from vembed.losses.base import LossCommon
 from vembed.losses.distillation import TeacherLoss
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.registry import loss_facts
 from vembed.losses.streamed import LossGradients
 from vembed.losses.tiles import Prefixes, weighted_similarities
 
@@ -89,7 +88,7 @@ def test_alpha_is_the_share_of_infonce_and_without_a_teacher_nothing_is_learned(
     def built(*keys: str) -> Any:
         given = ["model_name=m", "loss_type=distillation", "teacher_model_name=t", "temperature=0.1", *keys]
         config = load_config(None, given).config
-        return loss_facts("distillation").build(config.loss_keys(), LossCommon(torch.float64, 5, 3))
+        return config.run_loss().build(config, LossCommon(torch.float64, 5, 3))
 
     case = taught(plain(6, 9))
     q_QE, d_DE = case.embeddings()

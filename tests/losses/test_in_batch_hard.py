@@ -12,7 +12,6 @@ from vembed.config.load import load_config
 from vembed.losses.base import LossCommon
 from vembed.losses.in_batch_hard import InBatchHard
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.registry import loss_facts
 from vembed.losses.streamed import Hardest
 
 SCALE = 5.0
@@ -116,7 +115,7 @@ def test_lists_keep_the_first_of_equal_numbers_and_let_not_a_number_through() ->
 def test_the_keys_make_it() -> None:
     def made(*overrides: str) -> InBatchHard:
         config = load_config(None, ["model_name=m", "loss_type=in_batch_hard", *overrides]).config
-        loss = loss_facts(config.loss_type).build(config.loss_keys(), LossCommon(torch.float64, 8, 16))
+        loss = config.run_loss().build(config, LossCommon(torch.float64, 8, 16))
         assert isinstance(loss, InBatchHard)
         return loss
 

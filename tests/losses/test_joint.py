@@ -18,7 +18,6 @@ from vembed.errors import ConfigError
 from vembed.losses.base import LossCommon
 from vembed.losses.infonce import Hardness
 from vembed.losses.joint import JointInfoNCE
-from vembed.losses.registry import loss_facts
 from vembed.losses.tiles import Prefixes
 
 MORE = ("query_to_query", "document_to_query", "document_to_document")
@@ -103,8 +102,8 @@ def test_rows_of_one_class_are_joined_without_following_each_other_s_lists() -> 
 
 def test_keys_choose_the_directions_and_contradictions_are_refused() -> None:
     common = ["model_name=m", "loss_directions=[query_to_document, query_to_query]"]
-    keys = load_config(None, common).config.loss_keys()
-    made = loss_facts("infonce").build(keys, LossCommon(torch.float32, 8, 128))
+    config = load_config(None, common).config
+    made = config.run_loss().build(config, LossCommon(torch.float32, 8, 128))
     assert isinstance(made, JointInfoNCE)
     assert (made.queries_too, made.columns_too, made.documents_too) == (True, False, False)
     for more, words in (

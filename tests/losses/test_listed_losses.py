@@ -21,7 +21,6 @@ from vembed.losses.cosine_mse import CosineMseLoss
 from vembed.losses.kl import KlLoss
 from vembed.losses.listed import ListedPairs
 from vembed.losses.margin_mse import MarginMseLoss
-from vembed.losses.registry import loss_facts
 from vembed.losses.streamed import LossGradients, StreamedBatch, StreamedLoss
 from vembed.losses.tiles import Prefixes, weighted_similarities
 
@@ -194,7 +193,7 @@ def test_gradients_go_where_the_caller_says() -> None:
 def test_the_keys_make_the_losses_and_odd_lengths_have_no_angles() -> None:
     def built(name: str, *keys: str, dimension: int = 8) -> Any:
         config = load_config(None, ["model_name=m", f"loss_type={name}", "label_kind=grade", *keys]).config
-        return loss_facts(name).build(config.loss_keys(), LossCommon(torch.float32, dimension, 16))
+        return config.run_loss().build(config, LossCommon(torch.float32, dimension, 16))
 
     assert built("angle", "angle_scale=5").scale == 5
     assert built("margin_mse", "margin_mse_scale=4").scale == 4
@@ -209,8 +208,8 @@ def test_the_keys_make_the_losses_and_odd_lengths_have_no_angles() -> None:
 
 
 def test_a_student_of_cosines_keeps_the_margins_of_its_teacher_by_default() -> None:
-    keys = load_config(None, ["model_name=m", "loss_type=kl", "teacher_model_name=t"]).config.loss_keys()
-    loss = loss_facts("kl").build(keys, LossCommon(torch.float64, 8, 16, scores_are_cosines=True))
+    config = load_config(None, ["model_name=m", "loss_type=kl", "teacher_model_name=t"]).config
+    loss = config.run_loss().build(config, LossCommon(torch.float64, 8, 16, scores_are_cosines=True))
     cosines = torch.tensor([0.8, 0.2, 0.1], dtype=torch.float64)
     pairs_P2 = torch.tensor([[0, 0], [0, 1], [0, 2]])
     structure = replace(plain(1, 3).structure, listed_P2=pairs_P2, listed_scores_P=cosines)

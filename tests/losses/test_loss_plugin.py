@@ -27,7 +27,7 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, ContrastiveLoss, LossCommon, MultiVectorLoss
-from vembed.losses.registry import loss_facts
+from vembed.losses.registry import loss_section
 from vembed.plan.memory import BatchRows, LossTiles, ModelSize, loss_bytes
 from vembed.registry import LOSSES
 
@@ -81,7 +81,7 @@ def test_the_recipe_s_settings_are_valid_with_it_and_unknown_without(recipe: Pat
     path = recipe.with_name("config.yaml")
     path.write_text(f"model_name: m\n{SETTINGS}")
     config = load_config(path).config
-    assert (config.loss_type, config.loss_keys().model_dump()) == ("margin", {"margin": 0.3})
+    assert (config.loss_type, loss_section("margin").of(config).model_dump()) == ("margin", {"margin": 0.3})
     assert isinstance(config, Config)
     path.write_text("model_name: m\nmargin: 0.3\nloss_type: margins\n")
     found = problem("margin=0.3", "loss_type=margins")
@@ -169,7 +169,7 @@ def test_it_stands_in_the_json_schema_and_leaves_the_classes_of_others_alone(rec
 
 def built(dtype: torch.dtype = torch.float64) -> Any:
     config = load_config(None, ["model_name=m", "plugins=[margin_loss]", "loss_type=margin", "margin=0.3"]).config
-    return loss_facts("margin").build(config.loss_keys(), LossCommon(dtype, dimension=5, tile_size=7))
+    return config.run_loss().build(config, LossCommon(dtype, dimension=5, tile_size=7))
 
 
 def weighted(structure: BatchStructure) -> BatchStructure:
@@ -331,7 +331,8 @@ def test_a_wrong_key_of_it_ends_with_exit_code_2(recipe: Path) -> None:
         (CODE.replace("    def forward", "    def backward"), ["broken.MarginLoss lacks forward"]),
         (CODE.replace("key(0.2,", "key(...,"), ["key margin has no default; runs with other losses need one"]),
         (CODE.replace('key(0.2, "Least distance of a negative from the positive.")', "0.2"), ["is not made by key("]),
-        (CODE.replace("    keys = MarginKeys", '    memory = "much"'), ["memory must be of matrix, tiles"]),
+        (CODE.replace("    columns =", '    memory = "much"\n    columns ='), ["memory must be of matrix, tiles"]),
+        (CODE.replace("    keys = MarginKeys", ""), ["broken.MarginLoss: keys must be a LossSection"]),
         (CODE.replace("margin: Positive", "seed: Positive"), ["key seed of the loss margin has the name of another"]),
         ("import vembed\n\nvembed.register_loss(int)\n", ["{file}:3: builtins.int is no loss; derive it from"]),
     ],
@@ -376,30 +377,33 @@ def test_the_current_folder_is_first_for_plugins_and_last_for_everything_else(re
 def register(write: Callable[[str, str], Path], base: str, body: str) -> None:
     """Register a loss "toy" of some base class from a plugin."""
     write(
-        "toy", f"import vembed\nfrom vembed.losses.base import *\n\n@vembed.register_loss\nclass Toy({base}):\n{body}"
+        "toy",
+        "import vembed\nfrom vembed.losses.base import *\nfrom vembed.losses.registry import LossSection\n"
+        'class Keys(LossSection):\n    name = "toy"\n'
+        f"@vembed.register_loss\nclass Toy({base}):\n    keys = Keys\n{body}",
     )
     load_config(None, ["model_name=m", "plugins=[toy]"])
 
 
 def test_a_loss_without_keys_is_built_from_what_it_is_told_of_the_run(write: Callable[[str, str], Path]) -> None:
     body = (
-        '    name = "toy"\n    def __init__(self, dtype):\n        super().__init__()\n        self.dtype = dtype\n'
+        "    def __init__(self, dtype):\n        super().__init__()\n        self.dtype = dtype\n"
         "    @classmethod\n    def from_keys(cls, keys, common):\n        return cls(common.dtype)\n"
         "    def forward(self, q_QE, d_DE, structure):\n        return q_QE.sum()\n"
     )
     register(write, "ContrastiveLoss", body)
     config = load_values({"model_name": "m", "loss_type": "toy"}, {}).config
-    toy: Any = loss_facts("toy").build(config.loss_keys(), LossCommon(torch.float64, 5, 7))
+    toy: Any = config.run_loss().build(config, LossCommon(torch.float64, 5, 7))
     assert isinstance(toy, ContrastiveLoss)
     assert (toy.dtype, toy.streamed) == (torch.float64, None)
 
 
 def test_the_plan_counts_with_the_memory_that_a_loss_states(write: Callable[[str, str], Path]) -> None:
-    register(write, "MultiVectorLoss", '    name = "toy"\n    def forward(self, q, d, structure):\n        return 0\n')
-    facts = loss_facts("toy")
+    register(write, "MultiVectorLoss", "    def forward(self, q, d, structure):\n        return 0\n")
+    facts = loss_section("toy")
     assert issubclass(facts.loss_class(), MultiVectorLoss)
     assert (facts.memory, facts.multi_vector) == ("tokens", True)
-    assert (loss_facts("infonce").memory, loss_facts("infonce").multi_vector) == ("tiles", False)
+    assert (loss_section("infonce").memory, loss_section("infonce").multi_vector) == ("tiles", False)
     size = ModelSize.by_formula(
         num_parameters=10, num_trainable=10, bytes_per_value=4, dimension=8, max_length=6, activation_bytes_per_token=1
     )

@@ -36,7 +36,7 @@ KEYS: dict[str, Any] = {
 
 def built(**changes: Any) -> Any:
     config = load_values(KEYS | changes, {}).config
-    return config.loss_facts().build(config.loss_keys(), LossCommon(torch.float64, 5, 3))
+    return config.run_loss().build(config, LossCommon(torch.float64, 5, 3))
 
 
 def batch(source: int) -> Any:
@@ -115,10 +115,12 @@ def test_the_plan_counts_the_largest_of_the_losses() -> None:
 
 
 def test_rows_of_a_source_are_read_for_its_own_loss() -> None:
-    facts = load_values(KEYS, {}).config.loss_facts()
-    assert facts.takes == ("positives", "pairs")
-    assert [facts.for_source(number).name for number in range(4)] == ["infonce", "cosent", "sigmoid", "cosent"]
-    assert [each.name for each in facts.alone] == ["infonce", "cosent", "sigmoid"]
+    loss = load_values(KEYS, {}).config.run_loss()
+    needs = loss.needs()
+    assert needs.takes == ("positives", "pairs")
+    assert [needs.for_source(number).name for number in range(4)] == ["infonce", "cosent", "sigmoid", "cosent"]
+    assert [loss.for_source(number).name for number in range(4)] == ["infonce", "cosent", "sigmoid", "cosent"]
+    assert [section.name for section in loss.sections] == ["infonce", "cosent", "sigmoid"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_rows_of_a_source_are_read_for_its_own_loss() -> None:
 def test_what_can_not_be_is_refused_in_words(changes: dict[str, Any], words: str) -> None:
     if not words:
         changes |= {"cosent_scale": 20, "learn_temperature": False, "init_logit_bias": -10.0}
-        assert load_values(KEYS | changes, {}).config.loss_facts().name == "angle"
+        assert load_values(KEYS | changes, {}).config.run_loss().name == "angle"
         return
     with pytest.raises(ConfigError) as refused:
         load_values(KEYS | changes, {})

@@ -11,7 +11,6 @@ from loss_cases import CASES
 from vembed.config.schema import Config
 from vembed.losses.base import LossCommon
 from vembed.losses.infonce import InfoNCE
-from vembed.losses.registry import loss_facts
 from vembed.losses.sigmoid import SigmoidLoss
 from vembed.losses.tiles import Prefixes
 
@@ -61,7 +60,7 @@ def test_of_unit_vectors_the_whole_length_alone_is_the_plain_loss() -> None:
 
 def made(values: dict[str, Any], dtype: torch.dtype = torch.float64) -> Any:
     config = Config.model_validate({"model_name": "m", **values})
-    return loss_facts(config.loss_type).build(config.loss_keys(), LossCommon(dtype, dimension=5, tile_size=7))
+    return config.run_loss().build(config, LossCommon(dtype, dimension=5, tile_size=7))
 
 
 def test_the_registry_passes_every_key_on() -> None:

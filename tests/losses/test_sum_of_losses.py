@@ -134,13 +134,14 @@ def problem(*keys: str) -> str:
 def test_the_configuration_makes_a_sum_with_the_keys_of_each_part() -> None:
     keys = ["added_losses={spread_out: 0.1, cosent: 2}", "cosent_scale=5", "temperature=0.1", "label_kind=grade"]
     config = load_config(None, ["model_name=m", *keys, "spread_out_mean=0.5"]).config
-    facts = config.loss_facts()
-    loss: Any = facts.build(config.loss_keys(), LossCommon(torch.float32, 8, 16))
+    chosen = config.run_loss()
+    loss: Any = chosen.build(config, LossCommon(torch.float32, 8, 16))
     assert loss.weights == (1.0, 0.1, 2.0)
     assert [type(part).__name__ for part in loss.parts] == ["InfoNCE", "SpreadOutLoss", "CosentLoss"]
     assert (loss.parts[1].mean, loss.parts[2].scale) == (0.5, 5.0)
-    assert (facts.name, facts.takes) == ("infonce + spread_out + cosent", ("positives", "pairs"))
-    assert [column.name for column in facts.columns] == ["weight"]
+    needs = chosen.needs()
+    assert (needs.name, needs.takes) == ("infonce + spread_out + cosent", ("positives", "pairs"))
+    assert [column.name for column in needs.columns] == ["weight"]
 
 
 def test_what_can_not_be_added_is_refused() -> None:

@@ -24,7 +24,6 @@ from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
 from vembed.losses.base import BatchStructure, LossCommon
-from vembed.losses.registry import loss_facts
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.profile.measure import ProfileTarget
@@ -48,6 +47,7 @@ SEVERAL = '''
 import numpy as np
 
 from vembed.losses.base import MultiVectorLoss
+from vembed.losses.registry import LossSection
 
 
 @vembed.register_encoder
@@ -69,11 +69,17 @@ class Pairs(Letters):
         return unit(super().forward(inputs).view(-1, self.dimension))
 
 
+class BestPairKeys(LossSection):
+    """Facts of the softmax over late-interaction scores."""
+
+    name = "best-pair"
+
+
 @vembed.register_loss
 class BestPair(MultiVectorLoss):
     """Softmax over late-interaction scores."""
 
-    name = "best-pair"
+    keys = BestPairKeys
 
     def forward(self, q, d, structure):
         """For each vector of the query the nearest of the document, summed."""
@@ -210,7 +216,7 @@ def test_the_engine_gives_the_gradients_of_the_plain_step(kind: str) -> None:
     config = load_config(None, ["model_name=m", "plugins=[letters]", f"loss_type={KINDS[kind]}"]).config
     for plain in (True, False):
         encoder = built(kind, torch_dtype="float64")
-        loss: Any = loss_facts(KINDS[kind]).build(config.loss_keys(), LossCommon(torch.float64, 16, 64))
+        loss: Any = config.run_loss().build(config, LossCommon(torch.float64, 16, 64))
         parts = encoder.featurize(whole.queries, "query"), encoder.featurize(whole.documents, "document")
         features = Features.concat(parts)
         pool = Pool(encoder, encoder.collate, features, np.arange(12), encoder.num_vectors(features))

@@ -17,16 +17,23 @@ PLUGIN = '''
 import vembed
 from vembed.data.columns import ExtraColumn
 from vembed.losses.base import ContrastiveLoss
+from vembed.losses.registry import LossSection
+
+
+class ToyKeys(LossSection):
+    """Facts of the loss of pairs."""
+
+    name = "toy-pairs"
+    takes = ("pairs",)
+    memory = "pairs"
+    columns = (ExtraColumn("weight", "how much the row counts", least=0),)
 
 
 @vembed.register_loss
 class ToyPairs(ContrastiveLoss):
     """The similarity of a pair is to be its truth."""
 
-    name = "toy-pairs"
-    takes = ("pairs",)
-    memory = "pairs"
-    columns = (ExtraColumn("weight", "how much the row counts", least=0),)
+    keys = ToyKeys
 
     def forward(self, q_QE, d_DE, structure):
         rows, documents = structure.listed_P2.unbind(1)

@@ -80,7 +80,7 @@ def train(
     overrides: dict[str, object] = dict(keys)
     rows: dict[str, Any] = {}  # key -> rows in memory, by the path that they will get
     _add(overrides, "model_name", model, "model")
-    _add(overrides, "loss_type", register_loss(loss).name if isinstance(loss, type) else loss, "loss")
+    _add(overrides, "loss_type", register_loss(loss).keys.name if isinstance(loss, type) else loss, "loss")
     for name, given in (("data", data), ("val_data", val_data), ("test_data", test_data)):
         if name == "data" and _lists_sources(given):
             overrides["data"] = given

@@ -18,6 +18,7 @@ from vembed.data.keys import ColumnName, DataKeys, SamplingKeys, loss_names, los
 from vembed.errors import ConfigError
 from vembed.evaluation.keys import EvaluationKeys
 from vembed.losses.keys import LossKeys
+from vembed.losses.registry import LossSection, RunLoss, loss_section
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.plan.keys import BatchKeys, DistributedKeys, OptimisationKeys
 from vembed.redact import redact_value
@@ -112,13 +113,9 @@ class Config(
         for name, value in super().__repr_args__():
             yield name, redact_value(value)
 
-    def loss_facts(self) -> Any:
-        """Return the facts (`LossFacts`) of the chosen loss, of the sum of several, or of a loss for each source."""
-        return LOSSES.load(self.loss_type).with_added(self.added_losses).with_sources(losses_of_sources(self))
-
-    def loss_keys(self) -> Any:
-        """Return the keys of the chosen loss as its own section, of several losses a tuple."""
-        return self.loss_facts().keys_in(self)
+    def run_loss(self) -> RunLoss:
+        """Return the loss of the run: one, the sum of several, or one for each source of the data."""
+        return RunLoss.chosen(self.loss_type, self.added_losses, losses_of_sources(self))
 
     @model_validator(mode="before")
     @classmethod
@@ -153,7 +150,7 @@ def config_class() -> type[Config]:
     Raises:
         ConfigError: A plugin's key has the name of another one.
     """
-    return _class_with_losses(tuple(LOSSES.load(name) for name in LOSSES.names()))
+    return _class_with_losses(tuple(loss_section(name) for name in LOSSES.names()))
 
 
 def fields() -> Mapping[str, FieldInfo]:
@@ -196,17 +193,17 @@ def _values_of(config: Config, name: str) -> Sequence[object]:
 
 def _hint(config: Config, other: str, name: str) -> str:
     """Return the end of a message on an idle key: what the chosen loss has in its place."""
-    hint = LOSSES.load(config.loss_type).hint(name, getattr(config, name)) if other == "loss_type" else ""
+    hint = loss_section(config.loss_type).hint(name, getattr(config, name)) if other == "loss_type" else ""
     return f"; {hint}" if hint else ""
 
 
 @functools.cache  # classes with equal keys are still two classes, and a Config of one is no Config of the other
-def _class_with_losses(losses: tuple[Any, ...]) -> type[Config]:
-    """Return the class for some losses (`LossFacts`, which know their keys without importing torch)."""
+def _class_with_losses(losses: tuple[type[LossSection], ...]) -> type[Config]:
+    """Return the class for some losses."""
     infos: dict[str, FieldInfo] = {}
     losses_of: dict[str, list[str]] = {}  # key -> the losses that have it
     for loss in losses:
-        for name, info in loss.keys.model_fields.items():
+        for name, info in loss.model_fields.items():
             known = infos.setdefault(name, Config.model_fields.get(name, info))
             if (name in Config.model_fields and name not in LossKeys.model_fields) or not _is_same_key(known, info):
                 raise ConfigError(
@@ -245,17 +242,18 @@ def _broken_by_losses(config: Config) -> list[tuple[tuple[str, ...], str]]:
     """Return the rules of the acting losses' own sections that a configuration breaks."""
     if not {*loss_names(config), *config.added_losses} <= set(LOSSES.names()):
         return []  # a rule of `data` or `added_losses` names the unknown one
+    sections = config.run_loss().sections
     broken = [
         (rule.keys, text)
-        for facts in config.loss_facts().alone
-        for rule in rules_of(facts.keys)
+        for section in sections
+        for rule in rules_of(section)
         if (text := rule.violation(config)) is not None
     ]
     try:
-        config.loss_keys()
+        for section in sections:
+            section.of(config)
     except ValidationError as error:  # validators that a plugin's section brings
-        names = [name for facts in config.loss_facts().alone for name in facts.keys.model_fields]
-        of_losses = [name for name in names if name not in Config.model_fields]
+        of_losses = [name for part in sections for name in part.model_fields if name not in Config.model_fields]
         broken += [
             ((*map(str, part["loc"]), *of_losses, "loss_type"), str(part.get("ctx", {}).get("error", part["msg"])))
             for part in error.errors()

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vembed.data.column_guesses import guess
 from vembed.errors import ConfigError, DataError
@@ -99,27 +99,29 @@ WEIGHT_COLUMN = ExtraColumn("weight", "how much the row counts", required=False,
 """What a loss asks for that weighs rows: one without a weight counts once."""
 
 
-class LossNeeds(Protocol):
-    """What a loss says of the data that it needs: `LossFacts` is one."""
+@dataclass(frozen=True, slots=True)
+class LossNeeds:
+    """Requirements of a loss on the rows that it learns from."""
 
-    @property
-    def name(self) -> str:
-        """What `loss_type` calls it."""
-
-    @property
-    def columns(self) -> Sequence[ExtraColumn]:
-        """The columns of numbers that it asks for."""
-
-    @property
-    def takes(self) -> Collection[str]:
-        """What it learns from: "positives", "classes", "pairs", "lists"."""
-
-    @property
-    def score_bounds(self) -> tuple[float, float]:
-        """The least and the most that it takes as the score of a pair."""
+    name: str  # what `loss_type` calls it
+    columns: tuple[ExtraColumn, ...] = ()
+    takes: tuple[str, ...] = ("positives",)  # of "positives", "classes", "pairs", "lists"
+    score_bounds: tuple[float, float] = (-math.inf, math.inf)  # the least and the most that it takes as a pair's score
+    of_source: tuple[LossNeeds, ...] = ()  # where each source has a loss of its own: those of each
 
     def for_source(self, number: int) -> LossNeeds:
-        """Return what it needs of one of several sources."""
+        """Return those on the rows of a source; columns of other sources' losses are read where the rows have them."""
+        if not self.of_source:
+            return self
+        needs = self.of_source[number]
+        known = {column.name for column in needs.columns}
+        others = (replace(column, required=False) for column in self.columns if column.name not in known)
+        return replace(needs, columns=(*needs.columns, *others))
+
+    def taking(self, *more: str) -> LossNeeds:
+        """Return the same for a loss that takes more, from every source."""
+        of_source = tuple(needs.taking(*more) for needs in self.of_source)
+        return replace(self, takes=tuple(dict.fromkeys((*self.takes, *more))), of_source=of_source)
 
 
 class RowShape(NamedTuple):

@@ -119,13 +119,13 @@ def _show(parsed: argparse.Namespace) -> int:
 def _options(parsed: argparse.Namespace, role: Role, split: str | None) -> SourceOptions:
     """Return how the data are read, as a configuration with the same keys would have it."""
     from vembed.data.splits import SourceOptions
-    from vembed.losses.registry import loss_facts
+    from vembed.losses.registry import RunLoss
 
     name = parsed.loss_type or ("cosent" if parsed.label_kind in ("pair", "grade") else "infonce")
     if name not in LOSSES:
         LOSSES.load(name)  # refuses it with the nearest name
     named = ("PATH", "--split") if role == "train" else ("--against", "--against-split")
-    return SourceOptions(role, split, row_keys(parsed), loss_facts(name), named=named)
+    return SourceOptions(role, split, row_keys(parsed), RunLoss.chosen(name, {}).needs(), named=named)
 
 
 def _refuse_missing(sources: dict[str, SourceOptions]) -> None:

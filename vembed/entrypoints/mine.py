@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,13 +79,13 @@ def _run(given: Mapping[str, Any], command: str, watchdog: Watchdog) -> int:
         raise ConfigError("--seed has an effect only with --sampling random")
     from vembed.data.sources import refuse_missing
     from vembed.data.splits import SourceOptions
-    from vembed.losses.registry import loss_facts
+    from vembed.losses.registry import RunLoss
     from vembed.mining.output import refuse_output
 
     output = home_path(options.output)
     refuse_output(output, overwrite=options.overwrite)  # before torch is imported, which takes seconds
     # InfoNCE weighs rows; which loss will learn from pairs with scores isn't known here
-    named, loss = ("--data", "--split"), replace(loss_facts("infonce"), takes=("positives", "pairs"))
+    named, loss = ("--data", "--split"), RunLoss.chosen("infonce", {}).needs().taking("pairs")
     skipped = options.skip_invalid
     keys = options.row_keys(
         max_image_pixels=options.max_image_pixels,

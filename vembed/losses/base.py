@@ -15,17 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from vembed.data.columns import WEIGHT_COLUMN
-from vembed.losses.registry import ANY_SCORE
-from vembed.section import Section
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import NDArray
 
     from vembed.batch import ContrastiveBatch
-    from vembed.data.columns import ExtraColumn
-    from vembed.losses.registry import Memory, Supervision
+    from vembed.losses.registry import LossSection
     from vembed.losses.streamed import StreamedLoss
 
 
@@ -118,23 +113,14 @@ class LossCommon(NamedTuple):
 class BatchLoss(nn.Module, ABC):
     """A loss over a whole batch, with or without parameters of its own.
 
-    The class attributes are the facts of a plugin's loss, which `register_loss` reads. Our own losses have theirs in
-    losses/keys.py, so that a configuration is checked without importing torch.
+    Attributes:
+        keys: Its section: the keys of a configuration, and what other rooms must know of it. A plugin's loss names its
+            own; those of ours stand in losses/keys.py, so that a configuration is checked without importing torch.
+        multi_vector: Whether `forward` takes `MultiVectors`.
     """
 
-    name: ClassVar[str]
-    title: ClassVar[str] = ""  # in a sentence: "the InfoNCE loss"
-    summary: ClassVar[str] = ""  # for the reference, after "NAME: "; empty takes the first line of the docstring
-    keys: ClassVar[type[Section]] = Section
-    columns: ClassVar[Sequence[ExtraColumn]] = ()
-    takes: ClassVar[Sequence[Supervision]] = ("positives",)
-    score_bounds: ClassVar[tuple[float, float]] = ANY_SCORE
-    memory: ClassVar[Memory] = "matrix"
-    reads_teacher: ClassVar[bool] = False
+    keys: ClassVar[type[LossSection]]
     multi_vector: ClassVar[bool] = False
-    formula: ClassVar[str] = ""
-    source: ClassVar[str] = ""
-    citation: ClassVar[str] = ""
 
     @classmethod
     def from_keys(cls, keys: Any, common: LossCommon) -> Self:  # noqa: ARG003
@@ -204,7 +190,6 @@ class MultiVectors:
 class MultiVectorLoss(BatchLoss):
     """A loss over rows with several vectors each."""
 
-    memory = "tokens"
     multi_vector = True
 
     @abstractmethod

@@ -28,6 +28,7 @@ from torch.nn.functional import embedding_bag
 
 from vembed.losses.base import MultiVectors, to_device
 from vembed.losses.infonce import SoftmaxLoss
+from vembed.losses.keys import ColbertKeys
 from vembed.losses.tiles import DEFAULT_TILE_SIZE, SimilarityTiles
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
     from vembed.losses.base import BatchStructure, LossCommon
     from vembed.losses.cells import CellMap, Tile
-    from vembed.losses.keys import ColbertKeys
     from vembed.losses.streamed import StreamedBatch
     from vembed.losses.tiles import EmbeddingGradients
 
@@ -50,7 +50,7 @@ class ColbertLoss(SoftmaxLoss):
         mean: Whether scores are divided by the number of the query's vectors.
     """
 
-    multi_vector = True
+    multi_vector = ColbertKeys.multi_vector
 
     def __init__(
         self,

@@ -53,14 +53,6 @@ if TYPE_CHECKING:
 class CosentLoss(CellLoss):
     """CoSENT over the listed pairs of a batch, or over its positives and all other cells."""
 
-    citation = """@misc{su2022cosent,
-  title        = {CoSENT (I): A more effective sentence vector scheme than Sentence-BERT},
-  author       = {Su, Jianlin},
-  year         = {2022},
-  howpublished = {\\url{https://kexue.fm/archives/8847}},
-  note         = {in Chinese}
-}"""
-
     def __init__(self, *, scale: float, **options: Unpack[StreamedOptions]) -> None:
         super().__init__(**options)
         self.scale = scale

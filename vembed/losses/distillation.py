@@ -139,13 +139,6 @@ class KLSweep(SquaredErrorSweep):
 class DistillationLoss(SumLoss):
     """InfoNCE, and similarities of the batch as those of teacher_model_name."""
 
-    citation = """@article{hinton2015distilling,
-  title   = {Distilling the Knowledge in a Neural Network},
-  author  = {Hinton, Geoffrey and Vinyals, Oriol and Dean, Jeff},
-  journal = {arXiv preprint arXiv:1503.02531},
-  year    = {2015}
-}"""
-
     @classmethod
     def from_keys(cls, keys: DistillationKeys, common: LossCommon) -> Self:
         """Make the loss of a run."""

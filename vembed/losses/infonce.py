@@ -388,13 +388,6 @@ def softmax_options(keys: SoftmaxKeys, common: LossCommon) -> dict[str, Any]:
 class InfoNCE(SoftmaxLoss):
     """InfoNCE over the documents of the batch."""
 
-    citation = """@article{oord2018representation,
-  title   = {Representation Learning with Contrastive Predictive Coding},
-  author  = {van den Oord, A{\\"a}ron and Li, Yazhe and Vinyals, Oriol},
-  journal = {arXiv preprint arXiv:1807.03748},
-  year    = {2018}
-}"""
-
     @classmethod
     def from_keys(cls, keys: InfoNCEKeys, common: LossCommon) -> Self:
         """Make the loss of a run."""
@@ -417,13 +410,6 @@ class SupCon(InfoNCE):
     """InfoNCE of each positive by itself, for rows of one class."""
 
     positives_apart = True
-    citation = """@inproceedings{khosla2020supervised,
-  title     = {Supervised Contrastive Learning},
-  author    = {Khosla, Prannay and Teterwak, Piotr and Wang, Chen and Sarna, Aaron and Tian, Yonglong and
-               Isola, Phillip and Maschinot, Aaron and Liu, Ce and Krishnan, Dilip},
-  booktitle = {Advances in Neural Information Processing Systems},
-  year      = {2020}
-}"""
 
     @classmethod
     def from_keys(cls, keys: SoftmaxKeys, common: LossCommon) -> Self:

@@ -1,8 +1,7 @@
 """Keys and facts of our losses: what a configuration and the plan must know of a loss without importing torch.
 
-First the choice of a loss, then the keys that several losses share, then a section for each loss. Facts are class
-attributes of its section, and facts that depend on the values of keys are properties. A plugin's loss says the same in
-its own class, as it brings torch anyway (losses/base.py).
+First the keys that several losses share and the choice of a loss, then a section for each loss. A plugin's loss has
+such a section beside it, in its own file (losses/registry.py says what a section states).
 """
 
 import math
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 
 from vembed.data.columns import WEIGHT_COLUMN, ExtraColumn
-from vembed.losses.registry import ANY_SCORE, Hints, Memory, Supervision, declare
+from vembed.losses.registry import Hints, LossSection, Memory
 from vembed.plan.memory import LOSS_STRIP_TILES
 from vembed.registry import LOSSES
 from vembed.section import ANY, Auto, Count, Name, NonNegative, Positive, Rule, Section, Share, key
@@ -209,46 +208,14 @@ def _added_loss_without_scores(config: "Config") -> str:
 # The losses -----------------------------------------------------------------------------------------------------------
 
 
-class LossSection(Section):
-    """Keys of one loss, and its facts as class attributes."""
+class OurLoss(LossSection):
+    """Facts that most of our losses share: they weigh rows, and compute the matrix of similarities in tiles."""
 
-    loss: ClassVar[str]  # "module:class", imported when the loss is built
-    name: ClassVar[str]  # what `loss_type` calls it
-    title: ClassVar[str]  # in a sentence: "the InfoNCE loss"
-    summary: ClassVar[str]  # for the reference, after "NAME: "
     columns: ClassVar[tuple[ExtraColumn, ...]] = (WEIGHT_COLUMN,)
-    takes: ClassVar[tuple[Supervision, ...]] = ("positives",)
-    score_bounds: ClassVar[tuple[float, float]] = ANY_SCORE
     memory: ClassVar[Memory] = "tiles"
-    reads_teacher: ClassVar[bool] = False
-    multi_vector: ClassVar[bool] = False
-    formula: ClassVar[str]  # plain text
-    source: ClassVar[str]  # paper, as in a list of references
-    citation: ClassVar[str]  # the same as BibTeX, for the model card
-    hints: ClassVar[Hints] = {}
-
-    @property
-    def tile_blocks(self) -> tuple[int, int]:
-        """Blocks of a tile's size that live at once, and the tiles of logits that are kept beside them."""
-        return 2, LOSS_STRIP_TILES
-
-    @property
-    def numbers_kept(self) -> tuple[int, int]:
-        """Numbers kept for each query of a device, and for each document of all devices."""
-        return 0, 0
-
-    @property
-    def query_copies(self) -> int:
-        """Copies of the embeddings of a device's queries that live at once."""
-        return 0
-
-    @property
-    def row_negatives(self) -> str:
-        """The setting that learns from the hard negatives of rows alone; empty without."""
-        return ""
 
 
-class SoftmaxKeys(LossSection, CellKeys, TemperatureKeys, DirectionKeys):
+class SoftmaxKeys(OurLoss, CellKeys, TemperatureKeys, DirectionKeys):
     """Keys of InfoNCE over any negatives."""
 
     hints: ClassVar[Hints] = {
@@ -441,7 +408,7 @@ def _same_factor(temperature: float) -> str:
     return f"for the same factor set init_logit_scale to {log_scale:.4g}, the natural log of 1 / temperature"
 
 
-class SigmoidKeys(LossSection, CellKeys):
+class SigmoidKeys(OurLoss, CellKeys):
     """Keys of the sigmoid loss."""
 
     loss = "vembed.losses.sigmoid:SigmoidLoss"
@@ -475,7 +442,7 @@ class SigmoidKeys(LossSection, CellKeys):
         return 2 + self.filter_blocks, 0
 
 
-class CosentKeys(LossSection, CellKeys):
+class CosentKeys(OurLoss, CellKeys):
     """Keys of the CoSENT loss."""
 
     loss = "vembed.losses.cosent:CosentLoss"
@@ -505,7 +472,7 @@ class CosentKeys(LossSection, CellKeys):
         return 2 + self.filter_blocks, 0
 
 
-class AngleKeys(LossSection, TileKeys, PrefixKeys):
+class AngleKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the AnglE loss."""
 
     loss = "vembed.losses.angle:AngleLoss"
@@ -533,7 +500,7 @@ class AngleKeys(LossSection, TileKeys, PrefixKeys):
     angle_scale: Positive = key(20.0, "Factor on differences of the similarities of angles, as 1 / temperature is.")
 
 
-class TripletKeys(LossSection, CellKeys):
+class TripletKeys(OurLoss, CellKeys):
     """Keys of the triplet loss."""
 
     loss = "vembed.losses.triplet:TripletLoss"
@@ -589,7 +556,7 @@ class TripletKeys(LossSection, CellKeys):
         return "triplet_negatives listed" if self.triplet_negatives == "listed" else ""
 
 
-class CosineMseKeys(LossSection, TileKeys, PrefixKeys):
+class CosineMseKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the squared error of cosines."""
 
     loss = "vembed.losses.cosine_mse:CosineMseLoss"
@@ -609,7 +576,7 @@ class CosineMseKeys(LossSection, TileKeys, PrefixKeys):
 }"""
 
 
-class MarginMseKeys(LossSection, TileKeys, PrefixKeys):
+class MarginMseKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the squared error of margins."""
 
     loss = "vembed.losses.margin_mse:MarginMseLoss"
@@ -642,7 +609,7 @@ class MarginMseKeys(LossSection, TileKeys, PrefixKeys):
         return "loss_type margin_mse"
 
 
-class KlKeys(LossSection, TileKeys, PrefixKeys):
+class KlKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the divergence from a teacher's scores."""
 
     loss = "vembed.losses.kl:KlLoss"
@@ -674,7 +641,7 @@ class KlKeys(LossSection, TileKeys, PrefixKeys):
     )
 
 
-class SpreadOutKeys(LossSection, TileKeys, PrefixKeys):
+class SpreadOutKeys(OurLoss, TileKeys, PrefixKeys):
     """Keys of the spread-out regulariser."""
 
     loss = "vembed.losses.spread_out:SpreadOutLoss"
@@ -702,7 +669,7 @@ class SpreadOutKeys(LossSection, TileKeys, PrefixKeys):
     )
 
 
-class ColbertKeys(LossSection, TileKeys, MaskKeys, TemperatureKeys, DirectionKeys):
+class ColbertKeys(OurLoss, TileKeys, MaskKeys, TemperatureKeys, DirectionKeys):
     """Keys of InfoNCE over MaxSim."""
 
     loss = "vembed.losses.colbert:ColbertLoss"
@@ -728,19 +695,3 @@ class ColbertKeys(LossSection, TileKeys, MaskKeys, TemperatureKeys, DirectionKey
         "Score by ColBERT's sum over the query's vectors (its papers have no temperature, which is temperature: 1). "
         "false divides it by their number, so that one temperature suits queries of any length.",
     )
-
-
-# What `LOSSES` of vembed/registry.py names.
-INFONCE = declare(InfoNCEKeys)
-SIGMOID = declare(SigmoidKeys)
-COLBERT = declare(ColbertKeys)
-TRIPLET = declare(TripletKeys)
-COSENT = declare(CosentKeys)
-IN_BATCH_HARD = declare(InBatchHardKeys)
-SUPCON = declare(SupConKeys)
-ANGLE = declare(AngleKeys)
-COSINE_MSE = declare(CosineMseKeys)
-MARGIN_MSE = declare(MarginMseKeys)
-KL = declare(KlKeys)
-SPREAD_OUT = declare(SpreadOutKeys)
-DISTILLATION = declare(DistillationKeys)

@@ -64,13 +64,6 @@ class SigmoidSweep(Sweep):
 class SigmoidLoss(CellLoss):
     """Sigmoid loss over the documents of the batch, of rows with one vector each."""
 
-    citation = """@inproceedings{zhai2023sigmoid,
-  title     = {Sigmoid Loss for Language Image Pre-Training},
-  author    = {Zhai, Xiaohua and Mustafa, Basil and Kolesnikov, Alexander and Beyer, Lucas},
-  booktitle = {Proceedings of the IEEE/CVF International Conference on Computer Vision},
-  year      = {2023}
-}"""
-
     def __init__(
         self,
         *,

@@ -116,8 +116,6 @@ def streamed_options(keys: CellKeys, common: LossCommon) -> StreamedOptions:
 class StreamedLoss(BatchLoss):
     """A loss that computes its gradients itself, for rows with one vector or several."""
 
-    memory = "tiles"
-
     def __init__(
         self,
         *,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vembed.config.schema import Config
+    from vembed.losses.registry import RunLoss
     from vembed.plan.chunks import ChunkPlan
     from vembed.plan.cost_model import Candidate
     from vembed.plan.hardware import Machine
@@ -329,16 +330,19 @@ def _loss_tiles(
     size = keys.loss_tile_size
     if size == "auto":
         size = CPU_TILE_SIZE if machine.device == "cpu" else ACCELERATOR_TILE_SIZE
-    facts = keys.loss_facts()
-    tiles = _tiles_of(facts, keys.loss_keys(), size, len(prefixes))
+    tiles = _tiles_of(keys.run_loss(), keys, size, len(prefixes))
     return replace(tiles, teacher=teacher_dimension), notes
 
 
-def _tiles_of(facts: Any, keys: Any, size: int, num_prefixes: int) -> LossTiles:
-    """Return the blocks of a loss, or of each of several."""
-    if facts.several:
-        several = zip(facts.several, keys, strict=True)
-        each = tuple(_tiles_of(one, own, size, num_prefixes) for one, own in several)
-        return LossTiles(size, 0, parts=each, at_once=not facts.of_source)
-    count, strip = facts.blocks(keys)
-    return LossTiles(size, count + num_prefixes, facts.memory, strip, facts.listed(keys), copies=facts.copies(keys))
+def _tiles_of(loss: RunLoss, config: Config, size: int, num_prefixes: int) -> LossTiles:
+    """Return the blocks of a loss; of several those of each."""
+    if several := loss.several:
+        of_sources = tuple(_tiles_of(one, config, size, num_prefixes) for one in several)
+        return LossTiles(size, 0, parts=of_sources, at_once=False)  # a batch has the loss of its source
+    parts = []
+    for section, _ in loss.terms:
+        keys = section.of(config)
+        blocks, strip = keys.tile_blocks
+        tiles = LossTiles(size, blocks + num_prefixes, keys.memory, strip, keys.numbers_kept, copies=keys.query_copies)
+        parts.append(tiles)
+    return parts[0] if len(parts) == 1 else LossTiles(size, 0, parts=tuple(parts), at_once=True)

@@ -262,7 +262,7 @@ def open_batches(run: Run) -> AbstractContextManager[Batches]:
 def batch_source(run: Run, answers: Answers | None) -> BatchSource:
     """Return what makes the batches of a run in this process, with a teacher's answers where it has one."""
     config, ranks = run.config, run.ranks
-    masks = any("mask_false_negatives" in facts.keys.model_fields for facts in config.loss_facts().alone)
+    masks = any("mask_false_negatives" in section.model_fields for section in config.run_loss().sections)
     return BatchSource(
         run.data.records,
         run.sampler,
@@ -310,11 +310,11 @@ def teacher_of(run: Run, records: RecordTable, folder: Path | None = None) -> Te
     config = run.config
     if config.teacher_model_name is None:
         return None
-    facts = config.loss_facts()
+    loss = config.run_loss()
     return find_teacher(
         teacher_keys(config, config.teacher_model_name, config.teacher_revision),
         records,
-        TeacherUse(facts.reads_teacher(config), teacher_gives_scores(config), facts.score_bounds),
+        TeacherUse(loss.reads_teacher(config), teacher_gives_scores(config), loss.score_bounds),
         folder or (run.output.teacher if config.teacher_cache == "auto" else Path(config.teacher_cache)),
         limits=image_limits(config),
         devices=Devices.of(run.runtime.machine, run.plan.world_size),

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from vembed.data.keys import loss_names, takes_pairs
-from vembed.losses.registry import filters_by_teacher
+from vembed.losses.registry import filters_by_teacher, loss_section
 from vembed.registry import LOSSES
 from vembed.section import ANY, LARGEST_COUNT, Count, Name, NonNegative, Rule, Section, Share, key
 
@@ -144,18 +144,18 @@ def teacher_gives_scores(config: "Config") -> bool:
 
     A loss that learns from positives as well keeps to them where the teacher is there for something else.
     """
-    losses = [LOSSES.load(name) for name in loss_names(config) if name in LOSSES]
+    losses = [loss_section(name) for name in loss_names(config) if name in LOSSES]
     scored = [loss for loss in losses if {"pairs", "lists"} & set(loss.takes)]
     if config.teacher_model_name is None or config.label_kind in ("pair", "grade") or not scored:
         return False
     needs_scores = any("positives" not in loss.takes for loss in scored)
-    return needs_scores or not any(loss.reads_teacher(config) for loss in losses)
+    return needs_scores or not (filters_by_teacher(config) or any(loss.reads_teacher for loss in losses))
 
 
 def _teacher_without_reader(config: "Config") -> str:
     has_teacher = config.teacher_model_name is not None
     names = [name for name in loss_names(config) if name in LOSSES]
-    is_read = any(LOSSES.load(name).reads_teacher(config) for name in names)
+    is_read = filters_by_teacher(config) or any(loss_section(name).reads_teacher for name in names)
     if has_teacher == (is_read or (has_teacher and teacher_gives_scores(config))):
         return ""
     if is_read:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vembed.losses.registry import loss_facts
+from vembed.losses.registry import loss_section
 from vembed.registry import LOSSES
 
 if TYPE_CHECKING:
@@ -47,6 +47,6 @@ PAPERS = {
 
 def papers(methods: Sequence[str]) -> list[dict[str, str]]:
     """Return the papers of methods and losses, of those that have one."""
-    losses = {name: loss_facts(name) for name in methods if name in LOSSES}
+    losses = {name: loss_section(name) for name in methods if name in LOSSES}
     known = PAPERS | {name: {"title": loss.title, "bibtex": loss.citation} for name, loss in losses.items()}
     return [known[name] for name in methods if known.get(name, {}).get("bibtex")]

@@ -13,7 +13,7 @@ from vembed.evaluation.card.names import PublicName, public_name, without_paths
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.significance import guard_verdict, mean_verdict, verdict
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
-from vembed.losses.registry import loss_facts
+from vembed.losses.registry import loss_section
 from vembed.pages.text import value_text
 from vembed.redact import redact
 from vembed.registry import LOSSES
@@ -136,8 +136,8 @@ def _data_paths(config: Mapping[str, object]) -> list[tuple[str, str]]:
 
 
 def _settings(config: Mapping[str, object], plan: Mapping[str, object]) -> list[tuple[str, str]]:
-    losses = [loss_facts(name) for name in _loss_names(config) if name in LOSSES]
-    of_losses = dict.fromkeys(key for loss in losses for key in loss.keys.model_fields)
+    losses = [loss_section(name) for name in _loss_names(config) if name in LOSSES]
+    of_losses = dict.fromkeys(key for loss in losses for key in loss.model_fields)
     keys = ("loss_type", "added_losses", *of_losses, *CONFIG_SETTINGS)
     found = {key: config.get(key) for key in keys if key != "epochs" or config.get("max_steps") is None}
     found |= {key: plan.get(key) for key in PLAN_SETTINGS}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from vembed.data.columns import LossNeeds
     from vembed.data.keys import SourceKeys
     from vembed.data.table import RecordTable
-    from vembed.losses.registry import LossFacts
     from vembed.models.encoder import Encoder
     from vembed.training.inputs import RunData
 
@@ -50,7 +48,7 @@ def load_data(config: Config) -> RunData:
 
 def _refuse_missing_negatives(config: Config, data: RunData) -> None:
     """Refuse data without the negatives that a loss learns from; where batches are of one source, each by itself."""
-    loss: LossFacts = config.loss_facts()
+    loss = config.run_loss()
     counts = {
         name: np.bincount(data.records.sources[data.records.numbers(name)[0]], minlength=len(data.sources))
         for name in get_args(ItemColumn)
@@ -61,12 +59,12 @@ def _refuse_missing_negatives(config: Config, data: RunData) -> None:
     for where, own, rows in parts:
         num_rows, num_positives, num_negatives = (int(each[rows].sum()) for each in counts.values())
         alone = num_positives + num_negatives == num_rows
-        if alone and teacher_gives_scores(config) and not {"pairs", "positives"} & set(own.takes):
+        if alone and teacher_gives_scores(config) and not {"pairs", "positives"} & set(own.needs().takes):
             raise DataError(
                 f"{where}: loss_type {own.name} learns nothing from rows of one document, and all are; add the column "
                 f"negatives"
             )
-        what = own.reads_negatives(config)
+        what = own.row_negatives(config)
         if what and not num_negatives:
             mined = "" if config.label_kind in {"pair", "grade"} else "let the run find some (mine=once), "
             raise DataError(
@@ -77,11 +75,8 @@ def _refuse_missing_negatives(config: Config, data: RunData) -> None:
 
 def loss_needs(config: Config) -> LossNeeds:
     """Return what the loss asks of the data; where a teacher scores a row's documents, any row will do."""
-    loss: LossFacts = config.loss_facts()
-    if not teacher_gives_scores(config):
-        return loss
-    of_source = tuple(replace(each, takes=(*each.takes, "positives")) for each in loss.of_source)
-    return replace(loss, takes=(*loss.takes, "positives"), of_source=of_source)
+    needs = config.run_loss().needs()
+    return needs.taking("positives") if teacher_gives_scores(config) else needs
 
 
 def build_sampler(

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from vembed.distributed.ranks import Ranks
     from vembed.distributed.runtime import Runtime
     from vembed.losses.base import BatchLoss
-    from vembed.losses.registry import LossFacts
     from vembed.models.encoder import Encoder
     from vembed.plan.plan import Plan
     from vembed.training.output import OutputFolder
@@ -219,7 +218,7 @@ def teacher_dimension(config: Config) -> int:
         ConfigError: There is no such model.
         MachineError: It can't be reached.
     """
-    if config.teacher_model_name is None or not config.loss_facts().reads_teacher(config):
+    if config.teacher_model_name is None or not config.run_loss().reads_teacher(config):
         return 0
     keys = teacher_keys(config, config.teacher_model_name, config.teacher_revision)
     return 0 if CrossEncoder.is_meant(keys) else load_skeleton(keys).dimension
@@ -239,16 +238,16 @@ def build_loss(config: Config, plan: Plan, encoder: Encoder) -> BatchLoss:
         ConfigError: It can't be made with this encoder.
     """
     _refuse_long_prefixes(config, encoder)
-    facts: LossFacts = config.loss_facts()
-    if facts.multi_vector != encoder.multi_vector:
-        taken, given = ("several vectors", "one") if facts.multi_vector else ("one vector", "several")
+    loss = config.run_loss()
+    if loss.multi_vector != encoder.multi_vector:
+        taken, given = ("several vectors", "one") if loss.multi_vector else ("one vector", "several")
         raise ConfigError(
-            f"loss_type {facts.name} takes {taken} for each row and {config.model_name} gives {given}; choose "
+            f"loss_type {loss.name} takes {taken} for each row and {config.model_name} gives {given}; choose "
             f"another loss or another model"
         )
     dtype = torch.promote_types(DTYPES[config.torch_dtype], torch.float32)
     common = LossCommon(dtype, encoder.dimension, plan.loss_tile_size, _teacher_gives_cosines(config))
-    return facts.build(config.loss_keys(), common)
+    return loss.build(config, common)
 
 
 def _refuse_long_prefixes(config: Config, encoder: Encoder) -> None:

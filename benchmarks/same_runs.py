@@ -67,8 +67,8 @@ def train(tree: Path, folder: Path, name: str, processes: int, teacher: Path) ->
     keys = {key: value for key, value in keys.items() if value is not None}
     values = {key: str(teacher) if value == "TEACHER" else value for key, value in keys.items()}
     folder.mkdir(parents=True)
-    # The file is copied, as a report shows the command that made it.
-    text = (tree / config).read_text("utf-8") if config else ""
+    # A copy of the file, as a report shows the command that made it.
+    text = (tree / config).read_text("utf-8") if config else f"model_name: {values.pop('model_name')}\n"
     (folder / "config.yaml").write_text(text, "utf-8")
     overrides = [f"{key}={json.dumps(value)}" for key, value in values.items()]
     command = [sys.executable, str(tree / "run.py"), "config.yaml", "--config_override", *overrides]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -67,6 +68,45 @@ def test_a_planted_import_breaks_its_contract(copy: Path, module: str, line: str
 
 def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
+
+
+ROOM = re.compile(r"\| `(\w+)/` \|.*\| ([^|]*) \|")
+"""A row of the table of rooms in docs/architecture.md: the room, and in the last column the rooms that it imports."""
+
+
+def imports(path: Path) -> set[str]:
+    """Return what a file imports when it runs: modules, and names of modules. Imports for types alone don't count."""
+    tree = ast.parse(path.read_text("utf-8"))
+    for_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and ast.unparse(branch.test) == "TYPE_CHECKING"
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in for_types:
+            module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names |= {f"{module}{alias.name}" for alias in node.names}
+    return names
+
+
+def test_the_picture_of_the_house_has_every_arrow_between_rooms_and_no_other() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    drawn = {room: re.findall(r"\w+", cell) for room, cell in ROOM.findall(text)}
+    rooms = list(drawn)
+    assert set(rooms) == {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    taken: dict[str, set[str]] = {room: set() for room in rooms}
+    for path in sources():
+        room = path.relative_to(PACKAGE).parts[0]
+        if room in taken:
+            modules = {tuple(name.split(".")[:2]) for name in imports(path)}
+            taken[room] |= {other for other in rooms if other != room and ("vembed", other) in modules}
+    expected = {room: [other for other in rooms if other in taken[room]] for room in rooms}
+    assert drawn == expected
+    upward = {(room, other) for room in rooms for other in drawn[room] if rooms.index(other) < rooms.index(room)}
+    assert upward == {("evaluation", "vectors")}, "the one exception of the import contract"
 
 
 def test_every_folder_says_what_lives_in_it() -> None:

@@ -16,13 +16,12 @@ from test_report_samples import METRIC, STEPS, Page, page, sample
 
 from vembed.batch import Composed, Image
 from vembed.data.retrieval import RetrievalData
-from vembed.evaluation.pages import html_environment
 from vembed.evaluation.report.comparison import best_dev_step, forward_comparisons, systems_note
 from vembed.evaluation.report.curves import run_curves
 from vembed.evaluation.report.run_report import Reverse, build_page
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import mean_interval, verdict
-from vembed.pages.html import render_html
+from vembed.pages.html import environment, render_html
 from vembed.pages.markdown import render_markdown
 from vembed.pages.write import render_json
 
@@ -220,14 +219,14 @@ def test_all_pictures_of_an_item_are_shown() -> None:
     assert "picture 0.png + picture 1.png" in render_markdown(content)
 
 
-def _sheets() -> list[str]:
-    """The style of both pages, and what the leaderboard adds to it."""
-    return [html_environment().get_template(f"{name}.css.jinja").render() for name in ("page", "leaderboard")]
+def _sheet() -> str:
+    """The style of all pages."""
+    return environment().get_template("page.css.jinja").render()
 
 
 def _themes() -> list[dict[str, str]]:
     """The colours of light and of dark on a screen, later definitions winning."""
-    style = "".join(sheet.split("@media print")[0] for sheet in _sheets())
+    style = _sheet().split("@media print")[0]
     blocks = re.findall(r"(@media \(prefers-color-scheme: dark\) \{ )?:root \{([^}]*)\}", style)
     light: dict[str, str] = {}
     dark: dict[str, str] = {}
@@ -236,7 +235,7 @@ def _themes() -> list[dict[str, str]]:
     return [light, {**light, **dark}]
 
 
-def test_every_text_colour_of_both_pages_is_legible_in_both_themes() -> None:
+def test_every_text_colour_of_the_pages_is_legible_in_both_themes() -> None:
     themes = _themes()
     assert themes[0]["page"] != themes[1]["page"]
     assert themes[0]["series-2"] != themes[1]["series-2"]
@@ -251,7 +250,7 @@ def test_every_text_colour_of_both_pages_is_legible_in_both_themes() -> None:
         "series-3": ("card", "page"),
         "series-4": ("card", "page"),
     }
-    used = set(re.findall(r"(?<![-a-z])color: var\(--([a-z0-9-]+)\)", "".join(_sheets())))
+    used = set(re.findall(r"(?<![-a-z])color: var\(--([a-z0-9-]+)\)", _sheet()))
     assert used - {"tone"} <= texts.keys(), "a colour of a text that this test doesn't look at"
     for theme in themes:
         for text, grounds in texts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -60,8 +61,9 @@ def test_models_are_measured_on_graded_pairs_and_compared(
     assert second["difference_to_first"]["value"] == pytest.approx(gap)
 
     told = capsys.readouterr().out
-    assert f"pairs.jsonl: 7 pairs of 3 queries\n  bag: spearman {expected:.3f} (95% interval " in told
-    assert "  other against bag: " in told
+    assert "pairs.jsonl: 7 pairs of 3 queries\n- other against bag: " in told
+    low, high = (f"{found[bound]:.3f}".replace("-", "\N{MINUS SIGN}") for bound in ("low", "high"))
+    assert re.search(rf"^  bag  +{expected:.3f} \({low} to {high}\)$", told, re.MULTILINE)
     assert f"written to {out / 'report.html'}" in told
     for name in ("report.html", "report.md"):
         text = (out / name).read_text()

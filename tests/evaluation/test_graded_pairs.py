@@ -13,7 +13,9 @@ from vembed.data.keys import DataKeys
 from vembed.data.splits import SourceOptions
 from vembed.errors import DataError
 from vembed.evaluation.graded import GradedPairs, load_pairs, measure_pairs
-from vembed.evaluation.graded_report import PairsReport
+from vembed.evaluation.graded_report import graded_page
+from vembed.pages.page import Table
+from vembed.pages.terminal import render_terminal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -124,13 +126,30 @@ def test_intervals_hold_the_truth_and_know_that_pairs_of_one_query_resemble_each
 def test_pairs_of_one_query_have_no_interval() -> None:
     pairs = pairs_of([1.0, 0.0, 1.0], kind="pair", per_query=3)
     models = {"a": np.array([3, 2, 1], dtype=np.float32), "b": np.array([3, 1, 2], dtype=np.float32)}
-    told = PairsReport([measure_pairs(pairs, models, draws=5)], [], "").lines
-    assert told == [
+    page = graded_page([measure_pairs(pairs, models, draws=5)], [], "")
+    lines = render_terminal(page, columns=120).splitlines()
+    assert lines[:8] == [
+        "Graded pairs: set",
         "set: 3 pairs of 1 query",
-        "  a: average precision 0.833, ROC AUC 0.500",
-        "  b: average precision 1.000, ROC AUC 1.000",
-        "  b against a: within noise: average precision 0.833 -> 1.000 (+0.167, 1 query: too few for an interval)",
+        "- b against a: within noise: average precision 0.833 -> 1.000 (+0.167, 1 query: too few for an interval)",
+        "",
+        "set",
+        "Models on set",
+        "Each model with its 95% interval, and its difference to a on the same queries.",
+        "  Model  average precision  ROC AUC  Difference in average precision  Verdict",
     ]
+    assert [line.split() for line in lines[8:10]] == [
+        ["a", "0.833", "0.500"],
+        ["b", "1.000", "1.000", "+0.167", "≈", "within", "noise"],
+    ]
+
+
+def test_one_model_has_no_columns_of_differences() -> None:
+    grade_P, similarity_P = tied(0)
+    page = graded_page([measure_pairs(pairs_of(grade_P), {"model": similarity_P}, draws=5)], [], "")
+    table = page.sections[0].blocks[0]
+    assert isinstance(table, Table)
+    assert (table.heads, table.caption) == (["Model", "spearman"], "Each model with its 95% interval.")
 
 
 def read(folder: Path, rows: list[dict[str, Any]], kind: PairKind) -> GradedPairs:

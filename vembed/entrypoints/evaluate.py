@@ -191,7 +191,9 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
     from vembed.evaluation.benchmark.run import load_model
     from vembed.evaluation.encode import ItemEncoder, encoding_budget
     from vembed.evaluation.graded import load_pairs, measure_pairs
-    from vembed.evaluation.graded_report import PairsReport, write_pairs_report
+    from vembed.evaluation.graded_report import graded_page
+    from vembed.pages.terminal import render_terminal
+    from vembed.pages.write import write_page
     from vembed.training.guards import StopSignal
 
     quiet_libraries()
@@ -214,10 +216,9 @@ def _evaluate_pairs(options: EvaluateOptions, command: str) -> int:
             del encoder, encode  # two large models don't fit at once
             gc.collect()
         outcomes = [measure_pairs(*each, poll=stop.poll) for each in zip(sets, similarities, strict=True)]
-    report = PairsReport(outcomes, _facts(runtime, "vembed", "torch"), command)
-    write_pairs_report(options.output, report)
-    lines = "\n".join(report.lines)
-    print(f"{lines}\nwritten to {options.output / 'report.html'}, .md and .json")
+    page = graded_page(outcomes, _facts(runtime, "vembed", "torch"), command)
+    write_page(options.output, page)
+    print(f"{render_terminal(page)}\nwritten to {options.output / 'report.html'}, .md and .json")
     return ExitCode.OK
 
 

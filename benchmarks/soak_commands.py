@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _MODULES = (
     "bm25s", "tensorboard", "transformers.models.bert.modeling_bert", "vembed.__main__", "vembed.api.retrieval",
-    "vembed.entrypoints.evaluate", "vembed.entrypoints.export", "vembed.evaluation.leaderboard.write",
+    "vembed.entrypoints.evaluate", "vembed.entrypoints.export", "vembed.evaluation.leaderboard",
     "vembed.evaluation.report.run_report", "vembed.models.export.write", "vembed.training.card",
     "vembed.training.run",
 )  # fmt: skip

@@ -18,18 +18,21 @@ from vembed.errors import MachineError
 from vembed.evaluation.benchmark.run import Entry, VariantResult
 from vembed.evaluation.benchmark.stored import Cost
 from vembed.evaluation.benchmark.variants import REFERENCE, Variant
-from vembed.evaluation.leaderboard.content import build_board, frontier
-from vembed.evaluation.leaderboard.terminal import render_terminal
-from vembed.evaluation.leaderboard.text import headline, p_text
-from vembed.evaluation.leaderboard.write import render_html, render_markdown, write_leaderboard
+from vembed.evaluation.leaderboard import board_page, build_board, frontier, headline
 from vembed.evaluation.randomisation import randomisation_test
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.significance import mean_interval
+from vembed.pages.html import render_html
+from vembed.pages.markdown import render_markdown
+from vembed.pages.page import Figure, Row, Table
+from vembed.pages.terminal import render_terminal
+from vembed.pages.text import p_text
+from vembed.pages.write import write_page
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.evaluation.leaderboard.content import Board
+    from vembed.evaluation.leaderboard import Board
 
 METRIC = "ndcg@10"
 
@@ -148,7 +151,7 @@ def test_the_frontier_holds_what_nothing_beats_in_both() -> None:
 
 def test_the_files_agree_and_the_same_board_gives_the_same_bytes(tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_leaderboard(tmp_path / name, board())
+        write_page(tmp_path / name, board_page(board()), name="leaderboard")
     names = ["leaderboard.html", "leaderboard.json", "leaderboard.md"]
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == names
     for name in names:
@@ -164,11 +167,11 @@ def test_the_files_agree_and_the_same_board_gives_the_same_bytes(tmp_path: Path)
             assert all(f"{cell.value:.3f}" in text for cell in row.cells)
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="can't be written"):
-        write_leaderboard(tmp_path / "file", board())
+        write_page(tmp_path / "file", board_page(board()), name="leaderboard")
 
 
 def test_the_page_stands_alone_and_each_drawing_has_ids_of_its_own() -> None:
-    text = render_html(board())
+    text = render_html(board_page(board()))
     page = Page(text)
     assert {tag for tag, _, _ in page.elements} <= OURS
     assert not page.named("script")
@@ -193,7 +196,7 @@ def hostile_board(text: str) -> Board:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_nothing_that_a_user_named_becomes_markup(text: str) -> None:
-    page = Page(render_html(hostile_board(text)))
+    page = Page(render_html(board_page(hostile_board(text))))
     assert {tag for tag, _, _ in page.elements} <= OURS
     for tag, attributes, _ in page.elements:
         assert not [name for name in attributes if name.startswith("on") or name in {"src", "autofocus"}], tag
@@ -212,18 +215,56 @@ def test_nothing_that_a_user_named_becomes_markdown(text: str) -> None:
         inline = [("inline", child.type) for child in children if child.type != "text"]
         return [(token.type, token.tag) for token in tokens] + inline
 
-    hostile = parser.parse(render_markdown(hostile_board(text)))
-    assert shape(hostile) == shape(parser.parse(render_markdown(hostile_board("harmless"))))
+    hostile = parser.parse(render_markdown(board_page(hostile_board(text))))
+    assert shape(hostile) == shape(parser.parse(render_markdown(board_page(hostile_board("harmless")))))
     assert not [child for token in hostile for child in token.children or [] if child.type == "link_open"]
 
 
 def test_the_terminals_table_is_aligned_and_holds_no_control_character() -> None:
     entries = [entry(name, "set", draws(0.5, 1)) for name in ("short", "模型", "\x1b[31mred\n", "x" * 300)]
-    lines = render_terminal(build_board(entries, METRIC)).splitlines()
-    assert len(lines) == 1 + 4 + 1
+    lines = render_terminal(board_page(build_board(entries, METRIC))).splitlines()
     assert "\x1b" not in "".join(lines)
-    assert len({len(line) + line.count("模") + line.count("型") for line in lines[:5]}) == 1
-    assert "bytes/document" in render_terminal(board())
+    heads = next(number for number, line in enumerate(lines) if f"Mean {METRIC}" in line)
+    table = lines[heads : heads + 5]
+    assert [line.split()[0] for line in table] == ["System", "1", "2", "3", "4"]
+    assert len({len(line) + line.count("模") + line.count("型") for line in table}) == 1
+    assert "Bytes per document" in render_terminal(board_page(board()))
+
+
+def test_the_terminal_loses_no_column_and_no_interval_of_the_tables() -> None:
+    text = render_terminal(board_page(board()))
+    for row in board().rows:
+        assert f"{row.mean:.3f} ({row.low:.3f} to {row.high:.3f})" in text
+        for cell in row.cells:
+            assert f"{cell.value:.3f} {cell.mark}" in text
+            assert f"{cell.value:.3f} ({cell.low:.3f} to {cell.high:.3f})" in text
+    for head in ("To the best", "p", "Reading", "To exact", "recall@100", "Dims", "ms per query"):
+        assert re.search(rf"  {head}(  |$)", text, re.MULTILINE), head
+    assert "0.5 (p95 0.6, p99 0.9)" in text
+    assert "32 + 32" in text  # bytes of int8, and of the vectors that rescoring reads
+
+
+def test_each_table_and_figure_has_a_name_of_its_own_and_the_words_of_a_figure_name_its_line() -> None:
+    blocks = [block for section in board_page(board()).sections for block in section.blocks]
+    titles = [block.title for block in blocks if isinstance(block, Table)]
+    assert len(titles) == len(set(titles)) == 1 + 2 + 2 + 1
+    figures = [figure for row in blocks if isinstance(row, Row) for figure in row.blocks]
+    for figure in figures:
+        assert isinstance(figure, Figure)
+        assert figure.series == ["strong", "weak"]
+        # Each form of the sample loses quality and takes less: nothing beats any of them.
+        assert "cheapest first): strong 3, 2, 1; weak 6, 5, 4." in figure.words
+    text = render_html(board_page(board()))
+    assert text.count('<span class="swatch series-1" aria-hidden="true">●</span>') == len(figures) == 4
+    assert text.count('<span class="swatch series-2" aria-hidden="true">■</span>') == 4
+
+
+def test_a_mark_is_said_in_words_to_whoever_does_not_see_it() -> None:
+    page = Page(render_html(board_page(board())))
+    labels = {attributes["aria-label"] for attributes in page.named("span") if attributes.get("role") == "img"}
+    for row in board().rows:
+        for cell in row.cells:
+            assert f"{cell.value:.3f} {cell.mark}, {cell.reading}" in labels
 
 
 def test_p_values_are_never_shown_as_zero() -> None:

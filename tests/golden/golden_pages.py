@@ -45,7 +45,7 @@ def leaderboard(tree: Path, folder: Path) -> dict[str, Any]:
 
 
 def without_latency(text: str) -> str:
-    """Return a leaderboard without the times of a query: the last cells of a row about a form of the vectors."""
+    """Return a leaderboard without the times of a query, and without the forms that no other beats in them."""
     number = r"[\d.,e\u2212]+"
     text = re.sub(
         r'(data-label="ms per query".*?</td>)',
@@ -53,10 +53,14 @@ def without_latency(text: str) -> str:
         text,
         flags=re.DOTALL,
     )
-    text = re.sub(rf"^(\| \d+ \| .* \| ){number} \| {number} \| {number} \|$", r"\1# |", text, flags=re.MULTILINE)
-    before, head, rows = text.partition("ms/query")
-    rows = re.sub(rf"( +{number}){{3}}$", " #", rows, flags=re.MULTILINE)
-    return before + head + re.sub(r"^ +p95 +p99$", " p95 p99", rows, count=1, flags=re.MULTILINE)
+    text = re.sub(rf" +{number} \(p95 {number}, p99 {number}\)", " #", text)
+    text = re.sub(r"^(.*Bytes per document) +ms per query$", r"\1 ms per query", text, flags=re.MULTILINE)
+    return re.sub(
+        r"against milliseconds per query.*?(?:</figure>|\n\n\|)",
+        lambda figure: re.sub(r"(cheapest first\): ).*?(\. A line)", r"\1#\2", figure[0]),
+        text,
+        flags=re.DOTALL,
+    )
 
 
 def search(tree: Path, folder: Path) -> dict[str, Any]:

@@ -39,6 +39,7 @@ _MEASURED = [
     (re.compile(rf"{_BYTES} (are to spare|to spare|of memory|left|free)"), r"# \1"),
     (re.compile(rf"{_QUANTITY} ((?:samples|texts|items|tokens|queries|documents|pictures|rows)(?:/s| per second))"),
      r"# \1"),
+    (re.compile(rf"{_QUANTITY} a second"), "# a second"),
     (re.compile(r"(?<![\w.])[\d.,]+ (?:µs|ms|s|min|h|seconds?|minutes?|hours?)\b(?! from)"), "# s"),
     (re.compile(r"http://(127\.0\.0\.1|localhost):\d+"), r"http://\1:PORT"),
     (re.compile(r"\bport \d+"), "port #"),

@@ -2,5 +2,5 @@
 
 Here: what is read of finished and unfinished runs (runs), the whole comparison (compare), paired tests (pairs),
 differences, queries won and lost (queries), drawings (charts), tables and the three files (write).
-Not here: metrics and intervals (evaluation/), what runs write (training/), models on sets (evaluation/leaderboard/).
+Not here: metrics and intervals (evaluation/), what runs write (training/), models on sets (evaluation/leaderboard.py).
 """

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vembed.evaluation.leaderboard.charts import COLOURS, MARKERS
 from vembed.evaluation.report.curves import STEP_CURVES, dev_curve, step_curve, thinned_rows
-from vembed.pages.charts import chart_axes, inline_svg, scale_axis, set_ticks
+from vembed.pages.charts import SERIES_COLOURS, SERIES_MARKERS, chart_axes, inline_svg, scale_axis, set_ticks
 from vembed.pages.text import finite
 
 if TYPE_CHECKING:
@@ -98,7 +97,8 @@ def draw_overlay(overlay: Overlay, *, over_seconds: bool, label: str) -> Markup:
             rows_N = _rows(curve, overlay.seconds[place] if over_seconds else None, limit)
             steps_N = curve.steps_N[rows_N]
             across_N = np.array([overlay.seconds[place][step] for step in steps_N]) if over_seconds else steps_N
-            colour, marker = COLOURS[place % len(COLOURS)], MARKERS[place % len(MARKERS)][0]
+            colour = SERIES_COLOURS[place % len(SERIES_COLOURS)]
+            marker = SERIES_MARKERS[place % len(SERIES_MARKERS)][0]
             values_N = curve.values_N[rows_N] / curve.spec.divisor
             line_N = values_N if curve.mean_N is None else curve.mean_N[rows_N] / curve.spec.divisor
             if curve.mean_N is not None and count <= FEW_RUNS:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from vembed.evaluation.leaderboard.text import p_text
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.comparison import MetricRow, difference_text, verdict_decimals
 from vembed.evaluation.significance import compare, holm, judged, mean_interval, mean_verdict, paired_p_value
-from vembed.pages.text import one_line, signed_text
+from vembed.pages.text import one_line, p_text, signed_text
 from vembed.text import plural
 
 if TYPE_CHECKING:

@@ -6,14 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vembed.comparison.differences import COST_HEADS
-from vembed.evaluation.leaderboard.terminal import aligned
-from vembed.evaluation.leaderboard.text import NOTHING, p_text
 from vembed.evaluation.report.comparison import difference_cell, largest_bound, mean_cell, reading_cell
 from vembed.evaluation.report.examples import pictures_of, text_of
 from vembed.evaluation.significance import CONFIDENCE
 from vembed.pages.page import Cell, Table
 from vembed.pages.pictures import picture_name
-from vembed.pages.text import clip, metric_text, one_line
+from vembed.pages.terminal import table_lines
+from vembed.pages.text import DASH, clip, metric_text, one_line, p_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +46,7 @@ def metrics_table(table: SetTable, metric: str, baseline: Run) -> Table:
             [
                 _run_name(line.name),
                 mean_cell(line.row, "final"),
-                difference_cell(line.row) if compared else NOTHING,
+                difference_cell(line.row) if compared else DASH,
                 *map(p_text, tests),
                 _reading(line, reach) if compared else _without_test(line, baseline),
             ]
@@ -119,7 +118,8 @@ def terminal_lines(comparison: RunComparison) -> list[str]:
         _, metric, difference, *others = found.heads
         heads = ["", metric, INTERVAL, difference.lower(), INTERVAL, *others]
         body = [_flat(row) for row in found.rows]
-        lines += [f"{one_line(table.name)} ({table.role} set)", aligned([heads, *body], left={0, len(heads) - 1}), ""]
+        shown = table_lines(Table(heads, body, words=frozenset({0, len(heads) - 1})))
+        lines += [f"{one_line(table.name)} ({table.role} set)", *shown, ""]
     return [*lines, *(each.sentence for each in comparison.verdicts)]
 
 

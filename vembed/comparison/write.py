@@ -12,7 +12,6 @@ from vembed.comparison.charts import FEW_RUNS, draw_overlay
 from vembed.comparison.differences import resolved
 from vembed.comparison.pairs import LEVEL
 from vembed.comparison.tables import WORDS, changes_table, costs_table, differences_table, metrics_table
-from vembed.evaluation.leaderboard.tables import swatch
 from vembed.evaluation.pages import html_environment, markdown_environment, write_pages
 from vembed.evaluation.report.examples import pictures_of, shown_pictures, text_of
 from vembed.evaluation.significance import CONFIDENCE
@@ -80,7 +79,6 @@ def render_html(comparison: RunComparison) -> str:
         copies=copies,
         copies_note=copies_note(pictures, copies),
         drawings=_drawings(comparison),
-        swatch=swatch,
     )
 
 

@@ -245,9 +245,9 @@ def _evaluate(options: EvaluateOptions, *, command: str) -> int:
 
     from vembed.distributed.runtime import start_runtime
     from vembed.evaluation.benchmark.run import run_benchmark
-    from vembed.evaluation.leaderboard.content import build_board
-    from vembed.evaluation.leaderboard.terminal import render_terminal
-    from vembed.evaluation.leaderboard.write import write_leaderboard
+    from vembed.evaluation.leaderboard import board_page, build_board
+    from vembed.pages.terminal import render_terminal
+    from vembed.pages.write import write_page
     from vembed.training.guards import StopSignal
 
     quiet_libraries()
@@ -260,9 +260,11 @@ def _evaluate(options: EvaluateOptions, *, command: str) -> int:
             _print_result(entry, options.metric)
             entries.append(entry)
     facts = _facts(runtime, "vembed", "faiss-cpu", "torch")
-    board = build_board(entries, options.metric, facts=facts, command=command)
-    write_leaderboard(options.output, board)
-    print(f"\n{render_terminal(board)}\nwritten to {options.output / 'leaderboard.html'}, .md and .json")
+    page = board_page(build_board(entries, options.metric, facts=facts, command=command))
+    write_page(options.output, page, name="leaderboard")
+    # The ranking holds the values of all sets with their marks; a table for each set would push it off the screen.
+    brief = replace(page, sections=[section for section in page.sections if section.name != "sets"])
+    print(f"\n{render_terminal(brief)}\nwritten to {options.output / 'leaderboard.html'}, .md and .json")
     return ExitCode.OK
 
 

@@ -45,8 +45,9 @@ def evaluate_mteb(options: EvaluateOptions) -> int:
 
 def _table(found: Mapping[str, Sequence[TaskScore]]) -> list[str]:
     """Return the lines of a table: a task in a line, a model in a column, and the mean of all tasks."""
-    from vembed.evaluation.leaderboard.terminal import NAME_CHARACTERS, aligned
-    from vembed.pages.text import clip, metric_text
+    from vembed.pages.page import Table
+    from vembed.pages.terminal import table_lines
+    from vembed.pages.text import metric_text
 
     rows = list(zip(*found.values(), strict=True))
     measures = {score.measure for each in rows for score in each[:1]}
@@ -54,5 +55,4 @@ def _table(found: Mapping[str, Sequence[TaskScore]]) -> list[str]:
     if len(rows) > 1:
         means = [metric_text(fmean(score.value for score in scores)) for scores in found.values()]
         lines.append([f"mean of {len(rows)} tasks", measures.pop() if len(measures) == 1 else "", *means])
-    heads = ["task", "measure", *(clip(label, NAME_CHARACTERS).short for label in found)]
-    return aligned([heads, *lines], left={0, 1}).splitlines()
+    return table_lines(Table(["task", "measure", *found], lines, words=frozenset({0, 1})))

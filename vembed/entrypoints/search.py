@@ -184,9 +184,9 @@ def _print_latency(found: Timing, *, as_json: bool) -> None:
         names = ("milliseconds_per_query", "milliseconds_p95", "milliseconds_p99", "num_timed")  # as vembed evaluate
         print(json.dumps({"latency": dict(zip(names, found, strict=True))}), flush=True)
         return
-    from vembed.evaluation.leaderboard.text import milliseconds
+    from vembed.pages.text import milliseconds_text
 
-    p50, p95, p99 = map(milliseconds, found[:3])
+    p50, p95, p99 = map(milliseconds_text, found[:3])
     print(
         f"latency: p50 {p50} ms, p95 {p95} ms, p99 {p99} ms; {found.num_timed} searches of one query, without encoding"
     )

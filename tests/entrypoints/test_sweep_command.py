@@ -156,7 +156,7 @@ def kill_when(started: subprocess.Popen[str], there: Callable[[], bool]) -> None
 
 
 def table_of(output: str) -> str:
-    return output[output.index("\n   ") : output.index("report: ")]
+    return output[output.index("\n  #  ") : output.index("report: ")]
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from vembed.errors import DataError, PreemptedError
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
 from vembed.sweeping.methods import rungs, shorter, train_all, train_halving, train_optuna
-from vembed.sweeping.ranking import chosen_lines, rank, table_lines
+from vembed.sweeping.ranking import chosen_lines, rank
+from vembed.sweeping.report import terminal_lines
 from vembed.sweeping.space import grid, parse_tries
 from vembed.sweeping.trials import OUTCOME_FILE, Trial, Trials, trial_name
 
@@ -75,7 +76,7 @@ def trials(*words: str) -> list[Trial]:
 
 def table(folder: Path, method: Callable[[Trials], Any], **options: Any) -> list[str]:
     runs = Trials(folder, Arithmetic(**options), METRIC, 8)
-    return table_lines(rank(method(runs), METRIC), METRIC)
+    return terminal_lines(rank(method(runs), METRIC), METRIC)
 
 
 SIX = trials("learning_rate=1e-5,3e-5,6e-5", "temperature=0.05,0.3")
@@ -200,7 +201,7 @@ def test_a_sweep_that_was_stopped_twice_ends_in_the_same_table(way: str, tmp_pat
         with pytest.raises(PreemptedError):
             table(tmp_path / "stopped", method, failing="1e-5", stops_at=stop)
     trainer = Arithmetic(failing="1e-5")
-    again = table_lines(rank(method(Trials(tmp_path / "stopped", trainer, METRIC, 8)), METRIC), METRIC)
+    again = terminal_lines(rank(method(Trials(tmp_path / "stopped", trainer, METRIC, 8)), METRIC), METRIC)
     assert again == whole
     assert len(trainer.trained) < 11
     trainer = Arithmetic()

@@ -12,9 +12,10 @@ from vembed.entrypoints import sweep
 from vembed.errors import DataError, ExitCode
 from vembed.evaluation.result import EvaluationResult
 from vembed.evaluation.store import write_evaluation
+from vembed.pages.write import write_page
 from vembed.sweeping.process import TrainProcess
-from vembed.sweeping.ranking import chosen_lines, rank, table_lines
-from vembed.sweeping.report import SweepReport, write_sweep_report
+from vembed.sweeping.ranking import chosen_lines, rank
+from vembed.sweeping.report import sweep_page, terminal_lines
 from vembed.sweeping.seeds import train_seeds
 from vembed.sweeping.trials import OUTCOME_FILE, Outcome, Trial, Trials, TryAgainError, trial_name
 
@@ -151,7 +152,7 @@ def test_a_cause_outside_of_the_trial_is_tried_again_by_the_same_command(tmp_pat
         raise TryAgainError("wandb isn't installed")
 
     failed = Trials(tmp_path, missing, METRIC, 1).train(TWO[0])
-    lines = table_lines(rank([failed], METRIC), METRIC)
+    lines = terminal_lines(rank([failed], METRIC), METRIC)
     assert lines[-1].endswith("wandb isn't installed (the same command tries it again)")
     assert not (tmp_path / TWO[0].name / OUTCOME_FILE).exists()
     assert Trials(tmp_path, Runner(), METRIC, 1).train(TWO[0]).dev is not None
@@ -182,8 +183,8 @@ def test_secrets_of_tried_values_reach_no_name_table_or_page(tmp_path: Path) -> 
     trials = [Trial(name, choice, steps=8), Trial("02", {"data_path": "plain"}, steps=8)]
     runs = Trials(tmp_path, Runner(), METRIC, 2)
     ranked = rank([runs.train(trial) for trial in trials], METRIC)
-    write_sweep_report(tmp_path, SweepReport(ranked, METRIC, has_test=True, facts={}, command=""))
-    told = [name, trials[0].values, *table_lines(ranked, METRIC), *chosen_lines(ranked, METRIC, has_test=True)]
+    write_page(tmp_path, sweep_page(ranked, METRIC, has_test=True, facts={}, command=""), name="sweep")
+    told = [name, trials[0].values, *terminal_lines(ranked, METRIC), *chosen_lines(ranked, METRIC, has_test=True)]
     told += [(tmp_path / f"sweep.{ending}").read_text() for ending in ("json", "md", "html")]
     assert not [secret for secret in secrets for text in told if secret in text]
 

@@ -16,7 +16,7 @@ from vembed.output_lock import hold_output
 from vembed.redact import redact
 from vembed.sweeping.methods import import_optuna, rungs, train_all, train_halving, train_optuna
 from vembed.sweeping.process import GO_ON, TrainProcess
-from vembed.sweeping.ranking import chosen_lines, rank, table_lines
+from vembed.sweeping.ranking import chosen_lines, rank
 from vembed.sweeping.request import Request
 from vembed.sweeping.space import corners, drawn, grid, parse_tries
 from vembed.sweeping.trials import Trial, Trials, dev_metric, trial_name
@@ -283,18 +283,20 @@ def _train(parsed: argparse.Namespace, sweep: _Sweep, process: TrainProcess, com
 
 def _report(parsed: argparse.Namespace, sweep: _Sweep, outcomes: Sequence[Outcome], command: str) -> int:
     """Print the table, and write it with a page."""
-    from vembed.sweeping.report import SweepReport, write_sweep_report
+    from vembed.pages.write import write_page
+    from vembed.sweeping.report import sweep_page, terminal_lines
 
     metric = dev_metric(outcomes, sweep.config.metric_for_best_model)
     ranked = rank(outcomes, metric)
-    print(*table_lines(ranked, metric), sep="\n")
+    print(*terminal_lines(ranked, metric), sep="\n")
     print(*chosen_lines(ranked, metric, has_test=sweep.has_test), sep="\n")
     facts = {} if config_path(parsed) is None else {"configuration": redact(str(config_path(parsed)))}
     facts["asked"] = redact(" ".join(sweep.asked))
     if parsed.config_override:
         facts["overrides"] = redact(" ".join(parsed.config_override))
     if any(each.word in ("best", "shorter") for each in ranked):
-        write_sweep_report(sweep.folder, SweepReport(ranked, metric, sweep.has_test, facts, command))
+        page = sweep_page(ranked, metric, has_test=sweep.has_test, facts=facts, command=command)
+        write_page(sweep.folder, page, name="sweep")
         print(f"report: {redact(str(sweep.folder / 'sweep.html'))}")
         _compare(sweep, ranked)
         return ExitCode.OK

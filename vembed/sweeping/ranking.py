@@ -1,4 +1,4 @@
-"""The table of a sweep: trials by their dev metric, each with its difference to the best and whether noise explains it.
+"""The order of a sweep's trials: by their dev metric, with the difference to the best and whether noise explains it.
 
 A difference is paired over the dev set's queries. All trials are compared with the same best one, so the intervals are
 widened until all of them hold together at 95% (Bonferroni: each at 1 - 5% / (trials - 1)). They speak of other queries,
@@ -26,7 +26,7 @@ Word: TypeAlias = str
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A line of the table."""
+    """A trial in its place among the others."""
 
     outcome: Outcome
     word: Word
@@ -60,35 +60,6 @@ def rank(outcomes: Sequence[Outcome], metric: str) -> list[Ranked]:
     short.sort(key=lambda each: (-each.trial.steps, -dev_value(each, metric)))
     failed = [each for each in outcomes if each.dev is None]
     return [*ranked, *(Ranked(each, "shorter") for each in short), *(Ranked(each, "failed") for each in failed)]
-
-
-def table_lines(ranked: Sequence[Ranked], metric: str) -> list[str]:
-    """Return the table for a terminal."""
-    keys = list(dict.fromkeys(key for each in ranked for key in each.outcome.trial.choice))
-    rows = [
-        ["", *keys, metric, "to the best", "interval", "", "step"],
-        *(_cells(each, keys, metric) for each in ranked),
-    ]
-    numbered = [[str(place) if place else "", *row[1:]] for place, row in enumerate(rows)]
-    widths = [max(map(len, column)) for column in zip(*numbered, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in numbered]
-    failures = [
-        f"failed: {each.outcome.trial.values}: {each.outcome.error} ({each.outcome.next_try})"
-        for each in ranked
-        if each.word == "failed"
-    ]
-    return [line.rstrip() for line in [*lines, *failures]]
-
-
-def _cells(ranked: Ranked, keys: Sequence[str], metric: str) -> list[str]:
-    outcome, comparison = ranked.outcome, ranked.to_best
-    values = [outcome.trial.shown.get(key, "") for key in keys]
-    if outcome.dev is None:
-        return ["", *values, "", "", "", "failed", ""]
-    word = f"after {outcome.trial.steps} steps" if ranked.word == "shorter" else ranked.word
-    difference = "" if comparison is None else f"{comparison.difference:+.4f}"
-    interval = "" if comparison is None else f"{comparison.low:+.4f} to {comparison.high:+.4f}"
-    return ["", *values, f"{dev_value(outcome, metric):.4f}", difference, interval, word, str(outcome.kept_step)]
 
 
 def chosen_lines(ranked: Sequence[Ranked], metric: str, *, has_test: bool) -> list[str]:

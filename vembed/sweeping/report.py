@@ -1,19 +1,18 @@
-"""The page of a sweep: the table, a drawing of the dev metric over what was tried, and what was chosen."""
+"""The page of a sweep: a table of the trials, a drawing of the dev metric over what was tried, and what was chosen.
+
+The command prints the same table.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib.ticker import NullLocator
-
-from vembed.evaluation.pages import write_report
-from vembed.pages.charts import BETTER, CURVE_INCHES, LINE, SERIES, chart_axes, inline_svg
-from vembed.pages.page import Cell, Table
-from vembed.pages.text import metric_text, signed_text
+from vembed.pages.charts import BETTER, LARGE_INCHES, LINE, SERIES, chart_axes, inline_svg
+from vembed.pages.page import Cell, Figure, Note, Page, Row, Section, Table, command_blocks, pairs_table
+from vembed.pages.terminal import table_lines
+from vembed.pages.text import capitalised, metric_text, signed_text
 from vembed.sweeping.ranking import chosen_lines
 from vembed.sweeping.space import LOG_RATIO
 from vembed.sweeping.trials import dev_value
@@ -27,10 +26,9 @@ if TYPE_CHECKING:
 
     from vembed.sweeping.ranking import Ranked
 
-TEMPLATE = Path(__file__).parent / "templates" / "sweep"
-NAME = "sweep"
 MOST_MARKED = 6
 """Values of one key that all stand on its axis; of more only the lowest and the highest."""
+
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 
 LIMITS = (
@@ -40,44 +38,102 @@ LIMITS = (
 )
 
 
-@dataclass(frozen=True)
-class SweepReport:
-    """What the page is made of."""
+def sweep_page(
+    ranked: Sequence[Ranked], metric: str, *, has_test: bool, facts: Mapping[str, str], command: str
+) -> Page:
+    """Return the page of a sweep.
 
-    ranked: Sequence[Ranked]
-    metric: str
-    has_test: bool
-    facts: Mapping[str, str]  # method, seed, configuration
-    command: str
-
-    @property
-    def keys(self) -> list[str]:
-        """The keys that were tried."""
-        return list(dict.fromkeys(key for each in self.ranked for key in each.outcome.trial.choice))
-
-
-def write_sweep_report(folder: Path, report: SweepReport) -> None:
-    """Write sweep.json, sweep.md and sweep.html.
-
-    Raises:
-        MachineError: The folder can't be written.
+    Args:
+        metric: Decides on the dev set.
+        has_test: The verdicts are on another set than the choice.
+        facts: Configuration, what was asked for, and overrides.
     """
-    drawings = {"drawing": partial(_draw, report)}
-    write_report(folder, TEMPLATE, _document(report), _shared(report), drawings, name=NAME)
+    figure = Figure(
+        f"{metric} on the dev set over what was tried",
+        partial(draw_trials, ranked, metric),
+        "The dev metric of each trial over the values that were tried; the table has the numbers.",
+    )
+    folders = [(trial.outcome.trial.name, trial.outcome.trial.values) for trial in ranked]
+    return Page(
+        kind="Sweep",
+        title=f"{plural(len(ranked), 'trial')} over {', '.join(tried_keys(ranked))}",
+        head=[Note(f"{capitalised(line)}.") for line in chosen_lines(ranked, metric, has_test=has_test)],
+        sections=[
+            Section("trials", "Trials", [Row([figure]), trials_table(ranked, metric), Note(LIMITS, muted=True)]),
+            Section(
+                "method",
+                "How it was tried",
+                [
+                    pairs_table("Settings", list(facts.items()), "Method and configuration."),
+                    pairs_table(
+                        "Folders",
+                        folders,
+                        "The folder of each trial below trials/, which holds a run with its own report.",
+                    ),
+                    *command_blocks(command),
+                ],
+            ),
+        ],
+        document=sweep_document(ranked, metric, facts, command),
+    )
 
 
-def _document(report: SweepReport) -> dict[str, Any]:
-    """Return the report for programs, every number unrounded."""
+def tried_keys(ranked: Sequence[Ranked]) -> list[str]:
+    """Return the keys that were tried, in the order in which they were named."""
+    return list(dict.fromkeys(key for trial in ranked for key in trial.outcome.trial.choice))
 
-    def values(ranked: Ranked) -> dict[str, Any]:
-        outcome, comparison = ranked.outcome, ranked.to_best
+
+def trials_table(ranked: Sequence[Ranked], metric: str) -> Table:
+    """Return the trials with their values, the best first, and the difference of each to the best."""
+    keys = tried_keys(ranked)
+    rows: list[list[str | Cell]] = []
+    for number, trial in enumerate(ranked, start=1):
+        outcome, comparison = trial.outcome, trial.to_best
+        start = [str(number), *(outcome.trial.shown.get(key, "") for key in keys)]
+        if outcome.dev is None:
+            rows.append([*start, "", "", f"failed: {outcome.error}", ""])
+            continue
+        difference: str | Cell = ""
+        if comparison is not None:
+            bounds = f"{signed_text(comparison.low, 4)} to {signed_text(comparison.high, 4)}"
+            difference = Cell(signed_text(comparison.difference, 4), bounds)
+        word = f"after {outcome.trial.steps} steps" if trial.word == "shorter" else trial.word
+        rows.append([*start, metric_text(dev_value(outcome, metric), 4), difference, word, str(outcome.kept_step)])
+    return Table(
+        ["#", *keys, f"{metric} (dev)", "Difference (interval)", "Beside the best", "Step"],
+        rows,
+        words=frozenset({*range(len(keys) + 1), len(keys) + 3}),
+        tones={row: "chosen" for row, trial in enumerate(ranked) if trial.word == "best"},
+        title="Trials",
+        caption=(
+            "Each trial, the best first: dev metric, difference to the best with its interval, and the step whose "
+            "model it kept."
+        ),
+    )
+
+
+def terminal_lines(ranked: Sequence[Ranked], metric: str) -> list[str]:
+    """Return the table for a terminal, and in full why trials failed."""
+    failures = [
+        f"failed: {trial.outcome.trial.values}: {trial.outcome.error} ({trial.outcome.next_try})"
+        for trial in ranked
+        if trial.word == "failed"
+    ]
+    return [*table_lines(trials_table(ranked, metric)), *failures]
+
+
+def sweep_document(ranked: Sequence[Ranked], metric: str, facts: Mapping[str, str], command: str) -> dict[str, Any]:
+    """Return the sweep for programs, every number unrounded."""
+
+    def numbers(trial: Ranked) -> dict[str, Any]:
+        outcome, comparison = trial.outcome, trial.to_best
         return {
             "trial": outcome.trial.name,
             "values": outcome.trial.shown,
-            "word": ranked.word,
+            "word": trial.word,
             "steps": outcome.trial.steps or None,
             "kept_step": outcome.kept_step if outcome.dev is not None else None,
-            "dev": dev_value(outcome, report.metric) if outcome.dev is not None else None,
+            "dev": dev_value(outcome, metric) if outcome.dev is not None else None,
             "difference": None if comparison is None else comparison.difference,
             "low": None if comparison is None else comparison.low,
             "high": None if comparison is None else comparison.high,
@@ -87,64 +143,34 @@ def _document(report: SweepReport) -> dict[str, Any]:
 
     return {
         "schema_version": SCHEMA_VERSION,
-        "metric": report.metric,
-        "trials": [values(each) for each in report.ranked],
-        "chosen": next((each.outcome.trial.name for each in report.ranked if each.word == "best"), None),
-        "facts": dict(report.facts),
-        "command": report.command,
+        "metric": metric,
+        "trials": [numbers(trial) for trial in ranked],
+        "chosen": next((trial.outcome.trial.name for trial in ranked if trial.word == "best"), None),
+        "facts": dict(facts),
+        "command": command,
     }
 
 
-def _shared(report: SweepReport) -> dict[str, Any]:
-    """Return what the page and the Markdown file both tell."""
-    rows: list[list[str | Cell]] = []
-    for each in report.ranked:
-        outcome = each.outcome
-        values = [outcome.trial.shown.get(key, "") for key in report.keys]
-        if outcome.dev is None:
-            rows.append([*values, "", "", f"failed: {outcome.error}", ""])
-            continue
-        word = f"after {outcome.trial.steps} steps" if each.word == "shorter" else each.word
-        rows.append(
-            [*values, metric_text(dev_value(outcome, report.metric), 4), _cell(each), word, str(outcome.kept_step)]
-        )
-    tones = {place: "chosen" for place, each in enumerate(report.ranked) if each.word == "best"}
-    heads = [*report.keys, f"{report.metric} (dev)", "Difference", "Beside the best", "Step"]
-    words = frozenset({*range(len(report.keys)), len(report.keys) + 2})
-    return {
-        "title": f"{plural(len(report.ranked), 'trial')} over {', '.join(report.keys)}",
-        "chosen": chosen_lines(report.ranked, report.metric, has_test=report.has_test),
-        "limits": LIMITS,
-        "trials": Table(heads, rows, words=words, tones=tones),
-        "settings": list(report.facts.items()),
-        "folders": [(each.outcome.trial.name, each.outcome.trial.values) for each in report.ranked],
-        "command": report.command,
-        "metric": report.metric,
-    }
-
-
-def _cell(ranked: Ranked) -> str | Cell:
-    comparison = ranked.to_best
-    if comparison is None:
-        return ""
-    bounds = f"{signed_text(comparison.low, 4)} to {signed_text(comparison.high, 4)}"
-    return Cell(signed_text(comparison.difference, 4), bounds)
-
-
-def _draw(report: SweepReport) -> Markup:
+def draw_trials(ranked: Sequence[Ranked], metric: str, *, name: str, label: str) -> Markup:
     """Draw the dev metric over the one key that was tried, or a line for each trial through an axis for each key."""
-    shown = [each for each in report.ranked if each.word in ("best", "within noise", "worse")]
-    shown = shown or [each for each in report.ranked if each.word == "shorter"]
-    values = [dev_value(each.outcome, report.metric) for each in shown]
-    with chart_axes(CURVE_INCHES) as (figure, axes):
-        draw = _draw_points if len(report.keys) == 1 else _draw_lines
-        draw(axes, report, shown, values)
-        label = "The dev metric of each trial over the values that were tried; the table has the numbers."
-        return inline_svg(figure, name="trials", label=label)
+    shown = [trial for trial in ranked if trial.word in ("best", "within noise", "worse")]
+    shown = shown or [trial for trial in ranked if trial.word == "shorter"]
+    keys, values = tried_keys(ranked), [dev_value(trial.outcome, metric) for trial in shown]
+    texts = {key: [trial.outcome.trial.shown[key] for trial in shown] for key in keys}
+    with chart_axes(LARGE_INCHES) as (figure, axes):
+        if len(keys) == 1:
+            _draw_points(axes, texts[keys[0]], values)
+            axes.set(xlabel=keys[0], ylabel=f"{metric} (dev)")
+        else:
+            _draw_lines(axes, texts, values)
+            axes.set_xticks(range(len(keys) + 1), [*map(_short, keys), f"{metric} (dev)"])
+        return inline_svg(figure, name=name, label=label)
 
 
-def _draw_points(axes: Axes, report: SweepReport, shown: Sequence[Ranked], values: Sequence[float]) -> None:
-    texts = [each.outcome.trial.shown[report.keys[0]] for each in shown]
+def _draw_points(axes: Axes, texts: Sequence[str], values: Sequence[float]) -> None:
+    """Draw a point for each trial, the best first among them; values that are no numbers stand in their order."""
+    from matplotlib.ticker import NullLocator
+
     numbers = _numbers(texts)
     names = list(dict.fromkeys(texts))
     across = numbers or [float(names.index(text)) for text in texts]
@@ -156,34 +182,29 @@ def _draw_points(axes: Axes, report: SweepReport, shown: Sequence[Ranked], value
     if len(names) <= MOST_MARKED:
         axes.set_xticks([across[texts.index(name)] for name in names], [_short(name) for name in names], minor=False)
         axes.xaxis.set_minor_locator(NullLocator())
-    axes.set(xlabel=report.keys[0], ylabel=f"{report.metric} (dev)")
     axes.legend(loc="best")
 
 
-def _draw_lines(axes: Axes, report: SweepReport, shown: Sequence[Ranked], values: Sequence[float]) -> None:
+def _draw_lines(axes: Axes, texts: Mapping[str, Sequence[str]], values: Sequence[float]) -> None:
     """Draw parallel coordinates: each axis from its lowest value to its highest, the last one is the metric."""
-    columns = []
-    for place, key in enumerate(report.keys):
-        texts = [each.outcome.trial.shown[key] for each in shown]
-        columns.append(_axis(axes, place, texts))
+    columns = [_heights(axes, position, texts[key]) for position, key in enumerate(texts)]
     low, high = min(values), max(values)
     columns.append([(value - low) / (high - low) if high > low else 0.5 for value in values])
     for end, value in ((0.0, low), (1.0, high)) if high > low else ((0.5, low),):
-        _write(axes, f"{value:.3f}", len(report.keys), end)
-    across = range(len(report.keys) + 1)
-    for place, line in reversed(list(enumerate(zip(*columns, strict=True)))):
-        colour, width = (BETTER, 2.6) if place == 0 else (SERIES, 1.1)
-        axes.plot(across, line, color=colour, linewidth=width, alpha=1.0 if place == 0 else 0.55)
-    for place in across:
-        axes.axvline(place, color=LINE, linewidth=0.8)
-    axes.set_xticks(list(across), [*map(_short, report.keys), f"{report.metric} (dev)"])
+        _write_value(axes, f"{value:.3f}", len(texts), end)
+    across = range(len(texts) + 1)
+    for rank, line in reversed(list(enumerate(zip(*columns, strict=True)))):
+        colour, width = (BETTER, 2.6) if rank == 0 else (SERIES, 1.1)
+        axes.plot(across, line, color=colour, linewidth=width, alpha=1.0 if rank == 0 else 0.55)
+    for position in across:
+        axes.axvline(position, color=LINE, linewidth=0.8)
     axes.set_yticks([])
-    axes.set_xlim(-0.3, len(report.keys) + 0.3)
+    axes.set_xlim(-0.3, len(texts) + 0.3)
     axes.set_ylim(-0.15, 1.15)
 
 
-def _axis(axes: Axes, place: int, texts: Sequence[str]) -> list[float]:
-    """Write the values of one key along its axis, and return where each trial stands on it."""
+def _heights(axes: Axes, position: int, texts: Sequence[str]) -> list[float]:
+    """Write the values of one key along its axis, and return the height of each trial on it."""
     numbers = _numbers(texts)
     if numbers is None:
         names = list(dict.fromkeys(texts))
@@ -199,30 +220,30 @@ def _axis(axes: Axes, place: int, texts: Sequence[str]) -> list[float]:
         }
     lowest, highest = min(heights, key=heights.__getitem__), max(heights, key=heights.__getitem__)
     for name in heights if len(heights) <= MOST_MARKED else (lowest, highest):
-        _write(axes, name, place, heights[name])
+        _write_value(axes, name, position, heights[name])
     return [heights[text] for text in texts]
 
 
-def _write(axes: Axes, text: str, place: int, height: float) -> None:
-    """Write a value at its place on an axis, where few lines pass: above it, or below the lowest one."""
-    above = height > 0.0
+def _write_value(axes: Axes, text: str, position: int, height: float) -> None:
+    """Write a value beside its axis, where few lines pass: above its height, or below the lowest one."""
+    is_above = height > 0.0
     axes.annotate(
         _short(text),
-        (place, height),
-        xytext=(0, 4 if above else -4),
+        (position, height),
+        xytext=(0, 4 if is_above else -4),
         textcoords="offset points",
         ha="center",
-        va="bottom" if above else "top",
+        va="bottom" if is_above else "top",
     )
 
 
 def _numbers(texts: Sequence[str]) -> list[float] | None:
     """Return values as numbers; None where one isn't a finite one."""
     try:
-        found = [float(text) for text in texts]
+        numbers = [float(text) for text in texts]
     except ValueError:
         return None
-    return found if all(map(math.isfinite, found)) else None
+    return numbers if all(map(math.isfinite, numbers)) else None
 
 
 def _short(text: str) -> str:

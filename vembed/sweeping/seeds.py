@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.config.record import dump_config
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.evaluation.pages import write_report
 from vembed.evaluation.seeds import seeds_verdict
 from vembed.evaluation.significance import verdict
 from vembed.evaluation.store import read_evaluation
 from vembed.files import new_folder, replace_text
 from vembed.models.names import MODEL_FOLDER
-from vembed.pages.page import Cell, Table
-from vembed.pages.text import metric_text, signed_text
+from vembed.pages.charts import BETTER, INK, LARGE_INCHES, SERIES, chart_axes, inline_svg
+from vembed.pages.page import Cell, Code, Figure, Note, Page, Row, Section, Table
+from vembed.pages.text import capitalised, metric_text, signed_text
+from vembed.pages.write import write_page
 from vembed.redact import redact
 from vembed.sweeping.request import Request
 from vembed.sweeping.trials import Trial, Trials, best_of, dev_metric, dev_value, run_report
@@ -32,9 +33,9 @@ if TYPE_CHECKING:
     from vembed.config.schema import Config
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.seeds import SeedsVerdict
+    from vembed.evaluation.significance import Comparison
     from vembed.sweeping.trials import Outcome, Runner
 
-TEMPLATE = Path(__file__).parent / "templates" / "seeds"
 NAME = "seeds"
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 PLAN_FILE = "plan.json"
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SeedsReport:
-    """What several seeds came to."""
+    """Several seeds of one configuration, judged together."""
 
     outcomes: Sequence[Outcome]  # of the seeds that finished
     kept: Outcome  # the one whose model is kept
@@ -55,33 +56,39 @@ class SeedsReport:
 
     @property
     def keeps(self) -> str:
-        """Which model was kept, and why."""
+        """Return the seed whose model was kept, and its dev metric."""
         value = f"{self.metric} {dev_value(self.kept, self.metric):.4f}"
         return f"the model in {MODEL_FOLDER}/ is that of {self.kept.trial.name}, the best on the dev set ({value})"
-
-    @property
-    def limits(self) -> str:
-        """What the interval doesn't say."""
-        count = len(self.outcomes)
-        return (
-            f"The interval speaks of other seeds and of other queries of the same kind. It is wide where models "
-            f"differ from seed to seed: {plural(count, 'seed')} leave {plural(count - 1, 'degree')} of freedom to "
-            f"judge that by."
-        )
 
 
 @dataclass(frozen=True)
 class SetOfSeeds:
-    """One set as every seed was evaluated on it."""
+    """One set, on which every seed was evaluated."""
 
     role: str  # "test", "dev" or "guard"
     pairs: Sequence[tuple[EvaluationResult, EvaluationResult]]  # of each seed before and after training
-    found: SeedsVerdict
+    judged: SeedsVerdict
+
+    @property
+    def name(self) -> str:
+        """Return the name of the set."""
+        return self.pairs[0][1].task
 
     @property
     def metric(self) -> str:
-        """What decides on this set."""
-        return self.found.verdict.comparison.metric
+        """Return the metric that decides on this set."""
+        return self.judged.verdict.comparison.metric
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Return True for a guard set on which training lost."""
+        return self.role == "guard" and self.judged.verdict.word == "worse"
+
+    @property
+    def sentence(self) -> str:
+        """Return the verdict in one line."""
+        sentence = self.judged.verdict.sentence
+        return sentence.replace("worse:", "forgets:", 1) if self.is_forgotten else sentence
 
 
 def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int], command: str) -> SeedsReport:
@@ -107,8 +114,10 @@ def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int]
     _log.info("%d seeds, one after another: %s steps in all", len(trials), f"{steps * len(trials):,}")
     runs = Trials(folder, runner, metric, len(trials), steps * len(trials))
     outcomes = [runs.train(replace(trial, steps=steps)) for trial in trials]
-    finished = [each for each in outcomes if not each.error]
-    failed = "; ".join(f"{each.trial.name}: {each.error} ({each.next_try})" for each in outcomes if each.error)
+    finished = [outcome for outcome in outcomes if not outcome.error]
+    failed = "; ".join(
+        f"{outcome.trial.name}: {outcome.error} ({outcome.next_try})" for outcome in outcomes if outcome.error
+    )
     if len(finished) < 2:
         raise MachineError(f"{len(finished)} of {len(outcomes)} seeds finished, too few to judge; {failed}")
     report = _judge(finished, metric, command)
@@ -123,30 +132,31 @@ def train_seeds(config: Config, runner: Runner, steps_of: Callable[[Trial], int]
 def _judge(outcomes: Sequence[Outcome], metric: str, command: str) -> SeedsReport:
     kept = best_of(outcomes, metric)
     assert kept is not None
-    by_seed = [_results(each.folder) for each in outcomes]
+    by_seed = [_results(outcome.folder) for outcome in outcomes]
     sets = []
     try:
-        for place, (role, _) in enumerate(by_seed[0]):
-            pairs = [results[place][1] for results in by_seed]
-            found = seeds_verdict([[pair] for pair in pairs], pairs[0][1].deciding(metric))
-            sets.append(SetOfSeeds(role, pairs, found))
+        for number, (role, _) in enumerate(by_seed[0]):
+            pairs = [results[number][1] for results in by_seed]
+            judged = seeds_verdict([[pair] for pair in pairs], pairs[0][1].deciding(metric))
+            sets.append(SetOfSeeds(role, pairs, judged))
     except ValueError as error:
         raise DataError(f"{kept.folder.parent}: the seeds can't be judged together: {error}") from error
-    judged = [each for each in sets if each.role != "guard"]
-    whole = judged[0].found
-    alike = [each for each in judged if each.metric == judged[0].metric]
+    tests = [result for result in sets if result.role != "guard"]
+    whole = tests[0].judged
+    alike = [result for result in tests if result.metric == tests[0].metric]
     if len(alike) > 1:
-        whole = seeds_verdict([[each.pairs[seed] for each in alike] for seed in range(len(outcomes))], alike[0].metric)
+        by_seed_pairs = [[result.pairs[seed] for result in alike] for seed in range(len(outcomes))]
+        whole = seeds_verdict(by_seed_pairs, alike[0].metric)
     return SeedsReport(outcomes, kept, sets, whole, dev_metric(outcomes, metric), command)
 
 
 def _results(folder: Path) -> list[tuple[str, tuple[EvaluationResult, EvaluationResult]]]:
     """Return the role of each set of a run, with its results before and after training."""
-    found = []
-    for place, each in enumerate(run_report(folder)["sets"]):
-        own = folder / "evaluation" / ("" if place == 0 else f"{each['role']}-{place}")
-        found.append((each["role"], (read_evaluation(own / "baseline"), read_evaluation(own / "final"))))
-    return found
+    results = []
+    for number, row in enumerate(run_report(folder)["sets"]):
+        below = folder / "evaluation" / ("" if number == 0 else f"{row['role']}-{number}")
+        results.append((row["role"], (read_evaluation(below / "baseline"), read_evaluation(below / "final"))))
+    return results
 
 
 def _write(folder: Path, report: SeedsReport, config: Config) -> None:
@@ -159,108 +169,114 @@ def _write(folder: Path, report: SeedsReport, config: Config) -> None:
         replace_text(folder / "config.yaml", dump_config(config))
     except OSError as error:
         raise MachineError(f"{folder} can't be written: {error}; free some space, and run again") from error
-    drawings = {"drawing": partial(_draw, report)}
-    write_report(folder, TEMPLATE, _document(report), _shared(report), drawings, name=NAME)
+    write_page(folder, seeds_page(report), name=NAME)
 
 
 def _lines(report: SeedsReport) -> list[str]:
-    """Return what ends the command."""
-    found = report.whole
+    """Return the lines that end the command."""
     values = "  ".join(
-        f"{each.trial.name} {value:.4f}" for each, value in zip(report.outcomes, found.finals, strict=True)
+        f"{outcome.trial.name} {value:.4f}" for outcome, value in zip(report.outcomes, report.whole.finals, strict=True)
     )
-    lines = [f"seeds   {values}  (standard deviation {found.spread:.4f})", f"model   {report.keeps}"]
+    lines = [f"seeds   {values}  (standard deviation {report.whole.spread:.4f})", f"model   {report.keeps}"]
     lines += [f"report  {report.kept.folder.parent / f'{NAME}.html'}"]
     if len(report.sets) > 1:
-        lines += [f"{each.role:<5}  {each.pairs[0][1].task}: {_sentence(each)}" for each in report.sets]
-    lost = [each.pairs[0][1].task for each in report.sets if _forgets(each)]
-    return [*lines, f"{found.verdict.sentence}; forgets on {', '.join(lost)}" if lost else found.verdict.sentence]
+        lines += [f"{result.role:<5}  {result.name}: {result.sentence}" for result in report.sets]
+    sentence = report.whole.verdict.sentence
+    lost = [result.name for result in report.sets if result.is_forgotten]
+    return [*lines, f"{sentence}; forgets on {', '.join(lost)}" if lost else sentence]
 
 
-def _forgets(each: SetOfSeeds) -> bool:
-    return each.role == "guard" and each.found.verdict.word == "worse"
+def seeds_page(report: SeedsReport) -> Page:
+    """Return the page of several seeds."""
+    count = len(report.outcomes)
+    figure = Figure(
+        "Before and after training",
+        partial(draw_seeds, report.whole),
+        "The metric of each seed before and after training, and the mean after training, around which the interval of "
+        "the mean gain is drawn.",
+    )
+    limits = (
+        f"The interval speaks of other seeds and of other queries of the same kind. It is wide where models differ "
+        f"from seed to seed: {plural(count, 'seed')} leave {plural(count - 1, 'degree')} of freedom to judge that by."
+    )
+    return Page(
+        kind="One configuration, several seeds",
+        title=plural(count, "seed"),
+        head=[Note(f"{capitalised(report.whole.verdict.sentence)}."), Note(f"{capitalised(report.keeps)}.")],
+        sections=[
+            Section("seeds", "Seeds", [Row([figure]), seeds_table(report), Note(limits, muted=True)]),
+            Section("method", "Reproduce", [Code(report.command, "Command")]),
+        ],
+        document=seeds_document(report),
+    )
 
 
-def _sentence(each: SetOfSeeds) -> str:
-    sentence = each.found.verdict.sentence
-    return sentence.replace("worse:", "forgets:", 1) if _forgets(each) else sentence
+def seeds_table(report: SeedsReport) -> Table:
+    """Return each seed on every set with its difference, then their mean and their standard deviation."""
+
+    def cell(comparison: Comparison, scope: str = "") -> Cell:
+        text = f"{metric_text(comparison.candidate)} ({signed_text(comparison.difference)})"
+        return Cell(text, f"{signed_text(comparison.low)} to {signed_text(comparison.high)}{scope}")
+
+    rows: list[list[str | Cell]] = []
+    for seed, outcome in enumerate(report.outcomes):
+        dev = metric_text(dev_value(outcome, report.metric))
+        cells = [cell(verdict(*result.pairs[seed], result.metric).comparison) for result in report.sets]
+        rows.append([outcome.trial.choice["seed"], dev, str(outcome.kept_step), *cells])
+    means = [cell(result.judged.verdict.comparison, ", over seeds and queries") for result in report.sets]
+    deviations = [metric_text(result.judged.spread, 4) for result in report.sets]
+    return Table(
+        ["Seed", f"{report.metric} (dev)", "Step", *(f"{result.name} ({result.role})" for result in report.sets)],
+        [*rows, ["mean", "", "", *means], ["standard deviation", "", "", *deviations]],
+        tones={row: "chosen" for row, outcome in enumerate(report.outcomes) if outcome is report.kept},
+        title="Seeds",
+        caption=(
+            "Each seed: dev metric, the step whose model it kept, and each set after training with its difference; "
+            "the intervals of a seed are over queries alone."
+        ),
+    )
 
 
-def _document(report: SeedsReport) -> dict[str, Any]:
-    """Return the report for programs, every number unrounded."""
+def seeds_document(report: SeedsReport) -> dict[str, Any]:
+    """Return the seeds for programs, every number unrounded."""
 
-    def numbers(found: SeedsVerdict) -> dict[str, Any]:
-        comparison = found.verdict.comparison
+    def numbers(judged: SeedsVerdict) -> dict[str, Any]:
+        comparison = judged.verdict.comparison
         return {
-            "word": found.verdict.word,
-            "sentence": found.verdict.sentence,
+            "word": judged.verdict.word,
+            "sentence": judged.verdict.sentence,
             "baseline": comparison.baseline,
             "mean": comparison.candidate,
             "difference": comparison.difference,
             "low": comparison.low,
             "high": comparison.high,
-            "standard_deviation": found.spread,
-            "baselines": list(found.baselines),
-            "finals": list(found.finals),
+            "standard_deviation": judged.spread,
+            "baselines": list(judged.baselines),
+            "finals": list(judged.finals),
         }
 
     return {
         "schema_version": SCHEMA_VERSION,
         "metric": report.metric,
-        "seeds": [int(each.trial.choice["seed"]) for each in report.outcomes],
+        "seeds": [int(outcome.trial.choice["seed"]) for outcome in report.outcomes],
         "kept": report.kept.trial.name,
-        "dev": [dev_value(each, report.metric) for each in report.outcomes],
+        "dev": [dev_value(outcome, report.metric) for outcome in report.outcomes],
         "verdict": numbers(report.whole),
-        "sets": [{"role": each.role, "task": each.pairs[0][1].task, **numbers(each.found)} for each in report.sets],
+        "sets": [{"role": result.role, "task": result.name, **numbers(result.judged)} for result in report.sets],
         "command": report.command,
     }
 
 
-def _shared(report: SeedsReport) -> dict[str, Any]:
-    """Return what the page and the Markdown file both tell."""
-    heads = ["Seed", f"{report.metric} (dev)", "Step"]
-    heads += [f"{each.pairs[0][1].task} ({each.role})" for each in report.sets]
-    rows: list[list[str | Cell]] = []
-    for place, outcome in enumerate(report.outcomes):
-        cells = []
-        for each in report.sets:
-            one = verdict(*each.pairs[place], each.metric).comparison
-            bounds = f"{signed_text(one.low)} to {signed_text(one.high)}"
-            cells.append(Cell(f"{metric_text(one.candidate)} ({signed_text(one.difference)})", bounds))
-        dev = metric_text(dev_value(outcome, report.metric))
-        rows.append([outcome.trial.choice["seed"], dev, str(outcome.kept_step), *cells])
-    means: list[str | Cell] = ["mean", "", ""]
-    for each in report.sets:
-        all_seeds = each.found.verdict.comparison
-        bounds = f"{signed_text(all_seeds.low)} to {signed_text(all_seeds.high)}, over seeds and queries"
-        means.append(Cell(f"{metric_text(all_seeds.candidate)} ({signed_text(all_seeds.difference)})", bounds))
-    deviations: list[str | Cell] = ["standard deviation", "", ""]
-    deviations += [metric_text(each.found.spread, 4) for each in report.sets]
-    tones = {place: "chosen" for place, each in enumerate(report.outcomes) if each is report.kept}
-    return {
-        "title": plural(len(report.outcomes), "seed"),
-        "sentence": report.whole.verdict.sentence,
-        "keeps": report.keeps,
-        "limits": report.limits,
-        "seeds": Table(heads, [*rows, means, deviations], tones=tones),
-        "command": report.command,
-    }
-
-
-def _draw(report: SeedsReport) -> Markup:
+def draw_seeds(judged: SeedsVerdict, *, name: str, label: str) -> Markup:
     """Draw each seed before and after training, and the mean gain with its interval beside them."""
-    from vembed.pages.charts import BETTER, CURVE_INCHES, INK, SERIES, chart_axes, inline_svg
-
-    found = report.whole
-    comparison = found.verdict.comparison
-    with chart_axes(CURVE_INCHES) as (figure, axes):
-        for before, after in zip(found.baselines, found.finals, strict=True):
+    comparison = judged.verdict.comparison
+    with chart_axes(LARGE_INCHES) as (figure, axes):
+        for before, after in zip(judged.baselines, judged.finals, strict=True):
             axes.plot([0, 1], [before, after], color=SERIES, marker="o", markersize=4.0)
-        reach = [[comparison.difference - comparison.low], [comparison.high - comparison.difference]]
         axes.errorbar(
             [1.35],
             [comparison.candidate],
-            yerr=reach,
+            yerr=[[comparison.difference - comparison.low], [comparison.high - comparison.difference]],
             color=BETTER,
             ecolor=INK,
             marker="o",
@@ -270,11 +286,7 @@ def _draw(report: SeedsReport) -> Markup:
         axes.set_xticks([0, 1, 1.35], ["before", "after", "mean"])
         axes.set_xlim(-0.2, 1.6)
         axes.set_ylabel(comparison.metric)
-        label = (
-            "The metric of each seed before and after training, and the mean after training, around which the interval "
-            "of the mean gain is drawn."
-        )
-        return inline_svg(figure, name="seeds", label=label)
+        return inline_svg(figure, name=name, label=label)
 
 
 def refuse_unfit(config: Config, *, launcher: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from run_cases import CONTENT, METRIC, result, values_of, write_run
 from scipy import stats
 
 from vembed.comparison.compare import compare_runs
-from vembed.comparison.tables import terminal_lines
+from vembed.comparison.page import overlays, terminal_lines
 from vembed.errors import ConfigError
 from vembed.evaluation.significance import compare, holm, paired_p_value
 
@@ -194,7 +195,7 @@ def test_an_unfinished_first_run_leaves_the_baseline_to_a_finished_one(tmp_path:
     assert found.baseline.name == "first"
     assert "stopped hasn't finished, so first is the baseline." in found.notes
     assert any(note.startswith("stopped: it hasn't finished: 12 of 30 steps") for note in found.notes)
-    assert [place for place, _ in found.overlays[0].curves] == [0, 1, 2]
+    assert [place for place, _ in overlays(found)[0].curves] == [0, 1, 2]
     with pytest.raises(ConfigError, match="can't be compared with: it hasn't finished: 12 of 30"):
         compare_runs(runs, baseline=stopped)
 
@@ -203,7 +204,7 @@ def test_runs_none_of_which_has_finished_still_have_curves(tmp_path: Path) -> No
     found = compare_runs([write_run(tmp_path / name, None) for name in ("a", "b")], tmp_path / "report")
     assert "No run has finished: there are no results to compare yet." in found.notes
     assert found.tables == ()
-    assert len(found.overlays) == 3
+    assert len(overlays(found)) == 3
     assert (tmp_path / "report" / "compare.html").is_file()
 
 
@@ -331,6 +332,9 @@ def test_settings_that_an_older_version_lacks_are_told_apart_from_differences(tm
 
 def test_the_terminal_has_the_table_and_the_sentences(runs: list[Path]) -> None:
     lines = terminal_lines(compare_runs(runs))
-    assert lines[0] == "toy/test (test set)"
-    assert any(line.strip().startswith("untrained model") for line in lines[2:])
+    assert lines[0] == "toy/test (test set); 95% intervals in brackets"
+    assert lines[1].split() == ["Run", METRIC, "Difference", "p", "p", "(Holm)", "Reading"]
+    assert lines[2].split()[:2] == ["untrained", "model"]
+    assert re.search(r"better +0\.\d{3} \(0\.\d{3} to 0\.\d{3}\) +\+0\.\d{3} \(\+0\.\d{3} to \+0\.\d{3}\) ", lines[4])
+    assert lines[4].endswith("▲ better")
     assert lines[-1].startswith("No difference between alike and first")

@@ -58,6 +58,31 @@ def test_hostile_names_and_texts_are_only_shown(tmp_path: Path) -> None:
     assert "<script" not in notebook
 
 
+def test_the_curves_of_a_run_have_its_mark_in_every_form(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "runs" / f"run{n}", values_of(n)) for n in range(5)]
+    for count, shapes in ((2, 3), (5, 0)):  # more curves than four are no rows of characters that can be told apart
+        compare_runs(runs[:count], tmp_path / "report")
+        page, text = ((tmp_path / "report" / f"compare.{form}").read_text() for form in ("html", "md"))
+        assert '<strong class="series-1">● </strong>run0' in page
+        assert '<strong class="series-2">■ </strong>run1' in page
+        assert "- **●** run0\n- **■** run1" in text
+        assert sum("● " in line and " ■ " in line for line in text.splitlines() if "over steps" in line) == shapes
+
+
+def test_each_query_is_shown_with_what_both_models_put_first(tmp_path: Path) -> None:
+    """The set is gone, so that only its ids can be shown, and nobody knows which documents are right."""
+    runs = [write_run(tmp_path / "runs" / name, values_of(seed)) for name, seed in (("a", 1), ("b", 2))]
+    changes = compare_runs(runs, tmp_path / "report").changes[0]
+    page, text = ((tmp_path / "report" / f"compare.{form}").read_text() for form in ("html", "md"))
+    shown = len(changes.won) + len(changes.lost)
+    assert shown == 10
+    for form in (page, text):
+        assert form.count("a put first") == form.count("b put first") == shown
+        assert all(change.run.query_id in form for change in (*changes.won, *changes.lost))
+        assert "✗" not in form
+        assert "not retrieved" not in form
+
+
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_page_of_many_runs_stays_small(tmp_path: Path, count: int) -> None:
     runs = [write_run(tmp_path / f"run{n:02}", values_of(n, count=200), steps=600) for n in range(count)]

@@ -30,9 +30,7 @@ SHARED = """
 {{ page.contents([(text, text)]) }}
 {% call page.section(text, text) %}
 {{ page.stacked_table(table, text, text) }}
-{{ page.scroll_table(table, text, text) }}
 {{ page.pairs_table([(text, text)], text, text) }}
-{% call page.folded(text) %}<p>{{ text }}</p>{% endcall %}
 {{ page.figure(text, drawing, text) }}
 {{ page.long_block(text, text) }}
 {% endcall %}

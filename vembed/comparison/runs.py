@@ -1,7 +1,8 @@
-"""What a run's output folder says, whatever state the run is in."""
+"""Output folders of runs, read in whatever state they are: results, what they differ in, time and memory."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,11 +11,14 @@ import yaml
 
 from vembed.errors import ConfigError, DataError
 from vembed.evaluation.report.run_report import SCHEMA_VERSION
+from vembed.evaluation.report.speed import rate, settled_rows
 from vembed.evaluation.store import METRICS_FILE, read_evaluation
 from vembed.files import home_path, is_file, is_folder
 from vembed.json_text import fit, read_object
 from vembed.models.names import MODEL_FOLDER, is_run, nearest_folder
+from vembed.pages.text import finite, value_text
 from vembed.redact import redact
+from vembed.training.progress import evaluation_seconds
 from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
@@ -28,6 +32,18 @@ SEEDS_FILE = "seeds.json"
 
 DEFAULT_METRIC = "ndcg@10"
 
+NOT_KNOWN = "not recorded"
+
+OWN_KEYS = ("output_dir", "overwrite_output_dir", "resume")
+"""Keys that say where a run lies and how it was started."""
+
+DECIDED = ("strategy", "mode", "world_size", "dtype", "steps", "gradient_cache")
+"""Settings that only the plan knows."""
+
+HASH_CHARACTERS = 12
+
+PEAK_KEYS = ("peak_memory_bytes", "largest_rank_memory_bytes")
+
 _SHAPES: Final[dict[str, Any]] = {
     "steps": int,
     "world_size": int,
@@ -38,7 +54,7 @@ _SHAPES: Final[dict[str, Any]] = {
     "environment": dict[str, str],
     "metrics": dict[str, float | dict[str, Any] | None],
 }
-"""Key of plan.json, report.json or metrics.json -> what it must hold to be read."""
+"""Key of plan.json, report.json or metrics.json -> type that it must have to be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +69,7 @@ class SetResult:
 
     @property
     def name(self) -> str:
-        """What the set is called."""
+        """Return the name of the set."""
         return self.final.task
 
 
@@ -73,13 +89,23 @@ class Run:
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is a result of the chosen model."""
+        """Return True where there is a result of the chosen model."""
         return bool(self.sets)
 
     @property
     def metric(self) -> str:
-        """The metric that the run is judged by."""
+        """Return the metric that the run is judged by."""
         return str(self.config.get("metric_for_best_model") or DEFAULT_METRIC)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return the settings with what `auto` became."""
+        decided = {key: self.plan[key] for key in self.plan if key in self.config or key in DECIDED}
+        return {**self.config, **{key: value for key, value in decided.items() if value is not None}}
+
+    def texts(self, key: str) -> dict[str, str]:
+        """Return names and texts that the report holds under a key; none where it doesn't have them."""
+        return self.report.get(key) or {}
 
 
 def read_runs(paths: Sequence[Path | str], first: Path | str | None = None) -> tuple[list[Run], list[str]]:
@@ -97,14 +123,14 @@ def read_runs(paths: Sequence[Path | str], first: Path | str | None = None) -> t
     begin = [] if first is None else _folders(first)[0][:1]
     folders: dict[Path, Path] = {}
     notes = []
-    for path in paths:
-        place = home_path(path)
-        if is_file(place) and any(is_run(each) for each in place.parent.iterdir() if each.is_dir()):
-            notes.append(f"{redact(str(path))} is passed over: it isn't a run.")  # a shell's DIR/* names logs too
+    for named in paths:
+        path = home_path(named)
+        if is_file(path) and any(is_run(folder) for folder in path.parent.iterdir() if folder.is_dir()):
+            notes.append(f"{redact(str(named))} is passed over: it isn't a run.")  # a shell's DIR/* names logs too
             continue
-        found, passed_over = _folders(path)
+        matches, passed_over = _folders(named)
         notes += passed_over
-        for folder in found:
+        for folder in matches:
             if folder.resolve() in folders:
                 notes.append(f"{redact(str(folder))} is named twice and compared once.")
             folders.setdefault(folder.resolve(), folder)
@@ -115,33 +141,33 @@ def read_runs(paths: Sequence[Path | str], first: Path | str | None = None) -> t
     return [_read_run(folder, name) for folder, name in zip(folders.values(), names, strict=True)], notes
 
 
-def _folders(path: Path | str) -> tuple[list[Path], list[str]]:
+def _folders(named: Path | str) -> tuple[list[Path], list[str]]:
     """Return the run folders that a path or a pattern names, and notes on what isn't one.
 
     Raises:
         ConfigError: It names no run.
     """
-    place = home_path(path)
-    if "*" in str(path) and not place.exists():
-        start = Path(place.anchor)
-        matches = sorted(start.glob(str(place.relative_to(start))))
+    path, shown = home_path(named), redact(str(named))
+    if "*" in str(named) and not path.exists():
+        start = Path(path.anchor)
+        matches = sorted(start.glob(str(path.relative_to(start))))
         runs = [match for match in matches if is_folder(match) and is_run(match) and not is_file(match / SEEDS_FILE)]
         if not runs:
-            raise ConfigError(f"{redact(str(path))} matches no output folder of a run")
+            raise ConfigError(f"{shown} matches no output folder of a run")
         others = [match for match in matches if match not in runs]
         return runs, [f"{redact(str(other))} is passed over: it isn't a run." for other in others]
-    if not is_folder(place):
-        raise ConfigError(f"there is no folder {redact(str(path))}{nearest_folder(place)}; name a run's output folder")
-    for folder in (place, place.parent):
-        if is_run(folder) and (folder == place or place.name in ("report", MODEL_FOLDER, "evaluation")):
+    if not is_folder(path):
+        raise ConfigError(f"there is no folder {shown}{nearest_folder(path)}; name a run's output folder")
+    for folder in (path, path.parent):
+        if is_run(folder) and (folder == path or path.name in ("report", MODEL_FOLDER, "evaluation")):
             if is_file(folder / SEEDS_FILE):
-                each = redact(str(folder / "seed-*"))
-                raise ConfigError(f"{redact(str(path))} is of several seeds; name their runs: vembed compare {each}")
+                seeds = redact(str(folder / "seed-*"))
+                raise ConfigError(f"{shown} is of several seeds; name their runs: vembed compare {seeds}")
             return [folder], []
-    said = f"{redact(str(path))} isn't the output folder of a run: it has no plan.json and no train.log"
-    if any(is_run(child) for child in place.iterdir() if child.is_dir()):
-        raise ConfigError(f"{said}. It holds runs; name those: vembed compare {redact(str(path))}/*")
-    raise ConfigError(f"{said}. Models without a run are compared by: vembed evaluate MODEL MODEL ... --data SET")
+    reason = f"{shown} isn't the output folder of a run: it has no plan.json and no train.log"
+    if any(is_run(child) for child in path.iterdir() if child.is_dir()):
+        raise ConfigError(f"{reason}. It holds runs; name those: vembed compare {shown}/*")
+    raise ConfigError(f"{reason}. Models without a run are compared by: vembed evaluate MODEL MODEL ... --data SET")
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -185,7 +211,14 @@ def _read_run(folder: Path, name: str) -> Run:
         notes.append("it has no report: versions, hardware and hashes of its data aren't known.")
     elif report and not report.get("data_hashes"):
         notes.append("an older version of vembed wrote it, which recorded no hashes of the data.")
-    evaluations = _evaluations(folder, notes)
+
+    evaluations = []
+    for path in (folder / "evaluation").glob(f"step-*/{METRICS_FILE}"):
+        step = path.parent.name.removeprefix("step-")
+        metrics = _read_json(path, notes).get("metrics")
+        if step.isdigit() and metrics is not None:
+            evaluations.append((int(step), metrics))
+    evaluations.sort(key=lambda row: row[0])
     return replace(run, rows=rows, evaluations=evaluations, sets=sets, notes=tuple(notes))
 
 
@@ -198,55 +231,164 @@ def _read_sets(
     below = folder / "evaluation"
     further = sorted(path.name for kind in ("test", "guard") for path in below.glob(f"{kind}-*") if is_folder(path))
     further.sort(key=lambda name: (int(end) if (end := name.rpartition("-")[2]).isdigit() else 0, name))
-    found = []
-    for key, place in ((first, below), *((name, below / name) for name in further)):
-        if not is_file(place / "final" / METRICS_FILE):
+    sets = []
+    for key, path in ((first, below), *((name, below / name) for name in further)):
+        if not is_file(path / "final" / METRICS_FILE):
             if key == first:
                 return ()
             continue
         try:
-            final = read_evaluation(place / "final")
-            has_start = is_file(place / "baseline" / METRICS_FILE)
-            untrained = read_evaluation(place / "baseline") if has_start else None
+            final = read_evaluation(path / "final")
+            has_start = is_file(path / "baseline" / METRICS_FILE)
+            untrained = read_evaluation(path / "baseline") if has_start else None
         except DataError as error:
             notes.append(f"a result can't be read: {redact(str(error))}")
             continue
         role: SetRole = "guard" if key.startswith("guard") else "test" if key.startswith("test") else "dev"
-        found.append(SetResult(key, role, str(hashes.get(key, "")), final, untrained))
-    return tuple(found)
-
-
-def _evaluations(folder: Path, notes: list[str]) -> list[tuple[int, Mapping[str, float]]]:
-    """Return the metrics on the dev set by step."""
-    found = []
-    for path in (folder / "evaluation").glob(f"step-*/{METRICS_FILE}"):
-        step = path.parent.name.removeprefix("step-")
-        metrics = _read_json(path, notes).get("metrics")
-        if step.isdigit() and metrics is not None:
-            found.append((int(step), metrics))
-    return sorted(found, key=lambda row: row[0])
+        sets.append(SetResult(key, role, str(hashes.get(key, "")), final, untrained))
+    return tuple(sets)
 
 
 def _read_json(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return the object in a JSON file; of one that is gone or broken nothing, and a note."""
     try:
-        found = read_object(path)
+        document = read_object(path)
         for key, kind in _SHAPES.items():
-            if found.get(key) is not None:
-                fit(kind, found[key], where=key)
+            if document.get(key) is not None:
+                fit(kind, document[key], where=key)
     except (OSError, ValueError) as error:
         notes.append(f"its {path.name} can't be read: {redact(str(error))}.")
         return {}
-    return found
+    return document
 
 
 def _read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     """Return the settings in config.yaml; of a file that is gone or broken none, and a note."""
     try:
-        found = yaml.safe_load(path.read_text("utf-8"))
-        if not isinstance(found, dict):
+        config = yaml.safe_load(path.read_text("utf-8"))
+        if not isinstance(config, dict):
             raise ValueError("it holds no keys")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"its {path.name} can't be read: {redact(str(error))}.")
         return {}
-    return {str(key): value for key, value in found.items()}
+    return {str(key): value for key, value in config.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A setting or a fact that isn't the same in all runs."""
+
+    name: str
+    values: tuple[str, ...]  # of each run
+
+
+def config_differences(runs: Sequence[Run]) -> list[Difference]:
+    """Return the settings that differ between runs which know them."""
+    settings = [run.settings for run in runs]
+    differences = []
+    for name in dict.fromkeys(name for values in settings for name in values if name not in OWN_KEYS):
+        known = [values[name] for values in settings if name in values]
+        # True equals 1 in Python, and isn't the same setting.
+        if any(value != known[0] or isinstance(value, bool) != isinstance(known[0], bool) for value in known[1:]):
+            texts = (value_text(name, values[name]) if name in values else NOT_KNOWN for values in settings)
+            differences.append(Difference(name, tuple(texts)))
+    return differences
+
+
+def unknown_keys(runs: Sequence[Run]) -> list[str]:
+    """Return a note for each run whose version lacks settings that another one has."""
+    names = list(dict.fromkeys(name for run in runs for name in run.config))
+    missing = {run.name: [name for name in names if name not in run.config] for run in runs if run.config}
+    return [
+        f"{name} is of a version of vembed without {', '.join(lacking)}."
+        for name, lacking in missing.items()
+        if lacking
+    ]
+
+
+def data_differences(runs: Sequence[Run]) -> list[Difference]:
+    """Return how the runs' data differ: counts, sources, and content by its hash."""
+    facts = []
+    for run in runs:
+        rows = [row for row in run.report.get("data_facts") or [] if len(row) == 2 and row[0] != "note"]
+        hashes = {
+            f"content of {'the training rows' if key == 'training' else f'the set {key}'}": value[:HASH_CHARACTERS]
+            for key, value in run.texts("data_hashes").items()
+        }
+        facts.append({row[0]: row[1] for row in rows} | hashes)
+    return _differences(facts)
+
+
+def data_sentence(runs: Sequence[Run]) -> str:
+    """Return a sentence on whether all runs trained on the same rows, as far as that is known."""
+    hashes = [run.texts("data_hashes").get("training", "") for run in runs]
+    if len({value for value in hashes if value}) > 1:
+        return "The runs didn't train on the same rows."
+    if not all(hashes):
+        return "Not every run recorded the content of its training rows."
+    return f"All runs trained on the same rows (hash {hashes[0][:HASH_CHARACTERS]})."
+
+
+def environment_differences(runs: Sequence[Run]) -> list[Difference]:
+    """Return the versions and the hardware that differ between finished runs."""
+    return _differences([run.texts("environment") for run in runs])
+
+
+def _differences(facts: Sequence[Mapping[str, str]]) -> list[Difference]:
+    names = dict.fromkeys(name for known in facts for name in known)
+    return [
+        Difference(name, tuple(known.get(name, NOT_KNOWN if not known else "none") for known in facts))
+        for name in names
+        if len({known.get(name) for known in facts if known}) > 1
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Time and memory of a run; a number that isn't known is None."""
+
+    device: str
+    strategy: str
+    processes: int | None
+    global_batch_size: int | None
+    steps_done: int
+    steps_planned: int | None
+    step_seconds: float | None  # of all steps
+    evaluation_seconds: float | None
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    peak_bytes: float | None  # measured, of the process that used most
+    planned_bytes: float | None  # of one device
+    planned_step_seconds: float | None  # of as many steps, on a device whose speed the plan knows
+
+
+def cost_of(run: Run) -> Cost:
+    """Return what a run took, from its rows; what only a report knows is empty without one."""
+    settled = settled_rows(run.rows)
+    seconds = [value for row in run.rows if math.isfinite(value := finite(row.get("step_seconds")))]
+    peaks = [value for row in run.rows for key in PEAK_KEYS if math.isfinite(value := finite(row.get(key)))]
+    candidates = [candidate for candidate in run.plan.get("candidates") or [] if candidate.get("recommended")]
+    parts = [
+        candidate["bytes_per_device"] for candidate in candidates if isinstance(candidate.get("bytes_per_device"), dict)
+    ]
+    planned = [finite(bytes_by_part.get("total")) for bytes_by_part in parts]
+    planned_seconds = finite(run.plan.get("rough_step_seconds")) * len(seconds)
+    try:
+        evaluating = evaluation_seconds(run.folder / "evaluation") or None
+    except (OSError, ValueError, TypeError, KeyError):
+        evaluating = None  # of a broken file, which a note of the run tells of
+    return Cost(
+        device=run.texts("environment").get("device", NOT_KNOWN),
+        strategy=" ".join(filter(None, (str(run.plan.get("strategy") or ""), str(run.plan.get("mode") or "")))),
+        processes=run.plan.get("world_size"),
+        global_batch_size=run.plan.get("global_batch_size"),
+        steps_done=int(run.rows[-1]["step"]) if run.rows else 0,
+        steps_planned=run.plan.get("steps"),
+        step_seconds=sum(seconds) if seconds else None,
+        evaluation_seconds=evaluating,
+        samples_per_second=rate(settled, "samples_per_second"),
+        tokens_per_second=rate(settled, "tokens_per_second"),
+        peak_bytes=max(peaks, default=None),
+        planned_bytes=planned[0] if planned else None,
+        planned_step_seconds=planned_seconds if math.isfinite(planned_seconds) else None,
+    )

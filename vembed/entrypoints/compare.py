@@ -42,7 +42,7 @@ def main(arguments: Sequence[str], *, program: str) -> int:
 
 def _run(parsed: argparse.Namespace, command: str) -> int:
     from vembed.comparison.compare import compare_runs
-    from vembed.comparison.tables import terminal_lines
+    from vembed.comparison.page import terminal_lines
 
     quiet_libraries()
     output = home_path(parsed.output)

@@ -1,4 +1,4 @@
-"""Jinja environments of the pages that are still templates of their own: comparison, sweep, search, card.
+"""Jinja environments of the pages that are still templates of their own: search and card.
 
 They go with these templates, once their writers build a `vembed.pages.page.Page`.
 """
@@ -17,17 +17,14 @@ from vembed.errors import MachineError
 from vembed.files import replace_text
 from vembed.pages import html, markdown
 from vembed.pages.page import Table
-from vembed.pages.text import capitalised, clip, count_text, id_text, metric_text, one_line, plain, signed_text
+from vembed.pages.text import capitalised, clip, count_text, id_text, one_line, plain
 from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 TEMPLATES = Path(__file__).parent / "templates"
-FILTERS = {
-    function.__name__: function
-    for function in (capitalised, clip, count_text, id_text, metric_text, one_line, signed_text)
-}
+FILTERS = {function.__name__: function for function in (capitalised, clip, count_text, id_text, one_line)}
 
 
 @cache

@@ -108,7 +108,7 @@ def comparison_page(comparison: RunComparison) -> Page:
     pictures = list(pictures_on(queries.blocks)) if queries is not None else []
     copies = small_copies(pictures, comparison.image_limits)
     if queries is not None and (note := copies_note(pictures, copies)):
-        queries = replace(queries, blocks=[Note(note, muted=True), *queries.blocks])
+        queries = replace(queries, blocks=[queries.blocks[0], Note(note, muted=True), *queries.blocks[1:]])
     sections = [
         metrics_section(comparison),
         differences_section(comparison),

@@ -31,13 +31,12 @@ from vembed.data.retrieval import RetrievalData
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.splits import SourceOptions
 from vembed.errors import ConfigError, VembedError
-from vembed.evaluation.leaderboard.text import p_text
 from vembed.evaluation.metrics import HEADLINE
 from vembed.evaluation.report.comparison import MetricRow, difference_text, verdict_decimals
 from vembed.evaluation.report.examples import Example, example_of, paired_values, picture_captions
 from vembed.evaluation.significance import compare, holm, judged, mean_interval, mean_verdict, paired_p_value
 from vembed.pages.html import notebook_frame
-from vembed.pages.text import one_line, signed_text
+from vembed.pages.text import one_line, p_text, signed_text
 from vembed.redact import redact
 from vembed.text import plural
 from vembed.training.inputs import content_hash, load_run_data

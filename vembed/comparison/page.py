@@ -18,14 +18,20 @@ import numpy as np
 
 from vembed.comparison.compare import LEVEL
 from vembed.comparison.runs import NOT_KNOWN
-from vembed.evaluation.leaderboard.charts import COLOURS, MARKERS, series_mark
-from vembed.evaluation.leaderboard.text import NOTHING, p_text
 from vembed.evaluation.report.comparison import difference_cell, largest_bound, mean_cell, reading_cell
 from vembed.evaluation.report.curves import STEP_CURVES, dev_curve, sparkline, step_curve, thinned_rows
 from vembed.evaluation.report.examples import pictures_of, text_of
 from vembed.evaluation.report.speed import seconds_text
 from vembed.evaluation.significance import CONFIDENCE
-from vembed.pages.charts import chart_axes, inline_svg, scale_axis, set_ticks
+from vembed.pages.charts import (
+    SERIES_COLOURS,
+    SERIES_MARKERS,
+    chart_axes,
+    inline_svg,
+    scale_axis,
+    series_mark,
+    set_ticks,
+)
 from vembed.pages.page import (
     SYMBOLS,
     Cell,
@@ -46,7 +52,18 @@ from vembed.pages.page import (
 )
 from vembed.pages.pictures import copies_note, small_copies
 from vembed.pages.terminal import table_lines
-from vembed.pages.text import bytes_text, clip, count_text, finite, metric_text, number_text, one_line, signed_text
+from vembed.pages.text import (
+    DASH,
+    bytes_text,
+    clip,
+    count_text,
+    finite,
+    metric_text,
+    number_text,
+    one_line,
+    p_text,
+    signed_text,
+)
 from vembed.redact import redact
 from vembed.text import plural, show_duration
 
@@ -190,7 +207,7 @@ def metrics_table(table: SetTable, metric: str, baseline: Run) -> Table:
             [
                 clip(line.name, NAME_CHARACTERS).short,
                 mean_cell(line.row, "final"),
-                NOTHING if line.row.verdict is None else difference_cell(line.row),
+                DASH if line.row.verdict is None else difference_cell(line.row),
                 *map(p_text, tests),
                 reading,
             ]
@@ -379,7 +396,7 @@ def draw_overlay(overlay: Overlay, *, over_seconds: bool = False, name: str, lab
             if over_seconds:  # an evaluation at a step that wasn't logged has no second
                 rows_N = np.array([row for row in rows_N if int(curve.steps_N[row]) in seconds], dtype=np.int64)
                 across_N = np.array([seconds[int(step)] for step in curve.steps_N[rows_N]])
-            colour, marker = COLOURS[run % len(COLOURS)], MARKERS[run % len(MARKERS)][0]
+            colour, marker = SERIES_COLOURS[run % len(SERIES_COLOURS)], SERIES_MARKERS[run % len(SERIES_MARKERS)][0]
             values_N = curve.values_N[rows_N] / curve.spec.divisor
             line_N = values_N if curve.mean_N is None else curve.mean_N[rows_N] / curve.spec.divisor
             if curve.mean_N is not None and count <= FEW_RUNS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -220,13 +221,10 @@ def test_a_teacher_decides_what_the_margin_leaves_out(task: MiningTask, encode: 
 
 
 def mine_on_ranks(rank: int, rows: Path, bag: Path, folder: Path) -> Any:
-    mine_module.BLOCK_QUERIES, store_module.BLOCK_ROWS = 7, 16
-    try:
+    with patch.object(mine_module, "BLOCK_QUERIES", 7), patch.object(store_module, "BLOCK_ROWS", 16):
         encode = load(bag).item_encoder(256)
         encode.ranks = Ranks.of_this_process()
         return Miner(encode, MiningKeys(), folder).mine(MiningTask.of(read(rows).table))
-    finally:
-        mine_module.BLOCK_QUERIES, store_module.BLOCK_ROWS = 4096, 32_768
 
 
 def test_two_ranks_share_the_work_and_both_know_the_result(

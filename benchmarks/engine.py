@@ -115,7 +115,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-plain", action="store_true", help="leave the step without caching out: it takes most memory"
     )
-    parser.add_argument("--only", default="", metavar="REGEX", help="variants whose names match, one ST among them")
+    parser.add_argument("--only", default="", metavar="REGEX", help="variants whose names match; the plain step always")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="folder that gets engine.json")
     return parser.parse_args()
@@ -162,18 +162,25 @@ def _rows(
 
 
 def _print(rows: dict[str, dict[str, float]], workload: Workload, lengths: str) -> None:
-    """Print the table; speed is relative to the peer's default, or to its fastest setting where that was left out."""
+    """Print the table; speed is relative to the peer's default, its fastest setting, or the first row.
+
+    The latter two where `--only` or `--peer-rows` has left the default, or all of the peer, out.
+    """
     tokens = int(workload.lengths.sum())
-    best = min((name for name in rows if name.startswith("ST")), key=lambda name: rows[name]["cpu_seconds"])
-    base = rows.get(DEFAULT_PEER, rows[best])["cpu_seconds"]
+    peers = sorted((name for name in rows if name.startswith("ST")), key=lambda name: rows[name]["cpu_seconds"])
+    base = next((name for name in (DEFAULT_PEER, *peers, *rows) if name in rows), "")
     print(f"\n{lengths} lengths: {len(workload.lengths)} texts, {tokens} tokens, longest {workload.lengths.max()}")
     print(f"{'':26}{'CPU s':>8}{'speed':>8}{'peak MB':>9}{'padding':>9}{'TFLOP':>8}{'gradient error':>16}")
     for name, row in rows.items():
         print(
-            f"{name:26}{row['cpu_seconds']:8.2f}{base / row['cpu_seconds']:8.2f}{row['peak_bytes'] / 1e6:9.0f}"
-            f"{row['padded_tokens'] / tokens:9.2f}{row['flops'] / 1e12:8.3f}{row['gradient_error']:16.1e}"
+            f"{name:26}{row['cpu_seconds']:8.2f}{rows[base]['cpu_seconds'] / row['cpu_seconds']:8.2f}"
+            f"{row['peak_bytes'] / 1e6:9.0f}{row['padded_tokens'] / tokens:9.2f}{row['flops'] / 1e12:8.3f}"
+            f"{row['gradient_error']:16.1e}"
         )
-    room = rows[best]["peak_bytes"]
+    if not peers:
+        print(f"no row of the peer: speed is relative to {base}" if rows else "no variant was measured")
+        return
+    best, room = peers[0], rows[peers[0]]["peak_bytes"]
     fitting = [name for name in rows if name.startswith("vembed") and rows[name]["peak_bytes"] <= room]
     print(f"fastest of the peer: {best}, {rows[best]['cpu_seconds']:.2f} s, {room / 1e6:.0f} MB")
     if fitting:

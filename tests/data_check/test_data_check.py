@@ -59,6 +59,7 @@ def test_clean_rows_give_no_finding(checked: Callable[..., Any]) -> None:
     code, document, page = checked(clean_rows(200))
     assert (code, document["findings"], document["rows"]) == (0, [], 200)
     assert "No errors and no warnings." in page
+    assert 'id="examples"' not in page
     assert document["profile"]["lengths"]["queries"]["quantiles"]["0.5"] == 12
 
 
@@ -268,6 +269,18 @@ def test_show_tells_of_columns_that_later_rows_bring(tmp_path: Path, capsys: pyt
     data = written(tmp_path / "train.jsonl", [row, {**row, "neg": "un chat"}])
     assert main(["show", str(data)], program="vembed data") == 0
     assert "negatives       column neg" in capsys.readouterr().out
+
+
+def test_every_table_of_the_page_has_a_name_of_its_own(checked: Callable[..., Any], tmp_path: Path) -> None:
+    train, tests = clean_rows(40), {"dev.jsonl": clean_rows(20, seed=2), "test.jsonl": clean_rows(20, seed=3)}
+    for rows in tests.values():
+        rows[3] = train[7]
+    _, document, page = checked(
+        train, "--against", *(str(written(tmp_path / name, rows)) for name, rows in tests.items())
+    )
+    assert [finding["kind"] for finding in document["findings"]].count("leaked_queries") == 2
+    names = re.findall(r'role="region" aria-label="([^"]+)"', page)
+    assert len(names) == len(set(names)) > len(document["findings"])
 
 
 def test_columns_are_mapped_as_in_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,42 +4,46 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.ticker import MaxNLocator
 
 from vembed.data_check.findings import SEVERITIES
-from vembed.evaluation.pages import html_environment, write_pages
-from vembed.pages.charts import CURVE_INCHES, SERIES, axis_labels, chart_axes, inline_svg
-from vembed.pages.page import Table
-from vembed.pages.text import clip, columns_of, count_text, number_text, one_line, plain
+from vembed.pages.charts import LARGE_INCHES, SERIES, chart_axes, inline_svg, set_ticks
+from vembed.pages.html import render_html
+from vembed.pages.page import Cell, Facts, Figure, Heading, Note, Page, Row, Section, Table, command_blocks, pairs_table
+from vembed.pages.text import capitalised, clip, columns_of, count_text, number_text, one_line, plain
+from vembed.pages.write import write_files
 from vembed.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     from markupsafe import Markup
     from numpy.typing import NDArray
 
     from vembed.data_check.check import DataCheck
     from vembed.data_check.findings import Finding
+    from vembed.pages.page import Block
 
 SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
-TEMPLATES = Path(__file__).parent / "templates"
 BARS = 30
-TERMINAL_CHARACTERS = 70
-"""Of each text of an example in the terminal."""
+TERMINAL_CHARACTERS, PAGE_CHARACTERS = 70, 300
+"""Of each text of an example."""
 
 MOST_SHARES = 6
+
+METHOD = (
+    "Texts count as equal when they differ in nothing but case, spaces and punctuation. Nearly equal texts share at "
+    "least 80% of their runs of four characters. Scripts are told by Unicode block: they are no languages."
+)
 
 
 def summary(check: DataCheck) -> str:
     """Return how many kinds of findings there are, worst first."""
     counts = [(check.count(severity), severity) for severity in SEVERITIES]
-    said = ", ".join(plural(count, severity) for count, severity in counts if count)
-    return said or "nothing found"
+    return ", ".join(plural(count, severity) for count, severity in counts if count) or "nothing found"
 
 
 def size_text(check: DataCheck) -> str:
@@ -52,14 +56,14 @@ def size_text(check: DataCheck) -> str:
 
 
 def terminal_lines(check: DataCheck) -> list[str]:
-    """Return what the terminal says: findings with one example each, then what the data are like."""
+    """Return the check for a terminal: findings with one example each, then what the data are like."""
     lines = [f"{check.source.name}: {size_text(check)}"]
-    width = max((len(count_text(each.count)) for each in check.findings), default=0)
-    for each in check.findings:
-        share = f" ({each.share})" if each.share else ""
-        lines.append(f"  {each.severity:<7}  {count_text(each.count):>{width}} {each.title}{share}")
-        if each.examples and each.severity != "note":
-            cells = " | ".join(_short(cell) for cell in each.examples[0] if cell)
+    width = max((len(count_text(finding.count)) for finding in check.findings), default=0)
+    for finding in check.findings:
+        share = f" ({finding.share})" if finding.share else ""
+        lines.append(f"  {finding.severity:<7}  {count_text(finding.count):>{width}} {finding.title}{share}")
+        if finding.examples and finding.severity != "note":
+            cells = " | ".join(_short(cell) for cell in finding.examples[0] if cell)
             lines.append(f"  {'':<7}  {'':>{width}}   {cells}")
     if not check.findings:
         lines.append("  no errors, no warnings")
@@ -80,15 +84,15 @@ def profile_facts(check: DataCheck) -> list[tuple[str, str]]:
     profile, facts = check.profile, []
     for side in profile.lengths:
         least, low, median, high, most = (count_text(value) for value in profile.quantiles(side))
-        said = f"median {median}, 90% from {low} to {high}, all from {least} to {most}"
-        facts.append((f"{side.capitalize()}, {profile.unit}", said))
-    facts += [(f"{side.capitalize()}, script", _shares(each)) for side, each in profile.scripts.items()]
+        spread = f"median {median}, 90% from {low} to {high}, all from {least} to {most}"
+        facts.append((f"{side.capitalize()}, {profile.unit}", spread))
+    facts += [(f"{side.capitalize()}, script", _shares(counts)) for side, counts in profile.scripts.items()]
     if profile.classes:
         largest, smallest = next(iter(profile.classes.items())), min(profile.classes.values())
-        said = f"{count_text(profile.num_classes)}; the largest has {plural(largest[1], 'row')}"
+        sizes = f"{count_text(profile.num_classes)}; the largest has {plural(largest[1], 'row')}"
         if profile.num_classes <= len(profile.classes):
-            said += f", the smallest {count_text(smallest)}"
-        facts.append(("Classes", said))
+            sizes += f", the smallest {count_text(smallest)}"
+        facts.append(("Classes", sizes))
     if profile.grades:
         facts.append(("Grades", _shares(profile.grades, most=12)))
     return facts
@@ -117,77 +121,117 @@ def document(check: DataCheck, command: str) -> dict[str, Any]:
         "queries": len(source.queries),
         "documents": len(source.documents),
         **{f"{severity}s": check.count(severity) for severity in SEVERITIES},
-        "findings": [each.document() for each in check.findings],
+        "findings": [finding.document() for finding in check.findings],
         "profile": check.profile.document(),
         "notes": list(check.notes),
         "command": command,
     }
 
 
-def write_json(path: Path, check: DataCheck, command: str) -> None:
-    """Write the check for programs.
+def check_page(check: DataCheck, command: str) -> Page:
+    """Return the check as a page: the findings, their examples, what the data are like, and how they were checked."""
+    source, profile = check.source, check.profile
+    facts = [
+        ("Rows", count_text(len(source.table))),
+        ("Queries", count_text(len(source.queries))),
+        ("Documents", count_text(len(source.documents))),
+        *((f"{severity.capitalize()}s", count_text(check.count(severity))) for severity in SEVERITIES),
+    ]
+    findings = [Section("findings", "Findings", [Note("No errors and no warnings.")])]
+    if check.findings:
+        examples = [block for finding in check.findings for block in example_blocks(finding)]
+        findings = [
+            Section("findings", "Findings", [findings_table(check)]),
+            Section("examples", "Examples", examples),
+        ]
+    figures = [
+        Figure(
+            f"Length of the {side}",
+            partial(draw_lengths, lengths, side=side, unit=profile.unit),
+            "The longest 1% stand in the last bar; the table has the numbers.",
+        )
+        for side, lengths in profile.lengths.items()
+    ]
+    caption = "Lengths, scripts, classes and grades of distinct texts."
+    shape: list[Block] = [Row(figures)] if figures else []
+    shape.append(pairs_table("What the data are like", profile_facts(check), caption))
+    if profile.classes:
+        classes = [(name, plural(count, "row")) for name, count in profile.classes.items()]
+        shape.append(pairs_table("Classes", classes, "The largest classes."))
+    notes = [Note(note, muted=True) for note in check.notes]
+    return Page(
+        kind="Data check",
+        title=source.name,
+        head=[Note(f"{capitalised(summary(check))}."), Facts(facts)],
+        sections=[
+            *findings,
+            Section("profile", "What the data are like", shape),
+            Section("method", "How it was checked", [Note(METHOD), *notes, *command_blocks(command)]),
+        ],
+        document=document(check, command),
+    )
+
+
+def findings_table(check: DataCheck) -> Table:
+    """Return all findings, errors in colour and notes muted."""
+    return Table(
+        ("Severity", "How many", "Share", "What"),
+        [
+            [
+                Cell(finding.severity, tone="worse") if finding.severity == "error" else finding.severity,
+                count_text(finding.count),
+                finding.share,
+                finding.title,
+            ]
+            for finding in check.findings
+        ],
+        words=frozenset({0, 3}),
+        tones={row: "muted" for row, finding in enumerate(check.findings) if finding.severity == "note"},
+        title="Findings",
+        caption="The worst first. Errors make the command fail.",
+    )
+
+
+def example_blocks(finding: Finding) -> list[Block]:
+    """Return a finding with its advice and a table of its examples."""
+    share = f", {finding.share}" if finding.share else ""
+    title = f"{capitalised(finding.severity)}: {count_text(finding.count)} {one_line(finding.title)}{share}"
+    blocks: list[Block] = [Heading(title), Note(finding.advice)]
+    if finding.examples:
+        rows = [[clip(cell, PAGE_CHARACTERS).short for cell in example] for example in finding.examples]
+        count = len(rows)
+        caption = f"{count} of {count_text(finding.count)}" if count < finding.count else "All of them"
+        words = frozenset(range(len(finding.heads)))
+        blocks.append(Table(finding.heads, rows, words=words, title=title, caption=caption))
+    return blocks
+
+
+def draw_lengths(lengths: NDArray[np.int32], *, side: str, unit: str, name: str, label: str) -> Markup:
+    """Draw how long texts are; the longest 1% stand in the last bar."""
+    top = max(1.0, float(np.quantile(lengths, 0.99)))
+    counts, edges = np.histogram(np.minimum(lengths, top), bins=min(BARS, int(top)), range=(0.0, top))
+    with chart_axes(LARGE_INCHES) as (figure, axes):
+        axes.stairs(counts, edges, fill=True, color=SERIES, alpha=0.8)
+        axes.set(xlabel=unit, ylabel=side)
+        set_ticks(axes.xaxis, 6, integer=True)
+        set_ticks(axes.yaxis, integer=True)
+        return inline_svg(figure, name=name, label=label)
+
+
+def write_json(path: Path, page: Page) -> None:
+    """Write the check for programs, letters of all scripts as they are.
 
     Raises:
         MachineError: The file can't be written.
     """
-    text = json.dumps(plain(document(check, command)), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
-    write_pages(path.parent, {path.name: text}, "check")
+    text = json.dumps(plain(page.document), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    write_files(path.parent, {path.name: text}, what="the check")
 
 
-def write_html(path: Path, check: DataCheck, command: str) -> None:
+def write_html(path: Path, page: Page) -> None:
     """Write the check as one page.
 
     Raises:
         MachineError: The file can't be written.
     """
-    overview = [[each.severity, count_text(each.count), each.share, each.title] for each in check.findings]
-    tones = {row: each.severity for row, each in enumerate(check.findings)}
-    facts = [
-        ("Rows", count_text(len(check.source.table))),
-        ("Queries", count_text(len(check.source.queries))),
-        ("Documents", count_text(len(check.source.documents))),
-        *((severity.capitalize() + "s", count_text(check.count(severity))) for severity in SEVERITIES),
-    ]
-    page = html_environment(TEMPLATES).get_template("data_check.html.jinja")
-    shown = {
-        "check": check,
-        "summary": summary(check),
-        "key_facts": facts,
-        "overview": Table(("Severity", "How many", "Share", "What"), overview, words=frozenset({0, 3}), tones=tones),
-        "findings": [_shown(each) for each in check.findings],
-        "facts_of_data": profile_facts(check),
-        "lengths": [
-            (side, partial(_draw_lengths, side, each, check.profile.unit))
-            for side, each in check.profile.lengths.items()
-        ],
-        "classes": [(name, plural(count, "row")) for name, count in check.profile.classes.items()],
-        "command": command,
-    }
-    write_pages(path.parent, {path.name: page.render(shown)}, "check")
-
-
-def _shown(finding: Finding) -> dict[str, Any]:
-    """Return a finding as texts and a table."""
-    rows = [[clip(cell, 300).short for cell in example] for example in finding.examples]
-    share = f", {finding.share}" if finding.share else ""
-    return {
-        "kind": finding.kind,
-        "severity": finding.severity,
-        "title": f"{count_text(finding.count)} {one_line(finding.title)}{share}",
-        "advice": finding.advice,
-        "table": Table(finding.heads, rows, words=frozenset(range(len(finding.heads)))) if rows else None,
-        "caption": f"{len(rows)} of {count_text(finding.count)}" if len(rows) < finding.count else "All of them",
-    }
-
-
-def _draw_lengths(side: str, lengths: NDArray[np.int32], unit: str) -> Markup:
-    """Draw how long texts are; the longest 1% stand in the last bar."""
-    top = max(1.0, float(np.quantile(lengths, 0.99)))
-    counts, edges = np.histogram(np.minimum(lengths, top), bins=min(BARS, int(top)), range=(0.0, top))
-    with chart_axes(CURVE_INCHES) as (figure, axes):
-        axes.stairs(counts, edges, fill=True, color=SERIES, alpha=0.8)
-        axes.set(xlabel=unit, ylabel=side)
-        for axis, ticks in ((axes.xaxis, 6), (axes.yaxis, 4)):
-            axis.set_major_locator(MaxNLocator(ticks, integer=True))
-            axis.set_major_formatter(axis_labels())
-        return inline_svg(figure, name=f"lengths-{side}", label=f"Lengths of the {side}; the table has the numbers.")
+    write_files(path.parent, {path.name: render_html(page)}, what="the check")

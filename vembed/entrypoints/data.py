@@ -89,16 +89,17 @@ def _check(parsed: argparse.Namespace, command: str) -> int:
     against = dict.fromkeys(parsed.against, _options(parsed, "test", parsed.against_split))
     _refuse_missing({parsed.path: options, **against})
     from vembed.data_check.check import check_data
-    from vembed.data_check.report import terminal_lines, write_html, write_json
+    from vembed.data_check.report import check_page, terminal_lines, write_html, write_json
 
     encode = _encoder(parsed)
     with tempfile.TemporaryDirectory(prefix="vembed-check-") as folder:
         check = check_data(parsed.path, options, against, Path(folder), encode)
         for line in terminal_lines(check):
             print(visible(redact(line)))
+        page = check_page(check, command)
         for path, write in ((parsed.json, write_json), (parsed.html, write_html)):
             if path is not None:
-                write(home_path(path), check, command)
+                write(home_path(path), page)
                 print(f"written to {redact(str(path))}")
         return check.exit_code(strict=parsed.strict)
 

@@ -1,4 +1,4 @@
-"""Jinja environments of the pages that are still templates of their own: search and card.
+"""Jinja environments of the pages that are still templates of their own: leaderboard, comparison, sweep, card.
 
 They go with these templates, once their writers build a `vembed.pages.page.Page`.
 """

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from markupsafe import Markup
 
 from vembed.data.images import FORMATS
-from vembed.evaluation.pages import html_environment
+from vembed.pages.html import environment
 from vembed.search.thumbnails import thumbnail_size
 from vembed.text import visible
 
@@ -27,7 +27,7 @@ COUNTS = (5, 10, 20, 50, 100)  # of hits in the form; an address may name any nu
 SHORT_CHARACTERS = 360  # of a longer text the beginning is shown, and the rest behind a click
 PICTURE_FIELD = "picture"
 
-_ENVIRONMENT = html_environment(Path(__file__).parent / "templates")
+_ENVIRONMENT = environment(Path(__file__).parent / "templates")
 _STYLE = _ENVIRONMENT.get_template("search.css.jinja").render()
 
 POLICY = (

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 from browser_cases import needs_browser, running_browser
 
-from vembed.evaluation.pages import html_environment
+from vembed.pages.html import render_html
+from vembed.pages.page import Code, Note, Page
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-TEMPLATE = """{% extends "base.html.jinja" %}{% import "macros.html.jinja" as page %}{% block title %}x{% endblock %}
-{% block main %}<p>before</p>{{ page.long_block(text, "Command") }}<p>after</p>{% endblock %}"""
 
 
 @pytest.mark.slow
@@ -23,7 +21,8 @@ TEMPLATE = """{% extends "base.html.jinja" %}{% import "macros.html.jinja" as pa
 def test_one_click_selects_a_block_to_copy_and_nothing_else(tmp_path: Path, width: int) -> None:
     text = f"vembed train {'config.yaml ' * 20}\n--resume never"
     page = tmp_path / "page.html"
-    page.write_text(html_environment().from_string(TEMPLATE).render(text=text))
+    blocks = [Note("before"), Code(text, "Command"), Note("after")]
+    page.write_text(render_html(Page("kind", "title", blocks, [], {})))
     with running_browser(tmp_path / "profile") as browser:
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         browser.ask("Emulation.setDeviceMetricsOverride", **metrics)

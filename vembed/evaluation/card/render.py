@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from vembed.evaluation.card.citations import papers
 from vembed.evaluation.card.front_matter import front_matter, metric_name
 from vembed.evaluation.card.names import without_paths
-from vembed.evaluation.pages import markdown_environment
+from vembed.pages import html, markdown
 from vembed.pages.page import Table
-from vembed.pages.text import MINUS, clip, count_text, metric_text, signed_text
+from vembed.pages.text import MINUS, capitalised, clip, count_text, metric_text, signed_text
+from vembed.text import plural
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vembed.evaluation.card.facts import CardFacts, MetricFacts, ModelFacts, SetFacts
     from vembed.evaluation.card.names import PublicName
@@ -46,6 +50,39 @@ def render_card(facts: CardFacts) -> str:
         papers=[] if run is None else papers(run.methods),
     )
     return f"{front_matter(facts)}\n{body}"
+
+
+@cache
+def markdown_environment() -> Environment:
+    """Return the environment of the card's templates; its finaliser escapes every text before autoescape sees it."""
+
+    def escaped(text: str) -> Markup:
+        return text if isinstance(text, Markup) else Markup(markdown.escape(text))  # noqa: S704  # escaped for Markdown
+
+    def fenced(text: str, language: str = "text") -> Markup:
+        return Markup(markdown.fenced(text, language))  # noqa: S704  # nothing ends the block before its fence
+
+    def table(shown: Table) -> Markup:
+        return Markup(markdown.markdown_table(shown))  # noqa: S704  # its cells are escaped
+
+    def pairs_table(pairs: Iterable[tuple[str, str]], characters: int = markdown.CELL_CHARACTERS) -> Markup:
+        rows = [(name, clip(value, characters).short) for name, value in pairs]
+        return table(Table(("Name", "Value"), rows, words=frozenset({0, 1})))
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parents[1] / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: escaped(html.finalize(value)),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        auto_reload=False,
+    )
+    filters = (capitalised, clip, count_text, fenced)
+    environment.filters |= {function.__name__: function for function in filters}
+    environment.globals |= {"plural": plural, "table": table, "pairs_table": pairs_table}
+    return environment
 
 
 def _takes(model: ModelFacts) -> str:

@@ -6,65 +6,23 @@ import re
 from pathlib import Path
 
 import pytest
-from jinja2 import UndefinedError
+from jinja2 import Environment, UndefinedError
 from markupsafe import Markup
-from test_report_html import HOSTILE
-from test_report_samples import Page
 
 import vembed
-from vembed.evaluation.pages import fenced, html_environment, markdown_environment
-from vembed.pages.html import picture_source
-from vembed.pages.page import Cell, Span, Table
+from vembed.evaluation.card.render import markdown_environment
+from vembed.pages.html import environment, picture_source
+from vembed.pages.markdown import fenced
+from vembed.pages.page import Cell, Table
 
 TEMPLATES = sorted(Path(vembed.__file__).parent.glob("**/templates/*.jinja"))
 INVISIBLE = "a\x00b\x1b[31mc\u202ed\ud800e\u2066f\u200bg"
 SHOWN = "a\\x00b\\x1b[31mc\\u202ed\\ud800e\\u2066f\\u200bg"
 URI = "data:image/webp;base64,"
 
-SHARED = """
-{% extends "base.html.jinja" %}
-{% import "macros.html.jinja" as page %}
-{% block title %}{{ text }}{% endblock %}
-{% block header %}<p class="kind">{{ text }}</p><h1>{{ text }}</h1>{{ page.facts([(text, text)]) }}{% endblock %}
-{% block main %}
-{{ page.contents([(text, text)]) }}
-{% call page.section(text, text) %}
-{{ page.stacked_table(table, text, text) }}
-{{ page.pairs_table([(text, text)], text, text) }}
-{{ page.figure(text, drawing, text) }}
-{{ page.long_block(text, text) }}
-{% endcall %}
-{% endblock %}
-"""
 
-
-def shared(text: str) -> Page:
-    """All shared macros with the text in every field."""
-    cells = (text, Cell(text, bounds=text), Cell(text, span=Span(0.0, 0.0, 1.0, 1.0), tone=text))
-    table = Table((text, text, text), [cells], tones={0: text})
-    template = html_environment().from_string(SHARED)
-    return Page(template.render(text=text, table=table, drawing=Markup("<svg></svg>")))
-
-
-@pytest.mark.parametrize("text", HOSTILE)
-def test_hostile_text_stays_inert_in_every_field_of_the_shared_macros(text: str) -> None:
-    hostile, harmless = shared(text), shared("harmless")
-    assert [(tag, sorted(names)) for tag, names, _ in hostile.elements] == [
-        (tag, sorted(names)) for tag, names, _ in harmless.elements
-    ]
-    line = " ".join(text.split())
-    assert hostile.text.count(line) >= harmless.text.count("harmless") > 20
-    for (_, attributes, _), (_, plain, _) in zip(hostile.elements, harmless.elements, strict=True):
-        for name, value in plain.items():
-            assert attributes[name] == (value or "").replace("harmless", text), name
-
-
-def test_what_cant_be_seen_is_shown_as_escapes_in_texts_attributes_and_markup() -> None:
-    page = shared(INVISIBLE)
-    assert SHOWN in page.text
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2066\u200b]", page.source)
-    page.source.encode("utf-8")
-    joined = html_environment().from_string("{{ markup ~ text }}").render(markup=Markup("<b>"), text=f"<{INVISIBLE}")
+def test_what_cant_be_seen_is_shown_as_escapes_in_texts_and_markup() -> None:
+    joined = environment().from_string("{{ markup ~ text }}").render(markup=Markup("<b>"), text=f"<{INVISIBLE}")
     assert joined == f"<b>&lt;{SHOWN}"
     line = markdown_environment().from_string("{{ text }}").render(text=INVISIBLE)
     assert line == SHOWN.replace("\\", "&#92;").replace("[", "\\[")
@@ -84,14 +42,14 @@ def test_markdown_is_escaped_once_whatever_it_passes_through() -> None:
     )
 
 
-@pytest.mark.parametrize("environment", [html_environment(), markdown_environment()])
-def test_a_slip_of_a_template_is_an_error_and_not_a_word_on_the_page(environment) -> None:
+@pytest.mark.parametrize("templates", [environment(), markdown_environment()])
+def test_a_slip_of_a_template_is_an_error_and_not_a_word_on_the_page(templates: Environment) -> None:
     for value in (None, True, 0.5, ["x"], Cell("x")):
         with pytest.raises(TypeError, match="make it a text first"):
-            environment.from_string("{{ value }}").render(value=value)
+            templates.from_string("{{ value }}").render(value=value)
     for source in ("{{ missing }}", "{{ value.missing }}", "{% if missing %}{% endif %}"):
         with pytest.raises(UndefinedError):
-            environment.from_string(source).render(value={})
+            templates.from_string(source).render(value={})
 
 
 def test_only_a_picture_itself_can_be_a_source() -> None:
@@ -124,7 +82,7 @@ def test_no_template_switches_escaping_off_or_holds_what_a_page_may_not_have(pat
 
 
 def test_templates_are_found_and_travel_with_the_package() -> None:
-    assert {"base.html.jinja", "page.css.jinja", "page.html.jinja", "macros.html.jinja"} <= {
+    assert {"page.css.jinja", "page.html.jinja", "search.html.jinja", "card.md.jinja"} <= {
         path.name for path in TEMPLATES
     }
     settings = (Path(vembed.__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")

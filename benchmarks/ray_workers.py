@@ -22,7 +22,7 @@ import torch
 import vembed
 from vembed.files import file_sha256
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
-from vembed.search.journal import Journal
+from vembed.vectors import store
 
 SLICE_ROWS = 8192
 
@@ -44,10 +44,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=200_000)
     num_rows = parser.parse_args().rows
     times: list[float] = []
-    append = Journal.append
+    append = store._Part.append
 
-    def timed(*given: Any) -> None:
-        append(*given)
+    def timed(*given: Any, **facts: Any) -> None:
+        append(*given, **facts)
         times.append(time.perf_counter())
 
     with tempfile.TemporaryDirectory() as place:
@@ -57,7 +57,7 @@ def main() -> None:
             times.clear()
             started = time.perf_counter()
             ray: dict[str, Any] = {} if num_workers is None else {"ray": "local", "ray_workers": num_workers}
-            with patch.object(Journal, "append", timed):
+            with patch.object(store._Part, "append", timed):
                 vembed.build_index(
                     folder / "bag", folder / "corpus.jsonl", folder / f"{num_workers}.parquet", format="parquet", **ray
                 )

@@ -19,7 +19,7 @@ from search_cases import DOCUMENTS, FILES, meta_of, write_corpus
 import vembed
 from vembed import files
 from vembed.search import build
-from vembed.search.journal import Journal
+from vembed.vectors import store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -224,7 +224,7 @@ def test_a_failed_replacement_leaves_the_old_index(
     assert f"what is encoded is kept in {tmp_path / '.index.part'}, and the same command continues" in refused.out
     assert sorted(path.name for path in tmp_path.iterdir()) == [".index.part", "index"]
     assert call("search", folder, "apple").code == 0
-    monkeypatch.setattr(Journal, "append", None)  # nothing is encoded again
+    monkeypatch.setattr(store._Part, "append", None)  # nothing is encoded again
     done = call("encode", bag, "--data", corpus, "--output", folder, "--overwrite")
     assert (done.code, [path.name for path in tmp_path.iterdir()]) == (0, ["index"]), done.err
 
@@ -245,10 +245,54 @@ def test_an_index_isnt_written_to_through_the_links_that_a_kill_left(
             vembed.build_index(bag, corpus, folder)
     before = {name: (folder / name).read_bytes() for name in FILES}
     (tmp_path / "other.txt").write_text("one text\n")
-    monkeypatch.setattr(Journal, "append", None)  # the next encoding fails
+    monkeypatch.setattr(store._Part, "append", None)  # the next encoding fails
     with pytest.raises(TypeError):
         vembed.build_index(bag, tmp_path / "other.txt", folder, overwrite=True)
     assert {name: (folder / name).read_bytes() for name in FILES} == before
+
+
+def test_a_half_built_index_of_an_earlier_version_is_begun_anew(
+    bag: Path, corpus: Path, index: Path, tmp_path: Path
+) -> None:
+    vembed.build_index(bag, corpus, tmp_path / "index")
+    part = tmp_path / ".index.part"
+    part.mkdir()
+    for name in FILES:
+        (part / name).hardlink_to(tmp_path / "index" / name)  # that version might be killed with such links
+    (part / "journal.jsonl").write_text('{"key": {}}\n')
+    other = tmp_path / "other.txt"
+    other.write_text("one text\n")
+    with pytest.raises(vembed.DataError):
+        vembed.build_index(bag, tmp_path / "nothing.txt", tmp_path / "index", overwrite=True)
+    for name in FILES:
+        assert (tmp_path / "index" / name).read_bytes() == (index / name).read_bytes(), name
+    vembed.build_index(bag, other, tmp_path / "index", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index", "other.txt"]
+
+
+def test_a_disk_that_fills_up_is_told_as_the_indexs_and_what_is_encoded_stays(
+    call: Any, bag: Path, corpus: Path, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 2)
+    append, num_rows = store._Part.append, []
+
+    def full(part: store._Part, vectors: Any, **facts: Any) -> None:
+        if num_rows:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        append(part, vectors, **facts)
+        num_rows.append(len(vectors))
+
+    words = ("encode", bag, "--data", corpus, "--output", tmp_path / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(store._Part, "append", full)
+        refused = call(*words)
+    assert refused.code == 5
+    assert "index: the index can't be written: [Errno 28] No space left on device. Free some space" in refused.err
+    assert f"what is encoded is kept in {tmp_path / '.index.part'}, and the same command continues" in refused.out
+    done = call(*words)
+    assert (done.code, "resuming after what an earlier start encoded" in done.out) == (0, True)
+    for name in FILES:
+        assert (tmp_path / "index" / name).read_bytes() == (index / name).read_bytes(), name
 
 
 def test_a_disk_that_is_too_small_is_said_before_encoding(
@@ -258,7 +302,7 @@ def test_a_disk_that_is_too_small_is_said_before_encoding(
     long.write_text(json.dumps({"_id": "long", "text": "many words " * 500}) + "\n" + corpus.read_text())
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(build.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    monkeypatch.setattr(Journal, "append", None)  # nothing is encoded
+    monkeypatch.setattr(store._Part, "append", None)  # nothing is encoded
     with pytest.raises(vembed.MachineError, match="has 1,000 B free, and vectors and index need "):
         vembed.build_index(bag, long, tmp_path / "index")
     monkeypatch.undo()
@@ -285,10 +329,14 @@ def test_an_encoding_that_a_signal_ends_goes_on_to_the_same_bytes(
         [sys.executable, "-m", "vembed", "encode", bag, *words],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=tmp_path,
     )  # fmt: skip
-    journal = tmp_path / "out" / ".i.part" / "journal.jsonl"
+
+    def num_blocks() -> int:
+        written = (tmp_path / "out" / ".i.part").glob(".vectors.*.part/blocks.jsonl")
+        return max((path.read_text().count("\n") - 1 for path in written), default=0)
+
     try:
         deadline = 2400
-        while not (journal.is_file() and journal.read_text().count("\n") > 3) and deadline:
+        while num_blocks() < 3 and deadline:
             deadline -= 1
             try:
                 process.wait(0.02)

@@ -19,8 +19,9 @@ from search_cases import FILES, PICTURE_FILES, write_corpus
 import vembed
 from vembed.errors import PreemptedError
 from vembed.search import build
-from vembed.search.journal import Journal
+from vembed.search.documents import CorpusItems
 from vembed.search.tables import is_table
+from vembed.vectors import store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,22 +120,25 @@ def test_an_encoding_goes_on_behind_its_last_whole_slice(
 ) -> None:
     monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 20)
     vembed.build_index(bag, many, tmp_path / "whole")
-    append, appended = Journal.append, []
+    append, appended = store._Part.append, []
 
-    def killed(journal: Journal, *given: Any) -> None:
+    def killed(part: store._Part, vectors: Any, **facts: Any) -> None:
         if len(appended) == 3:
             raise PreemptedError("stopped")
-        append(journal, *given)
-        appended.append(given[1])
+        append(part, vectors, **facts)
+        appended.append(len(vectors))
 
-    monkeypatch.setattr(Journal, "append", killed)
+    monkeypatch.setattr(store._Part, "append", killed)
     with pytest.raises(PreemptedError):
         vembed.build_index(bag, many, tmp_path / "index")
     part = tmp_path / ".index.part"
-    with (part / "vectors.npy").open("ab") as vectors, (part / "journal.jsonl").open("a") as lines:
-        vectors.write(b"half a slice")
-        lines.write('[20, null, [], ["12')
-    monkeypatch.setattr(Journal, "append", lambda *given: (append(*given), appended.append(given[2])))
+    [begun] = part.glob(".vectors.*.part")
+    with (begun / "vectors.npy").open("ab") as file, (begun / "blocks.jsonl").open("a") as lines:
+        file.write(b"half a slice")
+        lines.write('{"bytes": 5120, "num_trunc')
+    monkeypatch.setattr(
+        store._Part, "append", lambda *given, **facts: (append(*given, **facts), appended.append(len(given[1])))
+    )
     vembed.build_index(bag, many, tmp_path / "index")
     assert appended == [20, 20, 20, 20, 20, 20, 20, 4]
     for name in FILES:
@@ -146,25 +150,27 @@ def test_an_error_and_a_row_that_was_changed_cost_the_slices_from_there_on(
     bag: Path, many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 20)
-    append, appended = Journal.append, []
+    append, encoded = store._Part.append, []
 
-    def failing(journal: Journal, *given: Any) -> None:
-        if len(appended) == 4:
+    def failing(part: store._Part, vectors: Any, **facts: Any) -> None:
+        if len(encoded) == 4:
             raise RuntimeError("the driver is gone")
-        append(journal, *given)
-        appended.append(given[1])
+        append(part, vectors, **facts)
+        encoded.append(len(vectors))
 
-    monkeypatch.setattr(Journal, "append", failing)
-    with pytest.raises(RuntimeError, match="the driver is gone"):
-        vembed.build_index(bag, many, tmp_path / "index")
+    with monkeypatch.context() as patch:
+        patch.setattr(store._Part, "append", failing)
+        with pytest.raises(RuntimeError, match="the driver is gone"):
+            vembed.build_index(bag, many, tmp_path / "index")
     broken = tmp_path / "broken.jsonl"
     broken.write_text(many.read_text() + '{"_id": "d0", "text": "the second of its id"}\n')
     with pytest.raises(vembed.DataError, match="stands twice"):
         vembed.build_index(bag, broken, tmp_path / "index")
     many = write_corpus(tmp_path / "many.jsonl", MANY | {"d65": "other words"})
-    monkeypatch.setattr(Journal, "append", lambda *given: (append(*given), appended.append(given[2])))
+    take = CorpusItems.take
+    monkeypatch.setattr(CorpusItems, "take", lambda self, rows: (encoded.append(len(rows)), take(self, rows))[1])
     vembed.build_index(bag, many, tmp_path / "index")
-    assert appended == [20, 20, 20, 20, 20, 20, 20, 20, 4], "three of the four slices stand before document 65"
+    assert encoded == [20, 20, 20, 20, 20, 20, 20, 20, 4], "three of the four slices stand before document 65"
     vembed.build_index(bag, many, tmp_path / "whole")
     for name in FILES:
         assert (tmp_path / "index" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
@@ -177,11 +183,11 @@ def test_slices_of_another_corpus_or_damaged_ones_are_made_again(
     vembed.build_index(bag, many, tmp_path / "whole")
     for damage in ("bytes", "corpus"):
         with monkeypatch.context() as patch:
-            patch.setattr(build, "_finish", lambda *_: (_ for _ in ()).throw(PreemptedError("stopped")))
+            patch.setattr(build, "write_faiss", lambda *_: (_ for _ in ()).throw(PreemptedError("stopped")))
             with pytest.raises(PreemptedError):
                 vembed.build_index(bag, many, tmp_path / damage)
         if damage == "bytes":
-            with (tmp_path / ".bytes.part" / "vectors.npy").open("r+b") as file:
+            with (tmp_path / ".bytes.part" / "vectors" / "vectors.npy").open("r+b") as file:
                 file.seek(4000)
                 file.write(b"damaged!")
         else:
@@ -212,7 +218,7 @@ def test_slices_of_a_picture_that_was_replaced_are_made_again(
         data = tmp_path / "rows.jsonl"
         data.write_text("".join(json.dumps({"_id": name, "image": f"{name}.png"}) + "\n" for name in names))
     with monkeypatch.context() as patch:
-        patch.setattr(build, "_finish", lambda *_: (_ for _ in ()).throw(PreemptedError("stopped")))
+        patch.setattr(build, "write_faiss", lambda *_: (_ for _ in ()).throw(PreemptedError("stopped")))
         with pytest.raises(PreemptedError):
             vembed.build_index(clip, data, tmp_path / "index", image_root=albums[0])
     root = albums[1] if kind == "root" else albums[0]

@@ -15,12 +15,14 @@ from ball_cases import COLOURS, ball, bomb, caption, write_balls
 from search_cases import PICTURE_FILES, meta_of, rows_of
 
 import vembed
-from vembed.batch import Image
+from vembed.batch import Image, Ragged
 from vembed.data.corpus import Corpus, CorpusOptions
 from vembed.data.images import ImageLimits
+from vembed.errors import PreemptedError
 from vembed.search import build
 from vembed.search.index import SearchIndex
 from vembed.search.thumbnails import THUMBNAIL_BYTES, THUMBNAIL_PIXELS, make_thumbnail
+from vembed.vectors import store
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -232,6 +234,49 @@ def test_equal_inputs_give_equal_bytes_whatever_the_slices(
     np.testing.assert_allclose(
         np.load(tmp_path / "again" / "vectors.npy"), np.load(picture_index / "vectors.npy"), atol=1e-6
     )
+
+
+@pytest.mark.parametrize("num_appended", range(5))
+def test_copies_and_vectors_continue_together_after_a_stop_between_any_two_blocks(
+    clip: Path, balls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_appended: int
+) -> None:
+    monkeypatch.setattr("vembed.search.documents.PICTURE_SLICE_ROWS", 2)
+    vembed.build_index(clip, balls, tmp_path / "whole")
+    append, kinds = store._Part.append, []
+
+    def appending(part: store._Part, vectors: Any, **facts: Any) -> None:
+        if len(kinds) == num_appended:
+            raise PreemptedError("stopped")
+        append(part, vectors, **facts)
+        kinds.append("copies" if isinstance(vectors, Ragged) else "vectors")
+
+    monkeypatch.setattr(store._Part, "append", appending)
+    if num_appended < 4:
+        with pytest.raises(PreemptedError):
+            vembed.build_index(clip, balls, tmp_path / "index")
+        assert kinds == ["vectors", "copies", "vectors", "copies"][:num_appended]
+        kinds += [""] * (num_appended + 1 - len(kinds))
+    vembed.build_index(clip, balls, tmp_path / "index")
+    assert sorted(filter(None, kinds)) == ["copies"] * 2 + ["vectors"] * 2, "every block once"
+    for name in PICTURE_FILES:
+        assert (tmp_path / "index" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
+
+
+@pytest.mark.parametrize("name", ["vectors/vectors.npy", "thumbnails/rows.bin", "thumbnails/offsets.npy"])
+def test_damage_to_what_was_kept_is_mended(
+    clip: Path, balls: Path, picture_index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "write_faiss", lambda *_: (_ for _ in ()).throw(PreemptedError("stopped")))
+        with pytest.raises(PreemptedError):
+            vembed.build_index(clip, balls, tmp_path / "index")
+    path = tmp_path / ".index.part" / name
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+    vembed.build_index(clip, balls, tmp_path / "index")
+    for name in PICTURE_FILES:
+        assert (tmp_path / "index" / name).read_bytes() == (picture_index / name).read_bytes(), name
 
 
 def test_the_index_shows_and_finds_its_pictures_when_the_originals_are_gone(clip: Path, tmp_path: Path) -> None:

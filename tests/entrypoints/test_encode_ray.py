@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from search_cases import write_corpus
 
 import vembed
 from vembed.errors import ConfigError, DataError
-from vembed.search.ray_job import RayJob, slice_spans
+from vembed.search.documents import DocumentSpans, Written
+from vembed.search.ray_job import RayJob
 from vembed.search.tables import unpacked
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ def test_what_ray_cannot_do_is_refused(
 
 def test_slices_are_found_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "lines").write_bytes(b"a\nbb\nccc\n")
-    assert slice_spans(tmp_path / "lines", 2) == [(0, 5), (5, 9)]
-    assert slice_spans(tmp_path / "lines", 3) == [(0, 9)]
+    spans = DocumentSpans(tmp_path / "lines", Written(0, [2, 3], [0, 0], ()))
+    assert [spans.take(np.array(rows)) for rows in ([0, 1], [2])] == [[(0, 5)], [(5, 9)]]
+    assert spans.take(np.array([0, 1, 2])) == [(0, 9)]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +63,7 @@ def cluster() -> Iterator[None]:
 def test_two_workers_make_the_table_of_one_process(
     call: Any, bag: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for room in ("build", "documents"):
-        monkeypatch.setattr(f"vembed.search.{room}.SLICE_ROWS", 256)
+    monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 256)
     many = write_corpus(tmp_path / "many.jsonl", MANY)
     meta = vembed.build_index(bag, many, tmp_path / "one")
     assert meta.num_truncated == 400
@@ -98,10 +98,9 @@ def test_a_worker_that_dies_is_started_again_and_an_error_is_told_as_ours(tmp_pa
         encode.num_truncated = {"document": 0}  # type: ignore[attr-defined]
         return encode
 
-    driver: Any = SimpleNamespace(num_truncated={"document": 0}, poll=lambda: None)
-    spans = slice_spans(documents, 1)
-    found = RayJob(make=make, num_workers=2).stream(documents, spans, driver, "document")
-    assert [next(found).table.tolist() for _ in range(3)] == [[[1.0]], [[2.0]], [[3.0]]]
+    spans = [(0, 14), (14, 29), (29, 45), (45, 65)]
+    found = RayJob(make=make, num_workers=2).stream(documents, spans, "document", lambda: None)
+    assert [next(found).vectors.tolist() for _ in range(3)] == [[[1.0]], [[2.0]], [[3.0]]]
     with pytest.raises(DataError, match=r"^a row of ours$"):
         next(found)
     assert died.exists()

@@ -12,12 +12,16 @@ from model_cases import load_any
 from search_cases import DOCUMENTS, FILES, meta_of
 
 import vembed
+from vembed.errors import PreemptedError
 from vembed.pages.text import bytes_text
+from vembed.vectors import store
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
+
+    from vembed.batch import Ragged
 
 CORPUS = {f"d{number}": text for number, text in enumerate(
     f"{verb} {what}, {where}!" for verb in ("sort", "read", "grow") for what in ("a list", "trees", "the train leaves")
@@ -105,6 +109,34 @@ def test_broken_offsets_and_another_reading_of_the_model_are_refused(
     np.save(tmp_path / "index" / "offsets.npy", starts)
     with pytest.raises(vembed.DataError, match=r"offsets\.npy is broken"):
         vembed.open_index(tmp_path / "index")
+
+
+def test_an_encoding_of_several_vectors_that_was_stopped_or_damaged_goes_on_to_the_same_bytes(
+    model: Path, several: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vembed.search.documents.SLICE_ROWS", 4)
+    corpus, append, lengths = several.parent / "corpus.jsonl", store._Part.append, []
+    vembed.build_index(model, corpus, tmp_path / "whole")
+
+    def appending(part: store._Part, vectors: Ragged, **facts: Any) -> None:
+        if len(lengths) == 3:
+            raise PreemptedError("stopped")
+        append(part, vectors, **facts)
+        lengths.append(len(vectors.lengths))
+
+    monkeypatch.setattr(store._Part, "append", appending)
+    with pytest.raises(PreemptedError):
+        vembed.build_index(model, corpus, tmp_path / "index")
+    [part] = (tmp_path / ".index.part").glob(".vectors.*.part")
+    lines = (part / "blocks.jsonl").read_bytes()
+    (part / "blocks.jsonl").write_bytes(lines[:-5])  # in the third block
+    lengths[:] = [0] * 4
+    vembed.build_index(model, corpus, tmp_path / "index")
+    assert lengths[4:] == [4] * 4 + [3], "27 documents, of which two blocks were there"
+    names = (FILES - {"index.faiss"}) | {"offsets.npy"}
+    assert {path.name for path in (tmp_path / "index").iterdir()} == names
+    for name in names:
+        assert (tmp_path / "index" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes(), name
 
 
 def test_options_of_late_interaction_are_kept_with_an_index(model: Path, several: Path, tmp_path: Path) -> None:

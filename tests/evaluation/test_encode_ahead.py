@@ -144,7 +144,7 @@ def test_batches_are_read_and_made_ahead_of_the_encoder_and_come_one_by_one(enco
     assert set(read) == encoder.threads != {threading.get_ident()}
     encoder.num_slices = 0
     for encoded, items in zip(found, batches(), strict=True):
-        np.testing.assert_array_equal(encoded.table, encode(items, "document"))
+        np.testing.assert_array_equal(encoded.vectors, encode(items, "document"))
 
 
 def test_a_stream_that_is_closed_early_leaves_no_thread(encoder: Watched) -> None:

@@ -62,12 +62,6 @@ class Encoded(NamedTuple):
     vectors: Vectors
     num_truncated: int  # of this rank's share of the items: longer than the model takes, and cut
 
-    @property
-    def table(self) -> NDArray[np.float32]:
-        """The vectors where there is one for each item, (n, E)."""
-        assert not isinstance(self.vectors, Ragged), "an encoder with multi_vector was refused before"
-        return self.vectors
-
 
 SLICE_ROWS = 8192
 """Texts that are tokenized and sorted at a time."""

@@ -1,27 +1,37 @@
 """Make an index: a corpus in, a folder or a table out that appears complete or not at all.
 
 1. The corpus is read and checked to its end, and written as ids.jsonl: an invalid last row costs no encoding.
-2. It is read again in slices: documents are encoded and the vectors appended to vectors.npy, and of each picture a
-   small copy is kept. A document that is no longer what it was in step 1 ends the work.
+2. It is read again in blocks, and a store of vectors encodes what it doesn't hold. Where there are pictures, another
+   store keeps a small copy of each, block by block in turn with the vectors: while the device encodes, the host copies.
+   A document that is no longer what it was in step 1 ends the work.
 3. FAISS builds its index from the mapped file.
 4. meta.json is written last, and the folder takes its name.
 
-All this happens in a hidden folder beside the output, `.NAME.part`. Where a process is killed or stopped, or fails
-after a slice, the folder stays, and the same command continues after the last slice (`vembed.search.journal`), or from
-the first one whose documents have changed. Several processes encode each slice together, and the first one writes.
+All this happens in a hidden folder beside the output:
 
-Memory: three slices of documents (one is read ahead, one encoded, one written), the vectors of two, the ids, and in
-step 3 what FAISS holds ("Flat": all vectors once; where documents have several, "Flat" makes no such index).
+    .NAME.part/vectors/      `VectorStore`s, or while they grow `.vectors.*.part`
+    .NAME.part/thumbnails/
+    .NAME.part/index/        files of the output, those of the stores among them as links; made anew at each start
+
+Where a process is killed or stopped, or fails after a block, the stores stay, and the same command continues after
+their last block; of another corpus they keep the blocks that it shares. Several processes encode each block together,
+and the first one writes.
+
+Memory: three blocks of documents (one is read ahead, one encoded, one written; of pictures a fourth, which is copied),
+the vectors of two, the ids (of pictures twice), and in step 3 what FAISS holds ("Flat": all vectors once; where
+documents have several, "Flat" makes no such index).
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
+import time
 from collections import deque
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,18 +39,17 @@ import numpy as np
 import torch
 
 from vembed.batch import Image, Ragged
+from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError, MachineError, NonFiniteError, PreemptedError
-from vembed.evaluation.directions import count_truncated
-from vembed.evaluation.encode import SLICE_ROWS, values_of
+from vembed.evaluation.encode import Encoded, values_of
 from vembed.evaluation.index import new_index, trained_clusters
 from vembed.evaluation.provenance import SAMPLE_TEXTS, model_key, vectors_key
 from vembed.evaluation.quantized import QUANTIZATIONS, index_of, write_faiss
 from vembed.files import disk_error, new_folder
 from vembed.pages.text import bytes_text
-from vembed.search.documents import Written, read_slices, write_documents
+from vembed.search.documents import CorpusItems, DocumentSpans, write_documents
 from vembed.search.format import (
     DOCUMENTS_FILE,
-    HEADER_BYTES,
     INDEX_FILE,
     META_FILE,
     OFFSETS_FILE,
@@ -51,31 +60,33 @@ from vembed.search.format import (
     VECTORS_FILE,
     IndexMeta,
     is_others,
-    write_vectors_header,
 )
-from vembed.search.journal import Journal
-from vembed.search.progress import Progress
-from vembed.search.ray_job import slice_spans
 from vembed.search.tables import write_table
-from vembed.search.thumbnails import ThumbnailReader, make_thumbnails
+from vembed.search.thumbnails import FORMS, THUMBNAIL_BYTES, ThumbnailReader, make_thumbnails
+from vembed.vectors.store import BYTES, VECTORS, VectorStore
+from vembed.vectors.store import OFFSETS_FILE as STORED_OFFSETS_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from vembed.batch import Item, Side
     from vembed.data.corpus import Corpus, Document
     from vembed.evaluation.encode import ItemEncoder, Vectors
     from vembed.evaluation.provenance import Key
     from vembed.models.fingerprint import ModelIdentity
-    from vembed.search.journal import Entry
+    from vembed.search.documents import Written
     from vembed.search.output import Format
     from vembed.search.ray_job import RayJob
+    from vembed.vectors.store import Encode, Items, Progress
 
 _log = logging.getLogger(__name__)
 
 DISK_MARGIN = 1.2
 USUAL_THUMBNAIL_BYTES = 8_192
 """What the copy of a photograph takes, for the check of the disk."""
+
+SECONDS_BETWEEN_LINES = 10.0
+_ADVICE = "choose another folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +105,7 @@ class BuildOptions:
 def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
     """Encode a corpus into a folder or a table; on several ranks all must call this.
 
-    What is there stays until the new one is whole, and is replaced then. Where it fails, the slices that are whole are
+    What is there stays until the new one is whole, and is replaced then. Where it fails, the blocks that are whole are
     kept for the next call.
 
     Raises:
@@ -112,8 +123,6 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     if options.factory not in QUANTIZATIONS:
         new_index(options.factory, options.model.dimension)  # a misspelt factory costs no encoding
     part = output.with_name(f".{output.name}.part")
-    if encode.ranks.is_first:
-        _drop_published(part, output)
     try:
         meta = _write_files(part, corpus, encode, options)
         if encode.ranks.is_first:
@@ -122,11 +131,12 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     except PreemptedError:
         raise
     except Exception as error:
-        if encode.ranks.is_first and Journal.holds_slices(part):
+        if encode.ranks.is_first and _stored_bytes(part):
             _log.warning("what is encoded is kept in %s, and the same command continues", part)
         elif encode.ranks.is_first:
             shutil.rmtree(part, ignore_errors=True)
-        refused = error if isinstance(error, OSError) else disk_error(error)
+        known = error.__cause__ if isinstance(error, MachineError) else error  # the store has said it in its words
+        refused = known if isinstance(known, OSError) else disk_error(error)
         if refused is None:
             raise
         raise MachineError(
@@ -135,31 +145,35 @@ def write_index(output: Path, corpus: Corpus, encode: ItemEncoder, options: Buil
     return meta
 
 
-def _drop_published(part: Path, output: Path) -> None:
-    """Delete what a kill left after its files had become the output: links to them, which must not be written to."""
-    shutil.rmtree(output.with_name(f".{output.name}.tmp"), ignore_errors=True)  # links of an output that never was
-    if part.exists() and any(path.stat().st_nlink > 1 for path in part.iterdir()):
-        shutil.rmtree(part)
-
-
 def _publish(part: Path, output: Path, meta: IndexMeta, form: Format) -> None:
     """Give the output its name."""
+    folder = part / "index"
     if form != "index":
-        write_table(part, output, meta, form)
+        write_table(folder, output, meta, form)
     else:
         with new_folder(output, keeps=is_others) as temporary:
             for name in (*meta.files, META_FILE):  # they stay in the part too, until the output is whole
-                try:
-                    (temporary / name).hardlink_to(part / name)
-                except OSError:  # a file system without links
-                    shutil.copyfile(part / name, temporary / name)
+                _link(folder / name, temporary / name)
     shutil.rmtree(part, ignore_errors=True)
 
 
-def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
-    ranks = encode.ranks
+def _link(path: Path, name: Path) -> None:
+    """Give a file another name."""
+    try:
+        name.hardlink_to(path)
+    except OSError:  # a file system without links
+        shutil.copyfile(path, name)
+
+
+def _write_files(part: Path, corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> IndexMeta:
+    ranks, folder = encode.ranks, part / "index"
     if ranks.is_first:
-        folder.mkdir(parents=True, exist_ok=True)
+        # A kill may have left links to files of the output here: they go away, and are never written to.
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for path in part.iterdir():
+            if path.is_file():  # of an earlier version
+                path.unlink()
     written = ranks.from_first(lambda: write_documents(folder / DOCUMENTS_FILE, corpus, encode))
     num_documents, num_pictures = written.num_documents, written.num_pictures
     if options.job is not None and num_pictures:
@@ -171,7 +185,7 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
             f"{num_documents:,}; take fewer clusters, or Flat or HNSW32"
         )
     # The vectors, the index or table that holds them again, and the copies; of several vectors at least one each.
-    there = ranks.from_first(lambda: _size(folder, (VECTORS_FILE, THUMBNAILS_FILE, INDEX_FILE)))
+    there = ranks.from_first(lambda: _stored_bytes(part))
     _require_disk(folder, 2 * num_documents * dim * 4 + num_pictures * USUAL_THUMBNAIL_BYTES - there)
     num_vectors, num_truncated = _write_vectors(folder, written, corpus, encode, options)
     meta = IndexMeta(
@@ -183,7 +197,7 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
         num_documents=num_documents,
         num_pictures=num_pictures,
         num_truncated=num_truncated,
-        notes=ranks.from_first(lambda: corpus.notes),
+        notes=written.notes,
         file_bytes={},
         num_vectors=num_vectors if several else None,
     )
@@ -198,15 +212,17 @@ def _write_files(folder: Path, corpus: Corpus, encode: ItemEncoder, options: Bui
     return meta
 
 
-def _size(folder: Path, names: Sequence[str]) -> int:
-    return sum(path.stat().st_size for name in names if (path := folder / name).exists())
+def _stored_bytes(part: Path) -> int:
+    """Return the bytes of vectors and thumbnails in the stores of a part, of unfinished ones too."""
+    paths = (path for file in (VECTORS, BYTES) for path in part.glob(f"*/{file.name}") if path.parent.name != "index")
+    return sum(path.stat().st_size for path in paths)
 
 
 def _require_disk(folder: Path, num_bytes: int) -> None:
     free, needed = shutil.disk_usage(folder).free, int(DISK_MARGIN * num_bytes)
     if free < needed:
         raise MachineError(
-            f"the disk of {folder.parent} has {bytes_text(free)} free, and vectors and index need "
+            f"the disk of {folder.parent.parent} has {bytes_text(free)} free, and vectors and index need "
             f"{bytes_text(needed)}; free some, or choose another folder"
         )
 
@@ -214,63 +230,50 @@ def _require_disk(folder: Path, num_bytes: int) -> None:
 def _write_vectors(
     folder: Path, written: Written, corpus: Corpus, encode: ItemEncoder, options: BuildOptions
 ) -> tuple[int, int]:
-    """Append the vectors slice by slice: a plain write says that the disk is full, where a mapped page would crash.
+    """Fill the stores of vectors and thumbnails, and give their files the names that they have in an index.
 
     Returns:
         How many vectors there are, and how many texts were cut.
     """
-    num_documents, num_pictures = written.num_documents, written.num_pictures
     ranks, side = encode.ranks, options.side
-    files = {VECTORS_FILE: HEADER_BYTES, **({THUMBNAILS_FILE: 0} if num_pictures else {})}
     key = ranks.from_first(lambda: _key(corpus, encode, options))
-    journal = Journal(folder, key, files, written.slices) if ranks.is_first else None
-    num_done = ranks.from_first(lambda: len(journal.done) if journal else 0)
-    before, num_cut = encode.num_truncated[side], 0
-    if num_done and ranks.is_first:
-        _log.info("resuming after what an earlier start encoded")
-    progress = Progress(num_documents)
-    slices = read_slices(folder / DOCUMENTS_FILE, corpus)
-    for documents in islice(slices, num_done):
-        num_cut += count_truncated(encode.encoder, [each.item for each in documents], side) if ranks.is_first else 0
-        progress.skip(len(documents))
-    under_way: deque[list[Document]] = deque()
+    store = VectorStore(folder.parent, "vectors", key, "vectors", _ADVICE)
+    read_again = CorpusItems(folder / DOCUMENTS_FILE, corpus, written)
+    items: Items = read_again
+    encode_lists = _encoding(encode, side)
+    if options.job is not None:
+        items = DocumentSpans(folder / DOCUMENTS_FILE, written)
+        encode_lists = _encoding_by_job(options.job, folder / DOCUMENTS_FILE, encode, side)
+    with (
+        closing(store.make(items, encode_lists, ranks, written.ends)) as blocks,
+        closing(_copies(folder, written, corpus, encode)) as copies,
+    ):
+        num_kept = next(blocks).num_rows
+        next(copies, None)
+        if num_kept and ranks.is_first:
+            _log.info("resuming after what an earlier start encoded")
+        last_line = time.perf_counter()
+        for progress, _ in zip_longest(blocks, copies):
+            if progress is not None and time.perf_counter() - last_line > SECONDS_BETWEEN_LINES:
+                done, of = (f"{number:,}" for number in (progress.num_rows, written.num_documents))
+                _log.info("encoded %s of %s documents, %.0f a second", done, of, progress.rate)
+                last_line = time.perf_counter()
+    read_again.finish()
 
-    def items() -> Iterator[list[Item]]:
-        for documents in slices:
-            under_way.append(documents)
-            yield [document.item for document in documents]
+    def link() -> tuple[int, int]:
+        made = store.path(items)
+        _link(made / VECTORS.name, folder / VECTORS_FILE)
+        if encode.encoder.multi_vector:
+            _link(made / STORED_OFFSETS_FILE, folder / STARTS_FILE)
+        return len(np.load(made / VECTORS.name, mmap_mode="r")), store.totals(items).num_truncated
 
-    if options.job is None:
-        found = encode.stream(items(), side)
-    else:
-        spans = slice_spans(folder / DOCUMENTS_FILE, SLICE_ROWS)[num_done:]
-        found = options.job.stream(folder / DOCUMENTS_FILE, spans, encode, side)
-    with closing(found):
-        for vectors, _ in found:
-            documents = next(slices) if options.job else under_way.popleft()
-            if journal is not None:
-                _refuse_nonfinite(vectors, documents)
-                copies = list(_copies(documents, corpus, encode)) if num_pictures else []
-                parts = [
-                    values_of(vectors).astype("<f4", copy=False).tobytes(),
-                    *([b"".join(copies)] * (len(files) - 1)),
-                ]
-                lengths = vectors.lengths.tolist() if isinstance(vectors, Ragged) else None
-                journal.append(parts, len(documents), lengths, [len(copy) for copy in copies])
-            progress.add(len(documents))
-    rest = next(slices, None)  # reads the corpus to its end, which checks it
-    assert rest is None
-    assert progress.done == num_documents
-    num_cut += sum(ranks.gather_objects(encode.num_truncated[side] - before))
-    if journal is not None:
-        journal.close()
-    num_vectors = ranks.from_first(lambda: _finish(folder, journal.done, encode) if journal else 0)
-    assert encode.encoder.multi_vector or num_vectors == num_documents
-    if num_pictures:
+    num_vectors, num_truncated = ranks.from_first(link)
+    assert encode.encoder.multi_vector or num_vectors == written.num_documents
+    if written.num_pictures:
         probes = values_of(encode(_probes(folder, encode), side))
         if ranks.is_first:
             np.save(folder / PROBE_FILE, probes.astype("<f4", copy=False))
-    return num_vectors, num_cut
+    return num_vectors, num_truncated
 
 
 def _key(corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
@@ -281,26 +284,81 @@ def _key(corpus: Corpus, encode: ItemEncoder, options: BuildOptions) -> Key:
     )
 
 
-def _finish(folder: Path, done: Sequence[Entry], encode: ItemEncoder) -> int:
-    """Write where vectors and copies start, and return how many vectors there are."""
-    lengths = [length for entry in done for length in entry.lengths or ()]
-    num_vectors = sum(lengths) if encode.encoder.multi_vector else sum(entry.num_documents for entry in done)
-    with (folder / VECTORS_FILE).open("r+b") as file:
-        write_vectors_header(file, num_vectors, encode.encoder.dimension)
-    if encode.encoder.multi_vector:
-        np.save(folder / STARTS_FILE, np.cumsum([0, *lengths], dtype="<i8"))
-    copies = [length for entry in done for length in entry.copy_lengths]
-    if copies:
-        np.save(folder / OFFSETS_FILE, np.cumsum([0, *copies], dtype="<i8"))
-    return num_vectors
+def _encoding(encode: ItemEncoder, side: Side) -> Encode:
+    """Return what encodes lists of documents."""
+
+    def encoded(lists: Iterable[Sequence[Document]]) -> Generator[Encoded]:
+        under_way: deque[Sequence[Document]] = deque()
+
+        def items() -> Generator[list[Item]]:
+            for documents in lists:
+                under_way.append(documents)
+                yield [document.item for document in documents]
+
+        with closing(encode.stream(items(), side)) as stream:
+            for result in stream:
+                documents = under_way.popleft()
+                if (bad := _first_nonfinite(result.vectors)) is not None:
+                    raise _nonfinite(documents[bad].id)
+                yield result
+
+    return encoded
 
 
-def _copies(documents: Sequence[Document], corpus: Corpus, encode: ItemEncoder) -> Iterator[bytes]:
-    """Yield a small copy of each document's pictures."""
-    for copy in make_thumbnails([each.item for each in documents], corpus.limits, torch.get_num_threads()):
-        if encode.ranks.is_one:
-            encode.poll()
-        yield copy
+def _encoding_by_job(job: RayJob, path: Path, encode: ItemEncoder, side: Side) -> Encode:
+    """Return what has workers of Ray encode lists of one item, the bytes of their documents in a file."""
+
+    def encoded(lists: Iterable[Sequence[tuple[int, int]]]) -> Generator[Encoded]:
+        spans = [span for [span] in lists]
+        with closing(job.stream(path, spans, side, encode.poll)) as stream, path.open("rb") as file:
+            for (start, stop), result in zip(spans, stream, strict=True):
+                if (bad := _first_nonfinite(result.vectors)) is not None:
+                    file.seek(start)
+                    raise _nonfinite(json.loads(file.read(stop - start).splitlines()[bad])["id"])
+                yield result
+
+    return encoded
+
+
+def _first_nonfinite(vectors: Vectors) -> int | None:
+    """Return the first item with a vector that holds NaN or infinity."""
+    bad = np.flatnonzero(~np.isfinite(values_of(vectors)).all(axis=1))
+    if not bad.size:
+        return None
+    if isinstance(vectors, Ragged):
+        return int(np.searchsorted(vectors.offsets, bad[0], side="right")) - 1
+    return int(bad[0])
+
+
+def _nonfinite(name: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"the vector of document {name!r} holds NaN or infinity: the weights are damaged, or "
+        f"half precision overflowed; encode without --bf16, or take an earlier checkpoint"
+    )
+
+
+def _copies(folder: Path, written: Written, corpus: Corpus, encode: ItemEncoder) -> Generator[Progress]:
+    """Keep a small copy of each document's pictures on the first rank, block by block, then link the files."""
+    if not (written.num_pictures and encode.ranks.is_first):
+        return
+
+    def copied(lists: Iterable[Sequence[Document]]) -> Generator[Encoded]:
+        for documents in lists:
+            copies = []
+            for copy in make_thumbnails([each.item for each in documents], corpus.limits, torch.get_num_threads()):
+                if encode.ranks.is_one:
+                    encode.poll()
+                copies.append(copy)
+            offsets = np.cumsum([0, *map(len, copies)])
+            yield Encoded(Ragged(np.frombuffer(b"".join(copies), np.uint8)[:, None], offsets), 0)
+
+    items = CorpusItems(folder / DOCUMENTS_FILE, corpus, written)
+    key = {"forms": [list(form) for form in FORMS], "most bytes": THUMBNAIL_BYTES}
+    store = VectorStore(folder.parent, "thumbnails", key, "thumbnails", _ADVICE, file=BYTES)
+    yield from store.make(items, copied, Ranks(), written.ends)
+    items.finish()
+    _link(store.path(items) / BYTES.name, folder / THUMBNAILS_FILE)
+    _link(store.path(items) / STORED_OFFSETS_FILE, folder / OFFSETS_FILE)
 
 
 def _probes(folder: Path, encode: ItemEncoder) -> list[Item]:
@@ -308,15 +366,3 @@ def _probes(folder: Path, encode: ItemEncoder) -> list[Item]:
     copies = ThumbnailReader(folder / THUMBNAILS_FILE, folder / OFFSETS_FILE)
     first = Image("the first thumbnail", copies.read(copies.first()))
     return [first, PROBE_TEXT] if "text" in encode.encoder.modalities else [first]
-
-
-def _refuse_nonfinite(vectors: Vectors, documents: Sequence[Document]) -> None:
-    bad = np.flatnonzero(~np.isfinite(values_of(vectors)).all(axis=1))
-    if bad.size:
-        first = int(bad[0])
-        if isinstance(vectors, Ragged):
-            first = int(np.searchsorted(vectors.offsets, first, side="right")) - 1
-        raise NonFiniteError(
-            f"the vector of document {documents[first].id!r} holds NaN or infinity: the weights are damaged, or "
-            f"half precision overflowed; encode without --bf16, or take an earlier checkpoint"
-        )

@@ -26,8 +26,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from io import BytesIO
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,6 +38,8 @@ from vembed.models.fingerprint import ModelIdentity
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from vembed.batch import Side
 
@@ -55,6 +56,9 @@ TABLE = "documents"
 """Of LanceDB, where the rows are kept as one."""
 _OWN_NAMES = (META_FILE, VECTORS_FILE, DOCUMENTS_FILE, INDEX_FILE, STARTS_FILE, *PICTURE_FILES, f"{TABLE}.lance")
 PROBE_TEXT = "a small red picture of 7 things"
+BLOCK_BYTES = 1 << 24
+"""Of a file whose lines are counted."""
+
 KIND = "vembed index"
 FORMAT_VERSION = 2
 SEVERAL_VERSION = 3
@@ -97,20 +101,6 @@ class IndexMeta:
         head = {"kind": KIND, "format_version": version, "vembed_version": vembed.__version__}
         facts = {name: value for name, value in asdict(self).items() if several or name != "num_vectors"}
         return json.dumps({**head, **facts}, indent=2, ensure_ascii=False) + "\n"
-
-
-def write_vectors_header(file: BinaryIO, num_vectors: int, dim: int) -> None:
-    """Write what numpy's files begin with; it is of one length whatever the number of vectors."""
-    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": (num_vectors, dim)})
-
-
-def _header_bytes() -> int:
-    buffer = BytesIO()
-    write_vectors_header(buffer, 1, 1)
-    return len(buffer.getvalue())
-
-
-HEADER_BYTES = _header_bytes()
 
 
 def is_others(name: str) -> bool:
@@ -183,3 +173,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{path} holds a {type(content).__name__} instead of an object; encode the corpus again")
     return content
+
+
+def line_offsets(path: Path) -> NDArray[np.int64]:
+    """Return where each line starts, and behind the last one where the file ends."""
+    parts = [np.zeros(1, dtype=np.int64)]
+    with path.open("rb") as file:
+        start = 0
+        while block := file.read(BLOCK_BYTES):
+            parts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + start + 1)
+            start += len(block)
+    return np.concatenate(parts)

@@ -33,6 +33,7 @@ from vembed.search.format import (
     THUMBNAILS_FILE,
     VECTORS_FILE,
     IndexMeta,
+    line_offsets,
     read_meta,
 )
 from vembed.search.thumbnails import ThumbnailReader
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
     from vembed.evaluation.encode import Vectors
     from vembed.models.fingerprint import ModelIdentity
 
-BLOCK_BYTES = 1 << 24
 LEAST_AGREEMENT = 0.98
 """Cosine of a document's vector with the stored one, below which the model is taken for another one. Half precision
 keeps 0.999; another pooling, tokenizer or prompt falls far below."""
@@ -107,7 +107,7 @@ class SearchIndex:
         self._folder = folder
         self._index: Any = None if self.meta.compares_all else self._read_faiss()
         self._file = (folder / DOCUMENTS_FILE).open("rb")
-        self._offsets = _line_offsets(folder / DOCUMENTS_FILE)
+        self._offsets = line_offsets(folder / DOCUMENTS_FILE)
         if len(self._offsets) != len(self) + 1:
             raise self._broken(DOCUMENTS_FILE, f"{len(self._offsets) - 1} lines for {len(self)} documents")
         self._vectors = np.load(folder / VECTORS_FILE, mmap_mode="r")
@@ -256,14 +256,3 @@ def _cosine(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
     """Return the cosine of two vectors; 1 where one of them is zero, which has no direction to differ in."""
     lengths = float(np.linalg.norm(one)) * float(np.linalg.norm(other))
     return 1.0 if lengths == 0.0 else float(one @ other) / lengths
-
-
-def _line_offsets(path: Path) -> NDArray[np.int64]:
-    """Return where each line starts, and behind the last one where the file ends."""
-    parts = [np.zeros(1, dtype=np.int64)]
-    with path.open("rb") as file:
-        start = 0
-        while block := file.read(BLOCK_BYTES):
-            parts.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + start + 1)
-            start += len(block)
-    return np.concatenate(parts)

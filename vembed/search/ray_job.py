@@ -1,11 +1,11 @@
 """Encode the texts of an index as a Ray Data job, on workers that may be on several machines.
 
-1. The rows of the job are where each slice begins and ends in ids.jsonl.
-2. Each worker is an actor that holds the model. It reads a slice from that file, encodes it sorted by length, and sends
+1. The rows of the job are where each block begins and ends in ids.jsonl.
+2. Each worker is an actor that holds the model. It reads a block from that file, encodes it sorted by length, and sends
    the vectors back.
-3. The vectors arrive here in the order of the slices, and are written as those of one process are.
+3. The vectors arrive here in the order of the blocks, and are stored as those of one process are.
 
-A slice is what a process without Ray encodes at a time, so that the vectors are the same.
+A block is what a process without Ray encodes at a time, so that the vectors are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 RETRIES = 3
-"""Times that a worker that died is started again, and that a slice is encoded anew."""
+"""Times that a worker that died is started again, and that a block is encoded anew."""
 
 WORKER_CPUS = 4
 """CPUs of a worker where there is no GPU and nobody says how many workers there are."""
@@ -60,14 +59,14 @@ class RayJob:
     num_workers: int | None = None  # None: one for each GPU, or for each `WORKER_CPUS` CPUs
 
     def stream(
-        self, documents: Path, spans: list[tuple[int, int]], encode: ItemEncoder, side: Side
+        self, documents: Path, spans: list[tuple[int, int]], side: Side, poll: Callable[[], None]
     ) -> Generator[Encoded]:
-        """Yield the vectors of one slice after the other.
+        """Yield the vectors of one block after the other.
 
         Args:
             documents: ids.jsonl, in a folder that all machines see.
-            spans: Where each slice begins and ends there, in bytes.
-            encode: Is polled, and gets the number of texts that were cut.
+            spans: Where each block begins and ends there, in bytes.
+            poll: Called while vectors are awaited; may raise.
 
         Raises:
             MachineError: Ray can't be reached, or a worker died too often.
@@ -94,21 +93,9 @@ class RayJob:
                     max_task_retries=RETRIES,
                     **resources,
                 )
-            for row in _arriving(found.iter_rows, encode.poll):
+            for row in _arriving(found.iter_rows, poll):
                 num_truncated, offsets, vectors_VE = int(row["num_truncated"]), row["offsets"], row["vectors"]
-                encode.num_truncated[side] += num_truncated
                 yield Encoded(Ragged(vectors_VE, offsets) if len(offsets) else vectors_VE, num_truncated)
-
-
-def slice_spans(path: Path, num_rows: int) -> list[tuple[int, int]]:
-    """Return where each slice of so many lines begins and ends in a file, in bytes."""
-    ends = [0]
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines):
-            if number % num_rows == 0:
-                ends.append(ends[-1])
-            ends[-1] += len(line)
-    return list(pairwise(ends))
 
 
 class _Worker:
@@ -122,7 +109,7 @@ class _Worker:
         return self._make()
 
     def __call__(self, batch: dict[str, NDArray[np.int64]]) -> dict[str, Any]:
-        """Encode a slice; an error of ours is returned, since Ray would keep its traceback alone."""
+        """Encode a block; an error of ours is returned, since Ray would keep its traceback alone."""
         try:
             return self._encoded(int(batch["start"][0]), int(batch["stop"][0]))
         except VembedError as error:

@@ -43,9 +43,9 @@ from vembed.search.format import (
     IndexMeta,
     is_others,
     parse_meta,
-    write_vectors_header,
 )
 from vembed.text import first_line
+from vembed.vectors.store import VECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -193,7 +193,7 @@ def _unpack(batches: Iterable[Any], facts: dict[str, str], meta: IndexMeta, fold
         (folder / DOCUMENTS_FILE).open("w", encoding="utf-8", newline="\n") as documents,
         (folder / THUMBNAILS_FILE).open("wb") as copies,
     ):
-        write_vectors_header(vectors, meta.num_documents, meta.model.dimension)
+        vectors.write(VECTORS.header(meta.num_documents, meta.model.dimension))
         for batch in batches:
             vectors.write(batch.column("vector").flatten().to_numpy(zero_copy_only=False).astype("<f4").tobytes())
             named = [name for name in ("id", "text", "image") if name in batch.schema.names]

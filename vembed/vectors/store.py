@@ -490,10 +490,8 @@ class _Part:
             unfinished = _read_blocks(folder, key, file)
             if unfinished.num_rows and unfinished.items != wanted:
                 self.stale.append(unfinished)
-            elif saved is None:
+            elif saved is None or unfinished.num_rows > saved.num_rows:
                 saved, self._lines = unfinished, lines
-            else:  # of another process that was killed; it is continued when somebody asks for it again
-                lines.close()
         while saved is None:
             folder = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
             folder.mkdir(parents=True)

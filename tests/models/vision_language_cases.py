@@ -151,6 +151,7 @@ _GEMMA: dict[str, Any] = {
     "num_key_value_heads": 1,
     "head_dim": 16,
     "max_position_embeddings": 4096,
+    "pad_token_id": 1,  # of the tokenizer: the row of this token never trains
 }
 _SIGLIP: dict[str, Any] = {
     **_LAYERS,
@@ -224,7 +225,7 @@ def _idefics3() -> tuple[Any, Any]:
     places = [f"<row_{row + 1}_col_{column + 1}>" for row in range(6) for column in range(6)]
     tokenizer = _tokenizer("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *places)
     config = Idefics3Config(
-        text_config={**_GEMMA, "model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": 1},
+        text_config={**_GEMMA, "model_type": "llama", "vocab_size": len(tokenizer)},
         vision_config=_SIGLIP,
         scale_factor=2,
         image_token_id=tokenizer.convert_tokens_to_ids("<image>"),

@@ -231,5 +231,6 @@ class DualEncoder(TwoTowers, TransformersPictures):
         """Return how transformers alone gives the vectors."""
         padding: dict[str, object] = {"padding": True, "padding_side": "right"}
         if self.pads_texts:
-            padding = {"padding": "max_length", "padding_side": self.tokenizer.padding_side}
+            side = self.tokenizer.padding_side
+            padding = {"padding": "max_length", "padding_side": side, "return_attention_mask": False}
         return Recipe("dual", "AutoModel", "", padding)

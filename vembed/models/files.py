@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from vembed.data.images import Background
 from vembed.errors import ConfigError, MachineError
@@ -206,9 +206,8 @@ class ModelFiles:
                 f"{self.name}: {len(needed)} weights of {type(backbone).__name__} are in none of its files, "
                 f"first {needed[0]}; they would be random"
             )
-        if missing and "add_pooling_layer" in inspect.signature(type(backbone)).parameters:
-            # As add_pooling_layer=False: otherwise random numbers would be saved with the model.
-            backbone.pooler = None  # type: ignore[assignment]
+        if missing:
+            _leave_pooler_out(backbone)
 
     def _refuse_pickle(self, prefix: str) -> None:
         if self.keys.allow_pickle:
@@ -328,7 +327,7 @@ class SkeletonFiles(ModelFiles):
 
         return process
 
-    def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:  # noqa: ARG002
+    def backbone(self, subfolder: str, config: PreTrainedConfig, auto_class: Any) -> PreTrainedModel:
         """Make the transformer by its config alone."""
         with self.device:
             backbone: PreTrainedModel = auto_class.from_config(
@@ -338,7 +337,21 @@ class SkeletonFiles(ModelFiles):
                 **self._attention(),
             )
         prepare_backbone(backbone)
+        if self._lacks_pooler(subfolder):
+            _leave_pooler_out(backbone)
         return backbone
+
+    def _lacks_pooler(self, subfolder: str) -> bool:
+        """Return whether the weights of a local folder hold no pooler; False for pickles and models of the hub."""
+        files = [] if self.folder is None else sorted((self.folder / subfolder).glob("model*.safetensors"))
+        names: list[str] = []
+        for path in files:
+            try:
+                with safe_open(path, "pt") as file:
+                    names += file.keys()
+            except SafetensorError:  # a pointer of Git LFS: there is a plan without the weights
+                return False
+        return bool(names) and not any(".pooler." in f".{name}" for name in names)
 
 
 def tokenizer_facts(max_length: int) -> Any:
@@ -386,6 +399,12 @@ def quiet_loading() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+def _leave_pooler_out(backbone: PreTrainedModel) -> None:
+    """Do as add_pooling_layer=False does: a pooler that no file holds would be random, and saved with the model."""
+    if "add_pooling_layer" in inspect.signature(type(backbone)).parameters:
+        backbone.pooler = None  # type: ignore[assignment]
 
 
 def prepare_backbone(backbone: PreTrainedModel) -> None:

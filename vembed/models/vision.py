@@ -147,9 +147,12 @@ class VisionEncoder(TransformersPictures):
         pooler = getattr(backbone, "pooler", None)
         if self.pooling == "head" and isinstance(pooler, nn.Module):
             pooler.requires_grad_(requires_grad=True)
+        # A mask token is of pre-training: no picture is masked here. MAE's positions are sines that its class never
+        # trains, which loading forgets.
+        still = ("mask_token", "position_embeddings") if backbone.config.model_type == "vit_mae" else ("mask_token",)
         for name_of, parameter in backbone.named_parameters():
-            if name_of.endswith("mask_token"):
-                parameter.requires_grad_(False)  # of pre-training: no picture is masked here
+            if name_of.endswith(still):
+                parameter.requires_grad_(False)
 
     @classmethod
     def recognises(cls, files: ModelFiles) -> bool:

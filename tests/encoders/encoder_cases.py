@@ -1,0 +1,321 @@
+"""One tiny model of every encoder family, written as the folder that its users load.
+
+A new family is one row of `CASES`. Everything else about the contract follows from what the encoder states itself:
+its modalities decide the items, `multi_vector` the loss, `export_forms` the folders that are written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from late_cases import write_bert
+from model_cases import FAMILY_BUILDERS, load_any, wordpiece_tokenizer, write_model
+from picture_cases import (
+    EVA_CONFIG,
+    PICTURES,
+    TINY,
+    VISION_BUILDERS,
+    picture,
+    write_open_clip,
+    write_picture_model,
+)
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import modules as st
+from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
+from vision_language_cases import FAMILY_BUILDERS as VISION_LANGUAGE_BUILDERS
+from vision_language_cases import VISION_LANGUAGE_BUILDERS as QWEN_BUILDERS
+from vision_language_cases import write_vision_language
+
+from vembed.batch import Composed
+from vembed.models.keys import ModelKeys
+from vembed.models.load import load_encoder
+from vembed.models.ngram_bag import NgramBag, NgramBagConfig
+from vembed.models.tiny_clip import TinyClip
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from vembed.batch import Item
+    from vembed.distributed.fsdp import ShardingMode
+    from vembed.models.encoder import Encoder
+
+TEXTS = (
+    "sea",
+    "The river runs to the sea.",
+    "how do I sort a list in place? use list.sort",
+    "a b",
+    "a red fox",
+    "it returns none",
+    "two round shapes, one of them in blue",
+    "list of rivers",
+)
+"""Of uneven lengths, all within 60 tokens of a tokenizer of bytes."""
+
+PROMPTS = {"query": "find: ", "document": "text: "}
+COMPOSED = (Composed((PICTURES[1],), "in red"), Composed((picture(7),), "a round one"))
+SEVERAL = Composed((PICTURES[2], picture(8)), "two of them")
+
+FLOAT32 = 1e-6
+"""Precision of families whose norms and rotations compute in float32, whatever the type of the weights."""
+
+
+@dataclass(frozen=True)
+class EncoderCase:
+    """A model of one family, and the few facts about it that no encoder states itself."""
+
+    entry: str  # name in ENCODERS
+    kind: str
+    write: Callable[[Path], object]  # makes the folder
+    keys: Mapping[str, Any] = field(default_factory=dict)  # keys of the model that the user gives
+    near: float = 1e-9  # relative precision of float64 vectors
+    sees_padding: bool = False  # convolutions run over padded tokens too
+    fixed_padding: bool = False  # texts are padded to one length and not masked, which is a part of their vector
+    sharding: ShardingMode = "sharded"  # of weights over two ranks
+    estimated: bool = False  # the plan can't run it on fake tensors
+    texts_at_most: float = 1.05  # bytes of a call, predicted over real; never below 0.95
+    pictures_at_most: float = 1.05
+    without_gradient: str = "\0"  # substring of parameters that reach no vector
+    breaks: Mapping[str, str] = field(default_factory=dict)  # promise -> why it is known not to hold
+
+    def __str__(self) -> str:
+        return f"{self.entry} {self.kind}".strip()
+
+    def load(self, folder: Path, *, dtype: torch.dtype = torch.float64, **keys: Any) -> Encoder:
+        """Load the model in evaluation mode."""
+        return load_case(folder, {**self.keys, **keys}, dtype=dtype)
+
+
+def load_case(folder: Path, keys: Mapping[str, Any], *, dtype: torch.dtype = torch.float64) -> Encoder:
+    """Load the model of a case, in a process of its own too."""
+    torch.manual_seed(1)  # a new head or projection is drawn
+    return load_any(folder, dtype=dtype, **keys).eval()
+
+
+def items_of(encoder: Encoder) -> tuple[Item, ...]:
+    """Return distinct items of uneven sizes, some of each modality that an encoder takes."""
+    texts = TEXTS if "text" in encoder.modalities else ()
+    pictures = (*PICTURES, picture(5), picture(6, (50, 20))) if "image" in encoder.modalities else ()
+    composed = COMPOSED if "image+text" in encoder.modalities else ()
+    several = (SEVERAL,) if composed and encoder.several_pictures else ()
+    return (*texts, *pictures, *composed, *several)
+
+
+def _write_sentence_transformers(folder: Path, *modules: torch.nn.Module, **general: Any) -> None:
+    """Write a folder whose layers all do something: biases and norms begin as if they weren't there."""
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.ndim == 1:
+                torch.nn.init.normal_(parameter, mean=0.5, std=0.3)
+    model = SentenceTransformer(modules=list(modules), device="cpu", prompts=PROMPTS, **general)
+    model.save(str(folder), create_model_card=False)
+
+
+def _bert_and(folder: Path, behind: Callable[[], list[torch.nn.Module]], pooling: str = "mean", **options: Any) -> None:
+    bare = write_model(folder.with_name("bare-" + folder.name), "bert")
+    torch.manual_seed(0)
+    _write_sentence_transformers(folder, st.Transformer(str(bare)), st.Pooling(32, pooling, **options), *behind())
+
+
+def _layer_norm() -> list[torch.nn.Module]:
+    return [st.LayerNorm(32)]
+
+
+def _dense() -> list[torch.nn.Module]:
+    return [st.Dense(32, 8), st.Normalize()]
+
+
+def _residual() -> list[torch.nn.Module]:
+    return [st.Dense(32, 32, use_residual=True), st.Normalize()]
+
+
+def _dense_behind_normalize() -> list[torch.nn.Module]:
+    return [st.Normalize(), st.Dense(32, 8)]
+
+
+def _router(folder: Path) -> None:
+    bare = write_model(folder.with_name("bare-" + folder.name), "bert")
+    torch.manual_seed(0)
+    table = [st.StaticEmbedding(wordpiece_tokenizer(), embedding_dim=32), st.Normalize()]
+    transformer = [st.Transformer(str(bare)), st.Pooling(32, "mean")]
+    _write_sentence_transformers(folder, st.Router.for_query_document(table, transformer))
+
+
+def _convolutions(folder: Path) -> None:
+    bare = write_model(folder.with_name("bare-" + folder.name), "bert")
+    torch.manual_seed(0)
+    _write_sentence_transformers(folder, st.Transformer(str(bare)), st.CNN(32, 16, [1, 3]), st.Pooling(32, "mean"))
+
+
+def _recurrent(folder: Path) -> None:
+    torch.manual_seed(0)
+    texts = " ".join((*TEXTS, *PROMPTS.values(), "and more of it 0 1 2 3 4"))
+    words = ["padding", *sorted({word.strip("?.,") for word in texts.lower().split()})]
+    tokenizer = WhitespaceTokenizer(words, stop_words=[], do_lower_case=True)
+    table = torch.randn(len(words), 8).numpy()
+    lstm = st.LSTM(8, 6, dropout=0.2, num_layers=2)
+    _write_sentence_transformers(folder, st.WordEmbeddings(tokenizer, table, True), lstm, st.Pooling(12, "max"))
+
+
+def _static(folder: Path, *, dense: bool = True, similarity: str = "cosine") -> None:
+    torch.manual_seed(0)
+    table = st.StaticEmbedding(wordpiece_tokenizer(), embedding_dim=12)
+    behind = [*([st.Dense(12, 8)] if dense else []), *([st.Normalize()] if similarity == "cosine" else [])]
+    _write_sentence_transformers(folder, table, *behind, similarity_fn_name=similarity)
+
+
+def _composed(folder: Path, text: str, image: str) -> None:
+    towers = {
+        "text_model_name": str(write_model(folder.with_name(f"text-{folder.name}"), text)),
+        "image_model_name": str(write_picture_model(folder.with_name(f"image-{folder.name}"), image)),
+    }
+    keys = ModelKeys.model_validate({**towers, "projection_dim": 24, "projection_layers": 2})
+    load_encoder(keys).save(folder)
+
+
+def _builtin(folder: Path, name: str) -> None:
+    torch.manual_seed(0)
+    load_any(f"builtin:{name}", [f"{text} {number}" for number in range(9) for text in TEXTS]).save(folder)
+
+
+def _ngram_bag(folder: Path) -> None:
+    torch.manual_seed(0)
+    bag = NgramBag(NgramBagConfig(dimension=16, buckets=4096, max_words=12))
+    torch.nn.init.normal_(bag.weight.weight)
+    bag.save(folder)
+
+
+def _tiny_clip(folder: Path) -> None:
+    torch.manual_seed(0)
+    TinyClip(TINY).save(folder)
+
+
+# What a row of a bag takes beside its tokens is shared out over the 7 of the measured rows.
+_BAG = 2.6
+# The words around a picture cost less than its tokens, and a small picture has few of those.
+_CONVERSATION = 2.2
+_NEW_HEAD = {"pooling_method": "none", "projection_dim": 12}
+_QUERIES = {**_NEW_HEAD, "query_length": 20}
+_SMALL_PICTURES = {"query_prompt": "Find it!", "document_prompt": "", "image_tokens": 20, "max_seq_length": 200}
+_COMPUTES_IN_FLOAT32 = {"modernbert", "qwen3", "llama", "mistral", "bidirectional gemma3", "t5", "gte", "nomic_bert"}
+
+TEXT = [
+    EncoderCase(
+        "text",
+        kind,
+        partial(write_model, kind=kind),
+        near=FLOAT32 if kind in _COMPUTES_IN_FLOAT32 else 1e-9,
+        without_gradient="token_type_embeddings",
+    )
+    for kind in FAMILY_BUILDERS
+]
+
+LIBRARY_RUNS = [
+    EncoderCase("sentence_transformers", "layer norm", partial(_bert_and, behind=_layer_norm)),
+    # In the other modes every call of a layer is a collective, and a rank may have no documents for their transformer.
+    EncoderCase("sentence_transformers", "router", _router, sharding="fast"),
+    EncoderCase("sentence_transformers", "convolutions", _convolutions, sees_padding=True),
+    EncoderCase("sentence_transformers", "recurrent", _recurrent, estimated=True),  # packs rows by their lengths
+    EncoderCase("sentence_transformers", "residual", partial(_bert_and, behind=_residual)),
+    EncoderCase(
+        "sentence_transformers",
+        "order, no prompt",
+        partial(_bert_and, behind=_dense_behind_normalize, include_prompt=False),
+        estimated=True,  # reads the length of the prompt
+    ),
+]
+
+PICTURES_ALONE = [EncoderCase("vision", kind, partial(write_picture_model, kind=kind)) for kind in VISION_BUILDERS]
+
+TWO_TOWERS = [
+    *(
+        EncoderCase("dual", kind, partial(write_picture_model, kind=kind), **facts)
+        for kind, facts in (
+            ("clip", {}),
+            ("siglip", {"fixed_padding": True}),
+            ("siglip2", {"fixed_padding": True, "estimated": True}),  # reads the shapes of its pictures
+        )
+    ),
+    EncoderCase("open_clip", "clip", write_open_clip),
+    EncoderCase("open_clip", "eva02", partial(write_open_clip, config=EVA_CONFIG)),
+    EncoderCase("composed", "bert + dinov2", partial(_composed, text="bert", image="dinov2")),
+    EncoderCase("composed", "gpt2 + clip", partial(_composed, text="gpt2", image="clip")),
+]
+
+VISION_LANGUAGE = [
+    EncoderCase(
+        entry,
+        kind,
+        partial(write_vision_language, kind=kind.partition(",")[0]),
+        keys,
+        near=FLOAT32,
+        pictures_at_most=_CONVERSATION,
+    )
+    for entry, kind, keys in (
+        *(("vision_language", kind, {}) for kind in (*QWEN_BUILDERS, *VISION_LANGUAGE_BUILDERS)),
+        ("vision_language", "qwen3_vl, keys", _SMALL_PICTURES),
+        ("vision-late", "colpali", {}),
+        ("vision-late", "colqwen2", {}),
+        ("vision-late", "qwen3_vl", _NEW_HEAD),
+        ("vision-late", "colqwen2, topk", {"query_prompt": "Find", "topk_tokens": 6}),
+        ("vision-late", "qwen3_vl, pooled", {**_NEW_HEAD, "pool_factor": 2.0}),
+    )
+]
+
+LATE_INTERACTION = [
+    EncoderCase("colbert", "all tokens", write_bert, _QUERIES),
+    EncoderCase("colbert", "topk, pooled", write_bert, {**_QUERIES, "topk_tokens": 7, "pool_factor": 1.5}),
+    EncoderCase("colbert", "pooled", write_bert, {**_QUERIES, "pool_factor": 2.0}),
+    EncoderCase("colbert", "not filled up", write_bert, {**_QUERIES, "query_expansion": False}),
+    *(
+        EncoderCase("colbert", kind, partial(write_model, kind=kind), _QUERIES, near=FLOAT32)
+        for kind in ("roberta", "qwen3", "t5")
+    ),
+    *(
+        EncoderCase("patches", kind, partial(write_picture_model, kind=kind), _NEW_HEAD)
+        for kind in ("dinov2", "dinov3", "mae")
+    ),
+    EncoderCase(
+        "patches", "dinov2, topk", partial(write_picture_model, kind="dinov2"), {**_NEW_HEAD, "topk_tokens": 5}
+    ),
+    EncoderCase("patches", "vit, pooled", partial(write_picture_model, kind="vit"), {**_NEW_HEAD, "pool_factor": 3.0}),
+]
+
+OUR_OWN = [
+    EncoderCase("ngram-bag", "", _ngram_bag, texts_at_most=_BAG),
+    EncoderCase("tiny-clip", "", _tiny_clip, texts_at_most=1.2),
+    EncoderCase("tiny-transformer", "", partial(_builtin, name="tiny-transformer")),
+    EncoderCase(
+        "tiny-qwen3-vl", "", partial(_builtin, name="tiny-qwen3-vl"), near=FLOAT32, pictures_at_most=_CONVERSATION
+    ),
+]
+
+CASES: tuple[EncoderCase, ...] = (
+    *TEXT,
+    EncoderCase(
+        "text",
+        "bert, prompts, dense",
+        partial(_bert_and, behind=_dense, pooling="cls"),
+        without_gradient="token_type_embeddings",
+    ),
+    EncoderCase(
+        "text",
+        "bert, short",
+        partial(write_model, kind="bert"),
+        {"max_seq_length": 9},
+        without_gradient="token_type_embeddings",
+    ),
+    *LIBRARY_RUNS,
+    EncoderCase("static", "table, dense", _static, texts_at_most=_BAG),
+    EncoderCase("static", "short", partial(_static, dense=False), {"max_seq_length": 9}, texts_at_most=_BAG),
+    EncoderCase("static", "dot product", partial(_static, dense=False, similarity="dot"), texts_at_most=_BAG),
+    *PICTURES_ALONE,
+    *TWO_TOWERS,
+    *VISION_LANGUAGE,
+    *LATE_INTERACTION,
+    *OUR_OWN,
+)
+"""The first case of each entry runs by default, all of them with `-m ""`."""

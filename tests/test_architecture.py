@@ -70,7 +70,7 @@ def sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-ROOM = re.compile(r"\| `(\w+)/` \|.*\| ([^|]*) \|")
+ROOM = re.compile(r"^\| `(\w+)/` \|.*\|([^|]*)\|$", re.MULTILINE)
 """A row of the table of rooms in docs/architecture.md: the room, and in the last column the rooms that it imports."""
 
 

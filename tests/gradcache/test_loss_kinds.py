@@ -24,6 +24,15 @@ def choices(annotation: Any) -> set[Any]:
     return set().union(*(choices(each) for each in get_args(annotation)))
 
 
+def test_every_section_names_the_loss_that_is_built_from_it() -> None:
+    for kind, (name, keys) in (KINDS | LATE).items():
+        section, loss = loss_section(name), build(kind, tile_size=8)
+        assert section.name == name
+        assert loss.multi_vector == section.multi_vector
+        if "added_losses" not in keys:
+            assert isinstance(loss, section.loss_class())
+
+
 def test_every_value_of_every_key_has_a_row() -> None:
     ours = [name for name in LOSSES.names() if isinstance(loss_section(name).loss, str)]  # a plugin's brings its class
     assert len(ours) > 10

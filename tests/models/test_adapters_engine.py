@@ -86,34 +86,17 @@ def assert_exact(encoder: Encoder, batch: ContrastiveBatch) -> None:
         assert_same(take(encoder, loss), expected)
 
 
-@pytest.mark.parametrize("what", ["lora", "lora dropout", "lora text", "vision", "text", "projection", "last_1_layers"])
+@pytest.mark.parametrize("what", ["lora text", "vision", "text", "projection", "last_1_layers"])
 def test_the_engine_has_the_gradients_of_the_plain_step_in_two_towers(folders: dict[str, Path], what: str) -> None:
     encoder = partly_trained(folders["clip"], what)
     wake(encoder)
     assert_exact(encoder, picture_batch())
 
 
-@pytest.mark.parametrize("what", ["lora dropout", pytest.param("last_1_layers", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["bert", "open_clip"])
-def test_other_families_are_exact_too(folders: dict[str, Path], kind: str, what: str) -> None:
-    encoder = partly_trained(folders[kind], what)
-    wake(encoder)
+def test_the_last_layer_is_exact_in_other_families_too(folders: dict[str, Path], kind: str) -> None:
+    encoder = partly_trained(folders[kind], "last_1_layers")
     assert_exact(encoder, picture_batch() if kind == "open_clip" else text_batch())
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_norms_that_compute_in_float32_leave_a_float64_model_without_drift(tmp_path: Path, kind: str) -> None:
-    """Both passes round alike; only a step of other chunks rounds otherwise, within float32."""
-    encoder, batch = partly_trained(write_model(tmp_path / "model", kind), "all"), text_batch()
-    pools, structure, loss = pools_of(encoder, batch), BatchStructure.of(batch), make_loss()
-    reference_step(pools, structure, loss, budget=None)
-    expected = take(encoder, loss)
-    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU), list(trainable_of(encoder).values()))
-    assert engine.step(pools, structure).replay_drift == 0
-    found = take(encoder, loss)
-    largest = max(gradient.norm() for gradient in expected.values())
-    errors = {name: float((found[name] - gradient).norm() / largest) for name, gradient in expected.items()}
-    assert max(errors.values()) < 1e-5
 
 
 @pytest.mark.parametrize("what", ["lora dropout", pytest.param("last_1_layers", marks=pytest.mark.slow)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from adapter_cases import partly_trained, trainable_of, wake
@@ -26,15 +25,16 @@ if TYPE_CHECKING:
 
     from vembed.models.encoder import Encoder
 
-KINDS = ("bert", "gpt2", "modernbert", "qwen3", "clip", "vit", "open_clip")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("saving")
-    pictures = {kind: write_picture_model(root / kind, kind) for kind in ("clip", "vit")}
-    texts = {kind: write_model(root / kind, kind) for kind in KINDS[:4]}
-    return {**texts, **pictures, "open_clip": write_open_clip(root / "open_clip")}
+    texts = {kind: write_model(root / kind, kind) for kind in ("bert", "gpt2")}
+    return {
+        **texts,
+        "clip": write_picture_model(root / "clip", "clip"),
+        "open_clip": write_open_clip(root / "open_clip"),
+    }
 
 
 def adapted(folder: Path, dtype: torch.dtype = torch.float32) -> Encoder:
@@ -53,9 +53,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind in ("qwen3", "vit") else kind for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", ["bert", "open_clip"])
 def test_the_merged_model_is_one_as_any_other_and_has_the_vectors_of_the_adapted_one(
     folders: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
@@ -75,17 +73,6 @@ def test_the_merged_model_is_one_as_any_other_and_has_the_vectors_of_the_adapted
     changed = {name for name in merged if not torch.equal(merged[name], base[name])}
     assert 0 < len(changed) < len(merged)
     assert all(merged[name].ndim == 2 for name in changed)
-
-
-@pytest.mark.slow
-def test_the_merged_model_loads_in_sentence_transformers(folders: dict[str, Path], tmp_path: Path) -> None:
-    from sentence_transformers import SentenceTransformer
-
-    encoder = adapted(folders["bert"])
-    expected = encode(encoder)
-    save_trained(encoder, tmp_path / "model", tmp_path / "adapter")
-    found = SentenceTransformer(str(tmp_path / "model"), device="cpu").encode([text.strip() for text in TEXTS])
-    assert np.abs(found - expected.numpy()).max() < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", pytest.param("clip", marks=pytest.mark.slow), "open_clip"])

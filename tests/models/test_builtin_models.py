@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_cases import TEXTS, embed, load_any
+from model_cases import TEXTS, embed
 
 from vembed.errors import ConfigError
 from vembed.models.keys import ModelKeys
-from vembed.models.load import encoder_classes, load_encoder
+from vembed.models.load import load_encoder
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 
 CORPUS = [f"{text} {number} lorem{number % 7} ipsum{number % 5}" for number in range(60) for text in TEXTS]
@@ -67,17 +67,6 @@ def test_a_tiny_transformer_knows_every_character_and_no_capitals() -> None:
     assert tokenizer.unk_token_id not in ids
     assert (ids[0], ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
     assert tokenizer.decode(ids, skip_special_tokens=True).split() == ["sea", "日", "本", "😀"]
-
-
-@pytest.mark.parametrize("name", [each.builtin for each in encoder_classes() if each.builtin])
-def test_a_text_has_one_vector_alone_and_among_others(name: str) -> None:
-    torch.manual_seed(0)
-    encoder = load_any(f"builtin:{name}", CORPUS, dtype=torch.float64).eval()
-    together = embed(encoder)
-    assert together.dtype == torch.float64
-    assert torch.allclose(together, torch.cat([embed(encoder, [text]) for text in TEXTS]), atol=1e-12)
-    assert torch.allclose(together.norm(dim=-1), torch.ones(len(TEXTS), dtype=torch.float64))
-    assert (together[0] - together[1]).abs().max() > 1e-3
 
 
 @pytest.fixture(scope="module")

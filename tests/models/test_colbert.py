@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import string
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,51 +17,30 @@ from late_cases import (
     HIDDEN,
     QUERIES,
     QUERY_LENGTH,
-    assert_engine_is_exact,
-    batch_of,
     rows_of,
     write_bert,
 )
 from model_cases import edit_json, load_any, write_model
 from safetensors.torch import load_file, save_file
-from test_engine_ranks import assignment_of
 
 import vembed
 from vembed.batch import Features, Ragged
-from vembed.distributed.ranks import Ranks
 from vembed.errors import ConfigError
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.row_assignment import RowAssignment
-from vembed.losses.base import BatchStructure
-from vembed.losses.colbert import ColbertLoss
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import changing_names, save_trained
 from vembed.models.export.write import ExportRequest, export_model
-from vembed.models.exportable import writable_forms
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.late import TokenHead, new_layer
-from vembed.models.load import load_skeleton
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
-
     from vembed.batch import Side
 
 SIDES: dict[Side, tuple[str, ...]] = {"query": QUERIES, "document": DOCUMENTS}
 KEYS = {"pooling_method": "none", "projection_dim": DIMENSION, "query_length": QUERY_LENGTH}
-CHOICES: dict[str, dict[str, Any]] = {
-    "all": {},
-    "no expansion": {"query_expansion": False},
-    "topk": {"topk_tokens": 4},
-    "pooled": {"pool_factor": 2.0},
-    "topk, pooled": {"topk_tokens": 7, "pool_factor": 1.5},
-}
 
 
 @pytest.fixture(scope="module")
@@ -115,33 +93,6 @@ def test_tokens_that_fill_queries_up_are_seen_by_the_others_where_the_model_says
         torch.testing.assert_close(found, by_the_rule(encoder, QUERIES[0], "query", attends=True), rtol=0, atol=1e-5)
     assert (found - rows_of(encoder, QUERIES[:1], "query")[0]).abs().max() > 1e-3
     assert "seen by the others" in attending.describe()["max_seq_length"]
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_the_company_of_a_text_changes_nothing(bert: Path, choice: str) -> None:
-    encoder = late(bert, **CHOICES[choice])
-    for side, texts in SIDES.items():
-        together = rows_of(encoder, texts, side, width=60)
-        backwards = rows_of(encoder, texts[::-1], side)[::-1]
-        alone = [rows_of(encoder, (text,), side)[0] for text in texts]
-        for one, two, three in zip(together, backwards, alone, strict=True):
-            torch.testing.assert_close(one, two, rtol=0, atol=1e-5)
-            torch.testing.assert_close(one, three, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("choice", CHOICES)
-def test_a_saved_model_is_the_same_and_that_of_sentence_transformers(bert: Path, tmp_path: Path, choice: str) -> None:
-    encoder = late(bert, **CHOICES[choice])
-    encoder.save(tmp_path)
-    again = load_any(tmp_path).eval()
-    assert again.describe().keys() == encoder.describe().keys()
-    for side, texts in SIDES.items():
-        for one, other in zip(rows_of(encoder, texts, side), rows_of(again, texts, side), strict=True):
-            assert torch.equal(one, other)
-    if "topk" in choice:  # which sentence-transformers has no place for
-        assert tuple(writable_forms(encoder)) == ("vembed",)
-        return
-    assert_same_as_sentence_transformers(tmp_path, again)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
@@ -234,30 +185,6 @@ def test_a_folder_of_colbertv2_is_read_as_sentence_transformers_reads_it(bert: P
     assert_same_as_sentence_transformers(folder, encoder)
 
 
-@pytest.mark.parametrize("kind", ["roberta", "qwen3", "t5"])
-def test_any_transformer_for_texts_takes_the_head(tmp_path: Path, kind: str) -> None:
-    encoder = late(write_model(tmp_path / kind, kind))
-    lengths = [len(vectors) for vectors in rows_of(encoder, QUERIES, "query")]
-    assert lengths == [QUERY_LENGTH] * len(QUERIES)
-    encoder.save(tmp_path / "saved")
-    again = load_any(tmp_path / "saved").eval()
-    for side, texts in SIDES.items():
-        for one, other in zip(rows_of(encoder, texts, side), rows_of(again, texts, side), strict=True):
-            assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("choice", ["all", "pooled", "topk"])
-def test_an_export_is_read_back_by_the_library_that_it_is_for(bert: Path, tmp_path: Path, choice: str) -> None:
-    late(bert, **CHOICES[choice]).save(tmp_path / "model")
-    request = ExportRequest(keys=ModelKeys(model_name=str(tmp_path / "model")), output=tmp_path / "exported")
-    found = export_model(request, lambda encoder, form: {"README.md": f"{form}\n"})
-    form = "vembed" if choice == "topk" else "sentence-transformers"
-    assert found.form == form
-    assert {reader.partition(" ")[0] for reader in found.readers} == {"vembed", form}
-    with pytest.raises(ConfigError, match="no library but vembed" if choice == "topk" else "several vectors"):
-        export_model(replace(request, output=tmp_path / "other", form="transformers"), lambda encoder, form: {})
-
-
 def test_an_export_for_pylate_says_what_pylate_reads_and_gives_the_same_vectors(bert: Path, tmp_path: Path) -> None:
     keys = ModelKeys(model_name=str(bert), **KEYS)
     done = export_model(ExportRequest(keys=keys, output=tmp_path / "out", form="pylate"), lambda encoder, form: {})
@@ -302,50 +229,6 @@ def test_adapters_train_beside_a_new_head_and_are_merged_into_an_equal_model(ber
     assert not again.head.layers[0].linear.weight.requires_grad
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-def test_the_engine_gives_the_gradients_of_the_plain_step_under_dropout(bert: Path, choice: str) -> None:
-    """Both passes choose the same vectors: else a gradient would go to another token than it was computed for."""
-
-    def pools_of(encoder: Any) -> list[Pool]:
-        features = Features.concat([encoder.featurize(texts, side) for side, texts in SIDES.items()])
-        return [Pool(encoder, encoder.collate, features, np.arange(len(features)), encoder.num_vectors(features))]
-
-    gradients, num_chunks = assert_engine_is_exact(
-        lambda: late(bert, dtype=torch.float64, **CHOICES[choice]), pools_of, batch_of(QUERIES, DOCUMENTS), rows=3
-    )
-    assert num_chunks > 2
-    assert gradients["head.layers.0.linear.weight"].abs().max() > 1e-3
-
-
-def step_of_a_rank(rank: int, folder: Path, choice: str, how: str | None) -> tuple[float, dict[str, torch.Tensor]]:
-    """Do one step in chunks with the streamed loss: this rank's rows, or all in one call where `how` is None."""
-    encoder = late(folder, dtype=torch.float64, **CHOICES[choice])
-    features = Features.concat([encoder.featurize(texts, side) for side, texts in SIDES.items()])
-    slots = np.arange(len(features))
-    ranks, assignment, rows = Ranks(), RowAssignment.alone(len(features)), 100
-    if how is not None:
-        ranks, assignment, rows = Ranks.of_this_process(), assignment_of(len(features), how), 2
-        slots = assignment.slots[rank]
-    own = features.take(slots)
-    pool = Pool(encoder, encoder.collate, own, slots, encoder.num_vectors(own))
-    loss = ColbertLoss(temperature=0.3, dtype=torch.float64, tile_size=24)
-    options = EngineOptions(ChunkBudget(rows, 10**6), torch.device("cpu"), ranks=ranks)
-    engine = GradCacheEngine(loss, options, list(encoder.parameters()))
-    result = engine.step([pool], BatchStructure.of(batch_of(QUERIES, DOCUMENTS)), assignment=assignment)
-    return result.loss, {name: p.grad for name, p in encoder.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("choice", ["all", "topk, pooled"])
-def test_two_ranks_give_the_gradients_of_one(bert: Path, two_ranks: RankPool, choice: str) -> None:
-    value, wanted = step_of_a_rank(0, bert, choice, None)
-    for loss, found in two_ranks.run(step_of_a_rank, bert, choice, "uneven"):
-        assert loss == pytest.approx(value, rel=1e-11)
-        assert found.keys() == wanted.keys()
-        for name, gradient in wanted.items():
-            torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
-
-
 def test_a_cut_query_is_told_the_limit_of_queries(bert: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     late(bert).save(tmp_path)
     with caplog.at_level("WARNING"):
@@ -357,21 +240,6 @@ def test_the_plan_counts_as_many_vectors_of_a_query_as_it_is_filled_up_to(bert: 
     size = profile_model(ModelKeys(model_name=str(bert), **KEYS), ProfileTarget())
     assert size.query_vectors == QUERY_LENGTH < size.row_vectors
     assert size.values_of(3, 5) == (3 * QUERY_LENGTH + 5 * size.row_vectors) * DIMENSION
-
-
-def test_dropout_makes_the_choice_of_tokens_differ(bert: Path) -> None:
-    """The test above could fail: two forward passes with other masks keep other tokens."""
-    encoder = late(bert, topk_tokens=4).train()
-    features = encoder.featurize(DOCUMENTS, "document")
-    inputs = encoder.collate(features, np.arange(len(DOCUMENTS)), int(features.lengths.max()))
-    kept = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        hidden, _ = encoder.token_states(inputs)
-        x = hidden.flatten(0, 1)[inputs["counted_tokens"]] @ encoder.head.layers[0].linear.weight.T
-        kept.append([part.norm(dim=1).topk(min(4, len(part))).indices.sort().values.tolist()
-                     for part in x.split(features.columns["counted_tokens"].lengths.tolist())])  # fmt: skip
-    assert kept[0] != kept[1]
 
 
 def test_the_longest_vectors_stay_in_the_order_of_their_tokens() -> None:
@@ -400,19 +268,6 @@ def test_a_new_head_is_the_same_whatever_was_drawn_before(bert: Path) -> None:
     assert weights[0].std() > 0.05
 
 
-def test_the_plan_runs_the_head_on_no_data(bert: Path) -> None:
-    keys = ModelKeys(model_name=str(bert), **KEYS, topk_tokens=8)
-    sizes = [
-        sum(each.numel() for each in encoder.parameters() if each.requires_grad)
-        for encoder in (load_skeleton(keys), late(bert))
-    ]
-    assert sizes[0] == sizes[1]
-    for changes in ({}, {"pool_factor": 2.0}):
-        size = profile_model(keys.model_copy(update=changes), ProfileTarget("cpu"))
-        assert not size.estimated
-        assert size.dimension == DIMENSION
-
-
 REFUSED = {
     "pooling_method mean would pool them": {"pooling_method": "mean"},
     "projection_dim 7: the vectors of .* have 16 dimensions": {"projection_dim": 7},
@@ -425,8 +280,3 @@ def test_what_the_files_of_a_model_rule_out_is_refused(bert: Path, tmp_path: Pat
     late(bert).save(tmp_path)
     with pytest.raises(ConfigError, match=message):
         load_any(tmp_path, **REFUSED[message])
-
-
-def test_keys_of_late_interaction_are_refused_by_a_model_of_one_vector(bert: Path) -> None:
-    with pytest.raises(ConfigError, match="no use for topk_tokens"):
-        load_any(bert, topk_tokens=4)

@@ -10,20 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from model_cases import TEXTS, load_any, write_model
-from picture_cases import DUAL_BUILDERS, PICTURES, TINY, picture, vectors, write_open_clip
+from picture_cases import DUAL_BUILDERS, PICTURES, TINY, vectors, write_open_clip
 from picture_cases import write_picture_model as write
 
 from vembed.batch import Composed, Features, Image, content_id
-from vembed.data.collate import collate
-from vembed.data.sampler import GlobalSampler
-from vembed.data.table import Record
 from vembed.errors import DataError
 from vembed.evaluation.encode import ItemEncoder
 from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
-from vembed.gradcache.reference import reference_step
-from vembed.losses.base import BatchStructure
-from vembed.losses.infonce import InfoNCE
 from vembed.models.composed import join_features
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
@@ -32,8 +25,7 @@ from vembed.models.tiny_clip import TinyClip
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vembed.batch import Item, Side
-    from vembed.models.encoder import Encoder
+    from vembed.batch import Item
 
 CPU = torch.device("cpu")
 KINDS = (*DUAL_BUILDERS, "tiny-clip", "open_clip", "two models")
@@ -127,54 +119,3 @@ def test_identity_is_of_both_parts_and_of_nothing_else(tmp_path: Path) -> None:
     others += [Composed((image, PICTURES[1]), "in red")]
     assert len({content_id(each) for each in [item, *others]}) == 9
     assert content_id(Composed((image,), "")) == content_id(image), "it is the picture alone"
-
-
-def composed_batch() -> Any:
-    """Return 9 records: most queries are composed, positives are pictures, some negatives texts or composed."""
-    records = []
-    for number in range(9):
-        query: Item = Composed((picture(100 + number),), f"but {'very ' * (number % 4)}red {number}")
-        negatives: tuple[Item, ...] = (f"text {number}", Composed((picture(300),), "both"))[: number % 3]
-        records.append(Record(query if number % 4 else f"just {number}", (picture(number),), negatives, None, "f:1"))
-    order = GlobalSampler(len(records), batch_size=len(records), seed=3).rows(0)
-    return collate([records[row] for row in order], order.tolist())
-
-
-def pools_of(encoder: Encoder, batch: Any) -> list[Pool]:
-    items = (*batch.queries, *batch.documents)
-    side: Side = "query"
-    return [
-        Pool(encoder, encoder.collate, encoder.featurize([items[slot] for slot in slots], side), slots)
-        for _, slots in encoder.by_modality(items)
-    ]
-
-
-@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_mixed_batches_equal_those_of_the_plain_step(
-    folders: dict[str, Path], kind: str, rows: int
-) -> None:
-    encoder = load(folders[kind], dtype=torch.float64).train()
-    batch = composed_batch()
-    pools = pools_of(encoder, batch)
-    assert [modality for modality, _ in encoder.by_modality((*batch.queries, *batch.documents))] == [
-        "image",
-        "image+text",
-        "text",
-    ]
-    structure, loss = BatchStructure.of(batch), InfoNCE(temperature=0.1, bidirectional=True, dtype=torch.float64)
-    budget = ChunkBudget(rows=rows, tokens=10_000)
-    torch.manual_seed(5)
-    value = reference_step(pools, structure, loss, budget=budget)
-    expected = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
-    encoder.zero_grad()
-    torch.manual_seed(5)
-    result = GradCacheEngine(loss, EngineOptions(budget, CPU)).step(pools, structure)
-    assert result.loss == pytest.approx(value.item(), rel=1e-12)
-    assert result.num_chunks > 6
-    largest = max(gradient.norm().item() for gradient in expected.values())
-    assert largest > 0
-    for name, parameter in encoder.named_parameters():
-        if name in expected:
-            difference = (parameter.grad - expected[name]).norm()
-            assert difference <= 1e-10 * expected[name].norm() + 1e-13 * largest, name

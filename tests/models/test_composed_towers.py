@@ -10,22 +10,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from adapter_cases import BUDGET, CPU, make_loss, partly_trained, picture_batch, trainable_of, wake
+from adapter_cases import partly_trained, picture_batch, trainable_of, wake
 from model_cases import TEXTS, load_any, write_model
-from picture_cases import PICTURES, opened, pools_of, vectors, write_picture_model
+from picture_cases import PICTURES, opened, vectors, write_picture_model
 from safetensors.torch import load_file
-from test_adapters_engine import assert_exact, assert_same, take
+from test_adapters_engine import assert_exact
 from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
 
 from vembed.batch import Composed
-from vembed.distributed.fsdp import shard_encoder, transformer_blocks
-from vembed.distributed.ranks import Ranks
+from vembed.distributed.fsdp import transformer_blocks
 from vembed.errors import ConfigError
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
-from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import save_trained
 from vembed.models.composed_towers import ComposedTowers
@@ -34,12 +28,10 @@ from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.load import encoder_classes, load_encoder
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
-from vembed.plan.problem import Way
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
 
 PAIRS = {
     "bert + dinov2": ("bert", "dinov2"),
@@ -47,7 +39,6 @@ PAIRS = {
     "gpt2 + the image tower of clip": ("gpt2", "clip"),
 }
 MODELS = ("bert", "modernbert", "gpt2"), ("dinov2", "siglip vision", "clip", "siglip2", "vit")
-SLOW_PAIR = "gpt2 + the image tower of clip"
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +93,6 @@ def test_vectors_are_those_of_the_towers_projected_step_by_step(folders: dict[st
     assert torch.allclose(both[0], F.normalize(found[2] + found[6], dim=-1), atol=1e-9)
 
 
-def test_neither_order_nor_neighbours_nor_padding_change_a_vector(folders: dict[str, Path]) -> None:
-    encoder = load_any(folders["bert + dinov2"], dtype=torch.float64).eval()
-    items = [*TEXTS, *PICTURES, *(Composed((image,), text) for image, text in zip(PICTURES, TEXTS, strict=True))]
-    alone = torch.cat([vectors(encoder, [item]) for item in items])
-    assert torch.allclose(vectors(encoder, items), alone, atol=1e-12)
-    assert torch.allclose(vectors(encoder, items[::-1]), alone.flip(0), atol=1e-12)
-
-
 def test_a_single_layer_to_the_same_dimension_starts_as_the_identity(folders: dict[str, Path]) -> None:
     encoder = compose(folders, ("bert", "dinov2"))
     assert encoder.dimension == 32
@@ -127,29 +110,6 @@ def test_projections_start_alike_whatever_was_drawn_before(folders: dict[str, Pa
 
 
 @pytest.mark.parametrize(
-    "pair", [pytest.param(each, marks=pytest.mark.slow) if each == SLOW_PAIR else each for each in PAIRS]
-)
-def test_the_engine_has_the_gradients_of_the_plain_step(folders: dict[str, Path], pair: str) -> None:
-    encoder, batch = partly_trained(folders[pair], "all"), picture_batch()
-    pools, structure, loss = pools_of(encoder, batch), BatchStructure.of(batch), make_loss()
-    torch.manual_seed(5)
-    value = reference_step(pools, structure, loss, budget=BUDGET)
-    expected = take(encoder, loss)
-    assert {name for name in expected if name.startswith("projections.")} == {
-        f"projections.{part}.{layer}.{kind}"
-        for part in ("text", "image")
-        for layer in (0, 2)
-        for kind in ("weight", "bias")
-    }
-    torch.manual_seed(5)
-    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU), list(trainable_of(encoder).values()))
-    result = engine.step(pools, structure)
-    assert result.num_chunks > 3
-    assert result.loss == pytest.approx(value.item(), rel=1e-12)
-    assert_same(take(encoder, loss), expected)
-
-
-@pytest.mark.parametrize(
     "what", ["lora dropout", "lora text", "text", "projection", pytest.param("last_1_layers", marks=pytest.mark.slow)]
 )
 def test_a_part_that_trains_has_exact_gradients(folders: dict[str, Path], what: str) -> None:
@@ -161,60 +121,6 @@ def test_a_part_that_trains_has_exact_gradients(folders: dict[str, Path], what: 
     if "lora" in what:
         assert "projections.text.0.weight" in names, "what was never trained trains beside adapters"
     assert_exact(encoder, picture_batch())
-
-
-def test_gradient_checkpointing_changes_no_gradient(folders: dict[str, Path]) -> None:
-    gradients = []
-    for checkpointed in (False, True):
-        encoder, loss = (
-            partly_trained(folders["bert + dinov2"], "all", gradient_checkpointing=checkpointed),
-            make_loss(),
-        )
-        hosts = (encoder.text.backbone, encoder.image.backbone)  # type: ignore[union-attr]
-        assert [host.is_activation_checkpointing for host in hosts] == [checkpointed] * 2  # type: ignore[union-attr]
-        torch.manual_seed(5)
-        reference_step(pools_of(encoder, picture_batch()), BatchStructure.of(picture_batch()), loss, budget=BUDGET)
-        gradients.append(take(encoder, loss))
-    assert_same(gradients[1], gradients[0])
-
-
-def step_of_a_rank(
-    rank: int, folder: Path, how: str, assignment: RowAssignment
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Do one step on this rank's rows; return the loss and all gradients."""
-    encoder, batch, loss = partly_trained(folder, "all").eval(), picture_batch(), make_loss()
-    ranks = Ranks.of_this_process()
-    handle = None
-    if how == "sharded":
-        handle = shard_encoder(encoder, Way("fsdp", mode="fast", sharding_factor=2), ranks, device=CPU)
-    trained: list[Any] = list(trainable_of(encoder).values()) if handle is None else handle.parameters
-    pools = []
-    for pool in pools_of(encoder, batch):
-        mine = np.flatnonzero(np.isin(pool.slots, assignment.slots[rank]))
-        if len(mine):
-            pools.append(Pool(pool.encode, pool.collate, pool.features.take(mine), pool.slots[mine]))
-    engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU, ranks=ranks), trained, sharded=handle)
-    result = engine.step(pools, BatchStructure.of(batch), assignment=assignment)
-    found = {}
-    for name, parameter in encoder.named_parameters():
-        if parameter.grad is not None:
-            found[name] = getattr(parameter.grad, "full_tensor", lambda grad=parameter.grad: grad)()
-    return result.loss, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["replicated", "sharded"])
-def test_two_ranks_have_the_gradients_of_one(two_ranks: RankPool, folders: dict[str, Path], how: str) -> None:
-    folder, batch, loss = folders["bert + dinov2"], picture_batch(), make_loss()
-    assignment = RowAssignment((np.array([5, 7, 9]), np.array([0, 1, 2, 3, 4, 6, 8])))
-    encoder = partly_trained(folder, "all").eval()
-    value = reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
-    expected = take(encoder, loss)
-    answers: list[Any] = two_ranks.run(step_of_a_rank, folder, how, assignment)
-    for found_value, found in answers:
-        assert found_value == pytest.approx(value.item(), rel=1e-11)
-        assert found.keys() == expected.keys() - {"log_scale"}
-        assert_same(found, {name: expected[name] for name in found})
 
 
 def test_blocks_of_both_towers_are_gathered_one_at_a_time(folders: dict[str, Path]) -> None:
@@ -332,16 +238,6 @@ def test_the_background_of_a_pictures_folder_is_kept_and_written_again(
     assert load_any(tmp_path / "pair").image_background == "black"
     names = {"bert": folders["bert"], "image": tmp_path / "pair/image"}
     assert compose(names, ("bert", "image")).image_background == "black"
-
-
-def test_packed_texts_have_the_vectors_of_padded_ones(folders: dict[str, Path]) -> None:
-    encoder = load_any(folders["bert + dinov2"], dtype=torch.float64).eval()
-    items = [*TEXTS, *PICTURES, Composed((PICTURES[0],), TEXTS[1]), Composed((PICTURES[2],), TEXTS[0])]
-    expected = vectors(encoder, items)
-    assert encoder.why_not_packed("cpu", torch.float64) == ""
-    encoder.pack()
-    assert encoder.packs
-    assert torch.allclose(vectors(encoder, items), expected, atol=1e-9)
 
 
 def test_the_samples_of_an_export_are_of_both_kinds(folders: dict[str, Path]) -> None:

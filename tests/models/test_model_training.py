@@ -10,12 +10,6 @@ import pytest
 import torch
 from model_cases import FAMILY_BUILDERS, TEXTS, embed, load, write_model
 
-from vembed.batch import ContrastiveBatch, Features, content_id
-from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
-from vembed.gradcache.reference import reference_step
-from vembed.losses.base import BatchStructure
-from vembed.losses.infonce import InfoNCE
 from vembed.models.formats import Dense
 from vembed.models.ngram_bag import NgramBag, NgramBagConfig
 from vembed.models.profile.profile import model_size
@@ -26,25 +20,11 @@ if TYPE_CHECKING:
 
     from vembed.models.encoder import Encoder
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("training")
     return {kind: write_model(root / kind.replace(" ", "-"), kind) for kind in FAMILY_BUILDERS}
-
-
-def with_dropout(folder: Path, probability: float = 0.1, **options: Any) -> Any:
-    """Load an encoder whose every dropout layer and attention dropout drops."""
-    encoder = load(folder, **options).train()
-    layers = [module for module in encoder.modules() if isinstance(module, torch.nn.Dropout)]
-    for layer in layers:
-        layer.p = probability
-    for module in encoder.modules():
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = probability  # type: ignore[assignment]
-    return encoder
 
 
 def gradients_of(encoder: Encoder, texts: tuple[str, ...] = TEXTS) -> dict[str, torch.Tensor]:
@@ -58,29 +38,6 @@ def gradients_of(encoder: Encoder, texts: tuple[str, ...] = TEXTS) -> dict[str, 
     found = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
     encoder.zero_grad()
     return found
-
-
-@pytest.mark.parametrize("kind", FAMILY_BUILDERS)
-def test_every_trainable_parameter_takes_part(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind]).train()
-    trainable = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
-    unused = trainable - gradients_of(encoder).keys()
-    assert unused <= {name for name in unused if "token_type_embeddings" in name}
-
-
-@pytest.mark.parametrize("kind", ["bert", "modernbert", "qwen3", "gpt2", "t5"])
-def test_checkpointing_gives_the_same_gradients_with_dropout(folders: dict[str, Path], kind: str) -> None:
-    plain = with_dropout(folders[kind], dtype=torch.float64)
-    expected, repeated = gradients_of(plain), gradients_of(plain)
-    recomputed = with_dropout(folders[kind], dtype=torch.float64, gradient_checkpointing=True)
-    assert any(getattr(module, "gradient_checkpointing", False) for module in recomputed.modules())
-    found = gradients_of(recomputed)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.equal(gradient, repeated[name])
-        assert torch.allclose(found[name], gradient, rtol=1e-9, atol=1e-12), name
-    without = gradients_of(plain.eval())
-    assert any(not torch.allclose(without[name], expected[name], rtol=1e-3) for name in expected), "dropout is off"
 
 
 def test_checkpointing_keeps_fewer_activations(folders: dict[str, Path]) -> None:
@@ -125,63 +82,6 @@ def test_dense_layers_run_in_float32_under_autocast(folders: dict[str, Path]) ->
     with torch.no_grad():
         assert torch.equal(z, layer(x))
     assert not torch.equal(x, embed(before))
-
-
-def make_batch(num_queries: int) -> ContrastiveBatch:
-    """Give query i one positive and i % 3 hard negatives, of unequal lengths."""
-    queries = tuple(f"query {'x' * (number % 5)}{number}" for number in range(num_queries))
-    documents, pairs = [], []
-    for number in range(num_queries):
-        pairs.append((number, len(documents)))
-        documents += [f"{'text ' * (1 + copy)}{number}{copy}" for copy in range(1 + number % 3)]
-    return ContrastiveBatch(
-        queries=queries,
-        documents=tuple(documents),
-        positives_P2=np.array(pairs, dtype=np.int64),
-        query_ids_Q=np.array([content_id(query) for query in queries]),
-        document_ids_D=np.array([content_id(document) for document in documents]),
-        record_ids=tuple(range(num_queries)),
-    )
-
-
-@pytest.mark.parametrize("kind", ["text encoder", "text encoder, checkpointed", "ngram bag"])
-def test_gradient_caching_equals_the_plain_step(folders: dict[str, Path], kind: str) -> None:
-    if kind == "ngram bag":
-        torch.manual_seed(0)
-        encoder: Any = NgramBag(NgramBagConfig(dimension=16, buckets=512)).double()
-    else:
-        encoder = with_dropout(
-            folders["bert"], dtype=torch.float64, gradient_checkpointing="checkpointed" in kind, prompts={"query": "q:"}
-        )
-    batch, budget = make_batch(7), ChunkBudget(rows=4, tokens=150)
-    features = Features.concat(
-        [encoder.featurize(batch.queries, "query"), encoder.featurize(batch.documents, "document")]
-    )
-    pools = [Pool(encoder, encoder.collate, features, np.arange(len(features)))]
-    loss = InfoNCE(temperature=0.1, learn_temperature=True, bidirectional=True, dtype=torch.float64)
-    structure = BatchStructure.of(batch)
-
-    def collect() -> dict[str, torch.Tensor]:
-        parameters = [*encoder.named_parameters(), *loss.named_parameters()]
-        found = {name: p.grad.clone() for name, p in parameters if p.grad is not None}
-        for _, parameter in parameters:
-            parameter.grad = None
-        return found
-
-    torch.manual_seed(5)
-    value = reference_step(pools, structure, loss, budget=budget)
-    expected = collect()
-    torch.manual_seed(5)
-    result = GradCacheEngine(loss, EngineOptions(budget, CPU, retain=0.3)).step(pools, structure)
-    found = collect()
-    assert result.num_chunks > 3
-    assert result.loss == pytest.approx(value.item(), rel=1e-12)
-    assert result.replay_drift == 0
-    assert found.keys() == expected.keys()
-    assert "log_scale" in found
-    largest = max(gradient.norm().item() for gradient in expected.values())
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-14 * largest, name
 
 
 @pytest.mark.parametrize("kind", FAMILY_BUILDERS)

@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from late_cases import assert_engine_is_exact, batch_of, rows_of
+from late_cases import rows_of
 from model_cases import load_any
 from picture_cases import PATCH, PICTURES, SIDE, write_picture_model
 
-from vembed.batch import Features
 from vembed.errors import ConfigError
-from vembed.gradcache.calls import Pool
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.keys import AdapterKeys, ModelKeys
 from vembed.models.profile.measure import ProfileTarget
@@ -77,24 +75,6 @@ def test_a_new_head_trains_beside_adapters_and_is_the_same_in_every_run(folders:
     assert torch.equal(encoder.head.layers[0].linear.weight, again.head.layers[0].linear.weight)
     add_adapters(encoder, AdapterKeys(lora_r=2))
     assert encoder.head.layers[0].linear.weight.requires_grad
-
-
-@pytest.mark.parametrize("keys", [{}, {"topk_tokens": 5}], ids=["all", "topk"])
-def test_the_engine_gives_the_gradients_of_the_plain_step_under_dropout(
-    folders: dict[str, Path], keys: dict[str, Any]
-) -> None:
-    half = len(PICTURES) // 2
-    batch = batch_of(PICTURES[:half], PICTURES[half : 2 * half])
-
-    def pools_of(encoder: Any) -> list[Pool]:
-        sides = encoder.featurize(batch.queries, "query"), encoder.featurize(batch.documents, "document")
-        features = Features.concat(sides)
-        return [Pool(encoder, encoder.collate, features, np.arange(2 * half), encoder.num_vectors(features))]
-
-    _, num_chunks = assert_engine_is_exact(
-        lambda: late(folders["dinov2"], dtype=torch.float64, **keys), pools_of, batch, rows=2
-    )
-    assert num_chunks == half
 
 
 def test_the_plan_counts_the_vectors_of_a_picture(folders: dict[str, Path]) -> None:

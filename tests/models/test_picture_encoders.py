@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,24 +18,15 @@ from picture_cases import (
     TINY,
     VISION_BUILDERS,
     opened,
-    picture,
-    pools_of,
     vectors,
     write_open_clip,
 )
 from picture_cases import write_picture_model as write
 from safetensors.torch import load_file, save_file
-from transformers import AutoImageProcessor, AutoModel, AutoTokenizer
+from transformers import AutoImageProcessor, AutoModel
 
-from vembed.batch import Composed, ContrastiveBatch, content_id
 from vembed.data.images import ImageLimits
 from vembed.errors import ConfigError, DataError, MachineError
-from vembed.gradcache.chunking import ChunkBudget
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.reference import reference_step
-from vembed.losses.base import BatchStructure
-from vembed.losses.infonce import InfoNCE
-from vembed.models.dual import DualEncoder
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder, load_skeleton
 from vembed.models.profile.profile import model_size
@@ -46,7 +36,6 @@ from vembed.models.vision import VisionEncoder
 if TYPE_CHECKING:
     from pathlib import Path
 
-CPU = torch.device("cpu")
 SLOW_KINDS = {"dinov3", "dinov3 convnext", "timm naflex", "clip vision", "siglip vision without a head"}
 KINDS = [
     pytest.param(kind, marks=pytest.mark.slow) if kind in SLOW_KINDS else kind
@@ -69,25 +58,6 @@ def load(folder: Path, **options: Any) -> Any:
     return load_any(folder, **options).eval()
 
 
-@pytest.mark.parametrize("kind", DUAL_BUILDERS)
-def test_two_towers_give_the_vectors_of_transformers(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind])
-    assert isinstance(encoder, DualEncoder)
-    model = AutoModel.from_pretrained(folders[kind]).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folders[kind])
-    how: dict[str, Any] = {"padding": True} if kind == "clip" else {"padding": "max_length", "max_length": 64}
-    tokens = tokenizer(list(TEXTS), truncation=True, return_tensors="pt", return_token_type_ids=False, **how)
-    if kind != "clip":
-        del tokens["attention_mask"]
-    pixels = AutoImageProcessor.from_pretrained(folders[kind])(images=opened(PICTURES), return_tensors="pt")
-    with torch.no_grad():
-        texts = F.normalize(model.get_text_features(**tokens).pooler_output, dim=-1)
-        pictures = F.normalize(model.get_image_features(**pixels).pooler_output, dim=-1)
-    assert (vectors(encoder, TEXTS) - texts).abs().max() <= 1e-5
-    assert (vectors(encoder, PICTURES) - pictures).abs().max() <= 1e-5
-    assert encoder.dimension == texts.shape[1] == pictures.shape[1]
-
-
 @pytest.mark.parametrize("kind", VISION_BUILDERS)
 def test_picture_encoders_give_the_vectors_of_transformers(folders: dict[str, Path], kind: str) -> None:
     encoder = load(folders[kind])
@@ -108,132 +78,11 @@ def test_picture_encoders_give_the_vectors_of_transformers(folders: dict[str, Pa
     assert (vectors(encoder, PICTURES) - F.normalize(expected, dim=-1)).abs().max() <= 1e-5
 
 
-@pytest.mark.parametrize("kind", ["open_clip", "open_clip eva02"])
-def test_open_clip_gives_its_own_vectors(folders: dict[str, Path], kind: str) -> None:
-    import open_clip
-
-    name = f"local-dir:{folders[kind]}"
-    model, _, preprocess = open_clip.create_model_and_transforms(name)
-    model.eval()
-    tokens = open_clip.get_tokenizer(name)(list(TEXTS))
-    with torch.no_grad():
-        texts = model.encode_text(tokens, normalize=True)
-        pictures = model.encode_image(torch.stack([preprocess(each) for each in opened(PICTURES)]), normalize=True)
-    for given in (folders[kind], f"open_clip:{name}"):
-        encoder = load(given)
-        assert (vectors(encoder, TEXTS) - texts).abs().max() <= 1e-5
-        assert (vectors(encoder, PICTURES) - pictures).abs().max() <= 1e-5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_items_have_one_vector_alone_and_among_others_in_any_order(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind], dtype=torch.float64)
-    texts = TEXTS if "text" in encoder.modalities else ()
-    mixed = [*PICTURES[:2], *texts[:3], *PICTURES[2:], *texts[3:]]
-    together = vectors(encoder, mixed)
-    assert together.dtype == torch.float64
-    assert torch.allclose(together.norm(dim=-1), torch.ones(len(mixed), dtype=torch.float64))
-    alone = torch.cat([vectors(encoder, [item]) for item in mixed])
-    assert torch.allclose(together, alone, atol=1e-9)
-    assert torch.allclose(vectors(encoder, mixed[::-1]), together.flip(0), atol=1e-9)
-    distances = torch.cdist(together, together) + torch.eye(len(mixed))
-    same = [(a, b) for a in range(len(mixed)) for b in range(a) if str(mixed[a]).lower() == str(mixed[b]).lower()]
-    for a, b in same:
-        distances[a, b] = distances[b, a] = 1
-    assert distances.min() > 1e-4
-
-
-def query_of(encoder: Any, number: int) -> Any:
-    """Return a text, or a picture with one in every third query, or a picture where the encoder reads no texts."""
-    if "text" not in encoder.modalities:
-        return picture(100 + number)
-    text = f"query {'x' * (number % 5)}{number}"
-    return Composed((picture(100 + number),), text) if number % 3 == 1 else text
-
-
-def batch_of(encoder: Any, num_queries: int = 7) -> ContrastiveBatch:
-    """Give each query one positive picture and i % 3 negatives of both kinds."""
-    has_text = "text" in encoder.modalities
-    queries = tuple(query_of(encoder, number) for number in range(num_queries))
-    documents: list[Any] = []
-    pairs = []
-    for number in range(num_queries):
-        pairs.append((number, len(documents)))
-        documents.append(picture(number))
-        documents += [
-            f"text {number}{copy}" if has_text and copy else picture(50 + 3 * number) for copy in range(number % 3)
-        ]
-    return ContrastiveBatch(
-        queries=queries,
-        documents=tuple(documents),
-        positives_P2=np.array(pairs, dtype=np.int64),
-        query_ids_Q=np.array([content_id(query) for query in queries]),
-        document_ids_D=np.array([content_id(document) for document in documents]),
-        record_ids=tuple(range(num_queries)),
-    )
-
-
-def gradients(encoder: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in encoder.named_parameters() if p.grad is not None}
-    encoder.zero_grad()
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient_caching_over_two_towers_equals_the_plain_step(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind], dtype=torch.float64).train()
-    batch = batch_of(encoder)
-    pools = pools_of(encoder, batch)
-    assert len(pools) == len(encoder.modalities)
-    structure, loss = BatchStructure.of(batch), InfoNCE(temperature=0.1, bidirectional=True, dtype=torch.float64)
-    budget = ChunkBudget(rows=3, tokens=10_000)
-    torch.manual_seed(5)
-    value = reference_step(pools, structure, loss, budget=budget)
-    expected = gradients(encoder)
-    torch.manual_seed(5)
-    result = GradCacheEngine(loss, EngineOptions(budget, CPU, retain=0.3)).step(pools, structure)
-    found = gradients(encoder)
-    assert result.num_chunks > 4
-    assert result.loss == pytest.approx(value.item(), rel=1e-12)
-    assert found.keys() == expected.keys()
-    largest = max(gradient.norm().item() for gradient in expected.values())
-    assert largest > 0
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-13 * largest, name
-
-
 @pytest.mark.parametrize("kind", [*DUAL_BUILDERS, "clip vision", "vit", "dinov2", "dinov3"])
 def test_dropout_is_on_while_training(folders: dict[str, Path], kind: str) -> None:
     encoder = load(folders[kind]).train()
     assert not torch.equal(vectors(encoder, PICTURES), vectors(encoder, PICTURES))
     assert torch.equal(vectors(encoder.eval(), PICTURES), vectors(encoder, PICTURES))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_trainable_parameter_takes_part(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind]).train()
-    loss = InfoNCE(temperature=0.1)
-    batch = batch_of(encoder)
-    reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
-    trainable = {name for name, parameter in encoder.named_parameters() if parameter.requires_grad}
-    assert trainable == gradients(encoder).keys()
-    assert not any("logit_" in name or "mask_token" in name for name in trainable)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_saved_encoder_gives_the_same_bits(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    encoder = load(folders[kind])
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    encoder.save(tmp_path)
-    reloaded = load(tmp_path)
-    assert type(reloaded) is type(encoder)
-    for name, tensor in encoder.state_dict().items():
-        assert torch.equal(reloaded.state_dict()[name], tensor), name
-    items = [*PICTURES, *(TEXTS if "text" in encoder.modalities else ())]
-    assert torch.equal(vectors(reloaded, items), vectors(encoder, items))
-    assert not torch.equal(vectors(load(folders[kind]), items), vectors(encoder, items))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -262,41 +111,6 @@ def test_siglip_texts_are_padded_to_the_full_length_and_clip_texts_are_not(folde
     clip = load(folders["clip"]).featurize(TEXTS, "query").lengths
     assert clip.max() < 64
     assert len(set(clip)) > 2
-
-
-@pytest.mark.parametrize("kind", [*DUAL_BUILDERS, "open_clip", "tiny-clip"])
-def test_over_long_texts_are_cut_and_counted(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind])
-    features = encoder.featurize(["a", "a " * 20, "a " * 500, "b " * 500], "query")
-    assert features.num_truncated == 2
-    assert features.lengths.max() <= encoder.max_length
-
-
-@pytest.mark.parametrize("kind", ["clip", "siglip", "vit", "mae", "timm eva02", "open_clip", "open_clip eva02"])
-def test_checkpointing_gives_the_same_gradients(folders: dict[str, Path], kind: str) -> None:
-    loss = InfoNCE(temperature=0.1, dtype=torch.float64)
-
-    def step(**options: Any) -> dict[str, torch.Tensor]:
-        encoder = load(folders[kind], dtype=torch.float64, **options).train()
-        batch = batch_of(encoder)
-        torch.manual_seed(3)
-        reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
-        return gradients(encoder)
-
-    plain, recomputed = step(), step(gradient_checkpointing=True)
-    assert plain.keys() == recomputed.keys()
-    for name, gradient in plain.items():
-        assert torch.allclose(recomputed[name], gradient, rtol=1e-9, atol=1e-12), name
-
-
-def test_under_autocast_embeddings_are_float32(folders: dict[str, Path]) -> None:
-    for folder in folders.values():
-        encoder = load(folder)
-        with torch.autocast("cpu", torch.bfloat16):
-            z = vectors(encoder, PICTURES)
-        assert z.dtype == torch.float32
-        assert (z.norm(dim=-1) - 1).abs().max() < 1e-5
-        assert (z - vectors(encoder, PICTURES)).abs().max() < 0.2
 
 
 def test_a_model_refuses_what_it_has_no_tower_for(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from adapter_cases import BUDGET, CPU, make_loss, text_batch, trainable_of, wake
+from adapter_cases import wake
 from model_cases import TEXTS, edit_json, embed, load, load_any, write_model
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
@@ -20,13 +19,6 @@ from sentence_transformers.sentence_transformer.modules import Dense, Normalize,
 from tokenizers import pre_tokenizers
 from transformers import AutoModel, AutoModelForTextEncoding, AutoTokenizer, LlamaTokenizer, Qwen2Tokenizer
 
-from vembed.batch import Features
-from vembed.distributed.ranks import Ranks
-from vembed.gradcache.calls import Pool
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
-from vembed.losses.base import BatchStructure
 from vembed.models.adapters.lora import add_adapters
 from vembed.models.adapters.trained import save_trained
 from vembed.models.keys import AdapterKeys
@@ -35,10 +27,7 @@ from vembed.models.text_spec import PROMPT_FAMILIES, known_prompts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
-
     from vembed.batch import Side
-    from vembed.models.text import TextEncoder
 
 INSTRUCTION = "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 LENGTH = 192  # tokens; the instruction has about 90 characters, each of which is a token here
@@ -77,8 +66,6 @@ PUBLISHED = {
     "gte-base-en": Published("bert", "mean"),
     "sentence-t5-base": Published("t5", "mean", dense=(24,)),
 }
-
-ONE_OF_A_KIND = {published.kind: name for name, published in PUBLISHED.items()}.values()
 
 
 def tokenizer_of(published: Published) -> Any:
@@ -203,75 +190,6 @@ def test_a_saved_model_keeps_vectors_and_prompts_with_adapters_too(
     assert (adapted - before).abs().max() > 1e-3
     save_trained(encoder, tmp_path / "merged", tmp_path / "adapter")
     assert (embed(load(tmp_path / "merged")) - adapted).abs().max() <= 1e-5
-
-
-def both_sides(encoder: TextEncoder) -> tuple[list[Pool], BatchStructure]:
-    """Return five queries and five documents behind their prompts, in one pool."""
-    batch = text_batch()
-    sides = [encoder.featurize(batch.queries, "query"), encoder.featurize(batch.documents, "document")]
-    features = Features.concat(sides)
-    return [Pool(encoder, encoder.collate, features, np.arange(len(features)))], BatchStructure.of(batch)
-
-
-@pytest.mark.parametrize("name", ONE_OF_A_KIND)
-def test_a_step_in_chunks_has_the_gradients_of_the_plain_one(folders: dict[str, Path], name: str) -> None:
-    encoder, loss = load(folders[name], dtype=torch.float64).train(), make_loss()
-    pools, structure = both_sides(encoder)
-    trained = [*encoder.named_parameters(), *loss.named_parameters()]
-
-    def collect() -> dict[str, torch.Tensor]:
-        found = {key: each.grad.clone() for key, each in trained if each.grad is not None}
-        for _, parameter in trained:
-            parameter.grad = None
-        return found
-
-    torch.manual_seed(5)
-    value = reference_step(pools, structure, loss, budget=BUDGET)
-    expected = collect()
-    torch.manual_seed(5)
-    options = EngineOptions(BUDGET, CPU, retain=0.3)
-    result = GradCacheEngine(loss, options, list(encoder.parameters())).step(pools, structure)
-    found = collect()
-    assert result.num_chunks > 3
-    assert result.replay_drift == 0
-    assert result.loss == pytest.approx(value.item(), rel=1e-12)
-    assert found.keys() == expected.keys()
-    largest = max(gradient.norm() for gradient in expected.values())
-    for key, gradient in expected.items():
-        assert (found[key] - gradient).norm() <= 1e-10 * gradient.norm() + 1e-13 * largest, key
-
-
-def step_of_a_rank(rank: int, folder: Path, assignment: RowAssignment) -> tuple[float, float, dict[str, torch.Tensor]]:
-    """Do one step on this rank's rows; return the loss, the drift of the replay, and all gradients."""
-    encoder, loss = load(folder, dtype=torch.float64), make_loss()
-    (whole,), structure = both_sides(encoder)
-    mine = assignment.slots[rank]
-    pools = [Pool(encoder, encoder.collate, whole.features.take(mine), mine)]
-    options = EngineOptions(BUDGET, CPU, ranks=Ranks.of_this_process())
-    engine = GradCacheEngine(loss, options, list(trainable_of(encoder).values()))
-    result = engine.step(pools, structure, assignment=assignment)
-    found = {name: each.grad for name, each in encoder.named_parameters() if each.grad is not None}
-    return result.loss, result.replay_drift, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ONE_OF_A_KIND)
-def test_two_ranks_end_with_the_gradients_of_the_whole_batch(
-    folders: dict[str, Path], two_ranks: RankPool, name: str
-) -> None:
-    encoder, loss = load(folders[name], dtype=torch.float64), make_loss()
-    pools, structure = both_sides(encoder)
-    value = reference_step(pools, structure, loss, budget=None)
-    expected = {key: each.grad for key, each in encoder.named_parameters() if each.grad is not None}
-    largest = max(gradient.norm() for gradient in expected.values())
-    # RMS norms compute in float32, so that rows in other calls round otherwise.
-    rounds = any(type(module).__name__.endswith(("RMSNorm", "T5LayerNorm")) for module in encoder.modules())
-    tolerance, rows = 1e-5 if rounds else 1e-10, np.arange(10)
-    for total, drift, found in two_ranks.run(step_of_a_rank, folders[name], RowAssignment((rows[:3], rows[3:]))):
-        assert total == pytest.approx(value.item(), rel=max(tolerance / 10, 1e-12))
-        assert drift <= 1e-14
-        assert found.keys() == expected.keys()
-        assert max((found[key] - each).norm() / largest for key, each in expected.items()) <= tolerance
 
 
 KNOWN = {

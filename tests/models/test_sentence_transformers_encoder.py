@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from adapter_cases import BUDGET, CPU, make_loss, partly_trained, step_of_a_rank, text_batch, trainable_of, wake
 from model_cases import TEXTS, byte_tokenizer, edit_json, embed, load_any, write_model
-from picture_cases import pools_of
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import (
     CNN,
@@ -25,24 +23,13 @@ from sentence_transformers.sentence_transformer.modules import (
     WordEmbeddings,
 )
 from sentence_transformers.sentence_transformer.modules.tokenizer import WhitespaceTokenizer
-from test_adapters_engine import assert_exact, assert_same, take
 
-from vembed.batch import Features
 from vembed.errors import ConfigError
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine, Pool
-from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
-from vembed.losses.base import BatchStructure
-from vembed.models.adapters.lora import merge_adapters
-from vembed.models.keys import ModelKeys
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
 from vembed.models.st_library import SentenceTransformersEncoder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
 
 PROMPTS = {"query": "find: ", "document": "text: "}
 LONG = (*TEXTS, "word " * 80)
@@ -94,99 +81,6 @@ def load(folder: Path, **keys: Any) -> SentenceTransformersEncoder:
     encoder = load_any(folder, **keys)
     assert isinstance(encoder, SentenceTransformersEncoder)
     return encoder.eval()
-
-
-def assert_same_vectors(theirs: SentenceTransformer, ours: SentenceTransformersEncoder) -> None:
-    for side, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
-        expected = torch.nn.functional.normalize(encode(list(LONG), convert_to_tensor=True), dim=-1)
-        assert (embed(ours, LONG, side=side) - expected).abs().max() <= 1e-5  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_has_the_librarys_vectors_and_writes_its_folder(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    theirs, ours = SentenceTransformer(str(folders[kind]), device="cpu"), load(folders[kind])
-    assert_same_vectors(theirs, ours)
-    assert ours.prompts == PROMPTS
-    assert ours.dimension == embed(ours).shape[1]
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    ours.save(tmp_path)
-    assert torch.equal(embed(load(tmp_path)), embed(ours))
-    assert_same_vectors(SentenceTransformer(str(tmp_path), device="cpu"), ours)
-
-
-@pytest.mark.parametrize("kind", KINDS[:-1])  # convolutions see the padding
-def test_batches_orders_and_sides_of_a_chunk_change_nothing(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind], dtype=torch.float64)
-    sides = [encoder.featurize(TEXTS, side) for side in ("query", "document")]
-    features = Features.concat(sides)
-    rows = np.array([7, 0, 3, 9, 1, 8])
-    with torch.no_grad():
-        mixed = encoder(encoder.collate(features, rows, 60))
-        alone = torch.cat([encoder(encoder.collate(features, rows[each : each + 1], 60)) for each in range(6)])
-    assert torch.allclose(mixed, alone, atol=1e-9)
-    assert (embed(encoder, side="query") - embed(encoder, side="document")).abs().max() > 1e-3
-    assert torch.pdist(embed(encoder, TEXTS[1:3])).min() > 1e-3
-
-
-def both_sides(encoder: SentenceTransformersEncoder) -> list[Pool]:
-    batch = text_batch()
-    queries, documents = encoder.featurize(batch.queries, "query"), encoder.featurize(batch.documents, "document")
-    features = Features.concat([queries, documents])
-    return [Pool(encoder, encoder.collate, features, np.arange(10))]
-
-
-@pytest.mark.parametrize("kind", ["layer norm", "order and prompt", "words", "router", "convolutions"])
-def test_the_engine_has_the_gradients_of_the_plain_step_with_dropout(folders: dict[str, Path], kind: str) -> None:
-    encoder, loss = load(folders[kind], dtype=torch.float64).train(), make_loss()
-    pools, structure = both_sides(encoder), BatchStructure.of(text_batch())
-    torch.manual_seed(5)
-    value = reference_step(pools, structure, loss, budget=BUDGET)
-    expected = take(encoder, loss)
-    assert len(expected) > 4
-    for retain in (0.0, 0.5):
-        torch.manual_seed(5)
-        engine = GradCacheEngine(loss, EngineOptions(BUDGET, CPU, retain=retain), list(trainable_of(encoder).values()))
-        result = engine.step(pools, structure)
-        assert result.num_chunks >= 5
-        assert result.loss == pytest.approx(value.item(), rel=1e-12)
-        assert result.replay_drift == 0
-        assert_same(take(encoder, loss), expected)
-    if kind == "layer norm":
-        torch.manual_seed(6)
-        assert reference_step(pools, structure, loss, budget=BUDGET).item() != pytest.approx(value.item(), rel=1e-6)
-
-
-def test_adapters_train_and_are_merged_into_the_folder(folders: dict[str, Path], tmp_path: Path) -> None:
-    encoder = partly_trained(folders["layer norm"], "lora")
-    wake(encoder)
-    assert_exact(encoder, text_batch())
-    adapted = embed(encoder.eval())
-    merge_adapters(encoder)
-    encoder.save(tmp_path)
-    assert torch.allclose(embed(load(tmp_path, dtype=torch.float64)), adapted, atol=1e-9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [None, "fast", "sharded"])
-def test_two_ranks_have_the_gradients_of_one(two_ranks: RankPool, folders: dict[str, Path], mode: Any) -> None:
-    folder = folders["layer norm"]
-    encoder, loss, batch = load(folder, dtype=torch.float64), make_loss(), text_batch()
-    value = reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
-    expected = take(encoder, loss)
-    assignment = RowAssignment((np.array([0, 2, 5, 6]), np.array([1, 3, 4, 7, 8, 9])))
-    for found_value, found, _ in two_ranks.run(step_of_a_rank, folder, "eval", assignment, batch, mode):
-        assert found_value == pytest.approx(value.item(), rel=1e-11)
-        assert_same(found, {name: expected[name] for name in expected.keys() - {"log_scale"}})
-
-
-@pytest.mark.parametrize("kind", ["layer norm", "words"])
-def test_the_plan_counts_it(folders: dict[str, Path], kind: str) -> None:
-    encoder = load(folders[kind])
-    size = profile_model(ModelKeys(model_name=str(folders[kind])), ProfileTarget("cpu"))
-    assert size.num_parameters == sum(parameter.numel() for parameter in encoder.parameters())
-    assert size.estimated == (kind == "words")  # an LSTM packs its rows by their lengths, which are values
 
 
 def test_the_plan_and_the_message_say_why_the_library_runs_it(

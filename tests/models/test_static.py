@@ -6,22 +6,20 @@ import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
-from adapter_cases import CPU, make_loss, step_of_a_rank, text_batch
+from adapter_cases import CPU, make_loss, text_batch
 from model_cases import TEXTS, embed, load_any, wordpiece_tokenizer
 from picture_cases import pools_of
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, StaticEmbedding
-from test_adapters_engine import assert_exact, assert_same, take
+from test_adapters_engine import take
 
 from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget
 from vembed.gradcache.engine import EngineOptions, GradCacheEngine
 from vembed.gradcache.reference import reference_step
-from vembed.gradcache.row_assignment import RowAssignment
 from vembed.losses.base import BatchStructure
 from vembed.models.adapters.trainable import freeze
 from vembed.models.keys import ModelKeys
@@ -33,7 +31,6 @@ from vembed.models.static import StaticEncoder
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from rank_pool import RankPool
 
 PROMPTS = {"query": "find: ", "document": ""}
 
@@ -69,20 +66,6 @@ def assert_same_vectors(
         assert (embed(ours, texts, side=side) - expected).abs().max() <= 1e-5  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["table", "dense", "dot product"])
-def test_a_folder_of_sentence_transformers_gives_its_vectors(tmp_path: Path, kind: str) -> None:
-    behind = {"table": [Normalize()], "dense": [Dense(12, 8), Dense(8, 6, bias=False), Normalize()]}.get(kind, [])
-    similarity = {"similarity_fn_name": "dot"} if kind == "dot product" else {}
-    theirs = written(tmp_path / "model", *behind, prompts=PROMPTS, **similarity)
-    ours = load(tmp_path / "model")
-    assert_same_vectors(theirs, ours)
-    assert ours.prompts == PROMPTS
-    assert ours.similarity == ("dot" if kind == "dot product" else "cosine")
-    ours.save(tmp_path / "again")
-    assert_same_vectors(SentenceTransformer(str(tmp_path / "again"), device="cpu"), load(tmp_path / "again"))
-    assert torch.equal(embed(load(tmp_path / "again")), embed(ours))
-
-
 def test_the_vectors_are_averages_of_the_tables_rows(tmp_path: Path) -> None:
     written(tmp_path / "model", Normalize())
     table = load_file(tmp_path / "model" / "model.safetensors")["embedding.weight"]
@@ -105,20 +88,6 @@ def test_a_model_of_model2vec_shares_and_weights_its_rows(tmp_path: Path) -> Non
     assert_same_vectors(SentenceTransformer(str(tmp_path / "model"), device="cpu"), load(tmp_path / "model"))
 
 
-def test_batches_orders_and_widths_change_nothing(folder: Path) -> None:
-    encoder = load(folder, dtype=torch.float64)
-    together = embed(encoder)
-    assert torch.allclose(torch.cat([embed(encoder, [text]) for text in TEXTS]), together, atol=1e-12)
-    assert torch.allclose(embed(encoder, TEXTS[::-1]), together.flip(0), atol=1e-12)
-    assert torch.equal(embed(encoder, width=60), together)
-    assert torch.pdist(together[:4]).min() > 1e-3  # the last is the first in capitals
-
-
-def test_the_engine_has_the_gradients_of_the_plain_step(folder: Path) -> None:
-    encoder = load(folder, dtype=torch.float64).train()
-    assert_exact(encoder, text_batch())
-
-
 def test_rows_that_no_text_names_have_no_gradient_and_a_frozen_table_has_none(folder: Path) -> None:
     batch, loss = text_batch(), make_loss()
     encoder = load(folder, dtype=torch.float64).train()
@@ -129,18 +98,6 @@ def test_rows_that_no_text_names_have_no_gradient_and_a_frozen_table_has_none(fo
     freeze(encoder, "projection")
     reference_step(pools, BatchStructure.of(batch), loss)
     assert take(encoder, loss).keys() == {"dense.0.linear.weight", "dense.0.linear.bias", "log_scale"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [None, "fast", "sharded"])
-def test_two_ranks_have_the_gradients_of_one(two_ranks: RankPool, folder: Path, mode: Any) -> None:
-    encoder, loss, batch = load(folder, dtype=torch.float64).train(), make_loss(), text_batch()
-    value = reference_step(pools_of(encoder, batch), BatchStructure.of(batch), loss)
-    expected = take(encoder, loss)
-    assignment = RowAssignment((np.array([0, 2, 5, 6]), np.array([1, 3, 4, 7, 8, 9])))
-    for found_value, found, _ in two_ranks.run(step_of_a_rank, folder, "all", assignment, batch, mode):
-        assert found_value == pytest.approx(value.item(), rel=1e-11)
-        assert_same(found, {name: expected[name] for name in expected.keys() - {"log_scale"}})
 
 
 def test_a_table_pads_nothing(folder: Path) -> None:

@@ -10,15 +10,10 @@ import PIL.Image
 import pytest
 import torch
 from model_cases import TEXTS, load_any
-from picture_cases import PICTURES, opened, picture, pools_of, vectors
+from picture_cases import PICTURES, opened, picture, vectors
 
-from vembed.batch import ContrastiveBatch, content_id
 from vembed.errors import ConfigError
 from vembed.gradcache.chunking import ChunkBudget, plan_chunks
-from vembed.gradcache.engine import EngineOptions, GradCacheEngine
-from vembed.gradcache.reference import reference_step
-from vembed.losses.base import BatchStructure
-from vembed.losses.infonce import InfoNCE
 from vembed.models import tiny_clip
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
@@ -80,36 +75,6 @@ def test_training_on_pictures_alone_leaves_the_weights_of_the_texts_as_they_are(
     optimizer.step()
     changed = {name for name, weight in encoder.named_parameters() if not torch.equal(weight, before[name])}
     assert {name for name in before if name.startswith("vision")} == changed
-
-
-@pytest.mark.parametrize("retain", [0.0, 0.5])
-def test_gradient_caching_of_pictures_alone_equals_the_plain_step(retain: float) -> None:
-    torch.manual_seed(0)
-    config = TinyClipConfig(dimension=32, image_size=36, channels=(8, 16, 24), buckets=64)  # sides 9, 5 and 3: odd
-    encoder = TinyClip(config).double().train()
-    queries, documents = tuple(picture(seed) for seed in range(7)), tuple(picture(seed) for seed in range(50, 57))
-    batch = ContrastiveBatch(
-        queries=queries,
-        documents=documents,
-        positives_P2=np.stack([np.arange(7)] * 2, axis=1),
-        query_ids_Q=np.array([content_id(each) for each in queries]),
-        document_ids_D=np.array([content_id(each) for each in documents]),
-        record_ids=tuple(range(7)),
-    )
-    pools, structure = pools_of(encoder, batch), BatchStructure.of(batch)
-    loss = InfoNCE(temperature=0.1, bidirectional=True, dtype=torch.float64)
-    value = reference_step(pools, structure, loss)
-    expected = {name: weight.grad for name, weight in encoder.named_parameters() if weight.grad is not None}
-    encoder.zero_grad(set_to_none=True)
-    budget = ChunkBudget(rows=3, tokens=10_000)
-    result = GradCacheEngine(loss, EngineOptions(budget, torch.device("cpu"), retain=retain)).step(pools, structure)
-    found = {name: weight.grad for name, weight in encoder.named_parameters() if weight.grad is not None}
-    assert result.num_chunks == 5
-    assert result.replay_drift < 1e-12
-    assert result.loss == pytest.approx(value.item(), rel=1e-12)
-    assert expected.keys() == found.keys() == {f"vision.{name}" for name, _ in encoder.vision.named_parameters()}
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-9 * gradient.norm(), name
 
 
 def vectors_with_gradient(encoder: TinyClip) -> torch.Tensor:

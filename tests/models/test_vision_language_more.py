@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from adapter_cases import partly_trained, trainable_of, wake
+from adapter_cases import trainable_of
 from picture_cases import opened, vectors
-from test_adapters_engine import assert_exact
-from test_vision_language import FLAT, ITEMS, LARGE, NEAR, SMALL, assert_alone_as_together, load, mixed_batch
+from test_vision_language import FLAT, ITEMS, LARGE, SMALL, load
 from transformers import AutoModel, AutoProcessor
 from transformers.models.smolvlm import processing_smolvlm
 from vision_language_cases import FAMILY_BUILDERS, write_vision_language
@@ -17,12 +16,9 @@ from vision_language_cases import FAMILY_BUILDERS, write_vision_language
 from vembed.batch import Composed, Image
 from vembed.errors import ConfigError, MachineError
 from vembed.models.adapters.trainable import freeze
-from vembed.models.adapters.trained import save_trained
 from vembed.models.keys import ModelKeys
 from vembed.models.load import load_encoder
 from vembed.models.pictures import DECODED_AT_ONCE
-from vembed.models.profile.measure import ProfileTarget
-from vembed.models.profile.profile import profile_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,22 +70,8 @@ def test_vectors_are_those_of_transformers(folders: dict[str, Path], kind: str) 
     assert torch.pdist(found[[0, 1, 2, 3, 4, 6, 7]]).min() > 1e-2, "different items have different vectors"
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_neither_neighbours_nor_their_order_nor_padding_change_a_vector(folders: dict[str, Path], kind: str) -> None:
-    assert_alone_as_together(load(folders[kind]))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_that_was_written_gives_the_same_vectors(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    encoder = load(folders[kind], query_prompt=INSTRUCTION)
-    encoder.save(tmp_path / "model")
-    again = load(tmp_path / "model")
-    assert again.spec == encoder.spec
-    assert torch.equal(vectors(again, ITEMS), vectors(encoder, ITEMS))
-
-
 @pytest.mark.parametrize("kind", SOME)
-def test_each_part_trains_alone_and_adapters_are_merged(folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_each_part_trains_alone(folders: dict[str, Path], kind: str) -> None:
     encoder = load(folders[kind])
     family, every = encoder.family, {name for name, _ in encoder.named_parameters()}
     begins = {"text": (family.language,), "vision": (family.vision, *family.merger), "projection": family.merger}
@@ -98,21 +80,6 @@ def test_each_part_trains_alone_and_adapters_are_merged(folders: dict[str, Path]
         freeze(encoder, what)
         beginnings = tuple(f"backbone.{part}" for part in parts)
         assert trainable_of(encoder).keys() == {name for name in every if name.startswith(beginnings)}
-    adapted = partly_trained(folders[kind], "lora").eval()
-    wake(adapted)
-    expected = vectors(adapted, ITEMS)
-    save_trained(adapted, tmp_path / "merged", tmp_path / "adapter")
-    assert torch.allclose(vectors(load(tmp_path / "merged"), ITEMS), expected, rtol=0, atol=NEAR)
-    assert not torch.allclose(vectors(load(folders[kind]), ITEMS), expected, rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("what", ["lora", pytest.param("all", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", SOME)
-def test_the_engine_has_the_gradients_of_the_plain_step(folders: dict[str, Path], kind: str, what: str) -> None:
-    """Of the same chunks, whose roundings are alike; pictures are of uneven sizes."""
-    encoder = partly_trained(folders[kind], what)
-    wake(encoder)
-    assert_exact(encoder, mixed_batch())
 
 
 def test_pictures_are_cut_into_as_many_squares_as_the_budget_allows(folders: dict[str, Path]) -> None:
@@ -146,16 +113,6 @@ def test_a_text_that_names_a_placeholder_is_a_text(folders: dict[str, Path], kin
     encoder = load(folders[kind])
     for each in encoder._placeholders:
         assert vectors(encoder, (Composed((SMALL,), f"what is {each}?"), each)).isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "smolvlm" else pytest.mark.slow) for kind in KINDS]
-)
-def test_the_plan_counts_the_operations_of_each_family(folders: dict[str, Path], kind: str) -> None:
-    size = profile_model(ModelKeys(model_name=str(folders[kind])), ProfileTarget("cpu"))
-    assert not size.estimated
-    texts, pictures = size.towers
-    assert pictures.saved.per_token > texts.saved.per_token > 0
 
 
 @pytest.mark.parametrize("kind", ["llava", "llava_next"])

@@ -46,7 +46,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "quickstart": ("configs/quickstart.yaml", {}),
     "lora": ("", {**TEXT, "use_lora": True, "lora_r": 4, "gradient_cache_chunk_size": 24, "retain": 0.5}),
     "sharded": ("", {**TEXT, "use_fsdp": True, "fsdp_mode": "sharded", "gradient_accumulation_steps": 2}),
-    "mined": ("", {**TEXT, "mine": 1, "mine_negatives": 2, "epochs": 2, "max_steps": None, "eval_strategy": "epoch"}),
+    # 14 steps an epoch: mined before the first step, and again before the last two.
+    "mined": ("", {**TEXT, "mine": 1, "mine_negatives": 2, "batch_size": 256, "max_steps": 16, "eval_steps": 8}),
     "distilled": ("", {**TEXT, "loss_type": "distillation", "teacher_model_name": "TEACHER", "mrl_dims": [128, 32]}),
 }
 

@@ -189,6 +189,6 @@ def test_the_plan_says_how_many_workers_and_why(rows: Path, tmp_path: Path) -> N
     outcome = run_process(config, "--plan")
     assert outcome.code == 0, outcome.err
     plan = json.loads((tmp_path / "out/plan.json").read_text())
-    reason = next(line for line in outcome.out.splitlines() if "num_workers" in line)
+    reason = next(line for line in plan["reasons"] if "num_workers" in line)
     assert f"num_workers {plan['num_workers']}: " in reason
     assert "that training keeps busy leave" in reason

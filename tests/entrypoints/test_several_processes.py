@@ -67,7 +67,9 @@ def test_accelerate_launch_from_another_folder_writes_the_files_of_run_py(
     theirs = accelerate(config, options=["--config_file", str(on_cpu(name, tmp_path))], folder=elsewhere)
     assert (ours.code, theirs.code) == (0, 0), theirs.err
     assert theirs.losses == ours.losses
-    assert f"accelerate launch with {tmp_path / name}.yaml" in theirs.out
+    options = ["--config_file", str(tmp_path / f"{name}.yaml")]
+    details = accelerate(config, "--plan", "--details", options=options, folder=elsewhere)
+    assert f"accelerate launch with {tmp_path / name}.yaml" in details.out
     assert (theirs.folder / "plan.json").read_bytes() == (ours.folder / "plan.json").read_bytes()
     shown = [(each.folder / "config.yaml").read_text("utf-8").splitlines() for each in (theirs, ours)]
     different = [pair for pair in zip(*shown, strict=True) if pair[0] != pair[1]]
@@ -80,18 +82,16 @@ def overrides(keys: dict[str, Any]) -> list[str]:
 
 def test_the_sharded_file_of_accelerate_shards_and_the_configuration_keeps_auto(site: Site, tmp_path: Path) -> None:
     config = write_config(tmp_path / "run", exact(site))
-    done = accelerate(
-        config, "--plan", options=["--config_file", str(on_cpu("multi_gpu_fsdp", tmp_path))], folder=tmp_path
-    )
+    options = ["--config_file", str(on_cpu("multi_gpu_fsdp", tmp_path))]
+    done = accelerate(config, "--plan", "--details", options=options, folder=tmp_path)
     assert done.code == 0, done.err
     plan = json.loads((done.folder / "plan.json").read_text("utf-8"))
     assert plan["strategy"] == "fsdp"
     assert "fsdp_sharding_strategy: FULL_SHARD: use_fsdp: true; carried out with FSDP 2" in done.flat
     assert "use_fsdp: auto" in (done.folder / "config.yaml").read_text("utf-8")
     kept = accelerate(
-        config, "--plan", "--config_override", "use_fsdp=false",
-        options=["--config_file", str(on_cpu("multi_gpu_fsdp", tmp_path))], folder=tmp_path,
-    )  # fmt: skip
+        config, "--plan", "--details", "--config_override", "use_fsdp=false", options=options, folder=tmp_path
+    )
     assert "the configuration says use_fsdp: false, which wins" in kept.flat
     assert json.loads((kept.folder / "plan.json").read_text("utf-8"))["strategy"] == "ddp"
 

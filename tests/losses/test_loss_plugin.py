@@ -327,7 +327,7 @@ def test_a_wrong_key_of_it_ends_with_exit_code_2(recipe: Path) -> None:
         ("import no_such_library\n", ["{file}:1: ModuleNotFoundError: No module named 'no_such_library'"]),
         ("raise SystemExit(0)\n", ["{file}:1: SystemExit: 0"]),
         (CODE.replace('name = "margin"', 'name = "infonce"'), ["loss 'infonce' of broken is already that of vembed"]),
-        (CODE.replace('    name = "margin"\n', ""), ["broken.MarginLoss has no name; give it one for loss_type"]),
+        (CODE.replace('    name = "margin"\n', ""), ["broken.MarginLoss has no name; give its keys one for loss_type"]),
         (CODE.replace("    def forward", "    def backward"), ["broken.MarginLoss lacks forward"]),
         (CODE.replace("key(0.2,", "key(...,"), ["key margin has no default; runs with other losses need one"]),
         (CODE.replace('key(0.2, "Least distance of a negative from the positive.")', "0.2"), ["is not made by key("]),

@@ -129,7 +129,10 @@ def test_rows_of_a_source_are_read_for_its_own_loss() -> None:
         ({"source_batches": "mixed"}, "data[1].loss: a mixed batch holds rows of all sources and has one loss; set"),
         ({"data": [{"path": "a", "loss": "infonse"}]}, "data[0].loss: 'infonse' is no loss; name one of"),
         ({"data": [{"path": "a", "loss": "spread_out"}]}, "'spread_out' learns nothing from the rows alone"),
-        ({"data": [{"path": "a"}, {"path": "b", "loss": "colbert"}]}, "colbert takes other embeddings than infonce"),
+        (
+            {"data": [{"path": "a"}, {"path": "b", "loss": "colbert"}]},
+            "colbert and infonce differ: one takes several vectors a row",
+        ),
         ({"data": DATA[:2]}, "init_logit_bias has no effect with loss_type infonce"),
         ({"data": [{"path": "a", "loss": "angle"}], "label_kind": "auto"}, ""),
     ],

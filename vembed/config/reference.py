@@ -115,7 +115,9 @@ def _of_type(member: Mapping[str, Any]) -> Any:
     if "enum" in member:
         return member["enum"][0]
     if member["type"] == "array":
-        return [_of_type(member["items"])]
+        first = _of_type(member["items"])
+        # Numbers that differ: a list of seeds, which has two or more, holds none twice.
+        return [first + step if isinstance(first, int) else first for step in range(max(1, member.get("minItems", 1)))]
     if member["type"] == "object":
         inner = member.get("properties", {"NAME": member.get("additionalProperties")})
         return {part: _of_type(inner[part]) for part in member.get("required", inner)}

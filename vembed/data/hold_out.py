@@ -43,6 +43,9 @@ SPREAD = 0.23
 COARSE = 0.03
 """Difference of nDCG@10 from which it is worth saying that a dev set can't resolve it."""
 
+BLOCK_IDS = 65_536
+"""Ids that are compared at a time, so that their copies stay small beside a million rows."""
+
 MIN_TRAIN_ROWS = 2
 FIX = "give val_data_path, or set eval_strategy: no"
 
@@ -172,8 +175,14 @@ def _share_items(table: RecordTable, chosen: NDArray[np.bool_]) -> bool:
     )
     # `np.isin` would sort both sides, seconds for a million rows; only the few held-out ids need an order.
     in_order = np.unique(held_out)
-    nearest = np.minimum(np.searchsorted(in_order, train), len(in_order) - 1)
-    return bool(len(in_order) and (in_order[nearest] == train).any())
+    if not len(in_order):
+        return False
+
+    def holds_one(ids_B: NDArray[np.int64]) -> bool:
+        nearest_B = np.minimum(np.searchsorted(in_order, ids_B), len(in_order) - 1)
+        return bool((in_order[nearest_B] == ids_B).any())
+
+    return any(map(holds_one, np.array_split(train, len(train) // BLOCK_IDS + 1)))
 
 
 def _components(

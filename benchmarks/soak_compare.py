@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 TIMES = re.compile(
-    r"(.*_)?seconds|.*_per_second|milliseconds_per_query|.*_imbalance|scaling_efficiency|slowest_rank"
+    r"(.*_)?seconds|.*_per_second|milliseconds_\w+|.*_imbalance|scaling_efficiency|slowest_rank"
     r"|(peak|largest_rank)_memory_bytes|checksum|findings"
 )
 """Keys of JSON that no two runs have alike: times, what a report finds in them, and the checksum of a manifest, whose

@@ -56,6 +56,24 @@ def test_a_signal_before_the_first_step_leaves_at_once_with_one_line(
         assert (left["code"], left["message"]) == (75, words)
 
 
+def test_a_signal_inside_an_import_is_told_as_a_signal(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11 turns whatever a class's `__set_name__` raises, a stop too, into a RuntimeError."""
+    (tmp_path / "slow_plugin.py").write_text(
+        "import os, signal\n"
+        "class Field:\n"
+        "    def __set_name__(self, owner, name):\n"
+        "        os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "class Model:\n"
+        "    size = Field()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    stopped = run_keys(tmp_path, site.keys(max_steps=2, plugins=["slow_plugin"]))
+    words = "stopped by SIGUSR1 while starting; nothing was saved, and the same command starts again"
+    assert (stopped.code, stopped.err.splitlines()) == (75, [f"error: {words}"])
+
+
 def test_a_signal_at_the_end_says_what_was_saved_and_the_same_command_ends_it(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from vembed.errors import ConfigError, ExitCode, VembedError
 from vembed.redact import redact
 from vembed.registry import COMMANDS
 from vembed.terminal import open_terminal, printed_lines, write_no_more
-from vembed.training.guards import LeaveNow, StopSignal
+from vembed.training.guards import LeaveNow, StopSignal, stop_behind
 
 if TYPE_CHECKING:
     import argparse
@@ -121,13 +121,14 @@ def _run(command: Callable[[], int], *, log_to_stderr: bool, in_several: bool, w
     with printed_lines(to_stderr=log_to_stderr, errors_only=process.rank > 0):
         try:
             return _while_read(command)
-        except LeaveNow as left:
-            return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
-        except VembedError as error:
-            return _end(watchdog, error, code=error.exit_code, message=str(error), prefix=prefix)
         except KeyboardInterrupt as error:
             return _end(watchdog, error, code=ExitCode.INTERRUPTED, message="interrupted", prefix=prefix)
-        except Exception as error:
+        except (Exception, LeaveNow) as error:
+            left = stop_behind(error)
+            if left is not None:
+                return _end(watchdog, left, code=left.exit_code, message=f"{left}{watchdog.words}", prefix=prefix)
+            if isinstance(error, VembedError):
+                return _end(watchdog, error, code=error.exit_code, message=str(error), prefix=prefix)
             message = redact(f"{type(error).__name__}: {error}")
             reported = watchdog.report(error, code=UNEXPECTED_CODE, message=message)
             if reported is None:

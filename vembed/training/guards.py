@@ -56,6 +56,14 @@ class LeaveNow(BaseException):
         self.exit_code = _LEAVE_CODES[received]
 
 
+def stop_behind(error: BaseException) -> LeaveNow | None:
+    """Return the stop that an error was made of, if any: Python 3.11 wraps what a class's `__set_name__` raises."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, LeaveNow):
+        seen = seen.__cause__ or seen.__context__
+    return seen
+
+
 class StopSignal:
     """Turn SIGTERM, SIGINT, SIGHUP and SIGUSR1 into a flag that a loop looks at; a second signal leaves at once.
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 import numpy as np
 
 from vembed.data.images import content_name
 from vembed.data.retrieval_sources import task_from_records
+from vembed.data.table import ItemColumn
 from vembed.errors import DataError
 from vembed.text import plural
 
@@ -44,7 +45,7 @@ COARSE = 0.03
 """Difference of nDCG@10 from which it is worth saying that a dev set can't resolve it."""
 
 BLOCK_IDS = 65_536
-"""Ids that are compared at a time, so that their copies stay small beside a million rows."""
+"""Ids that are compared at a time."""
 
 MIN_TRAIN_ROWS = 2
 FIX = "give val_data_path, or set eval_strategy: no"
@@ -139,12 +140,18 @@ def _distractors(table: RecordTable, split: HeldOut, most: int) -> NDArray[np.in
     known = classes[split.held_out_rows]
     train_rows = train_rows[~np.isin(classes[train_rows], known[known >= 0])]
     train = table.subset(train_rows)
-    numbers = np.concatenate([train.numbers("positives")[1], train.numbers("negatives")[1]])
     own = np.concatenate([held_out.numbers(column)[1] for column in ("query", "positives", "negatives")])
     ids = table.items.ids.view(np.uint64)
-    in_order = np.sort(ids[numbers])
-    first = in_order[np.diff(in_order, prepend=~in_order[:1]) != 0][: most + len(own)]
-    numbers = numbers[ids[numbers] <= first.max(initial=0)]  # `np.unique` of all takes several times as long
+    kept = []
+    for column in ("positives", "negatives"):  # of each the first, as `np.unique` of all takes several times as long
+        _, numbers = train.lists(column)
+        in_order = ids[numbers]
+        in_order.sort()
+        is_first = np.ones(len(in_order), dtype=np.bool_)
+        np.not_equal(in_order[1:], in_order[:-1], out=is_first[1:])
+        first = in_order[is_first][: most + len(own)]
+        kept.append(numbers[ids[numbers] <= first.max(initial=0)])
+    numbers = np.concatenate(kept)
     distinct, places = np.unique(ids[numbers], return_index=True)
     others: NDArray[np.int64] = numbers[places[~np.isin(distinct, ids[own])]]
     return others[:most]
@@ -168,21 +175,23 @@ def _without_positive(table: RecordTable) -> NDArray[np.bool_]:
 
 def _share_items(table: RecordTable, chosen: NDArray[np.bool_]) -> bool:
     """Return whether a text or picture stands in rows of both sides, hard negatives included."""
-    sides = [table.subset(np.flatnonzero(side)) for side in (~chosen, chosen)]
-    train, held_out = (
-        side.items.ids[np.concatenate([side.numbers(column)[1] for column in ("query", "positives", "negatives")])]
-        for side in sides
-    )
+    columns: tuple[ItemColumn, ...] = get_args(ItemColumn)
+    train, held_out = (table.subset(np.flatnonzero(side)) for side in (~chosen, chosen))
+    ids = table.items.ids
     # `np.isin` would sort both sides, seconds for a million rows; only the few held-out ids need an order.
-    in_order = np.unique(held_out)
-    if not len(in_order):
-        return False
+    held_out_ids = np.unique(np.concatenate([ids[held_out.numbers(column)[1]] for column in columns]))
 
-    def holds_one(ids_B: NDArray[np.int64]) -> bool:
-        nearest_B = np.minimum(np.searchsorted(in_order, ids_B), len(in_order) - 1)
-        return bool((in_order[nearest_B] == ids_B).any())
+    def holds_one(numbers_B: NDArray[np.int64]) -> bool:
+        ids_B = ids[numbers_B]
+        nearest_B = np.minimum(np.searchsorted(held_out_ids, ids_B), len(held_out_ids) - 1)
+        return bool((held_out_ids[nearest_B] == ids_B).any())
 
-    return any(map(holds_one, np.array_split(train, len(train) // BLOCK_IDS + 1)))
+    # A column and a block at a time, so that copies stay small beside a million rows.
+    return any(
+        holds_one(numbers_B)
+        for column in columns
+        for numbers_B in np.array_split(train.numbers(column)[1], len(train) // BLOCK_IDS + 1)
+    )
 
 
 def _components(

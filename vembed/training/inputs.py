@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from vembed.data.keys import listed
 from vembed.data.retrieval_sources import load_retrieval
 from vembed.data.sources import load_records, refuse_missing
 from vembed.data.splits import SourceOptions
-from vembed.data.table import ItemColumn, LoadedRecords, RecordTable
+from vembed.data.table import LoadedRecords, RecordTable
 from vembed.errors import DataError
 from vembed.evaluation.sets import FurtherSet
 from vembed.redact import redact
@@ -107,7 +107,8 @@ class RecordCounts:
     @classmethod
     def of(cls, records: RecordTable, image_limits: ImageLimits) -> RecordCounts:
         """Count; of pictures the headers are read."""
-        (_, queries), (_, positives), (_, negatives) = map(records.numbers, get_args(ItemColumn))
+        queries = records.column("query").to_numpy()
+        (_, positives), (_, negatives) = map(records.lists, ("positives", "negatives"))
         documents = np.concatenate([positives, negatives])
         ids, modalities = records.items.ids, records.items.modalities
         sides: dict[Side, NDArray[np.int64]] = {"query": queries, "document": documents}
@@ -117,8 +118,9 @@ class RecordCounts:
                 for place, (_, words) in enumerate(MODALITY_WORDS.values())
             }
         )
-        used, survey = np.concatenate([queries, documents]), PictureSurvey(image_limits)
-        survey.add(records.items.walk(np.unique(used[modalities[used] != _TEXT])))
+        survey = PictureSurvey(image_limits)
+        with_pictures = [numbers[modalities[numbers] != _TEXT] for numbers in sides.values()]
+        survey.add(records.items.walk(np.unique(np.concatenate(with_pictures))))
         return cls(
             num_records=len(records),
             num_documents=len(documents),

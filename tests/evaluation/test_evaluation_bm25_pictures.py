@@ -55,7 +55,7 @@ def test_a_benchmark_leaves_the_set_with_pictures_out_and_says_so(
     rows = {"pictures": {"query": "a cat", "positive_image": "cat.png"}, "words": {"query": "a cat", "positive": "cat"}}
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    options = BenchmarkOptions(torch.device("cpu"), 8, None, None, with_bm25=True, poll=lambda: None)
+    options = BenchmarkOptions(torch.device("cpu"), 8, None, None, bm25_language="english", poll=lambda: None)
     paths = [str(tmp_path / f"{name}.jsonl") for name in rows]
     with caplog.at_level(logging.INFO, logger="vembed"):
         results = list(run_benchmark([], paths, tmp_path / "out", options))

@@ -151,7 +151,7 @@ def test_a_run_on_pictures_leaves_bm25_out_and_says_so_once(tmp_path: Path, capl
     unused = cast("ItemEncoder", None)
 
     def run(task: RetrievalData) -> Evaluations:
-        return Evaluations(unused, None, task, tmp_path, "ndcg@10", lambda: None, with_bm25=True)
+        return Evaluations(unused, None, task, tmp_path, "ndcg@10", lambda: None, bm25_language="english")
 
     with caplog.at_level(logging.INFO, logger="vembed"):
         assert run(task).bm25() is None

@@ -174,6 +174,7 @@ class TrainKeys(TypedDict, total=False):
     early_stopping_patience: int | None
     eval_both_directions: Literal["auto"] | bool
     bm25: bool
+    bm25_language: Literal["english", "dutch", "french", "german", "italian", "norwegian", "portuguese", "russian", "spanish", "swedish", "plain"]
     output_dir: str | Path
     overwrite_output_dir: bool
     save_strategy: Literal["steps", "epoch", "no"]

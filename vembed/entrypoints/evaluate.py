@@ -16,6 +16,7 @@ from vembed.entrypoints.command import command_line, quiet_libraries, run_comman
 from vembed.entrypoints.evaluate_mteb import evaluate_mteb
 from vembed.entrypoints.options import ModelOptions, check, option, parse_words, word
 from vembed.errors import ConfigError, ExitCode
+from vembed.evaluation.keys import Bm25Language
 from vembed.files import home_path, is_folder
 from vembed.models.keys import ModelKeys
 from vembed.output_lock import hold_output
@@ -66,6 +67,12 @@ class EvaluateOptions(ModelOptions):
     split: str | None = option(None, "split of the sets; default: their test split", metavar="SPLIT")
     batch_size: Count = option(256, "largest number of items per encoder call", metavar="N")
     bm25: bool = option(False, "evaluate BM25 too")
+    bm25_language: Bm25Language | None = option(
+        None,
+        "evaluate BM25 too, on texts of this language, whose stemmer and stop words it uses; plain: words as they are "
+        "written; default of --bm25: english",
+        metavar="LANGUAGE",
+    )
     dims: list[str] | None = option(
         None, "also search with the first N dimensions alone, e.g. 64 128 or 64,128", metavar="N"
     )
@@ -86,6 +93,12 @@ class EvaluateOptions(ModelOptions):
     both_directions: bool = option(
         False, "also search sets of texts and pictures in reverse (shown as NAME reversed), and report rsum"
     )
+
+    @property
+    def language_of_bm25(self) -> Bm25Language | None:
+        """Language that BM25 is evaluated in; None: it isn't."""
+        wants_bm25 = self.bm25 or any(name in BM25_NAMES for name in self.models)
+        return self.bm25_language or ("english" if wants_bm25 else None)
 
     @property
     def sets(self) -> list[str]:
@@ -159,6 +172,7 @@ def _refuse_without_effect(options: EvaluateOptions, said: str, *, of_mteb: bool
     without_effect = {
         "--metric": options.metric != DEFAULT_METRIC,
         "--bm25": options.bm25,
+        "--bm25-language": options.bm25_language is not None,
         "--dims": options.dims is not None,
         "--quantize": options.quantize,
         "--rescore": options.rescore,
@@ -311,7 +325,7 @@ def _benchmark_options(
         batch_rows=options.batch_size,
         split=options.split,
         autocast_dtype=torch.bfloat16 if options.bf16 else None,
-        with_bm25=options.bm25 or any(name in BM25_NAMES for name in options.models),
+        bm25_language=options.language_of_bm25,
         poll=poll,
         ks=tuple(sorted({*DEFAULT_KS, k})),
         variants=variants,

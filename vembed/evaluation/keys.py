@@ -1,6 +1,6 @@
 """Keys of the evaluation."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from vembed.registry import METRICS
 from vembed.section import Auto, Count, Registered, Rule, Section, key
@@ -16,6 +16,22 @@ def metrics_that_choose() -> tuple[str, ...]:
 def _metric_schema() -> dict[str, Any]:
     form = f"NAME@K (NAME: {', '.join(METRICS.names())}; K: {', '.join(map(str, _METRIC_DEPTHS))})"
     return {"type": "string", "choices": list(metrics_that_choose()), "form": form}
+
+
+Bm25Language: TypeAlias = Literal[
+    "english",
+    "dutch",
+    "french",
+    "german",
+    "italian",
+    "norwegian",
+    "portuguese",
+    "russian",
+    "spanish",
+    "swedish",
+    "plain",
+]
+"""Languages that BM25 has both a stemmer and stop words for; plain stems nothing, and has English stop words."""
 
 
 MetricName = Annotated[str, Registered(lambda name: name in metrics_that_choose(), _metric_schema)]
@@ -53,6 +69,13 @@ class EvaluationKeys(Section):
         "where texts search pictures or pictures search texts.",
     )
     bm25: bool = key(True, "Evaluate BM25 beside the model where the set is all texts.", on_resume="harmless")
+    bm25_language: Bm25Language = key(
+        "english",
+        "Language of the texts: BM25 cuts their words to stems and leaves out the language's stop words. plain: words "
+        "of two or more letters as they are written, without English stop words.",
+        on_resume="harmless",
+        acts_with={"bm25": (True,)},
+    )
 
     rules: ClassVar[tuple[Rule, ...]] = (
         Rule(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.evaluator import EncodedTask
+    from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.result import EvaluationResult
     from vembed.evaluation.sets import FurtherSet
 
@@ -50,7 +51,7 @@ class Evaluations:
     folder: Path
     metric: str  # the metric that checkpoints and the verdict are judged by
     poll: Callable[[], None]  # called while searching, on the first rank alone; raises to stop
-    with_bm25: bool  # whether BM25 is evaluated beside the model
+    bm25_language: Bm25Language | None  # of the BM25 that is evaluated beside the model; None: it isn't
     # whether the untrained and the trained model are measured in reverse too, on the verdict's set; evaluations in
     # between never are
     both_directions: bool = False
@@ -139,18 +140,20 @@ class Evaluations:
 
     def bm25(self) -> EvaluationResult | None:
         """Evaluate BM25 on the verdict's set, as a reference line; None where it isn't wanted or can't be."""
-        if not self.with_bm25:
+        language = self.bm25_language
+        if language is None:
             return None
         if reason := why_no_bm25(self.verdict_task):
             _log.info("%-*s  %s", LABEL_COLUMNS, "bm25", reason)
             return None
-        return self.ranks.from_first(self._evaluate_bm25)
 
-    def _evaluate_bm25(self) -> EvaluationResult:
-        result = evaluate_bm25(self.verdict_task, poll=self.poll)
-        write_evaluation(self.folder / "bm25", result)
-        self._say("bm25", result)
-        return result
+        def evaluate() -> EvaluationResult:
+            result = evaluate_bm25(self.verdict_task, language=language, poll=self.poll)
+            write_evaluation(self.folder / "bm25", result)
+            self._say("bm25", result)
+            return result
+
+        return self.ranks.from_first(evaluate)
 
     def _reversed_name(self, name: str) -> str | None:
         return f"{name}{REVERSED_SUFFIX}" if self.both_directions else None

@@ -415,7 +415,7 @@ class Run:
             folder=self.output.path / "evaluation",
             metric=self.config.metric_for_best_model,
             poll=self.stop.poll if self.ranks.is_one else self.stop.poll_alone,
-            with_bm25=self.config.bm25,
+            bm25_language=self.config.bm25_language if self.config.bm25 else None,
             both_directions=measures_both_directions(self.config, self.data),
             ranks=self.ranks,
         )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import bm25s
 import faiss
 import numpy as np
+import Stemmer
 import torch
 
 from vembed.batch import Ragged
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from vembed.data.retrieval import RetrievalData
     from vembed.evaluation.benchmark.variants import Variant
     from vembed.evaluation.encode import Vectors
+    from vembed.evaluation.keys import Bm25Language
     from vembed.evaluation.provenance import Key
     from vembed.evaluation.result import EvaluationResult
     from vembed.models.encoder import Encoder
@@ -78,7 +80,7 @@ class BenchmarkOptions:
     batch_rows: int  # most texts of one encoder call
     split: str | None  # split of the sets; None is their test split
     autocast_dtype: torch.dtype | None  # type of mixed precision, or None
-    with_bm25: bool  # whether BM25 is evaluated too
+    bm25_language: Bm25Language | None  # of the BM25 that is evaluated too; None: it isn't
     poll: Callable[[], None]  # called in long loops; raises to stop
     ks: tuple[int, ...] = DEFAULT_KS  # cut-offs of the metrics
     variants: tuple[Variant, ...] = (REFERENCE,)  # forms of the vectors to search, the reference first
@@ -141,12 +143,12 @@ def run_benchmark(
     if any(variant.dimension for variant in options.variants) and len(models) > 1:
         for model, label in zip(models, labels, strict=True):  # seconds now, against hours of encoding lost on it later
             check_model(options.variants, label, load_model(model))
-    if options.with_bm25:
+    if options.bm25_language is not None:
         for each in (each for each in sets if each.forward is None):
             if reason := why_no_bm25(each.task):
                 _logger.info("%s", reason)
             else:
-                yield _bm25_entry(each, output, options)
+                yield _bm25_entry(each, output, options, options.bm25_language)
     for model, label, folder in zip(models, labels, folders, strict=True):
         encoder = load_model(model)
         check_model(options.variants, label, encoder)
@@ -196,10 +198,11 @@ def load_model(model: ModelKeys) -> Encoder:
         return load_encoder(model)
 
 
-def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions) -> Entry:
+def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions, language: Bm25Language) -> Entry:
     """Return what word matching finds in a set."""
     folder = f"{BM25}/{each.folder}"
-    settings = {"k1": K1, "b": B, "bm25s": bm25s.__version__, "ks": list(options.ks), "depth": options.depth}
+    versions = {"bm25s": bm25s.__version__, "stemmer": Stemmer.version()}
+    settings = {"k1": K1, "b": B, "language": language, **versions, "ks": list(options.ks), "depth": options.depth}
     key = {**task_key(each.task, with_texts=True), "search": digest(settings)}
     title = f"{BM25} on {each.label}"
     stored, reason = read_stored(output / folder, key, system=BM25)
@@ -208,7 +211,7 @@ def _bm25_entry(each: _Set, output: Path, options: BenchmarkOptions) -> Entry:
         return Entry(BM25, each.label, stored.result, folder, resumed=True)
     if reason:
         _logger.info("%s: done again (%s)", title, reason)
-    result = evaluate_bm25(each.task, options.ks, depth=options.depth, poll=options.poll)
+    result = evaluate_bm25(each.task, options.ks, depth=options.depth, language=language, poll=options.poll)
     write_stored(output / folder, Stored(result, cost=None), key)
     return Entry(BM25, each.label, result, folder)
 

@@ -21,6 +21,7 @@ from vembed.data.table import LoadedRecords, RecordTable
 from vembed.errors import DataError
 from vembed.evaluation.sets import FurtherSet
 from vembed.redact import redact
+from vembed.text import quoted
 from vembed.training.pictures import ItemCounts, PictureSizes, PictureSurvey
 
 if TYPE_CHECKING:
@@ -174,6 +175,11 @@ def load_run_data(keys: DataKeys, *, needs_dev: bool, loss: LossNeeds | None = N
     sources = _sources(keys, loss)
     paths, parts = [path for path, _ in sources], [load_records(path, options) for path, options in sources]
     loaded = _joined(parts, paths)
+    if keys.source_batches == "single":  # each batch is of one source, so each source must teach something by itself
+        for number, (path, part) in enumerate(zip(paths, parts, strict=True)):
+            _refuse_alike(part, path, None if loss is None else loss.for_source(number))
+    else:
+        _refuse_alike(loaded, " and ".join(paths), loss)
     records, notes = loaded.table, list(loaded.notes)
     held_out = None
     dev = None
@@ -282,6 +288,44 @@ def _joined(loaded: Sequence[LoadedRecords], paths: Sequence[str]) -> LoadedReco
     notes = tuple(f"{path}: {note}" for path, each in zip(paths, loaded, strict=True) for note in each.notes)
     table = RecordTable.joined([each.table for each in loaded])
     return LoadedRecords(table, notes, sum(each.num_invalid for each in loaded))
+
+
+def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> None:
+    """Refuse records that are all alike in what the loss learns from: one class, one score, one positive.
+
+    Every document would then be as right as any other, and the loss would be 0 from the first step.
+
+    Raises:
+        DataError: Names the file, the column and what to do.
+    """
+    table, takes = loaded.table, ("positives",) if loss is None else loss.takes
+    if len(table) < 2:
+        return
+    classes_N, classes = table.classes
+    _, scores_M = table.listed
+    positives = table.items.ids[table.numbers("positives")[1]]
+    used = loaded.columns.used
+    label = " and ".join(used.get("label", ["label"]))
+    positive = " and ".join(used.get("positive") or used.get("positive_image") or ["positive"])
+    drop = f"or drop this one with column_mapping: {{{label}: null}}"
+    if len(classes) == 1 and classes_N.min() == 0:
+        alike = f"are of one class, {classes[0]!r:.60} (column {label})"
+        why = "every document is a positive of every query"
+        cure = f"map the column of the classes with column_mapping: {{COLUMN: label}}, {drop}"
+    elif len(scores_M) and scores_M.min() == scores_M.max():
+        alike = f"have the same label, {scores_M[0]:g} (column {label})"
+        why = "no pair is closer than another"
+        cure = "map the column of the labels with column_mapping: {COLUMN: label}"
+        cure += f", {drop} and set loss_type: infonce" if scores_M[0] > 0 else ""
+    elif not len(scores_M) and "positives" in takes and len(np.unique(positives)) == 1:
+        first = table[0].positives[0]
+        shown = quoted(first) if isinstance(first, str) else "a picture"
+        alike = f"have the same positive, {shown} (column {positive})"
+        why = "no document is a negative"
+        cure = "map the column of the answers with column_mapping: {COLUMN: positive}"
+    else:
+        return
+    raise DataError(f"{path}: all {len(table):,} rows {alike}, so {why} and nothing can be learnt; {cure}")
 
 
 def _any_pictures(counts: RecordCounts, tasks: Sequence[RetrievalData]) -> bool:

@@ -78,6 +78,26 @@ def test_a_model_and_test_sets_may_be_named_and_what_is_not_there_is_refused(
     assert {path.name for path in folder.iterdir()} == {"faq.jsonl", "a.jsonl", "b.jsonl", "config.yaml"}
 
 
+@pytest.mark.parametrize(
+    ("model", "epochs", "learning_rate"),
+    [
+        ("builtin:ngram-bag", 10, 2e-3),
+        ("builtin:static", 10, 5e-2),
+        ("open_clip:ViT-B-32", 10, 5e-4),
+        ("open_clip:ViT-B-32:laion2b_s34b_b79k", 1, 2e-5),
+        ("sentence-transformers/all-MiniLM-L6-v2", 1, 2e-5),
+    ],
+)
+def test_a_model_from_random_weights_gets_a_learning_rate_and_epochs_that_it_learns_with(
+    folder: Path, model: str, epochs: int, learning_rate: float
+) -> None:
+    (folder / "faq.jsonl").write_text('{"question": "q", "answer": "a"}\n' * 4)
+    assert init.main(["faq.jsonl", "--model", model], program="vembed init") == 0
+    config = load_config(folder / "config.yaml").config
+    assert (config.epochs, config.learning_rate) == (epochs, learning_rate)
+    assert ("random weights" in (folder / "config.yaml").read_text()) == (epochs == 10)
+
+
 def test_columns_that_nobody_knows_are_mapped_in_their_order(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = made(folder, "a.csv", "frage,antwort\n" + "wer,ich\n" * 5)
     assert config.column_mapping == {"frage": "query", "antwort": "positive"}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vembed.evaluation.significance import Comparison, Verdict
 from vembed.training.diagnosis import Setup, diagnose, diagnosis_lines, performance
 
 GPU = Setup(
@@ -20,6 +21,7 @@ GPU = Setup(
     chunk_tokens=16384,
     keeps_all=True,
     smaller_chunk=None,
+    learning_rate=2e-3,
     skipped_steps=0,
 )
 
@@ -63,6 +65,68 @@ def test_some_steps_without_a_gradient_are_told_and_one_is_not(idle: int, found:
     for row in rows[3 : 3 + idle]:
         row["grad_norm"] = 0.0
     assert [finding.cause for finding in diagnose(rows, GPU)] == found
+
+
+def course(losses: tuple[float, float], norms: tuple[float, float], steps: int = 40) -> list[dict[str, float]]:
+    """Return the rows of a run whose loss and gradient norm go evenly from one value to another."""
+    rows = run_of({}, steps=steps)
+    for key, (first, last) in (("loss", losses), ("grad_norm", norms)):
+        for number, row in enumerate(rows):
+            row[key] = first + (last - first) * number / (steps - 1)
+    return rows
+
+
+def judged(before: float, after: float) -> Verdict:
+    word = "worse" if after < before - 0.01 else "improved" if after > before else "within noise"
+    return Verdict(word, Comparison("ndcg@10", before, after, after - before, 0.0, 0.0, 100, 0.95), "")
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "metrics", "cause"),
+    [
+        # Measured: loss, gradient norm and nDCG@10 of builtin models at a hundredth of the learning rate that fits, at
+        # the one that fits, and at 100 to 10,000 times that.
+        ((2.12, 2.02), (2.6, 2.6), (0.331, 0.333), "little learnt"),  # ngram-bag, 2e-5
+        ((7.03, 6.41), (3.0, 3.8), (0.465, 0.461), "little learnt"),  # the same, sigmoid loss
+        ((5.04, 4.52), (7.0, 5.8), (0.010, 0.046), "little learnt"),  # tiny-clip, 2e-5
+        ((2.08, 1.13), (2.6, 1.9), (0.331, 0.389), None),  # ngram-bag, 2e-3
+        ((3.78, 2.46), (0.8, 0.8), (0.331, 0.354), None),  # ngram-bag, 2e-4: slow
+        ((4.75, 1.39), (6.6, 3.6), (0.010, 0.691), None),  # tiny-clip, 2e-3
+        ((3.96, 0.33), (1.6, 0.11), (0.176, 0.566), None),  # static, 5e-2
+        ((2.35, 1.47), (1.7, 0.16), (0.331, 0.325), "learning rate too high"),  # ngram-bag, 0.2
+        ((4.97, 3.30), (3.7, 0.062), (0.010, 0.143), "learning rate too high"),  # tiny-clip, 0.2
+        ((3.46, 4.73), (1.3, 0.09), (0.331, 0.027), "learning rate too high"),  # ngram-bag, 20
+        ((5.13, 2.79), (0.82, 3200.0), (0.176, 0.437), "learning rate too high"),  # static, 20
+        ((3.90, 1.86), (0.37, 0.088), (0.331, 0.169), "worse than the untrained model"),  # ngram-bag, 2
+        # A trained model that is trained on: it gains little, but the loss falls; or it knows the rows already.
+        ((0.60, 0.45), (1.0, 0.9), (0.650, 0.655), None),
+        ((0.05, 0.05), (0.2, 0.2), (1.0, 1.0), None),
+    ],
+)
+def test_what_was_learnt_is_told_of_runs_that_failed_and_not_of_those_that_learnt(
+    losses: tuple[float, float], norms: tuple[float, float], metrics: tuple[float, float], cause: str | None
+) -> None:
+    rows = course(losses, norms)
+    found = diagnose(rows, GPU, judged(*metrics))
+    assert [finding.cause for finding in found] == ([] if cause is None else [cause])
+    assert diagnose(rows[:19], GPU, judged(0.3, 0.3)) == (), "19 steps are too few to judge a course by"
+
+
+def test_each_cause_names_the_learning_rate_to_try() -> None:
+    def advice(losses: tuple[float, float], norms: tuple[float, float], metrics: tuple[float, float]) -> str:
+        (finding,) = diagnose(course(losses, norms), GPU, judged(*metrics))
+        return finding.advice
+
+    assert "Raise learning_rate, now 0.002, tenfold: 0.02" in advice((2.1, 2.0), (1.0, 1.0), (0.3, 0.3))
+    assert "Lower learning_rate, now 0.002, tenfold or more: 0.0002" in advice((2.1, 2.0), (1.0, 0.01), (0.3, 0.3))
+    assert "Try learning_rate 0.0002, now 0.002" in advice((2.1, 1.0), (1.0, 1.0), (0.3, 0.2))
+
+
+def test_a_loss_of_0_is_told_once_and_only_where_it_was_never_more() -> None:
+    rows = course((0.0, 0.0), (0.0, 0.0))
+    assert [finding.cause for finding in diagnose(rows, GPU, judged(0.3, 0.3))] == ["loss of 0"]
+    rows[0]["loss"] = 1e-3
+    assert "loss of 0" not in [finding.cause for finding in diagnose(rows, GPU, judged(0.3, 0.3))]
 
 
 def test_a_healthy_run_has_no_finding() -> None:

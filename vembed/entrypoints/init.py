@@ -15,6 +15,7 @@ from vembed.config.messages import checked_section, key_schemas
 from vembed.entrypoints.command import run_command
 from vembed.errors import ConfigError, DataError, ExitCode, MachineError
 from vembed.files import home_path
+from vembed.models.names import scratch_rate
 from vembed.text import cut
 
 if TYPE_CHECKING:
@@ -31,6 +32,9 @@ TEXT_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
 PICTURE_MODEL = "openai/clip-vit-base-patch32"
 USUAL = ("epochs", "batch_size", "learning_rate")
 """Keys that most runs change; they are written with their defaults."""
+
+SCRATCH_EPOCHS = 10
+"""Passes over the data of a model that starts from random weights."""
 
 FEW_ROWS = 1_000
 """Rows read to choose a batch that a small set fills several times."""
@@ -119,6 +123,10 @@ def _chosen(data: str, model: str | None, test: list[str] | None) -> tuple[dict[
         comments["column_mapping"] = "guessed from the order of the columns: column of the data -> what it is here"
     values |= _supervision(columns, rows)
     values |= {key: key_schemas()[key]["default"] for key in USUAL}
+    if (rate := scratch_rate(values["model_name"])) is not None:
+        values |= {"epochs": SCRATCH_EPOCHS, "learning_rate": rate}
+        comments["epochs"] = "passes over the training data; many, as the model starts from random weights"
+        comments["learning_rate"] = "peak, after the warmup; high, as the model starts from random weights"
     while len(rows) < FEW_ROWS and rows and values["batch_size"] > max(2, len(rows) // 4):
         values["batch_size"] //= 2
     values["output_dir"] = f"runs/{name}"

@@ -44,6 +44,19 @@ _OWNERS = {
 """Owner on the hub -> how the names of its models begin, in lower case; the longest beginning decides."""
 
 
+SCRATCH_RATES = {"builtin:": 2e-3, "builtin:static": 5e-2, "open_clip:": 5e-4}
+"""Beginning of the name of a model that starts from random weights -> a peak learning rate that it learns with; the
+longest beginning decides. Ours are measured (docs/log.md); that of CLIP is of Radford et al., 2021."""
+
+
+def scratch_rate(name: str) -> float | None:
+    """Return a peak learning rate for a model that starts from random weights; None for one that doesn't."""
+    if name.startswith("open_clip:") and name.count(":") > 1:  # pretrained weights, or a folder
+        return None
+    fitting = [begin for begin in SCRATCH_RATES if name.startswith(begin)]
+    return SCRATCH_RATES[max(fitting, key=len)] if fitting else None
+
+
 class Located(NamedTuple):
     """What a model is loaded by."""
 

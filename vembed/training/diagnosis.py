@@ -21,9 +21,39 @@ from vembed.text import plural
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from vembed.evaluation.significance import Verdict
     from vembed.plan.hardware import Machine
     from vembed.plan.plan import Plan
     from vembed.training.state import RunState
+
+EARLY_STEPS = 10
+"""Steps after which a loss that is still 0 is told, while there is time to stop the run."""
+
+NO_LOSS = 1e-6
+"""A loss up to this is 0: rounding of float32 leaves about 1e-7 of the logits."""
+
+CURVE_STEPS = 20
+"""Steps below which the course of the loss says nothing."""
+
+CURVE_SHARE = 0.1
+"""Share of the steps whose mean loss stands for the start, and for the end."""
+
+LITTLE_LEARNT = 0.15
+"""Share of its start that the loss should lose at least. Built-in models lose 0.04 to 0.12 at a hundredth of the
+learning rate that fits them, 0.34 and more at one that does (docs/log.md, 2026-11-24)."""
+
+LITTLE_GAIN = 0.05
+"""Share of what the metric lacks to 1 that training should win at least where the loss lost little: up to 0.04 at a
+hundredth of the learning rate that fits."""
+
+HIGH_LOSS = 0.4
+"""Share of its start from which the loss at the end is high: 0.5 to 1.4 at 100 to 10,000 times the learning rate that
+fits. Most runs that learn end below."""
+
+SHRUNK_GRADIENT, GROWN_GRADIENT = 0.25, 20.0
+"""Gradient norm at the end over that at the start, relative to the same of the loss. Steps that are too large let the
+weights grow, and the gradient of a cosine similarity shrinks as they do: 0.02 to 0.15 at such a learning rate, 0.9 and
+more at one that fits or is lower, while the loss is high. Or the gradient explodes: 7,000."""
 
 IDLE_SHARE = 0.1
 """Share of the steps with a gradient of exactly 0: where a loss has something to learn from, there are none."""
@@ -75,6 +105,7 @@ class Setup:
     keeps_all: bool  # whether every graph is kept, so that nothing is encoded twice
     # rows and tokens of a chunk that running out of memory left the run with, or None
     smaller_chunk: tuple[int, int] | None
+    learning_rate: float  # peak
     skipped_steps: int  # steps whose numbers weren't finite
     keeps_some: bool = True  # whether any graph may be kept, so that retain can be lowered
     can_measure_utilisation: bool = True  # whether the counters of the GPU's driver can be read
@@ -97,6 +128,7 @@ def setup_of(plan: Plan, machine: Machine, state: RunState, rows: Sequence[Mappi
         keeps_all=plan.chunks.retain >= 1 and (plan.chunks.retain_tokens is None or most <= plan.chunks.retain_tokens),
         keeps_some=plan.chunks.retain > 0 and plan.chunks.retain_tokens != 0,
         smaller_chunk=_smaller_chunk(plan, state),
+        learning_rate=plan.batch.learning_rate,
         skipped_steps=state.skipped_steps,
         can_measure_utilisation=can_measure_utilisation(),
         oom_ladder=plan.advice.oom_ladder,
@@ -119,6 +151,22 @@ class Numbers:
     settled: Sequence[Mapping[str, float]]  # those whose times count
     shares: Mapping[str, float]  # key of a part -> its share of the step
     step_seconds: float
+    verdict: Verdict | None  # of the kept model against the untrained one
+
+    def ends(self, key: str) -> tuple[float, float] | None:
+        """Return the means of a key over the first and over the last steps, or None where there are too few."""
+        values = [row[key] for row in self.rows if key in row]
+        if len(values) < CURVE_STEPS:
+            return None
+        count = int(CURVE_SHARE * len(values))
+        return sum(values[:count]) / count, sum(values[-count:]) / count
+
+    @property
+    def gain(self) -> float | None:
+        """What training won, as a share of what the untrained model's metric lacks to 1; None where that is 0."""
+        if self.verdict is None or self.verdict.comparison.baseline >= 1:
+            return None
+        return self.verdict.comparison.difference / (1 - self.verdict.comparison.baseline)
 
     def mean(self, key: str) -> float | None:
         """Return the mean of a key over the settled rows that have it, or None."""
@@ -135,12 +183,16 @@ class Numbers:
         return len(self.settled) >= LEAST_STEPS
 
 
-def diagnose(rows: Sequence[Mapping[str, float]], setup: Setup) -> tuple[Finding, ...]:
-    """Return what stands out in the numbers of a run: broken numbers first, then what costs most."""
+def diagnose(rows: Sequence[Mapping[str, float]], setup: Setup, verdict: Verdict | None = None) -> tuple[Finding, ...]:
+    """Return what stands out in the numbers of a run: broken numbers first, then what was learnt, then what costs most.
+
+    Args:
+        verdict: Of the kept model against the untrained one, on the test set or else the dev set.
+    """
     split = split_time(rows)
     shares = {} if split is None else {part.key: part.share for part in split.parts}
     seconds = 0.0 if split is None else split.step_seconds
-    numbers = Numbers(setup, rows, settled_rows(rows), shares, seconds)
+    numbers = Numbers(setup, rows, settled_rows(rows), shares, seconds, verdict)
     return tuple(finding for rule in RULES if (finding := rule(numbers)) is not None)
 
 
@@ -155,16 +207,83 @@ def _skipped(numbers: Numbers) -> Finding | None:
     )
 
 
+def diagnose_start(rows: Sequence[Mapping[str, float]]) -> Finding | None:
+    """Return what is wrong where the loss is 0 from the first step; None where it isn't.
+
+    Args:
+        rows: All steps so far.
+    """
+    losses = [abs(row["loss"]) for row in rows if "loss" in row]
+    if not losses or max(losses) > NO_LOSS:
+        return None
+    return Finding(
+        "loss of 0",
+        f"The loss was 0 in {'the only step' if len(losses) == 1 else f'each of the {len(losses):,} steps so far'}: "
+        f"the model learns nothing.",
+        "Look at the rows: all positives of a batch may be copies of each other, which mask_false_negatives leaves out "
+        "as negatives, or of one class; then at loss_type and its keys, such as a margin that every row meets.",
+    )
+
+
 def _idle(numbers: Numbers) -> Finding | None:
     norms = [row["grad_norm"] for row in numbers.settled if "grad_norm" in row]
     share = norms.count(0.0) / max(1, len(norms))
-    if share <= IDLE_SHARE:
+    if share <= IDLE_SHARE or diagnose_start(numbers.rows) is not None:
         return None
     return Finding(
         "steps without a gradient",
         f"{percent_text(share)} of the steps taught the model nothing: their gradient was exactly 0.",
         "Look for a false_negative_filter that leaves out every negative (lower false_negative_margin), batches of one "
         "class or of one row, and a source whose rows have nothing that its loss learns from.",
+    )
+
+
+def _rate_too_high(numbers: Numbers) -> Finding | None:
+    """Tell of a loss that stays high or rises while the gradient shrinks or explodes."""
+    losses, norms = numbers.ends("loss"), numbers.ends("grad_norm")
+    if losses is None or norms is None or min(*losses, norms[0]) <= NO_LOSS or losses[1] < HIGH_LOSS * losses[0]:
+        return None
+    rate, change = numbers.setup.learning_rate, norms[1] / norms[0] / (losses[1] / losses[0])
+    if SHRUNK_GRADIENT <= change <= GROWN_GRADIENT:
+        return None
+    return Finding(
+        "learning rate too high",
+        f"The loss only went from {losses[0]:.4g} to {losses[1]:.4g} while the gradient's norm went from "
+        f"{norms[0]:.2g} to {norms[1]:.2g}: the steps are so large that they overshoot.",
+        f"Lower learning_rate, now {rate:.3g}, tenfold or more: {rate / 10:.3g}, {rate / 100:.3g}. A longer warmup "
+        f"(warmup_ratio) helps where the loss falls first and rises at the peak.",
+    )
+
+
+def _worse(numbers: Numbers) -> Finding | None:
+    if numbers.verdict is None or numbers.verdict.word != "worse" or _rate_too_high(numbers) is not None:
+        return None
+    measured, losses, rate = numbers.verdict.comparison, numbers.ends("loss"), numbers.setup.learning_rate
+    course = "" if losses is None else f", while the loss went from {losses[0]:.4g} to {losses[1]:.4g}"
+    return Finding(
+        "worse than the untrained model",
+        f"{measured.metric} went from {measured.baseline:.4f} to {measured.candidate:.4f}{course}.",
+        f"Try learning_rate {rate / 10:.3g}, now {rate:.3g}, and fewer epochs: a trained model forgets at large steps. "
+        f"If it stays worse, the rows teach something else than the set asks: look at the report's examples, for wrong "
+        f"labels, columns that are swapped, false negatives (false_negative_filter).",
+    )
+
+
+def _little_learnt(numbers: Numbers) -> Finding | None:
+    losses, gain = numbers.ends("loss"), numbers.gain
+    if losses is None or gain is None or numbers.verdict is None or losses[0] <= NO_LOSS:
+        return None
+    drop = 1 - losses[1] / losses[0]
+    if drop >= LITTLE_LEARNT or gain >= LITTLE_GAIN or _rate_too_high(numbers) or _worse(numbers):
+        return None
+    measured, rate = numbers.verdict.comparison, numbers.setup.learning_rate
+    return Finding(
+        "little learnt",
+        f"In {len(numbers.rows):,} steps the loss went from {losses[0]:.4g} to {losses[1]:.4g}, {measured.metric} from "
+        f"{measured.baseline:.4f} to {measured.candidate:.4f}.",
+        f"Raise learning_rate, now {rate:.3g}, tenfold: {rate * 10:.3g}; train for more epochs; check that trainable "
+        f"names what should train. Where it still doesn't move, the rows may hold nothing new, or nothing to learn: "
+        f"look at queries beside their positives.",
     )
 
 
@@ -325,7 +444,11 @@ def _peak(numbers: Numbers) -> float | None:
 
 RULES: tuple[Callable[[Numbers], Finding | None], ...] = (
     _skipped,
+    lambda numbers: diagnose_start(numbers.rows),
     _idle,
+    _rate_too_high,
+    _worse,
+    _little_learnt,
     _drift,
     _repairs,
     _full,
@@ -347,10 +470,15 @@ def diagnosis_lines(rows: Sequence[Mapping[str, float]], findings: Sequence[Find
         for part in split.parts:
             yield "", f"{percent_text(part.share):>8}  {part.name}"
     for finding in findings:
-        yield "diagnosis", f"{finding.cause}: {finding.sentence}"
-        yield "", finding.advice
+        yield from finding_lines(finding)
     if not findings:
         yield "diagnosis", "nothing stands out"
+
+
+def finding_lines(finding: Finding) -> Iterator[tuple[str, str]]:
+    """Yield a finding and its advice as (label, line)."""
+    yield "diagnosis", f"{finding.cause}: {finding.sentence}"
+    yield "", finding.advice
 
 
 def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: object) -> dict[str, object]:
@@ -360,7 +488,7 @@ def performance(rows: Sequence[Mapping[str, float]], setup: Setup, **facts: obje
         facts: What comes first, e.g. the model, the strategy and the batch.
     """
     split, settled = split_time(rows), settled_rows(rows)
-    numbers = Numbers(setup, rows, settled, {}, 0.0)
+    numbers = Numbers(setup, rows, settled, {}, 0.0, None)
     found: dict[str, object | None] = {
         **facts,
         "processes": setup.world_size,

@@ -221,7 +221,7 @@ def _report(
     """Put the report together, and log what the numbers of the steps say about the run."""
     plan, machine, state, evaluations = run.plan, run.runtime.machine, run.state, run.evaluations
     setup = setup_of(plan, machine, state, rows)
-    findings = diagnose(rows, setup)
+    findings = diagnose(rows, setup, result.sets[0].verdict)
     for label, text in diagnosis_lines(rows, findings):
         _log.info("%-*s  %s", LABEL_COLUMNS, label, text)
     training_setup = {

@@ -31,10 +31,12 @@ from vembed.evaluation.report.curves import SOURCE_LOSS
 from vembed.evaluation.report.speed import PARTS
 from vembed.text import show_duration
 from vembed.training.callbacks import EvaluationEvent, SaveEvent, StepEvent
+from vembed.training.diagnosis import EARLY_STEPS, diagnose_start, finding_lines
 from vembed.training.guards import StepFacts
 from vembed.training.memory import peak_memory_bytes
-from vembed.training.progress import Heartbeat, step_line
+from vembed.training.progress import LABEL_COLUMNS, Heartbeat, step_line
 from vembed.training.timing import RankMeter, seconds_of_parts
+from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -261,6 +263,10 @@ class Trainer:
         if is_shown:
             _log.info("%s", step_line(row, steps, step, seconds_left=run.clock.seconds_left(steps, step)))
             self._heartbeat.spoken()
+        if step == EARLY_STEPS < steps.total and run.ranks.is_first:
+            finding = diagnose_start(read_rows(run.output.path / "metrics.jsonl"))
+            for label, text in () if finding is None else finding_lines(finding):
+                _log.warning("%-*s  %s", LABEL_COLUMNS, label, text)
 
     def evaluate_if_due(self) -> bool:
         """Evaluate on the dev set if the plan says so and it isn't done yet; return whether the model is the best."""

@@ -15,7 +15,7 @@ from vembed.json_text import fit
 from vembed.models.files import DTYPES
 from vembed.models.keys import model_names, renamed
 from vembed.models.load import load_skeleton
-from vembed.models.names import locate
+from vembed.models.names import locate, scratch_rate
 from vembed.models.profile.measure import ProfileTarget
 from vembed.models.profile.profile import profile_model
 from vembed.plan.devices import Devices
@@ -72,6 +72,9 @@ SHARDING_READ_BACK: dict[str, Any] = {
 ADAPTERS_FROM = 1_000_000_000
 """Parameters from which adapters are measured although nobody asked for them: a smaller model can do without."""
 
+LOW_RATE = 0.02
+"""Share of the learning rate that fits a model from random weights up to which a run is told that it hardly learns."""
+
 SAMPLE_RECORDS = 256
 """Records whose tokens are counted where the model has no limit of length."""
 
@@ -105,6 +108,7 @@ def _build_plan(config: Config, runtime: Runtime, data: RunData) -> Plan:
         record_tokens=_record_tokens(config, model, data),
         notes=(
             *(note for name in model_names(config) if (note := locate(name).note) is not None),
+            *_scratch_notes(config),
             *data.notes,
             *_idle_augmentation(config, data),
             *_idle_towers(model, data),
@@ -192,6 +196,19 @@ def _direction_notes(config: Config, data: RunData) -> list[str]:
     turned = task.reversed()
     sizes = f"{len(turned.queries)} queries, {len(turned.documents)} documents"
     return [f"{task.name} is also measured in reverse, before and after training ({why}): {turned.direction}, {sizes}."]
+
+
+def _scratch_notes(config: Config) -> list[str]:
+    """Say that a learning rate is far too low for a model that starts from random weights."""
+    rates = [rate for name in model_names(config) if (rate := scratch_rate(name)) is not None]
+    if not rates or config.learning_rate > LOW_RATE * min(rates):
+        return []
+    named = " + ".join(model_names(config))
+    note = (
+        f"learning_rate {config.learning_rate:g} is one for trained models; {named} starts from random weights and "
+        f"hardly learns with it: try {min(rates):g} and more epochs, as vembed init writes them"
+    )
+    return [note]
 
 
 def _idle_augmentation(config: Config, data: RunData) -> list[str]:

@@ -72,7 +72,7 @@ SHARDING_READ_BACK: dict[str, Any] = {
 ADAPTERS_FROM = 1_000_000_000
 """Parameters from which adapters are measured although nobody asked for them: a smaller model can do without."""
 
-LOW_RATE = 0.02
+LOW_RATE = 0.05
 """Share of the learning rate that fits a model from random weights up to which a run is told that it hardly learns."""
 
 SAMPLE_RECORDS = 256

@@ -317,7 +317,7 @@ def _refuse_alike(loaded: LoadedRecords, path: str, loss: LossNeeds | None) -> N
         why = "no pair is closer than another"
         cure = "map the column of the labels with column_mapping: {COLUMN: label}"
         cure += f", {drop} and set loss_type: infonce" if scores_M[0] > 0 else ""
-    elif not len(scores_M) and "positives" in takes and (positives == positives[0]).all():
+    elif not len(scores_M) and "positives" in takes and len(positives) and (positives == positives[0]).all():
         first = table[0].positives[0]
         shown = quoted(first) if isinstance(first, str) else "a picture"
         alike = f"have the same positive, {shown} (column {positive})"

@@ -32,8 +32,8 @@ def without_repeats(contents: Contents, batch_size: int, seed: int = 1) -> Globa
 
 
 def epoch_batches(sampler: GlobalSampler, epoch: int) -> list[np.ndarray]:
-    first = epoch * sampler.steps_per_epoch
-    return [sampler.rows(step) for step in range(first, first + sampler.steps_per_epoch)]
+    first = epoch * sampler.batches_per_epoch
+    return [sampler.rows(step) for step in range(first, first + sampler.batches_per_epoch)]
 
 
 def num_repeats(contents: Contents, rows: np.ndarray) -> int:
@@ -58,7 +58,7 @@ def test_no_content_comes_twice_in_a_batch_and_every_row_comes_once(
     sampler = without_repeats(contents, batch_size)
     at_random = GlobalSampler(num_rows, batch_size=batch_size, seed=1)
     assert sum(num_repeats(contents, rows) for rows in epoch_batches(at_random, 0)) > 5
-    assert sampler.steps_per_epoch == at_random.steps_per_epoch
+    assert sampler.batches_per_epoch == at_random.batches_per_epoch
     for epoch in range(3):
         batches = epoch_batches(sampler, epoch)
         assert [num_repeats(contents, rows) for rows in batches] == [0] * len(batches)
@@ -111,7 +111,7 @@ def test_a_million_rows_are_arranged_in_seconds() -> None:
 def test_a_batch_holds_as_many_rows_of_each_of_its_classes(num_classes: int, batch_size: int, each: int) -> None:
     classes = np.random.default_rng(each).permutation(np.arange(576) % num_classes)
     sampler = GlobalSampler(576, batch_size=batch_size, seed=1, arrangement=ByClass(classes, each))
-    assert sampler.steps_per_epoch == -(-576 // batch_size)
+    assert sampler.batches_per_epoch == -(-576 // batch_size)
     seen: Counter[int] = Counter()
     for epoch in range(8):
         for rows in epoch_batches(sampler, epoch):

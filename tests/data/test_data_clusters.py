@@ -22,8 +22,8 @@ def sampler_of(vectors: np.ndarray, batch_size: int, *, cap: float = 0.99) -> Gl
 
 
 def epoch_batches(sampler: GlobalSampler, epoch: int) -> list[np.ndarray]:
-    first = epoch * sampler.steps_per_epoch
-    return [sampler.rows(step) for step in range(first, first + sampler.steps_per_epoch)]
+    first = epoch * sampler.batches_per_epoch
+    return [sampler.rows(step) for step in range(first, first + sampler.batches_per_epoch)]
 
 
 def nearest(vectors: np.ndarray, batches: list[np.ndarray]) -> float:

@@ -10,8 +10,8 @@ from vembed.errors import DataError
 
 
 def epoch_rows(sampler: GlobalSampler, epoch: int) -> list[int]:
-    first = epoch * sampler.steps_per_epoch
-    steps = range(first, first + sampler.steps_per_epoch)
+    first = epoch * sampler.batches_per_epoch
+    steps = range(first, first + sampler.batches_per_epoch)
     return list(itertools.chain.from_iterable(sampler.rows(step).tolist() for step in steps))
 
 
@@ -29,6 +29,21 @@ def test_every_record_comes_once_per_epoch_but_for_the_stated_tail(
         rows = epoch_rows(sampler, epoch)
         assert len(rows) == len(set(rows)) == num_records - tail * drops
         assert set(rows) <= set(range(num_records))
+
+
+@pytest.mark.parametrize(
+    ("num_records", "accumulated", "shares"),
+    [
+        (1010, 100, [*[0.01] * 100, 1.0]),  # 101 batches: the last step has one
+        (34, 2, [0.5, 0.5, 10 / 14, 4 / 14]),
+        (30, 1, [1.0, 1.0, 1.0]),
+        (30, 7, [1 / 3, 1 / 3, 1 / 3]),
+    ],
+)
+def test_the_shares_of_a_step_are_those_of_its_rows(num_records: int, accumulated: int, shares: list[float]) -> None:
+    sampler = GlobalSampler(num_records, batch_size=10, seed=3)
+    found = [sampler.share(number, accumulated) for number in range(2 * sampler.batches_per_epoch)]
+    assert found == 2 * shares, "bit for bit"
 
 
 def test_rows_are_a_function_of_seed_and_step_alone() -> None:
@@ -74,7 +89,7 @@ def test_a_caller_cannot_change_the_order() -> None:
 )
 def test_the_rule_that_applies_is_stated(num_records: int, drop_last: bool, steps: int, words: str | None) -> None:
     sampler = GlobalSampler(num_records, batch_size=4, seed=0, drop_last=drop_last)
-    assert sampler.steps_per_epoch == steps
+    assert sampler.batches_per_epoch == steps
     assert len(sampler.notes) == (words is not None)
     assert words is None or words in sampler.notes[0]
 

@@ -83,8 +83,8 @@ def sampler_of(sizes: Sequence[int], weights: Sequence[float], batch_size: int, 
 
 
 def epoch_batches(sampler: GlobalSampler, epoch: int) -> list[np.ndarray]:
-    first = epoch * sampler.steps_per_epoch
-    return [sampler.rows(step) for step in range(first, first + sampler.steps_per_epoch)]
+    first = epoch * sampler.batches_per_epoch
+    return [sampler.rows(step) for step in range(first, first + sampler.batches_per_epoch)]
 
 
 def source_counts(rows: np.ndarray, sizes: Sequence[int]) -> list[int]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import pytest
 from plan_cases import DATA, model, planned, reason
 
-from vembed.plan.batching import LEAST_STEPS, MOST_QUERIES
+from vembed.plan.batching import LEAST_STEPS, MOST_QUERIES, step_batches
 from vembed.plan.problem import DataSize
+
+if TYPE_CHECKING:
+    from vembed.plan.plan import Plan
 
 
 def test_a_batch_is_of_each_device_and_a_global_one_is_divided_over_them() -> None:
@@ -73,6 +77,26 @@ def test_nothing_is_accumulated_unless_a_number_is_set_and_steps_count_the_optim
     assert (four.batch.accumulated, four.steps.per_epoch, four.steps.total) == (4, 250, 750)
     assert "50 x 2 devices x 4 accumulated = 400" in reason(four, "effective batch")
     assert none.steps.total == 1000
+
+
+def test_an_epoch_ends_where_its_rows_end_however_many_batches_a_step_takes() -> None:
+    def steps_of(accumulated: int, *overrides: str) -> Plan:
+        words = ("batch_size=10", f"gradient_accumulation_steps={accumulated}", *overrides)
+        return planned("1xA100-80GB", 6e8, *words, data=replace(DATA, num_records=1010))
+
+    hundred = steps_of(100)
+    assert (hundred.steps.per_epoch, hundred.steps.total) == (2, 2)
+    batches = [step_batches(step, batches_per_epoch=101, accumulated=100) for step in range(4)]
+    assert batches == [range(100), range(100, 101), range(101, 201), range(201, 202)]
+    assert "the last step of an epoch takes the 1 batch left" in reason(hundred, "effective batch")
+    assert steps_of(100, "epochs=3").steps.total == 6
+    assert steps_of(100, "max_steps=5").steps.total == 5
+    whole = steps_of(500, "learning_rate=1e-5", "lr_scaling=linear", "lr_reference_batch=1010")
+    assert (whole.batch.accumulated, whole.steps.per_epoch) == (101, 1)
+    assert "gradient_accumulation_steps is 500" in reason(whole, "effective batch")
+    assert whole.batch.learning_rate == pytest.approx(1e-5), "by the rows that a step sees"
+    dropped = steps_of(2, "drop_last=true", "epochs=1")
+    assert dropped.steps.total == 51
 
 
 @pytest.mark.parametrize(

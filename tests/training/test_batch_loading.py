@@ -81,7 +81,7 @@ def source_of(rows: Path, model: str = "builtin:tiny-clip", *, augmenter: Augmen
     records = records_of(rows).table
     encoder = load_encoder(ModelKeys(model_name=model), ["noise"])
     sampler = GlobalSampler(len(records), batch_size=BATCH, seed=3)
-    assert sampler.steps_per_epoch == STEPS_PER_EPOCH
+    assert sampler.batches_per_epoch == STEPS_PER_EPOCH
     changes = Augmenter("strong", flip=True, seed=3) if augmenter is None else augmenter
     return BatchSource(records, sampler, encoder, torch.device("cpu"), changes, counts_masked=True)
 

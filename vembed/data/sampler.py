@@ -1,6 +1,6 @@
 """The global batch of step t as a pure function of (seed, epoch, step): no state, no rank, no worker.
 
-1. epoch = step // steps_per_epoch, place = step % steps_per_epoch.
+1. epoch = step // batches_per_epoch, place = step % batches_per_epoch.
 2. The batches of an epoch are arranged with one generator, PCG64(SeedSequence([seed, epoch])): at random, or as
    `arrangements.py` has it.
 3. At random the batch is the slice [place * batch_size, (place + 1) * batch_size) of one permutation.
@@ -40,7 +40,7 @@ class GlobalSampler:
     Attributes:
         num_records: As given.
         batch_size: As given.
-        steps_per_epoch: Global batches of one epoch, at least 1.
+        batches_per_epoch: Global batches of one epoch, at least 1.
         notes: How the records divide into batches where they don't divide evenly, one plain sentence each.
 
     Raises:
@@ -64,8 +64,8 @@ class GlobalSampler:
         if self.num_records < 2:
             msg = f"a batch needs at least 2 records to hold negatives; the data has {self.num_records}: add rows"
             raise DataError(msg)
-        self.steps_per_epoch, self.notes = epoch_layout(self.num_records, self.batch_size, drop_last=drop_last)
-        starts = np.arange(self.steps_per_epoch + 1, dtype=np.int64) * self.batch_size
+        self.batches_per_epoch, self.notes = epoch_layout(self.num_records, self.batch_size, drop_last=drop_last)
+        starts = np.arange(self.batches_per_epoch + 1, dtype=np.int64) * self.batch_size
         self._starts = np.minimum(starts, self.num_records)
         self._arrangement = AtRandom() if arrangement is None else arrangement
         self._mixture = mixture
@@ -85,9 +85,22 @@ class GlobalSampler:
         Raises:
             ValueError: The step is negative or not a whole number.
         """
-        epoch, place = divmod(_whole(step, name="step", least=0), self.steps_per_epoch)
+        epoch, place = divmod(_whole(step, name="step", least=0), self.batches_per_epoch)
         rows, starts = self._epoch(epoch)
         return rows[starts[place] : starts[place + 1]]
+
+    def share(self, number: int, accumulated: int) -> float:
+        """Return a batch's share of the rows of its optimizer step, above 0 and at most 1.
+
+        Args:
+            number: Of the batch, counted from 0 over all epochs.
+            accumulated: Most batches of a step; the last step of an epoch takes those that are left.
+        """
+        epoch, place = divmod(number, self.batches_per_epoch)
+        _, starts = self._epoch(epoch)
+        first = place - place % accumulated
+        end = min(first + accumulated, self.batches_per_epoch)
+        return float((starts[place + 1] - starts[place]) / (starts[end] - starts[first]))
 
     def arrangement_notes(self) -> tuple[str, ...]:
         """Say what comes of sources and arrangement, one plain sentence each."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vembed.plan.loading import ROW_BYTES
-from vembed.text import show_bytes
+from vembed.text import plural, show_bytes
 
 if TYPE_CHECKING:
     from vembed.evaluation.keys import EvaluationKeys
@@ -35,7 +35,7 @@ class BatchPlan:
 
     per_device: int  # queries of one device, at most
     total: int  # queries of all devices
-    accumulated: int  # batches of an optimizer step, each with its own negatives
+    accumulated: int  # most batches of an optimizer step, each with its own negatives
     learning_rate: float  # peak, scaled as asked
     reasons: tuple[str, ...]  # one plain sentence each
 
@@ -58,6 +58,7 @@ def plan_batch(
     data: DataSize,
     *,
     host_bytes: int,
+    drop_last: bool,
 ) -> BatchPlan:
     """Decide the batch, accumulation and the learning rate; what the user set stands."""
     reasons = []
@@ -74,7 +75,8 @@ def plan_batch(
         reasons.append(why)
     else:
         per_device, together = batch_keys.batch_size, batch_keys.batch_size * devices.count
-    accumulated, why = _accumulation(batch_keys)
+    num_batches, _ = epoch_layout(data.num_records, together, drop_last=drop_last)
+    accumulated, why = _accumulation(batch_keys, num_batches)
     effective = together * accumulated
     even = batch_keys.global_batch_size is None or per_device * devices.count == together
     across = f"{devices.count} device{'s' if devices.count > 1 else ''}"
@@ -95,7 +97,7 @@ def plan_steps(
     """Return the steps of the run, and what to tell the user about them."""
     num_batches, notes = epoch_layout(num_records, batch.total, drop_last=drop_last)
     per_epoch = math.ceil(num_batches / batch.accumulated)
-    total = optimisation_keys.max_steps or math.ceil(optimisation_keys.epochs * num_batches / batch.accumulated)
+    total = optimisation_keys.max_steps or optimisation_keys.epochs * per_epoch
     warmup = optimisation_keys.warmup_steps
     if warmup is None:
         warmup = math.ceil(optimisation_keys.warmup_ratio * total)
@@ -125,13 +127,30 @@ def epoch_layout(num_records: int, batch_size: int, *, drop_last: bool) -> tuple
     return steps + 1, (f"The last batch of each epoch has {tail:,} records instead of {batch_size:,}.",)
 
 
-def _accumulation(keys: BatchKeys) -> tuple[int, str]:
+def step_batches(step: int, *, batches_per_epoch: int, accumulated: int) -> range:
+    """Return the numbers of the batches of an optimizer step; the last step of an epoch takes those that are left.
+
+    Args:
+        step: Counted from 0 over all epochs, as the batches are.
+    """
+    epoch, place = divmod(step, math.ceil(batches_per_epoch / accumulated))
+    first, end = epoch * batches_per_epoch + place * accumulated, (epoch + 1) * batches_per_epoch
+    return range(first, min(first + accumulated, end))
+
+
+def _accumulation(keys: BatchKeys, num_batches: int) -> tuple[int, str]:
+    """Return the most batches of a step, of an epoch of so many, and why."""
     if keys.gradient_accumulation_steps == "auto":
         return 1, "nothing is accumulated, as gradient caching takes the whole batch at once, with all its negatives"
-    steps = keys.gradient_accumulation_steps
-    if steps == 1:
+    if keys.gradient_accumulation_steps == 1:
         return 1, "nothing is accumulated, as set"
-    return steps, f"each batch has its own negatives only; batch_size x {steps} would have them all in the same memory"
+    steps = min(keys.gradient_accumulation_steps, num_batches)
+    why = f"each batch has its own negatives only; batch_size x {steps} would have them all in the same memory"
+    if steps < keys.gradient_accumulation_steps:
+        why += f"; gradient_accumulation_steps is {keys.gradient_accumulation_steps}, but no step goes beyond an epoch"
+    if left := num_batches % steps:
+        why += f"; the last step of an epoch takes the {plural(left, 'batch', 'batches')} left"
+    return steps, why
 
 
 def _learning_rate(keys: BatchKeys, rate: float, effective: int) -> tuple[float, tuple[str, ...]]:

@@ -29,8 +29,9 @@ class BatchKeys(Section):
     )
     gradient_accumulation_steps: Auto | Count = key(
         "auto",
-        "Batches whose gradients are added up before an optimizer step, each with its own negatives; auto is 1, as "
-        "gradient caching takes the whole batch at once, with all its negatives, in the same memory.",
+        "Batches of an optimizer step, each with its own negatives: the gradient is the mean over all their rows. The "
+        "last step of an epoch takes the batches that are left. auto is 1, as gradient caching takes the whole batch "
+        "at once, with all its negatives, in the same memory.",
         unit="batches",
     )
     lr_scaling: Literal["none", "linear", "sqrt"] = key(

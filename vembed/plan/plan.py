@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vembed.plan.advice import Advice, advise
-from vembed.plan.batching import BatchPlan, Steps, plan_batch, plan_steps
+from vembed.plan.batching import BatchPlan, Steps, epoch_layout, plan_batch, plan_steps, step_batches
 from vembed.plan.compiling import plan_compiling
 from vembed.plan.devices import Devices
 from vembed.plan.evaluation import evaluation_calls
@@ -168,7 +168,8 @@ def make_plan(
     """
     devices = devices or Devices.of(machine)
     model, length_notes = _limited(model, given=config.max_seq_length != "auto")
-    batch = plan_batch(config, config, devices, model, data, host_bytes=cpu_memory_bytes())
+    drop_last, host_bytes = config.drop_last, cpu_memory_bytes()
+    batch = plan_batch(config, config, devices, model, data, host_bytes=host_bytes, drop_last=drop_last)
     dtype, dtype_notes = compute_dtype(config, config.torch_dtype, machine)
     rows, num_pictures = _batch_rows(batch, devices, data)
     tiles, tile_notes = _loss_tiles(config, machine, model, data.teacher_dimension)
@@ -178,10 +179,12 @@ def make_plan(
     choice = choose(problem)
     chosen = choice.chosen
     eval_rows, eval_tokens, eval_notes = evaluation_calls(problem, chosen)
-    steps, step_notes = plan_steps(config, config, batch, data.num_records, drop_last=config.drop_last)
+    steps, step_notes = plan_steps(config, config, batch, data.num_records, drop_last=drop_last)
+    per_epoch, _ = epoch_layout(data.num_records, batch.total, drop_last=drop_last)
+    batches = step_batches(steps.total - 1, batches_per_epoch=per_epoch, accumulated=batch.accumulated)
     reserved = problem.reserve(chosen.way)
     loading = plan_loading(config, machine, data, num_queries=rows.num_queries, num_processes=devices.per_node)
-    compiles, compile_notes = plan_compiling(problem, chosen, num_batches=steps.total * batch.accumulated)
+    compiles, compile_notes = plan_compiling(problem, chosen, num_batches=batches.stop)
     notes = (
         *plugin_lines(config.plugins),
         *data.notes,

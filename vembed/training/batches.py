@@ -82,6 +82,7 @@ class FeaturedBatch:
     num_masked: int | None  # pairs masked as copies; None where the loss masks none
     assignment: RowAssignment  # which slots are on which rank
     parts: tuple[tuple[Features, NDArray[np.int64]], ...]  # this rank's rows of each modality, and their slots
+    step_share: float  # of the rows of the optimizer step
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class BatchSource:
     counts_masked: bool = False  # whether the loss masks copies
     prompted: tuple[Encoder, ...] = ()  # the encoder with the prompts of each source; empty where all prompt alike
     tells_source: bool = False  # whether each batch comes from one of several sources
+    accumulated: int = 1  # most batches of an optimizer step
 
     def batch(self, step: int) -> PreparedBatch:
         """Return the batch of a step, counted from 0.
@@ -140,7 +142,7 @@ class BatchSource:
         """
         # The records of the step. Augmentation depends on (seed, epoch, row), so that every rank sees the same picture.
         rows = self.sampler.rows(step).tolist()
-        epoch = step // self.sampler.steps_per_epoch
+        epoch = step // self.sampler.batches_per_epoch
         records = [
             self.augmenter.record(record, row=row, epoch=epoch)
             for record, row in zip(self.records.take(rows), rows, strict=True)
@@ -173,6 +175,7 @@ class BatchSource:
             count_masked(batch) if self.counts_masked else None,
             assignment,
             tuple(parts),
+            self.sampler.share(step, self.accumulated),
         )
 
     def prepared(self, featured: FeaturedBatch) -> PreparedBatch:
@@ -238,7 +241,7 @@ def open_batches(run: Run) -> AbstractContextManager[Batches]:
         folder, size = output.hard_vectors, plan.batch.total
         work = HardBatchWork(config, data.records, data.fingerprint, encode, plan.dtype, folder, size)
         works.append((work, folder))
-    num_batches = plan.steps.total * plan.batch.accumulated
+    num_batches = run.step_batches(plan.steps.total - 1).stop
 
     def open_level(source: BatchSource, end: int, level: int = 0) -> AbstractContextManager[Batches]:
         end = min(end, num_batches)
@@ -275,6 +278,7 @@ def batch_source(run: Run, answers: Answers | None) -> BatchSource:
         counts_masked=config.mask_false_negatives and masks,
         prompted=prompted(config, run.encoder),
         tells_source=config.source_batches == "single" and len(config.data or ()) > 1,
+        accumulated=run.plan.batch.accumulated,
     )
 
 

@@ -99,7 +99,7 @@ class EpochBatches:
     def _open(self, step: int) -> None:
         self._opened.close()  # data workers end
         self._batches = None
-        per_epoch, every = self.source.sampler.steps_per_epoch, self.work.every
+        per_epoch, every = self.source.sampler.batches_per_epoch, self.work.every
         epoch = step // per_epoch
         first = 0 if every is None else epoch - epoch % every
         self._start = first * per_epoch

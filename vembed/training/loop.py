@@ -4,7 +4,8 @@ A step (`Trainer.train_step`) does, on all ranks alike:
 
 1. Take a batch. It is a function of (seed, epoch, step), tokenized ahead by workers.
 2. Add its gradients to `.grad`: pass 1 over its chunks, the loss over all ranks, pass 2, the sum over the ranks
-   (gradcache/engine.py). With gradient accumulation 1 and 2 repeat; each batch has negatives of its own.
+   (gradcache/engine.py). With gradient accumulation 1 and 2 repeat: each batch has negatives of its own and counts by
+   its rows, so that loss and gradient are the mean over the rows of the step. No step goes beyond its epoch.
 3. Clip the gradients by their global norm.
 4. Reject them, on all ranks or on none, where the loss or the norm isn't finite.
 5. Step the optimizer.
@@ -39,7 +40,7 @@ from vembed.training.timing import RankMeter, seconds_of_parts
 from vembed.training.trackers.jsonl import read_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from vembed.distributed.ranks import Ranks
     from vembed.evaluation.result import EvaluationResult
@@ -70,7 +71,7 @@ class StepTotals:
     rank_losses: list[float] = field(default_factory=list)  # the same over the queries of this rank
     sources: list[int | None] = field(default_factory=list)  # source of each batch; None where sources are mixed
     record_ids: list[int] = field(default_factory=list)  # of all ranks
-    queries: int = 0  # of all ranks
+    queries: list[int] = field(default_factory=list)  # of each batch, of all ranks
     tokens: int = 0  # without padding
     rank_tokens: int = 0  # the same of this rank alone
     padded_tokens: int = 0
@@ -87,7 +88,7 @@ class StepTotals:
         self.rank_losses.append(result.rank_loss)
         self.sources.append(batch.structure.source)
         self.record_ids += batch.featured.record_ids
-        self.queries += batch.structure.num_queries
+        self.queries.append(batch.structure.num_queries)
         self.tokens += result.tokens
         self.rank_tokens += result.tokens
         self.padded_tokens += result.padded_tokens
@@ -106,17 +107,17 @@ class StepTotals:
 
     @property
     def loss(self) -> float:
-        """Mean loss of the batches."""
-        return _mean(self.losses)
+        """Mean loss over the queries."""
+        return _mean(self.losses, self.queries)
 
     @property
     def loss_by_source(self) -> dict[str, float]:
-        """Mean loss of the batches of each source, by the name that metrics.jsonl gives it."""
-        losses: dict[str, list[float]] = {}
-        for source, loss in zip(self.sources, self.losses, strict=True):
+        """Mean loss over the queries of each source, by the name that metrics.jsonl gives it."""
+        batches: dict[str, list[tuple[float, int]]] = {}
+        for source, loss, queries in zip(self.sources, self.losses, self.queries, strict=True):
             if source is not None:
-                losses.setdefault(f"{SOURCE_LOSS}{source + 1}", []).append(loss)
-        return {name: _mean(values) for name, values in losses.items()}
+                batches.setdefault(f"{SOURCE_LOSS}{source + 1}", []).append((loss, queries))
+        return {name: _mean(*zip(*pairs, strict=True)) for name, pairs in batches.items()}
 
 
 class Trainer:
@@ -175,10 +176,10 @@ class Trainer:
     def train_step(self, step: int) -> dict[str, float]:
         """Do one optimizer step, counted from 0, and return its row of metrics.jsonl."""
         run, state = self.run, self.state
-        engine, optimizer, num_batches = run.engine, run.optimizer, run.plan.batch.accumulated
+        engine, optimizer, numbers = run.engine, run.optimizer, run.step_batches(step)
         started, totals = time.perf_counter(), StepTotals()
 
-        for number in range(step * num_batches, (step + 1) * num_batches):
+        for number in numbers:
             # 1. Data. Near zero seconds while the workers keep up.
             waiting_since = time.perf_counter()
             batch = self.batches.batch(number)
@@ -186,14 +187,14 @@ class Trainer:
 
             # 2. Both passes, loss, and the sum over ranks: afterwards `.grad` holds the gradients of the whole batch.
             # Dropout depends on (seed, batch, rank) alone, so that a resumed run draws the same masks.
-            self._batch_began, self._batches_left = time.monotonic(), (step + 1) * num_batches - number - 1
+            self._batch_began, self._batches_left = time.monotonic(), numbers[-1] - number
             torch.manual_seed(batch_seed(run.config.seed, number, rank=run.ranks.rank))
             result = engine.step(
                 batch.pools,
                 batch.structure,
                 assignment=batch.assignment,
-                gradient_scale=optimizer.scale.value / num_batches,  # sums over the batches become their mean
-                continues=number > step * num_batches,
+                gradient_scale=optimizer.scale.value * batch.featured.step_share,  # their sum is the mean over rows
+                continues=number > numbers[0],
             )
             if result.num_repairs:  # memory ran out: a resumed run must cut its chunks alike
                 state.step_limits = engine.limits
@@ -225,21 +226,22 @@ class Trainer:
         state.step = step + 1
         state.skipped_steps = run.guard.skipped
         state.num_truncated += totals.truncated
-        row = self._row(totals, seconds=time.perf_counter() - started)
+        epoch = numbers.stop / run.sampler.batches_per_epoch
+        row = self._row(totals, epoch, seconds=time.perf_counter() - started)
         own = {} if temperature is None else {"temperature": temperature}
         return {**row, "learning_rate": learning_rate, "grad_norm": grad_norm, **own}
 
-    def _row(self, totals: StepTotals, *, seconds: float) -> dict[str, float]:
+    def _row(self, totals: StepTotals, epoch: float, *, seconds: float) -> dict[str, float]:
         """Return what metrics.jsonl says of a step's batches, and where its seconds went on this rank."""
         run = self.run
         parts = run.engine.stopwatch.read()
         times = seconds_of_parts(parts, step_seconds=seconds, data_seconds=totals.data_seconds, alone=run.ranks.is_one)
-        self._meter.add(times, tokens=totals.rank_tokens, loss=_mean(totals.rank_losses))
+        self._meter.add(times, tokens=totals.rank_tokens, loss=_mean(totals.rank_losses, totals.queries))
         return {
-            "epoch": self.state.step / run.plan.steps.per_epoch,
+            "epoch": epoch,
             "loss": totals.loss,
             **totals.loss_by_source,
-            "samples_per_second": totals.queries / seconds,
+            "samples_per_second": sum(totals.queries) / seconds,
             "tokens_per_second": totals.tokens / seconds,
             "peak_memory_bytes": peak_memory_bytes(run.device),
             "padding_ratio": totals.padded_tokens / max(1, totals.tokens),
@@ -351,5 +353,7 @@ class Trainer:
         return f"{text}, about {show_duration(seconds_left)} left in this step"
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    most = max(weights)  # equal weights are 1.0 each, and round nothing
+    shares = [weight / most for weight in weights]
+    return sum(value * share for value, share in zip(values, shares, strict=True)) / sum(shares)

@@ -43,6 +43,7 @@ from vembed.models.adapters.narrow import narrow_frozen
 from vembed.models.compiling import compile_errors_explained, compile_layers
 from vembed.models.files import DTYPES
 from vembed.output_lock import FolderInUseError, hold_output
+from vembed.plan.batching import step_batches
 from vembed.plan.explain import explain, explain_fully
 from vembed.plan.table import comparison
 from vembed.redact import redact
@@ -419,6 +420,11 @@ class Run:
             both_directions=measures_both_directions(self.config, self.data),
             ranks=self.ranks,
         )
+
+    def step_batches(self, step: int) -> range:
+        """Return the numbers of the batches of an optimizer step; both are counted from 0 over all epochs."""
+        per_epoch, accumulated = self.sampler.batches_per_epoch, self.plan.batch.accumulated
+        return step_batches(step, batches_per_epoch=per_epoch, accumulated=accumulated)
 
     def item_encoder(self, poll: Callable[[], None] = lambda: None) -> ItemEncoder:
         """Return the encoder as evaluations and stores use it, on all ranks; `poll` may raise between calls."""

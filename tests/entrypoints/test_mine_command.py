@@ -189,7 +189,8 @@ def test_a_row_says_where_its_negatives_are_from_and_the_report_says_it_of_all(
     page = (tmp_path / "mined-report" / "report.html").read_text("utf-8")
     assert "<svg" in page
     assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org", "")
-    assert "Probably an answer" in (tmp_path / "mined-report" / "report.md").read_text("utf-8")
+    assert "| Of the positive's |" in (tmp_path / "mined-report" / "report.md").read_text("utf-8")
+    assert " of them score above 90% of their positive by the teacher, " in done.out
 
 
 def test_the_report_shows_what_pictures_were_mined(call: Any, clip: Path, balls: Path, tmp_path: Path) -> None:

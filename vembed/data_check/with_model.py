@@ -10,7 +10,6 @@ from vembed.data.table import BLOCK_ROWS
 from vembed.data_check.duplicates import spread
 from vembed.data_check.findings import MOST_EXAMPLES, Finding
 from vembed.data_check.source import said
-from vembed.mining.false_negatives import estimate
 from vembed.mining.mine import Miner, pair_scores, shared_model_key, side_vectors
 from vembed.mining.task import MiningTask
 from vembed.vectors.keys import MiningKeys
@@ -87,8 +86,8 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
         "probable_false_negatives",
         "query whose positives all score below an unlabelled document",
         "queries whose positives all score below an unlabelled document",
-        f"{_estimated(mined)}As in-batch negatives those push right answers away: try false_negative_filter. A model "
-        "that knows the field badly puts wrong documents there too: look at the examples.",
+        "As in-batch negatives those push right answers away: try false_negative_filter. A model that knows the field "
+        "badly puts wrong documents there too: look at the examples.",
         of=len(task.queries),
     )
     rows, numbers = source.table.numbers("negatives")
@@ -109,14 +108,6 @@ def false_negatives(source: Source, encode: ItemEncoder, folder: Path) -> list[F
     return [each for each in (unlabelled, negatives) if each.count]
 
 
-def _estimated(mined: Mined) -> str:
-    found = estimate(mined.sample_positive_S, mined.sample_scores_SK, mined.sample_chosen_SK)
-    if found is None:
-        return ""
-    nearest = mined.rows_Un.shape[1]
-    return f"Of the {nearest} nearest unlabelled documents of a query, an estimated {100 * found.rate:.1f}% answer it. "
-
-
 def _finding(
     task: MiningTask,
     mined: Mined,
@@ -130,16 +121,15 @@ def _finding(
     queries_F, documents_F, scores_F = found
     order = np.argsort(mined.positive_U[queries_F] - scores_F, kind="stable")  # those furthest above come first
     shown = order[spread(len(order))] if len(order) else order
-    own = [task.positives.take(queries_F[[place]]).values[:1] for place in shown.tolist()]
     examples = [
         (
             said(task.queries.take(queries_F[[place]])[0]),
-            said(task.documents.take(positive)[0]) if len(positive) else "",
+            said(task.documents.take(mined.positive_rows_U[queries_F[[place]]])[0]),
             f"{mined.positive_U[queries_F[place]]:.3f}",
             said(task.documents.take(documents_F[[place]])[0]),
             f"{scores_F[place]:.3f}",
         )
-        for place, positive in zip(shown.tolist(), own, strict=True)
+        for place in shown.tolist()
     ]
-    heads = ("Query", "Its positive", "Score", "Scores higher", "Score of that")
+    heads = ("Query", "Its best positive", "Score", "Scores higher", "Score of that")
     return Finding(kind, "warning", len(order), one, many, advice, heads, examples, of)

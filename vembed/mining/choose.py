@@ -76,13 +76,18 @@ def _kept(
 ) -> tuple[NDArray[np.bool_] | None, ...]:
     """Return what each of `RULES` keeps, None where it isn't asked."""
     relative, absolute = keys.mine_relative_margin, keys.mine_absolute_margin
-    size_B1 = np.where(np.isfinite(positive_B1), np.abs(positive_B1), 0)  # a margin goes down from any positive
     return (
-        None if relative is None else scores_BK <= positive_B1 - np.float32(relative) * size_B1,
+        None if relative is None else scores_BK <= relative_limits(positive_B1, relative),
         None if absolute is None else scores_BK <= positive_B1 - np.float32(absolute),
         None if keys.mine_min_score is None else scores_BK >= np.float32(keys.mine_min_score),
         None if keys.mine_max_score is None else scores_BK <= np.float32(keys.mine_max_score),
     )
+
+
+def relative_limits(positive: NDArray[np.float32], margin: float) -> NDArray[np.float32]:
+    """Return the highest scores that a relative margin keeps; below a negative positive it goes further down."""
+    size = np.where(np.isfinite(positive), np.abs(positive), 0)
+    return (positive - np.float32(margin) * size).astype(np.float32)
 
 
 def priorities(query_ids_B: NDArray[np.int64], document_ids_BK: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vembed.batch import Side
+    from vembed.batch import Ragged, Side
     from vembed.evaluation.encode import ItemEncoder
     from vembed.evaluation.provenance import Key
     from vembed.mining.task import MiningTask
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from vembed.vectors.items import DistinctItems
     from vembed.vectors.keys import MiningKeys
 
-FORMAT = 2
+FORMAT = 3
 """Raised when the files change their meaning, or the choice its rules; files of other formats are made again."""
 
 BLOCK_QUERIES = 4096
@@ -84,12 +84,11 @@ class Mined:
     scores_Un: NDArray[np.float32]  # the model's
     ranks_Un: NDArray[np.int32]  # 1 is the nearest document that isn't known to answer the query; 0 where there is none
     teacher_Un: NDArray[np.float32]  # the teacher's scores; NaN without
-    positive_U: NDArray[np.float32]  # score of the best positive, the teacher's where there is one
+    positive_U: NDArray[np.float32]  # score of the best positive, the teacher's where there is one; NaN without any
+    positive_rows_U: NDArray[np.int64]  # that positive among the documents; -1 without any
     refused_1R: NDArray[np.int64]  # candidates that each of `RULES` left out
     sample_S: NDArray[np.int64]  # which queries are sampled
-    sample_positive_S: NDArray[np.float32]  # score of the sampled query's first positive
-    sample_rows_SK: NDArray[np.int64]  # its candidates, -1 where there are fewer
-    sample_scores_SK: NDArray[np.float32]  # what the rules looked at, -inf where there is none
+    sample_scores_SK: NDArray[np.float32]  # its candidates' scores that rules looked at, -inf where there are fewer
     sample_chosen_SK: NDArray[np.bool_]
 
     @classmethod
@@ -280,20 +279,23 @@ class _Search:
             with seconds.part("teacher"):
                 judged, judged_positives_P = self._judged(own, rows, of_positive, positive_P)
         with seconds.part("choose"):
-            return self._chosen(own, (scores, rows, judged), judged_positives_P, positives.offsets)
+            return self._chosen(own, (scores, rows, judged), judged_positives_P, positives)
 
     def _chosen(
         self,
         own: NDArray[np.int64],
         candidates: tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]],
         positive_scores_P: NDArray[np.float32],
-        offsets: NDArray[np.int64],
+        positives: Ragged,
     ) -> Mined:
         task, keys = self.task, self.miner.keys
         scores, rows, judged = candidates
-        has_any = np.diff(offsets) > 0
-        best = np.full(len(own), -np.inf, dtype=np.float32)
-        np.maximum.at(best, np.repeat(np.arange(len(own)), np.diff(offsets)), positive_scores_P)
+        has_any = positives.lengths > 0
+        best, best_rows = np.full(len(own), -np.inf, dtype=np.float32), np.full(len(own), -1, dtype=np.int64)
+        of_positive_P = np.repeat(np.arange(len(own)), positives.lengths)
+        np.maximum.at(best, of_positive_P, positive_scores_P)
+        is_best_P = positive_scores_P == best[of_positive_P]
+        best_rows[of_positive_P[is_best_P]] = positives.values[is_best_P]
         order = priorities(task.queries.ids[own], task.documents.ids[rows], self.miner.seed)
         choice = choose(judged, best, order, keys)
         places, is_there = np.maximum(choice.places_Bn, 0), choice.places_Bn >= 0
@@ -314,9 +316,8 @@ class _Search:
             teacher_Un=np.full(places.shape, np.nan, np.float32) if no_teacher else chosen(judged, np.nan),
             positive_U=np.where(has_any, best, np.float32(np.nan)).astype(np.float32),
             refused_1R=np.array([[choice.refused.get(name, 0) for name in RULES]], dtype=np.int64),
+            positive_rows_U=best_rows,
             sample_S=own[sampled],
-            sample_positive_S=positive_scores_P[offsets[:-1][sampled]],
-            sample_rows_SK=rows[sampled],
             sample_scores_SK=judged[sampled],
             sample_chosen_SK=is_chosen[sampled],
         )

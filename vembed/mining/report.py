@@ -1,4 +1,4 @@
-"""The report of a mining: how many negatives, their scores beside the positives', and how much of it may be wrong."""
+"""The report of a mining: how many negatives, their scores beside the positives', and those nearest to a positive."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import numpy as np
 
 from vembed.batch import Composed, Image, pictures_in
 from vembed.evaluation.benchmark.names import model_labels
-from vembed.mining.choose import RULES
-from vembed.mining.false_negatives import estimate
+from vembed.mining.choose import RULES, relative_limits
 from vembed.pages.charts import distribution_edges, draw_distributions
 from vembed.pages.page import (
     Cell,
@@ -38,20 +37,21 @@ if TYPE_CHECKING:
 
     from vembed.batch import Item
     from vembed.data.images import ImageLimits
-    from vembed.mining.false_negatives import FalseNegatives
     from vembed.mining.mine import Mined
     from vembed.mining.task import MiningTask
     from vembed.pages.page import Block
     from vembed.vectors.keys import MiningKeys
 
-SCHEMA_VERSION = 1  # raised when a key changes its meaning or goes away; a new key doesn't raise it
+SCHEMA_VERSION = 2  # raised when a key changes its meaning or goes away; a new key doesn't raise it
 EXAMPLES, CHARACTERS, QUANTILES = 10, 240, (0.05, 0.5, 0.95)
 
-LIMITS = (
-    "The estimate reads scores alone: it takes documents that answer a query without a label to score as labelled ones "
-    "do. It is too high where true negatives score as high as positives, and too low where unlabelled answers score "
-    "lower than labelled ones, or one query has several; a better teacher helps. The interval is of the sampled "
-    "queries only."
+MARGINS = (0.1, 0.05, 0.0)
+"""Relative margins; the mined negatives that each would have left out are counted."""
+
+DOUBT = (
+    "A negative that scores near its positive, or above it, may answer the query without a label. Scores can't tell "
+    "such answers from hard negatives, so these are counts and not a rate of false negatives. Read the first examples: "
+    "they hold the negatives highest above, or least below, their positive."
 )
 
 
@@ -68,9 +68,24 @@ class MiningReport:
     command: str  # empty inside a run, which has a report of its own
 
     @cached_property
-    def false_negatives(self) -> FalseNegatives | None:
-        """Return the estimated rate, which takes a while."""
-        return estimate(self.mined.sample_positive_S, self.mined.sample_scores_SK, self.mined.sample_chosen_SK)
+    def judged_scores(self) -> NDArray[np.float32]:
+        """Return the scores (U, n) that margins look at, the teacher's where there is one; NaN without a negative."""
+        mined = self.mined
+        return np.where(np.isnan(mined.teacher_Un), mined.scores_Un, mined.teacher_Un)
+
+    @cached_property
+    def near_positives(self) -> list[tuple[int, int, str]]:
+        """Return percents of the positive's score, how many negatives score above, and the option that omits them."""
+        positive_U1 = self.mined.positive_U[:, None]
+        name = "--relative-margin " if self.command else "mine_relative_margin: "
+        return [
+            (
+                round(100 * (1 - margin)),
+                int((self.judged_scores > relative_limits(positive_U1, margin)).sum()),
+                f"{name}{margin:g}",
+            )
+            for margin in MARGINS
+        ]
 
     @property
     def counts(self) -> NDArray[np.int64]:
@@ -80,7 +95,7 @@ class MiningReport:
 
     @property
     def headline(self) -> str:
-        """Return how much was mined and how good it seems, in two sentences."""
+        """Return how much was mined and how much of it scores near its positive, in two sentences."""
         counts, wanted = self.counts, self.keys.mine_negatives
         short, none = int((counts < wanted).sum()), int((counts == 0).sum())
         mined = f"{count_text(int(counts.sum()))} hard negatives for {plural(len(counts), 'query', 'queries')}"
@@ -88,17 +103,10 @@ class MiningReport:
             fewer = "none" if none == short else f"fewer than {wanted}"
             fewer += f" ({count_text(none)} got none)" if 0 < none < short else ""
             mined += f"; {plural(short, 'query', 'queries')} got {fewer}"
-        rate = self.false_negatives
-        if rate is None:
-            return (
-                f"{mined}. How many of them answer their query after all can't be told: too few positives or "
-                f"candidates are near."
-            )
-        low, high = (f"{100 * value:.1f}" for value in (rate.low, rate.high))
-        return (
-            f"{mined}. Probably {100 * rate.rate:.1f}% of them answer their query after all (95% interval {low} to "
-            f"{high}%)."
-        )
+        (percent, count, _), *others = self.near_positives
+        by_teacher = " by the teacher" if "teacher" in self.source else ""
+        more = "".join(f", {count_text(count)} above {percent}%" for percent, count, _ in others)
+        return f"{mined}. {count_text(count)} of them score above {percent}% of their positive{by_teacher}{more}."
 
     @property
     def scores(self) -> dict[str, NDArray[np.float32]]:
@@ -106,7 +114,7 @@ class MiningReport:
         mined = self.mined
         others = np.isfinite(mined.sample_scores_SK) & ~mined.sample_chosen_SK
         return {
-            "positives": mined.sample_positive_S,
+            "positives": mined.positive_U[mined.sample_S],
             "mined": mined.sample_scores_SK[mined.sample_chosen_SK],
             "not taken": mined.sample_scores_SK[others],
         }
@@ -119,45 +127,35 @@ class MiningReport:
 
 @dataclass(frozen=True, slots=True)
 class MiningExample:
-    """A query with a positive and its mined negatives."""
+    """A query with its best positive and its mined negatives."""
 
     query: Item
     positive: Item
     positive_score: float
-    negatives: Sequence[tuple[Item, float, int, float | None]]  # item, score, rank, probability that it is an answer
+    negatives: Sequence[tuple[Item, float, int]]  # item, score, rank
 
 
 def choose_examples(report: MiningReport) -> list[MiningExample]:
-    """Return the most doubtful of the sampled queries, then some from all over the data."""
-    mined, task, rate = report.mined, report.task, report.false_negatives
-    with_any = np.flatnonzero(mined.sample_chosen_SK.any(axis=1))
+    """Return the queries whose negatives score highest above their positive, then some from all over the data."""
+    mined, task = report.mined, report.task
+    with_any = np.flatnonzero((mined.rows_Un >= 0).any(axis=1))
     if not len(with_any):
         return []
+    leads_U = np.nanmax(report.judged_scores[with_any], axis=1) - mined.positive_U[with_any]
+    worst = with_any[np.argsort(-leads_U, kind="stable")[: EXAMPLES // 2]]
     spread = with_any[np.linspace(0, len(with_any) - 1, min(len(with_any), EXAMPLES)).astype(np.int64)]
-    doubtful: list[int] = []
-    if rate is not None:
-        worst_S = np.where(mined.sample_chosen_SK, rate.probabilities_SK, 0.0).max(axis=1)
-        doubtful = np.argsort(-worst_S, kind="stable")[: EXAMPLES // 2].tolist()
 
     examples = []
-    for row in list(dict.fromkeys([*doubtful, *spread.tolist()]))[:EXAMPLES]:
-        query = mined.sample_S[row : row + 1]
-        columns = np.flatnonzero(mined.sample_chosen_SK[row])
-        negatives = task.documents.take(mined.sample_rows_SK[row, columns])
+    for row in list(dict.fromkeys([*worst.tolist(), *spread.tolist()]))[:EXAMPLES]:
+        is_there = mined.rows_Un[row] >= 0
+        negatives = task.documents.take(mined.rows_Un[row, is_there])
+        scores, ranks = report.judged_scores[row, is_there].tolist(), mined.ranks_Un[row, is_there].tolist()
         examples.append(
             MiningExample(
-                query=task.queries.take(query)[0],
-                positive=task.documents.take(task.positives.take(query).values[:1])[0],
-                positive_score=float(mined.sample_positive_S[row]),
-                negatives=[
-                    (
-                        item,
-                        float(mined.sample_scores_SK[row, column]),
-                        column + 1 + report.keys.mine_range_min,
-                        None if rate is None else float(rate.probabilities_SK[row, column]),
-                    )
-                    for item, column in zip(negatives, columns.tolist(), strict=True)
-                ],
+                query=task.queries.take(np.array([row]))[0],
+                positive=task.documents.take(mined.positive_rows_U[[row]])[0],
+                positive_score=float(mined.positive_U[row]),
+                negatives=list(zip(negatives, scores, ranks, strict=True)),
             )
         )
     return examples
@@ -192,14 +190,26 @@ def mining_page(report: MiningReport, limits: ImageLimits) -> Page:
         refused = [(name, count_text(count)) for name, count in report.refused.items()]
         scores.append(pairs_table("Left out", refused, "Candidates that a rule left out, by the first rule that did."))
 
+    total = max(1, int(counts.sum()))
+    doubt = Table(
+        ("Score above", "Mined negatives", "Share", "Left out by"),
+        [
+            [f"{percent}% of the positive's", count_text(count), f"{100 * count / total:.1f}%", option]
+            for percent, count, option in report.near_positives
+        ],
+        words=frozenset({0, 3}),
+        title="Near their positive",
+        caption="Mined negatives by score, and the option that would have left them out.",
+    )
+
     examples = choose_examples(report)
     blocks = [block for number, example in enumerate(examples, start=1) for block in example_blocks(example, number)]
     pictures = list(pictures_on(blocks))
     copies = small_copies(pictures, limits)
     intro: list[Block] = [
         Note(
-            "The most doubtful of the sampled queries first, then some from all over the data: the positive, and what "
-            "was mined."
+            "The queries whose negatives score highest above their positive first, then some from all over the data: "
+            "the positive, and what was mined."
         )
     ]
     if note := copies_note(pictures, copies):
@@ -210,7 +220,7 @@ def mining_page(report: MiningReport, limits: ImageLimits) -> Page:
         head=[Note(report.headline), Facts(facts)],
         sections=[
             Section("scores", "Scores", scores),
-            Section("doubt", "False negatives", [Note(LIMITS)]),
+            Section("doubt", "Near their positive", [Note(DOUBT), doubt]),
             Section("examples", "Examples", [*intro, *blocks]),
             Section("method", "How it was mined", method_blocks(report)),
         ],
@@ -228,11 +238,11 @@ def example_blocks(example: MiningExample, number: int) -> list[Block]:
     rows: list[list[str | Cell]] = [
         ["positive", document(example.positive), metric_text(example.positive_score), "labelled"]
     ]
-    for item, score, rank, probability in example.negatives:
-        doubt = "" if probability is None else f"{100 * probability:.0f}%"
-        rows.append([f"rank {rank}", document(item), metric_text(score), doubt])
+    for item, score, rank in example.negatives:
+        share = f"{100 * score / example.positive_score:.0f}%" if example.positive_score > 0 else ""
+        rows.append([f"rank {rank}", document(item), metric_text(score), share])
     table = Table(
-        ("Rank", "Document", "Score", "Probably an answer"),
+        ("Rank", "Document", "Score", "Of the positive's"),
         rows,
         words=frozenset({0, 1}),
         tones={0: "chosen"},
@@ -259,7 +269,7 @@ def method_blocks(report: MiningReport) -> list[Block]:
 
 def mining_document(report: MiningReport, examples: Sequence[MiningExample]) -> dict[str, Any]:
     """Return the report for programs, every number unrounded."""
-    counts, rate = report.counts, report.false_negatives
+    counts = report.counts
     groups = report.scores
     edges = distribution_edges([scores for scores in groups.values() if len(scores)])
     shares = {name: 100 * np.histogram(scores, bins=edges)[0] / max(1, len(scores)) for name, scores in groups.items()}
@@ -273,9 +283,10 @@ def mining_document(report: MiningReport, examples: Sequence[MiningExample]) -> 
         "queries_with_fewer": int((counts < report.keys.mine_negatives).sum()),
         "queries_with_none": int((counts == 0).sum()),
         "left_out": report.refused,
-        "false_negatives": None
-        if rate is None
-        else {"rate": rate.rate, "interval": [rate.low, rate.high], "limits": LIMITS},
+        "near_positives": [
+            {"above_percent": percent, "negatives": count, "left_out_by": option}
+            for percent, count, option in report.near_positives
+        ],
         "histogram": {"edges": edges.tolist(), **{name: share.tolist() for name, share in shares.items()}},
         "examples": [
             {
@@ -283,8 +294,7 @@ def mining_document(report: MiningReport, examples: Sequence[MiningExample]) -> 
                 "positive": item_text(example.positive),
                 "positive_score": example.positive_score,
                 "negatives": [
-                    {"text": item_text(item), "score": score, "rank": rank, "probability": probability}
-                    for item, score, rank, probability in example.negatives
+                    {"text": item_text(item), "score": score, "rank": rank} for item, score, rank in example.negatives
                 ],
             }
             for example in examples

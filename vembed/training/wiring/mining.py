@@ -165,8 +165,8 @@ def mining_facts(folder: Path) -> list[tuple[str, str]]:
     facts = []
     for path in sorted(folder.glob("epoch-*/report.json")):
         found = json.loads(path.read_text("utf-8"))
-        rate = found["false_negatives"]
-        doubt = "" if rate is None else f", about {100 * rate['rate']:.1f}% of them probably false"
+        nearest = found["near_positives"][0]
+        near = f"{nearest['negatives']:,} of them above {nearest['above_percent']}% of their positive's score"
         epoch = int(path.parent.name.rpartition("-")[2])
-        facts.append((f"hard negatives mined before epoch {epoch}", f"{found['negatives']:,}{doubt}"))
+        facts.append((f"hard negatives mined before epoch {epoch}", f"{found['negatives']:,}, {near}"))
     return facts
